@@ -30,6 +30,7 @@ from asyncrl.agents import programs
 from asyncrl.agents.proxy.server import Proxy
 from asyncrl.agents.proxy.session import ProxySession, ProxyStats
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.images.parts import with_data_urls
 from asyncrl.imports import check_arguments, load
 from asyncrl.schema import Generate, Prompt, Trajectory
 
@@ -60,7 +61,8 @@ class ThroughTheProxy:
         """Play one episode."""
         async with self._proxy.session(generate) as session:
             reward = await self._play(prompt, session)
-        return session.trajectory(prompt.token_ids, session.posted if reward is None else reward)
+        reward = session.posted if reward is None else reward
+        return session.trajectory(prompt.token_ids, reward, prompt.images)
 
     async def _play(self, prompt: Prompt, session: ProxySession) -> float | None:
         raise NotImplementedError
@@ -90,7 +92,7 @@ class Proxied(ThroughTheProxy):
         check_arguments(self._solve, self._params, "agent_params.params", agent, question={}, base_url="", api_key="")
 
     async def _play(self, prompt: Prompt, session: ProxySession) -> float | None:
-        question = copy.deepcopy(prompt.question)  # siblings share it, and functions append to its messages
+        question = copy.deepcopy(_question(prompt))  # siblings share it, and functions append to its messages
         reward = await self._solve(
             question=question, base_url=self._proxy.base_url, api_key=session.key, **self._params
         )
@@ -128,7 +130,7 @@ class Command(ThroughTheProxy):
 
     async def _play(self, prompt: Prompt, session: ProxySession) -> float | None:
         ended = await programs.run(
-            self._argv, stdin=json.dumps(prompt.question).encode(), env=self._environment(session.key), cwd=self._cwd
+            self._argv, stdin=json.dumps(_question(prompt)).encode(), env=self._environment(session.key), cwd=self._cwd
         )
         if ended.status:
             raise EpisodeFailed("agent_error", f"{self._argv[0]} {ended.reason}: {ended.last_lines()}")
@@ -144,6 +146,11 @@ class Command(ThroughTheProxy):
         found |= {"no_proxy": direct, "NO_PROXY": direct}
         found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         return found | {"OPENAI_BASE_URL": self._proxy.base_url, "OPENAI_API_KEY": key} | self._env
+
+
+def _question(prompt: Prompt) -> dict[str, Any]:
+    """Return the question with its images as data URLs, which programs can send to the proxy."""
+    return {**prompt.question, "messages": with_data_urls(prompt.question["messages"], prompt.images)}
 
 
 def _reward(stdout: bytes) -> float:

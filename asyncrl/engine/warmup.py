@@ -62,10 +62,12 @@ async def read_image(_: str, manager: Any) -> None:
     """Answer a prompt with an image, if the model reads images."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    if (placeholder := getattr(manager.model_config.hf_config, "image_token_id", None)) is None:
+    marks = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    ids = [getattr(manager.model_config.hf_config, mark, None) for mark in marks]
+    if None in ids:
         return
     request = GenerateReqInput(
-        input_ids=[1, placeholder, 1],
+        input_ids=[1, *ids, 1],
         image_data=[PNG],
         sampling_params={"max_new_tokens": 1, "ignore_eos": True},
     )

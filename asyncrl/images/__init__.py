@@ -70,9 +70,11 @@ class ImageShape:
 class ImageTokens:
     """How a model's requests hold images: one placeholder for each in the token ids, and the images beside them."""
 
+    start: int
     placeholder: int
+    end: int
     forbidden: Sequence[int]
-    """Ids that the policy must not sample, the placeholder among them."""
+    """Ids that the policy must not sample, these three among them."""
     shape: ImageShape
     most: int
     """Maximum number of images in a request (rollout.images.max_images)."""
@@ -80,12 +82,18 @@ class ImageTokens:
     def added(self, token_ids: Sequence[int], images: Sequence[bytes]) -> int:
         """Return how many more tokens the model reads than there are ids.
 
-        Raises ImageRefused unless there are as many placeholders as images: an engine can hang on the difference.
+        Raises ImageRefused unless there are as many placeholders as images, each between the marks of an image: an
+        engine can hang on more placeholders, and ignores an image that has none, or one without marks, in silence.
         """
-        if (count := token_ids.count(self.placeholder)) != len(images):
+        places = [place for place, token in enumerate(token_ids) if token == self.placeholder]
+        marked = all(
+            tuple(token_ids[max(0, at - 1) : at + 2]) == (self.start, self.placeholder, self.end) for at in places
+        )
+        if len(places) != len(images) or not marked:
             raise ImageRefused(
-                f"the request has {count} placeholders (token {self.placeholder}) for {len(images)} images: pass the "
-                "images of its messages, one for each placeholder, and do not expand placeholders"
+                f"the request has {len(places)} placeholders (token {self.placeholder}) for {len(images)} images: pass "
+                f"the images of its messages, one for each placeholder, which stands between the tokens {self.start} "
+                f"and {self.end} and is not expanded"
             )
         if len(images) > self.most:
             raise ImageRefused(f"the request has {len(images)} images, more than rollout.images.max_images={self.most}")

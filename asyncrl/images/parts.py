@@ -9,10 +9,10 @@ DATA is what decoder.py accepts: bytes or a data URL, but no other string.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from asyncrl.images import ImageRefused
+from asyncrl.images import ImageRefused, data_url
 
 Message = dict[str, Any]
 REFUSED = {"video", "video_url", "audio", "audio_url", "input_audio", "file"}
@@ -26,8 +26,19 @@ def images_in(messages: Sequence[Message]) -> list[object]:
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
     """Return messages as a chat template renders them: of every image only that it is there."""
+    return _with(messages, lambda: {"type": "image"})
+
+
+def with_data_urls(messages: Sequence[Message], images: Sequence[bytes]) -> list[Message]:
+    """Return messages in the form of the OpenAI API, with these images in the places of their own."""
+    left = iter(images)
+    return _with(messages, lambda: {"type": "image_url", "image_url": {"url": data_url(next(left))}})
+
+
+def _with(messages: Sequence[Message], place: Callable[[], Message]) -> list[Message]:
+    """Return messages with another part in the place of each image, in order."""
     return [
-        {**message, "content": [{"type": "image"} if _is_image(part) else part for part in message["content"]]}
+        {**message, "content": [place() if _is_image(part) else part for part in message["content"]]}
         if any(map(_is_image, _parts(message)))
         else message
         for message in messages

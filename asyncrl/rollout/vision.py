@@ -29,7 +29,8 @@ def vision_of(model: Path, hf: dict[str, Any], settings: ImagesConfig) -> Vision
     except ValueError as error:
         remedy = f"{error}, the least in {model / PROCESSOR}: raise it."
         raise ConfigError("rollout.images.max_pixels", settings.max_pixels, remedy) from None
-    tokens = ImageTokens(hf["image_token_id"], forbidden_ids(hf), shape, settings.max_images)
+    start, placeholder, end = (hf[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
+    tokens = ImageTokens(start, placeholder, end, forbidden_ids(hf), shape, settings.max_images)
     sizes = ImageSizes(shape.side, least, most)
     return Vision(tokens, ImageDecoder(sizes, settings.max_bytes), most // shape.side**2)
 

@@ -20,6 +20,8 @@ from asyncrl.weights.engine_layout import EngineLayout, ParameterTarget
 
 TOWER = "visual."
 """Beginning of the names of a vision tower's parameters in every engine."""
+AXES = ".rotary_emb.axis_map"
+"""End of the names of what SGLang computes from the config: which of three positions turns each rotated pair."""
 Checksums = list[dict[str, str]]
 """A hash by engine parameter name, for each tensor-parallel rank."""
 
@@ -229,8 +231,9 @@ def parse(answer: dict[str, Any]) -> Checksums:
 def differing(expected: Checksums, answered: Checksums) -> list[str]:
     """Return the names of the engine parameters whose hashes differ on some rank, or that only one side has.
 
-    Nothing is left out but what was not sent of a vision tower: all of it, if it is frozen, or its rotary frequencies.
-    SGLang itself skips the rotary caches of text models, which are their only tensors that are not weights.
+    Nothing is left out but what was not sent of a vision tower (all of it, if it is frozen, or its rotary frequencies),
+    and the axes of its text model's positions. SGLang itself skips the rotary caches of text models, which are their
+    only tensors that are not weights.
     """
     if len(expected) != len(answered):
         raise WeightsError(
@@ -241,6 +244,6 @@ def differing(expected: Checksums, answered: Checksums) -> list[str]:
             name
             for mine, its in zip(expected, answered, strict=True)
             for name in mine.keys() | its.keys()
-            if mine.get(name) != its.get(name) and (name in mine or not name.startswith(TOWER))
+            if mine.get(name) != its.get(name) and (name in mine or not (name.startswith(TOWER) or name.endswith(AXES)))
         }
     )

@@ -20,13 +20,13 @@ from asyncrl.images.parts import images_in, without_images
 from tests.engine.asking import asked
 from tests.fakes import FakeEngine, echo
 
-PAD = 45
-PROMPT = [12, PAD, 11]
+IMAGE = [43, PAD := 45, 44]
+PROMPT = [12, *IMAGE, 11]
 
 
 @pytest.fixture(scope="module")
 def vision() -> Iterator[Vision]:
-    tokens = ImageTokens(PAD, [PAD, 46], ImageShape(14, 2), most=2)
+    tokens = ImageTokens(*IMAGE, [PAD, 46], ImageShape(14, 2), most=2)
     decoder = ImageDecoder(ImageSizes(28, 784, 16 * 784), 1 << 20)
     yield Vision(tokens, decoder, 16)
     decoder.close()
@@ -96,10 +96,12 @@ def test_counts_are_checked_before_an_engine_sees_a_request(vision: Vision) -> N
 
     async def play(client: GenerationClient) -> None:
         for ids, images, why in (
-            ([12, PAD, PAD, PAD, PAD, 11], [png()], "4 placeholders"),
+            ([43, PAD, PAD, PAD, PAD, 44], [png()], "4 placeholders"),
+            ([12, PAD, 11], [png()], "stands between the tokens 43 and 44"),
+            ([PAD, 44], [png()], "stands between"),
             (PROMPT, [], "1 placeholders"),
             ([12, 11], [png()], "0 placeholders"),
-            ([PAD] * 3, [png()] * 3, r"3 images, more than rollout.images.max_images=2"),
+            (IMAGE * 3, [png()] * 3, r"3 images, more than rollout.images.max_images=2"),
             (PROMPT, [png(size=(30, 28))], "not a multiple of 28"),
         ):
             with pytest.raises(ValueError, match=why):
@@ -135,17 +137,17 @@ def test_siblings_share_a_request_only_if_their_images_are_alike(vision: Vision)
 
 
 def test_the_context_counts_every_token_of_an_image(vision: Vision) -> None:
-    """30 tokens leave 8 for an answer beside one of 16 tokens; SGLang reserves some of them."""
+    """28 tokens leave 8 for an answer beside one of 16 tokens; SGLang reserves some of them."""
     engine = FakeEngine(echo())
 
     async def play(client: GenerationClient) -> None:
         await client.generate()(PROMPT, None, [png(size=(112, 112))])
         room = await client.generate()(PROMPT, None, [png(size=(56, 56))])
-        full = await client.generate()([12, PAD, PAD], None, [png(size=(112, 112))] * 2)
+        full = await client.generate()(IMAGE * 2, None, [png(size=(112, 112))] * 2)
         assert room.token_ids
         assert (full.token_ids, full.finish_reason) == ([], "length")
 
-    asked(engine, play, vision=vision, context=26)
+    asked(engine, play, vision=vision, context=28)
     assert [request["sampling_params"]["max_new_tokens"] for request in engine.requests] == [6, 8]
 
 

@@ -64,7 +64,7 @@ def played(fleet: Engines, play: Play, **changes: Any) -> Any:
         "retry_timeout": 60.0,
         "coalesce": True,
         "vision": Vision(
-            ImageTokens(PLACEHOLDER, forbidden(hf), shape, most=4),
+            ImageTokens(START, PLACEHOLDER, END, forbidden(hf), shape, most=4),
             ImageDecoder(ImageSizes(shape.side, 784, 16 * 784), 1 << 20),
             most_tokens=16,
         ),

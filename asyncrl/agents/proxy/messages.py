@@ -1,7 +1,7 @@
 """Canonical form of messages, in which they are compared and rendered regardless of how a client writes them.
 
 absent, null, "", [], {}    are the same
-content                     a text; parts of type text are joined with newlines
+content                     a text; parts of type text are joined with newlines, unless there are images among them
 a call's arguments          a value instead of JSON text, so that templates write it in their model's format
 """
 
@@ -16,6 +16,8 @@ import msgspec
 
 from asyncrl.envs.tools.calls import ToolCall
 from asyncrl.errors import AsyncRLError
+from asyncrl.images import ImageRefused
+from asyncrl.images.parts import images_in
 from asyncrl.schema import Message
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -77,15 +79,20 @@ def assistant(content: str, calls: Sequence[ToolCall]) -> Message:
     return message
 
 
-def _text(content: Any, name: str) -> str:
+def _text(content: Any, name: str) -> str | list[Message]:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
+    try:
+        if images_in([{"content": parts}]):
+            return [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
+    except ImageRefused as refused:
+        raise bad_field(name, content, str(refused)) from None
     texts: list[Any] = [
         part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in parts
     ]
     if not all(isinstance(text, str) for text in texts):
-        raise bad_field(name, content, "Must be a text, or a list of parts of type text.")
+        raise bad_field(name, content, "Must be a text, or a list of parts of type text or image_url.")
     return "\n".join(texts)
 
 

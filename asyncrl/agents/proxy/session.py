@@ -32,6 +32,8 @@ from asyncrl.agents.proxy.messages import ApiError, bad_field
 from asyncrl.agents.proxy.rewards import Rewards
 from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError, EpisodeFailed
+from asyncrl.images import ImageRefused, image_name
+from asyncrl.images.parts import images_in
 from asyncrl.schema import Completion, Generate, Message, Template, Trajectory
 
 
@@ -56,6 +58,7 @@ class ProxySession:
         self._chats, self._texts = ChatHistories(), TextHistories()
         self._serial = itertools.count()
         self._answered: list[tuple[int, CompletedRequest]] = []  # with the numbers of their requests
+        self._images: dict[str, bytes] = {}  # of the answered requests, by name
         self._rewards = Rewards()
         self._full = False
         self._calls: set[asyncio.Task[Any]] = set()
@@ -123,8 +126,10 @@ class ProxySession:
         tools = body.get("tools") or []
         keys, tools_key = [message.key for message in sent], messages.tools_key(tools)
         known, length = self._chats.find(tools_key, keys)
-        context = self._render([message.rendered for message in sent[length:]], tools, known)
-        asked = await self._ask(context, wanted, begins=known is None)
+        new = [message.rendered for message in sent[length:]]
+        images = [*self._seen(known), *await self._read(new)]
+        context = self._render(new, tools, known)
+        asked = await self._ask(context, wanted, images, begins=known is None)
         choices = []
         for turn, one in asked:
             text, calls = self.template.decode(one.completion.token_ids), list[tool_calls.ToolCall]()
@@ -151,7 +156,7 @@ class ProxySession:
         else:
             raise bad_field("prompt", prompt, "Must be one text, or the token ids of one.")
         choices = []
-        for turn, one in await self._ask(context, wanted, begins=known is None):
+        for turn, one in await self._ask(context, wanted, self._seen(known), begins=known is None):
             text = self.template.decode(one.completion.token_ids)
             if isinstance(prompt, str):
                 self._texts.keep(prompt + text, one)
@@ -167,12 +172,12 @@ class ProxySession:
         """Posted reward of the episode, or None."""
         return self._rewards.episode
 
-    def trajectory(self, prompt_ids: list[int], reward: float | None) -> Trajectory:
+    def trajectory(self, prompt_ids: list[int], reward: float | None, images: Sequence[bytes] = ()) -> Trajectory:
         """Return all answers as a trajectory, with the rewards of turns. Raises EpisodeFailed when there are none."""
         if not self._answered:
             raise EpisodeFailed("agent_error", "it made no request to the model")
         in_order = sorted(self._answered, key=lambda answer: answer[0])
-        turns = link(prompt_ids, [asked for _, asked in in_order])
+        turns = link(prompt_ids, [asked for _, asked in in_order], [image_name(png) for png in images])
         return Trajectory(self._rewards.given(turns, [asked for _, asked in self._answered]), reward)
 
     # -- tokens --------------------------------------------------------------------------------------------
@@ -190,20 +195,34 @@ class ProxySession:
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ApiError(400, f"the chat template rejects these messages: {error}", param="messages") from error
 
+    async def _read(self, chat: Sequence[Message]) -> list[bytes]:
+        """Return the images of messages. Raises ApiError (400)."""
+        try:
+            return await self._generate.images(chat) if images_in(chat) else []
+        except ImageRefused as refused:
+            raise ApiError(400, f"an image is refused: {refused}", param="messages") from None
+
+    def _seen(self, known: CompletedRequest | None) -> list[bytes]:
+        """Return the images of an earlier request."""
+        return [self._images[name] for name in known.images] if known else []
+
     async def _ask(
-        self, context: list[int], wanted: RequestOptions, *, begins: bool
+        self, context: list[int], wanted: RequestOptions, images: Sequence[bytes], *, begins: bool
     ) -> list[tuple[int, CompletedRequest]]:
         """Generate the answers and return each with the number of its turn. Raises ApiError (503) when engines fail."""
         numbers = [next(self._serial) for _ in range(wanted.choices)]
-        calls = [self._generate(context, max_new_tokens=wanted.limit) for _ in numbers]
-        answered = []
+        calls = [self._generate(context, max_new_tokens=wanted.limit, images=images) for _ in numbers]
+        answered, names = [], [image_name(png) for png in images]
+        self._images |= zip(names, images, strict=True)
         for number, completion in zip(numbers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(completion, AsyncRLError):
                 self.fail(completion)
                 raise ApiError(503, f"the engines cannot answer, and the episode is over: {completion}")
+            if isinstance(completion, ImageRefused):
+                raise ApiError(400, f"the request is refused: {completion}", param="messages")
             if isinstance(completion, BaseException):
                 raise completion
-            answered.append((number, CompletedRequest(context, completion)))
+            answered.append((number, CompletedRequest(context, completion, images=names)))
         self._look_at_room([asked.completion for _, asked in answered], len(context))
         first = len(self._answered)
         self._answered += answered
