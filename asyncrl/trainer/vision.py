@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +180,11 @@ def _processor(folder: Path) -> Any:
 def load_tower(hf: dict[str, Any], folder: Path, dtype: str, device: torch.device) -> torch.nn.Module:
     """Return the vision tower of transformers with the weights of an HF folder. Raises WeightsError with a tensor that
     is missing, left over or of another shape."""
-    import transformers
+    from transformers import AutoConfig
 
-    name = hf["architectures"][0]
-    config = transformers.AutoConfig.for_model(hf["model_type"], vision_config=hf["vision_config"]).vision_config
-    module = __import__(f"transformers.models.{hf['model_type']}.modeling_{hf['model_type']}", fromlist=["x"])
+    name, kind = hf["architectures"][0], hf["model_type"]
+    config = AutoConfig.for_model(kind, vision_config=hf["vision_config"]).vision_config
+    module = import_module(f"transformers.models.{kind}.modeling_{kind}")
     with torch.random.fork_rng(devices=[]), device:
         tower = getattr(module, TOWERS[name].module)._from_config(config, dtype=getattr(torch, dtype))
     prefix, states = TOWERS[name].prefix, tower.state_dict()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.models import tiny_vision
 from asyncrl.weights.folder import HFFolder
-from tests.fakes import changed, tiny_values
+from tests.fakes import changed, tiny_config, tiny_values
 from tests.integration.ranks import run_ranks
 from tests.integration.vision import transformers_logprobs, vision_groups, weights
 
@@ -158,3 +158,40 @@ def test_logprobs_and_gradients_are_those_of_transformers(layout: str, name: str
         assert tensor.abs().max() > 1e-3, key
         limit = 1e-5 if of == "logprobs" else 1e-4
         torch.testing.assert_close(tensor, reference[of], rtol=1e-5, atol=limit, msg=lambda m, key=key: f"{key}: {m}")
+
+
+UPDATED: dict[str, dict[str, Any]] = {
+    "single": {},
+    "dp2": {"trainer.data_parallel": 2, "trainer.micro_batch_tokens": 40},
+    "tp2-sp-cp2": {f"trainer.{name}": value for name, value in LAYOUTS["tp2-sp-cp2"][0].items()},
+}
+
+
+def updated(folder: Path, layout: str) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Return the figures of two updates, and the weights after them."""
+    made = folder / f"updated-{layout}"
+    made.mkdir()
+    (made / "model").symlink_to(folder / "untied")
+    (made / "groups.msgpack").symlink_to(folder / "groups.msgpack")
+    settings = {"trainer.vision.lr": 2e-3, "trainer.optimizer.eps": 1e-3}
+    config = tiny_config(**OPTIONS["tower"] | settings | UPDATED[layout])
+    (made / "config.json").write_text(config.model_dump_json())
+    run_ranks("rank_update.py", "all", str(made), world=config.trainer.world_size)
+    figures = json.loads((made / "figures-all.json").read_text())
+    with HFFolder(made / "out-all") as weights:
+        return figures, {name: weights.read(name) for name in weights.names()}
+
+
+def test_updates_of_a_trained_tower_do_not_depend_on_the_layout(folder: Path) -> None:
+    """Replicas have different images, or none in a micro-batch, and ranks of a context have parts of an image."""
+    figures, weights = updated(folder, "single")
+    for layout in UPDATED.keys() - {"single"}:
+        other_figures, other = updated(folder, layout)
+        for mine, theirs in zip(figures, other_figures, strict=True):
+            for name in ("loss", "grad_norm", "kl/reference", "logprob_gap/mean"):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), (layout, name)
+        assert other.keys() == weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    start = load_file(folder / "untied" / "model.safetensors")
+    assert not [name for name, tensor in start.items() if tensor.equal(weights[name])]
