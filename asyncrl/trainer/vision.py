@@ -8,8 +8,9 @@ image exactly where it is the same one, and k says which of the batch's image em
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import Sample
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import RecordError, WeightsError
+from asyncrl.images import ImageShape
 from asyncrl.models.vision import TOWERS, image_shape, mrope
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Group
@@ -58,6 +60,35 @@ class ImageEmbedding(LanguageModelEmbedding):
         layer.register_forward_hook(added)
 
 
+@dataclass(frozen=True)
+class Normalisation:
+    """What the image processors of Qwen's models do with an image of the right size, in float32 on any device."""
+
+    shape: ImageShape
+    frames: int  # of a patch; an image repeats itself
+    mean: tuple[float, ...]  # of each colour, between 0 and 1
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, folder: Path, hf: dict[str, Any], shape: ImageShape) -> Normalisation:
+        """Read the settings of an HF folder."""
+        read = json.loads((folder / "preprocessor_config.json").read_text())
+        frames = hf["vision_config"].get("temporal_patch_size", 2)
+        return cls(shape, frames, tuple(read["image_mean"]), tuple(read["image_std"]))
+
+    def patches(self, png: bytes, device: torch.device) -> Tensor:
+        """Return the patches of an image as the tower reads them, [h * w, 3 * frames * side * side], in the order of
+        its tokens."""
+        from PIL import Image
+
+        pixels = torch.from_numpy(np.array(Image.open(io.BytesIO(png)))).to(device)
+        mean, std = (torch.tensor(values, device=device) for values in (self.mean, self.std))
+        normal = pixels.float().mul_(1 / (255 * std)).sub_(mean / std)
+        (_, h, w), side, merge = self.shape.grid(png), self.shape.patch, self.shape.merge
+        blocks = normal.view(h // merge, merge, side, w // merge, merge, side, 3).permute(0, 3, 1, 4, 6, 2, 5)
+        return blocks.reshape(h * w, 3, 1, side, side).expand(-1, -1, self.frames, -1, -1).flatten(1)
+
+
 class ImageEncoder:
     """The images of the present batch, and the vision tower on the ranks of the first pipeline stage."""
 
@@ -75,7 +106,7 @@ class ImageEncoder:
             for parameter in self.tower.requires_grad_().parameters():
                 # each tensor-parallel rank then has the gradient of its own rows, which Megatron sums
                 parameter.sequence_parallel = trainer.sequence_parallel  # type: ignore[attr-defined]
-        self._processor = _processor(folder)
+        self._normalised = Normalisation.of(folder, hf, shape)
         self._files: dict[str, bytes] = {}
         self._names: list[str] = []
         self._starts = np.zeros(1, np.int64)  # number of the first token of each image, and of all tokens
@@ -158,23 +189,13 @@ class ImageEncoder:
 
     def _encoded(self, names: list[str]) -> Sequence[Tensor]:
         """Run the tower on some images. Returns the features of each, [tokens, (1 + L) H]."""
-        from PIL import Image
-
         assert self.tower is not None, "only the first stage embeds"
-        images = [Image.open(io.BytesIO(self._files[name])) for name in names]
-        read = self._processor(images=images, return_tensors="pt", do_resize=False)
-        pixels = read["pixel_values"].to(self._device, next(self.tower.parameters()).dtype)
-        grids = read["image_grid_thw"]
+        patches = [self._normalised.patches(self._files[name], self._device) for name in names]
+        pixels = torch.cat(patches).to(next(self.tower.parameters()).dtype)
+        grids = torch.tensor([self._shape.grid(self._files[name]) for name in names])
         found = self.tower(pixels, grid_thw=grids.to(self._device))
         features = torch.cat([found.pooler_output, *(getattr(found, "deepstack_features", None) or [])], -1)
         return features.split((grids.prod(-1) // self._shape.merge**2).tolist())
-
-
-def _processor(folder: Path) -> Any:
-    """Return the image processor of transformers that needs no torchvision."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil.from_pretrained(folder)
 
 
 def load_tower(hf: dict[str, Any], folder: Path, dtype: str, device: torch.device) -> torch.nn.Module:
