@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.models.architectures import megatron_arguments
+from asyncrl.models.vision import TOWERS
 from asyncrl.weights.names import FAMILIES, Found, NameRule, Table
 
 Arguments = dict[str, Any]
@@ -65,6 +66,11 @@ class Structure:
         if architecture not in FAMILIES:
             known = ", ".join(sorted(FAMILIES))
             raise WeightsError(f"architecture {architecture} cannot be converted; known: {known}")
+        if architecture in TOWERS:
+            raise WeightsError(
+                f"{architecture} cannot be converted: checkpoints do not hold a frozen vision tower. Let a run write "
+                "the HF folder (trainer.save_hf_every), or merge its PEFT folder"
+            )
         self._table: Table = FAMILIES[architecture]
         try:
             self._arguments = megatron_arguments(hf)

@@ -218,7 +218,6 @@ def _check_vision(config: Config, hf: dict[str, Any]) -> None:
         ("teacher.model", config.teacher.model, "Teachers score text only"),
         ("algo.kl.reference_path", config.algo.kl.reference_path, "The reference sees with the policy's vision tower"),
         ("algo.critic.path", config.algo.critic.path, "The critic sees with the policy's vision tower"),
-        ("trainer.lora.rank", config.trainer.lora.rank, "Models that see are trained without adapters"),
     ):
         if value:
             raise ConfigError(field, value, f"{why}: unset it, or choose a text model.")
@@ -229,6 +228,8 @@ def _check_vision(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError(f"trainer.{field}", getattr(config.trainer, field), remedy)
     if config.trainer.vision.tower == "frozen":
         return
+    if config.trainer.lora.rank:
+        raise ConfigError("trainer.vision.tower", "trained", "Adapters are trained on frozen weights: set frozen.")
     if levels and config.trainer.recompute.granularity == "full":
         remedy = (
             "Recomputed layers would repeat the backward pass of the vision tower whose features they add: set none."

@@ -56,11 +56,11 @@ def _stage(
     masters = MASTER if item < MASTER else 0  # float32 weights are their own masters
     moments = MOMENTS * BYTES[training.moments]
     last = stage == layout.pipeline - 1
+    tower = shape.tower if stage == 0 and not training.tower else 0  # the networks share it
     matrices = [one for one in weights if one.layer is not None and len(one.shape) > 1]
     parts = {
         "weights": every * item,
-        "frozen base": sum(_base(network, layout, training, stage) for network in networks),
-        "vision tower": shape.tower * item if stage == 0 and not training.tower else 0,  # the networks share it
+        "frozen base": tower * item + sum(_base(network, layout, training, stage) for network in networks),
         "weights in FP8": 2 * held(matrices, shape, layout, stage).all * len(networks) * training.fp8,
         "gradients": every * GRADIENT,
         "masters": sum(steps) * masters,
@@ -209,7 +209,7 @@ def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, **engi
     return int((room - rank["weights"] - rank["adapters"]) * 1_000_000 / rank["KV cache"])
 
 
-AWAY = ("weights", "frozen base", "vision tower", "masters", "moments", "frozen weights")
+AWAY = ("weights", "frozen base", "masters", "moments", "frozen weights")
 """Parts of a trainer rank that it keeps in host memory while engines use its GPU; gradients are dropped."""
 
 

@@ -220,8 +220,8 @@ class Mapping:
         if of_adapter := ADAPTER.fullmatch(megatron_name):
             linear, projection, matrix = of_adapter.groups()
             found = self.find(f"{linear}.weight")
-            whole = self._shared_heads and found.rule.layout is QKV
-            return replace(found, rule=found.rule.adapter(projection, matrix, whole=whole))
+            rule = found.rule.adapter(projection, matrix, whole=self._shared_heads and found.rule.layout is QKV)
+            return replace(found, rule=replace(rule, hf=tuple(self._module(name) for name in rule.hf)))
         if self.tower and megatron_name.startswith("visual."):  # transformers' own module, equal on all ranks
             name = self.tower + megatron_name.removeprefix("visual.")
             return Found(NameRule(megatron_name, WHOLE, (name,)), None, None)
@@ -241,7 +241,13 @@ class Mapping:
 
     def adapts(self, module: str) -> bool:
         """Return whether some linear layer has this module of PEFT, named without the number of its layer."""
-        return any(module in rule.projections().values() for rule in self._rules.values() if rule.linear)
+        modules = (one for rule in self._rules.values() if rule.linear for one in rule.projections().values())
+        return any(module == self._module(one) for one in modules)
+
+    def _module(self, name: str) -> str:
+        """Return the name of an adapter's module in transformers, where models that see have a text model inside, even
+        if their files do not tell."""
+        return name.replace("model.layers.", "model.language_model.layers.", 1) if self.tower else name
 
 
 def _general(name: str, expert_pattern: str) -> tuple[str, str | None, str | None]:

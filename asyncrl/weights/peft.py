@@ -30,6 +30,7 @@ from asyncrl.weights.peft_config import (
     CONFIG,
     DOWN,
     GATE_UP,
+    INSIDE,
     PREFIX,
     TENSORS,
     adapted,
@@ -120,7 +121,9 @@ class PeftFolder:
         """Return the module whose adapter changes a weight of the model, if there is one."""
         expert = _EXPERT_WEIGHT.fullmatch(weight)
         stacked = expert["layer"] + (DOWN if expert["down"] else GATE_UP) if expert else None
-        return next((name for name in (weight.removesuffix(".weight"), stacked) if name in self._files), None)
+        module = weight.removesuffix(".weight")
+        inside = module.replace("model.", f"model{INSIDE}", 1)  # files of Qwen2.5-VL do not name the model inside
+        return next((name for name in (module, stacked, inside) if name in self._files), None)
 
     def delta(self, weight: str, shape: Sequence[int]) -> Tensor:
         """Return scale * B A of a weight that an adapter changes, in float32. Raises WeightsError if the weight has

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """Transformers' parameters of a layer's routed experts."""
 PREFIX = "base_model.model."
+INSIDE = ".language_model."
+"""Part of the names of modules of a text model inside a model that sees."""
 _TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 _EXPERTS = re.compile(r"(.*\.)mlp\.experts(\.base_layer)?")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -204,7 +206,7 @@ def check_start(lora: LoraConfig) -> None:
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def user_config(lora: LoraConfig, tensors: Iterable[str], base: str) -> dict[str, Any]:
+def user_config(lora: LoraConfig, tensors: Collection[str], base: str) -> dict[str, Any]:
     """Return adapter_config.json for users of PEFT, given the names of the tensors. `base` is the model's folder."""
     assert lora.rank is not None
     experts, dense = [], set()
@@ -213,6 +215,9 @@ def user_config(lora: LoraConfig, tensors: Iterable[str], base: str) -> dict[str
         experts += stacked
         dense |= set() if stacked else {module.rpartition(".")[2]}
     weights = dense & {*_MLP} if experts else set()
+    modules: str | list[str] = sorted(dense - weights)
+    if any(INSIDE in name for name in tensors):  # else PEFT would adapt layers of the same names in the vision tower
+        modules = rf".*{re.escape(INSIDE)}.*\.({'|'.join(modules)})"
     parameters = [*sorted(set(experts)), *(f"{name}.weight" for name in sorted(weights))]
     return {
         "bias": "none",
@@ -221,7 +226,7 @@ def user_config(lora: LoraConfig, tensors: Iterable[str], base: str) -> dict[str
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": sorted(dense - weights),
+        "target_modules": modules,
         "use_dora": False,
         "base_model_name_or_path": base,
         "inference_mode": True,

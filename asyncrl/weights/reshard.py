@@ -241,7 +241,7 @@ class Resharder:
 
     def adapts(self, module: str) -> bool:
         """Return whether some rank has a linear layer for PEFT's module."""
-        found = re.fullmatch(r"(model\.layers\.)(\d+)(\..+)", module)
+        found = re.fullmatch(r"(model\.(?:language_model\.)?layers\.)(\d+)(\..+)", module)
         known = found and int(found[2]) < self._num_layers and self._mapping.adapts(f"{found[1]}{{layer}}{found[3]}")
         return bool(known)
 

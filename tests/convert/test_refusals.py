@@ -254,3 +254,11 @@ def test_progress_names_each_file_with_its_size(llama: Path, capsys: pytest.Capt
     said = capsys.readouterr()
     assert said.out == ""
     assert re.fullmatch(r"asyncrl-convert: __0_0\.distcp  0\.\d+ GB  \d+\.\d s  \d+\.\d+ GB/s\n", said.err)
+
+
+def test_a_model_that_sees_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from asyncrl.models import tiny_vision
+
+    tiny_vision.write(tmp_path / "model")
+    told = refused(capsys, 1, ["to-megatron", str(tmp_path / "model"), str(tmp_path / "out")])
+    assert "Qwen2_5_VLForConditionalGeneration cannot be converted" in told

@@ -35,7 +35,7 @@ from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.token_accumulator import TokenAccumulator  # noqa: E402
-from asyncrl.weights.export import save_hf  # noqa: E402
+from asyncrl.weights.export import save_hf, save_peft  # noqa: E402
 from tests.integration.vision import weights  # noqa: E402
 
 
@@ -80,6 +80,8 @@ def started(config: Config, folder: Path, saved_as: str, groups: list[Group], pa
     both = zip(policy.network.parameters(), other.network.parameters(), strict=True)
     assert all(one.equal(two) for one, two in both)
     save_hf(folder / saved_as, folder, policy.weights, parallel, "float32")
+    if config.trainer.lora.rank:
+        save_peft(folder / f"{saved_as}-peft", folder, policy.weights, parallel, config.trainer.lora)
     return found
 
 

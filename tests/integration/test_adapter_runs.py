@@ -1,4 +1,5 @@
-"""A whole run whose versions are adapters, with the death of an engine and of the trainer."""
+"""Whole runs with adapters, with the death of an engine, of the trainer and of everything. They go on as if nothing had
+happened, and leave one adapter in every form."""
 
 from __future__ import annotations
 
@@ -8,10 +9,15 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
+from asyncrl.checkpoints.store import CheckpointStore
+from asyncrl.convert.cli import main as convert
 from asyncrl.metrics.fields import unknown
 from tests.integration.running import finish, lines, nothing_is_left, processes_of, run, start, wait_for_step
 from tests.integration.test_agents import books_balance, groups_of
+from tests.integration.test_replay import trained, weights
+from tests.integration.test_resume import Blow, check_books, check_replay, go_on_to_the_end, tensors
 
 SETTINGS = (
     *("trainer.lora.rank=8", "weights.lora=versions", "rollout.max_staleness=2", "record=true", "checkpoint.every=5"),
@@ -34,10 +40,49 @@ def check_versions(run_dir: Path, steps: int) -> None:
     assert json.loads((run_dir / "summary.json").read_text())["transport"].startswith("adapters in shared memory")
 
 
+def check_forms(run_dir: Path, tmp_path: Path, steps: int) -> None:
+    """Check that the last checkpoint and the exported folders hold the same adapter, and that PEFT computes with it
+    what the merged weights compute."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = json.loads((run_dir / "addresses.json").read_text())["model"]
+    checkpoint = CheckpointStore(run_dir).path(steps)
+    assert convert(["to-peft", str(checkpoint), str(tmp_path / "peft")]) == 0
+    held, exported = tensors(tmp_path / "peft"), tensors(run_dir / "hf")
+    assert held.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in held.items())
+    configs = [
+        json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path / "peft", run_dir / "hf")
+    ]
+    assert configs[0] == configs[1]
+
+    def logits(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.arange(10)[None]).logits
+
+    def load(folder: Path | str) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    adapted, merged = PeftModel.from_pretrained(load(model), run_dir / "hf"), load(run_dir / "hf-merged")
+    torch.testing.assert_close(logits(adapted), logits(merged), atol=1e-4, rtol=0)
+    assert not torch.allclose(logits(merged), logits(load(model)), atol=1e-2)
+
+
+def check_start(run_dir: Path, tmp_path: Path, rank: int) -> None:
+    """Check that a new run starts from the exported folder."""
+    adapter = (f"trainer.lora.rank={rank}", f"trainer.lora.path={run_dir / 'hf'}")
+    run(tmp_path / "next", *adapter, "run.max_steps=1", "eval.questions=8", "trainer.optimizer.lr=1e-30")
+    held, exported = tensors(run_dir / "hf"), tensors(tmp_path / "next/hf")
+    assert held.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in held.items())
+
+
 @pytest.mark.integration
 def test_a_run_with_adapters_survives_its_engine_and_is_resumed_after_the_trainers_death(tmp_path: Path) -> None:
-    run_dir, again = tmp_path / "run", tmp_path / "again"
-    with start(run_dir, *SETTINGS, "run.max_steps=20", "resume=auto") as process:
+    run_dir = tmp_path / "run"
+    settings = (*SETTINGS, "run.max_steps=20", "trainer.lora.save_merged=true", "trainer.optimizer.lr=5e-3")
+    with start(run_dir, *settings, "resume=auto") as process:
         wait_for_step(process, run_dir, 3)
         os.kill(processes_of(process, run_dir)["engine-0"], signal.SIGKILL)
         wait_for_step(process, run_dir, 8)
@@ -47,12 +92,24 @@ def test_a_run_with_adapters_survives_its_engine_and_is_resumed_after_the_traine
     assert "engine-0 died (killed by SIGKILL" in text
     assert "weights.lora versions (as configured)" in text
     nothing_is_left(run_dir)
-    run(run_dir, *SETTINGS, "run.max_steps=20", "resume=auto")
+    run(run_dir, *settings, "resume=auto")
     check_versions(run_dir, 20)
     books_balance(run_dir)
-    repeated = run(again, *SETTINGS, "mode=replay", f"replay.from={run_dir}", "replay.last=2", "checkpoint.every=null")
-    trained = lines(run_dir / "metrics.jsonl")[:3]
-    assert [one["loss"] for one in repeated] == [one["loss"] for one in trained]
+    whole = run(tmp_path / "whole", *settings, "mode=replay", f"replay.from={run_dir}", "checkpoint.every=null")
+    assert trained(whole) == trained(lines(run_dir / "metrics.jsonl"))
+    assert weights(tmp_path / "whole") == weights(run_dir)
+    check_forms(run_dir, tmp_path, 20)
+    check_start(run_dir, tmp_path, 8)
+
+
+@pytest.mark.campaign
+def test_a_run_with_merged_adapters_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    run_dir, merged = tmp_path / "run", ("trainer.lora.rank=4", "weights.lora=merged", "trainer.data_parallel=2")
+    Blow("everything", 5, 0.15).strike(run_dir, *merged)
+    text = go_on_to_the_end(run_dir, *merged)
+    assert "resuming from" in text
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path, *merged)
 
 
 @pytest.mark.campaign

@@ -49,6 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "trainer.share_prompts": False,
     },
     "tower": {"trainer.vision.tower": "trained", "trainer.vision.lr": TOWER_LR, "algo.kl.coefficient": 0.1},
+    "adapters": {"trainer.lora.rank": 4, "trainer.optimizer.lr": 1e-2, "algo.kl.coefficient": 0.1},
 }
 WORLD = {"single": 1, "tp2-sp-cp2": 4}
 CASES = [(layout, model) for layout, (_, models) in LAYOUTS.items() for model in models]
@@ -93,7 +94,8 @@ def megatron(folder: Path) -> Any:
         settings, models = LAYOUTS[layout]
         trainer = changed(tiny_values()["trainer"], settings)
         options = {name: tiny_values(**one) for name, one in OPTIONS.items()}
-        of_model = {"tied": options, "deepstack": {"tower": options["tower"]}} if layout == "single" else {}
+        some = {name: options[name] for name in ("tower", "adapters")}
+        of_model = {"tied": options, "deepstack": some} if layout == "single" else {}
         settings = {"trainer": trainer, "models": models, "options": of_model}
         settings["towers"] = {name: towers(layout, name) for name in models}
         (folder / f"{layout}.json").write_text(json.dumps(settings))
@@ -105,7 +107,7 @@ def megatron(folder: Path) -> Any:
 def test_saved_policies_have_the_vision_tower_that_they_started_from_or_trained(folder: Path, megatron: Any) -> None:
     megatron("single")
     given = load_file(folder / "tied" / "model.safetensors")
-    for option in OPTIONS:
+    for option in OPTIONS.keys() - {"adapters"}:
         with HFFolder(folder / "tied" / f"saved-{option}") as saved:
             assert sorted(saved.names()) == sorted(given)
             change = {name: float((saved.read(name) - tensor).abs().max()) for name, tensor in given.items()}
@@ -113,6 +115,24 @@ def test_saved_policies_have_the_vision_tower_that_they_started_from_or_trained(
         assert min(change.values()) > 10 * TOWER_LR
         assert max(tower) < 3 * TOWER_LR if option == "tower" else not any(tower)
         assert option != "tower" or min(tower) > 0
+
+
+@pytest.mark.parametrize("name", ["tied", "deepstack"])
+def test_saved_adapters_give_the_saved_weights_with_peft(name: str, folder: Path, megatron: Any) -> None:
+    import peft
+    from transformers import AutoModelForImageTextToText
+
+    megatron("single")
+    base = AutoModelForImageTextToText.from_pretrained(folder / name, dtype=torch.float32)
+    given = {key: tensor.clone() for key, tensor in base.state_dict().items()}
+    merged = peft.PeftModel.from_pretrained(base, folder / name / "saved-adapters-peft").merge_and_unload().state_dict()
+    saved = AutoModelForImageTextToText.from_pretrained(folder / name / "saved-adapters", dtype=torch.float32)
+    changed = set()
+    for key, tensor in saved.state_dict().items():
+        torch.testing.assert_close(tensor, merged[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+        changed |= set() if tensor.equal(given[key]) else {key}
+    linear = {key for key in given if key.endswith("_proj.weight") and ".language_model.layers." in key}
+    assert changed == linear
 
 
 @pytest.mark.parametrize(("layout", "name"), CASES)

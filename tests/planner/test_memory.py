@@ -355,8 +355,8 @@ def test_a_vision_tower_is_on_the_first_stage_and_has_an_optimizer_only_if_it_is
         return [_stage(model(), replace(SHAPE, tower=tower), layout, training, stage) for stage in (0, 1)]
 
     plain, frozen, trained = stages(TRAINING, 0), stages(TRAINING), stages(replace(TRAINING, tower=True))
-    assert [stage["vision tower"] for stage in frozen] == [2000, 0]
-    assert [stage["vision tower"] for stage in trained] == [0, 0]
+    assert [stage["frozen base"] for stage in frozen] == [2000, 0]
+    assert [stage["frozen base"] for stage in trained] == [0, 0]
     for part, each in (("weights", 2), ("gradients", 4), ("masters", 4), ("moments", 8), ("publish buckets", 2)):
         assert trained[0][part] - plain[0][part] == 1000 * each
         assert trained[1][part] == plain[1][part]
