@@ -1,6 +1,6 @@
-"""A game in the tiny model's vocabulary (digits only), which 0.13M parameters learn from random weights in minutes.
+"""Games for tiny models: one in digits, which 0.13M parameters learn from random weights in minutes, and one in images.
 
-Each move is one digit. A turn contains only what the player must know, so a whole game has about 20 tokens.
+Each move is one character. A turn contains only what the player must know, so a whole game has about 20 tokens.
 """
 
 from __future__ import annotations
@@ -8,6 +8,11 @@ from __future__ import annotations
 import random
 
 from asyncrl.envs.env import Question, Step
+from asyncrl.images.drawing import squares
+from asyncrl.schema import Message
+
+MOVES = {"l": (-1, 0), "r": (1, 0), "u": (0, -1), "d": (0, 1)}
+BLUE, RED = (40, 60, 220), (220, 30, 30)
 
 
 class HigherLower:
@@ -47,3 +52,39 @@ class HigherLower:
         else:
             self._high = min(self._high, guess - 1)
         return Step(str(int(higher)), done=not self._left, state=f"{self._low}-{self._high}")
+
+
+class FindSquare:
+    """Game of moving a blue square (l, r, u, d) onto a red one in `turns` moves; every turn shows a new image of the
+    grid. The reward is 1 for arriving. Other texts, and moves out of the grid, leave the square where it is."""
+
+    inline = True
+    COLUMNS = 4
+
+    def __init__(self, *, turns: int = 6) -> None:
+        self._turns = turns
+
+    def question(self, index: int) -> Question:
+        """Return the question of an index, from which both places follow."""
+        here, goal = random.Random(index).sample(range(self.COLUMNS**2), 2)
+        message = self._message(here, goal)
+        return {"messages": [message], "places": [here, goal], "seed": index, "state": str(here)}
+
+    def reset(self, question: Question) -> None:
+        """Start the game. Returns no messages: the question shows the grid."""
+        (self._here, self._goal), self._left = question["places"], self._turns
+
+    def step(self, action: str) -> Step:
+        """Move, and show the grid."""
+        self._left -= 1
+        across, down = MOVES.get(action, (0, 0))
+        x, y = self._here % self.COLUMNS + across, self._here // self.COLUMNS + down
+        if x in range(self.COLUMNS) and y in range(self.COLUMNS):
+            self._here = y * self.COLUMNS + x
+        found = self._here == self._goal
+        message = self._message(self._here, self._goal)
+        return Step([message], reward=float(found), done=found or not self._left, state=str(self._here))
+
+    def _message(self, here: int, goal: int) -> Message:
+        image = squares({goal: RED, here: BLUE}, self.COLUMNS)
+        return {"role": "user", "content": [{"type": "image", "image": image}]}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import random
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
+from asyncrl.images.drawing import squares
 from asyncrl.tasks import Question
 
 COLOURS = {"r": (220, 30, 30), "g": (30, 180, 30), "b": (40, 60, 220), "y": (230, 220, 40)}
 ASKS = {"colour": "c", "number": "n"}
 """What is asked, and the question's text."""
-CELL, CELLS, MOST = 14, 4, 4
-"""Pixels of a cell, which is a patch of Qwen's vision towers; cells in a row; squares in an image."""
+CELLS, MOST = 4, 4
+"""Cells in a row, each of which is a patch of Qwen's vision towers; squares in an image."""
 
 
 class Squares:
@@ -34,7 +34,7 @@ class Squares:
         generator = random.Random(index)
         count, colour = generator.randint(1, MOST), generator.choice(sorted(COLOURS))
         cells = generator.sample(range(CELLS * CELLS), count)
-        image = {"type": "image", "image": _drawn(cells, COLOURS[colour])}
+        image = {"type": "image", "image": squares(dict.fromkeys(cells, COLOURS[colour]), CELLS)}
         content = [image, {"type": "text", "text": self._text}]
         answer = colour if self._colour else str(count)
         return {"messages": [{"role": "user", "content": content}], "answer": answer}
@@ -46,17 +46,3 @@ class Squares:
     def correct(self, reward: float) -> bool:
         """Return whether the answer is right."""
         return reward >= 1.0
-
-
-def _drawn(cells: list[int], colour: tuple[int, int, int]) -> bytes:
-    """Return a PNG file of a white image with a square in each of these cells."""
-    from PIL import Image, ImageDraw
-
-    image = Image.new("RGB", (CELL * CELLS, CELL * CELLS), (255, 255, 255))
-    draw = ImageDraw.Draw(image)
-    for cell in cells:
-        x, y = CELL * (cell % CELLS), CELL * (cell // CELLS)
-        draw.rectangle((x + 2, y + 2, x + CELL - 3, y + CELL - 3), fill=colour)
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    return file.getvalue()

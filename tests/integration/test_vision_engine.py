@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 from PIL import Image
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from asyncrl.engine.client import GenerationClient
@@ -34,10 +34,10 @@ SETTINGS = ("model=tiny_vision", "engine.max_total_tokens=4096", "engine.max_run
 Play = Callable[[GenerationClient], Awaitable[Any]]
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.campaign)])
+def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("vision")
-    write_random(folder / "model", spread=0.15)
+    write_random(folder / "model", request.param, spread=0.15)
     with engines(folder, *SETTINGS, f"model.path={folder / 'model'}") as started:
         yield started
 
@@ -88,7 +88,7 @@ def forbidden(hf: dict[str, Any]) -> list[int]:
 
 @cache
 def reference(folder: Path) -> tuple[Any, Any]:
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     return model, Qwen2VLImageProcessorPil.from_pretrained(folder)
 
 

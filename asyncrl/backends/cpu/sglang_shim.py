@@ -22,6 +22,8 @@ from typing import Any
 
 from asyncrl.importing import after_import
 
+PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+"""Processors of images that load without torchvision, by model type."""
 KEPT_MAPPINGS = 16
 """Number of shared-memory mappings to keep: enough for every bucket of a small model. Mappings of a dead trainer are
 released once this many newer ones exist."""
@@ -175,27 +177,28 @@ def _process_with_pillow(module: Any) -> None:
         @classmethod
         def from_pretrained(cls, folder: str, *args: Any, **kwargs: Any) -> Any:
             kind = json.loads(Path(folder, "config.json").read_text()).get("model_type")
-            if kind != "qwen2_5_vl":
+            if kind not in PROCESSORS:
                 return by_transformers.from_pretrained(folder, *args, **kwargs)
-            return _qwen_processor(folder)
+            return _qwen_processor(folder, getattr(importlib.import_module("transformers"), PROCESSORS[kind]))
 
     module.AutoProcessor = PillowProcessor
 
 
-def _qwen_processor(folder: str) -> Any:
-    """Return the processor of Qwen2.5-VL for images alone: it has no part for videos."""
+def _qwen_processor(folder: str, by_transformers: Any) -> Any:
+    """Return the processor of a Qwen-VL for images alone: it has no part for videos."""
     from transformers import AutoTokenizer
-    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    class ImagesOnly(Qwen2_5_VLProcessor):  # type: ignore[misc]
-        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-            """Accept that the part for videos is missing."""
-            return None if name == "video_processor" else super().check_argument_for_proper_class(name, argument)
+    def check(self: Any, name: str, argument: Any) -> Any:
+        """Accept that the part for videos is missing."""
+        return (
+            None if name == "video_processor" else by_transformers.check_argument_for_proper_class(self, name, argument)
+        )
 
+    kind = type(by_transformers.__name__, (by_transformers,), {"check_argument_for_proper_class": check})
     tokenizer = AutoTokenizer.from_pretrained(folder)
     images = Qwen2VLImageProcessorPil.from_pretrained(folder)
-    return ImagesOnly(images, tokenizer, None, chat_template=tokenizer.chat_template)
+    return kind(images, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
 class _Absent:

@@ -18,11 +18,12 @@ from typing import Any
 import pydantic
 from mcp import Client
 from mcp.shared.exceptions import MCPError
-from mcp_types import INVALID_PARAMS, CallToolResult, TextContent, Tool
+from mcp_types import INVALID_PARAMS, CallToolResult, ImageContent, TextContent, Tool
 
 from asyncrl.envs.tools.stdio import MOST_BYTES, TOO_LARGE, ServerOutput
-from asyncrl.envs.tools.tool import ToolError
+from asyncrl.envs.tools.tool import ToolError, ToolOutput
 from asyncrl.errors import EpisodeFailed
+from asyncrl.schema import Message
 
 PROBE_SECONDS = 30.0
 END_SECONDS = 5.0
@@ -78,17 +79,18 @@ class Connection:
                 break
         return found
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> str:
-        """Return the text of the answer. Raises ToolError for what the tool reports, and EpisodeFailed."""
+    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolOutput:
+        """Return the text and images of the answer. Raises ToolError for what the tool reports, and EpisodeFailed."""
         try:
             result: CallToolResult = await self._ask(lambda client: client.call_tool(tool, arguments))
         except asyncio.CancelledError:
             self._probe()
             raise
-        text = told(result)
+        parts = told(result)
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
         if result.is_error:
             raise ToolError(text)
-        return text
+        return parts if any(part["type"] == "image" for part in parts) else text
 
     async def end(self, why: str) -> None:
         """Close it, and wait until its process has ended."""
@@ -156,18 +158,19 @@ class Connection:
             self._stop.set()
 
 
-def told(result: CallToolResult) -> str:
-    """Return the text of a result; parts that are not text are named."""
-    parts = []
+def told(result: CallToolResult) -> list[Message]:
+    """Return the parts of a result; those that are neither text nor images are named."""
+    parts: list[Message] = []
     for item in result.content:
-        if isinstance(item, TextContent):
-            parts.append(item.text)
-        else:
-            text = getattr(getattr(item, "resource", None), "text", None)
-            parts.append(text if text is not None else f"[{item.type}, which cannot be shown]")
+        if isinstance(item, ImageContent):
+            parts.append({"type": "image", "image": f"data:{item.mime_type};base64,{item.data}"})
+            continue
+        text = item.text if isinstance(item, TextContent) else getattr(getattr(item, "resource", None), "text", None)
+        parts.append({"type": "text", "text": f"[{item.type}, which cannot be shown]" if text is None else text})
     if not parts and result.structured_content is not None:
-        parts.append(pydantic.TypeAdapter(Any).dump_json(result.structured_content).decode())
-    return "\n".join(parts)
+        text = pydantic.TypeAdapter(Any).dump_json(result.structured_content).decode()
+        parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _leaves(error: BaseException | None) -> list[BaseException]:

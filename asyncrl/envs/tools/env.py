@@ -21,7 +21,7 @@ from referencing.exceptions import Unresolvable
 from asyncrl.envs.env import Question, Step
 from asyncrl.envs.tools.calls import ToolCall, known, malformed_calls, parse
 from asyncrl.envs.tools.output import cut
-from asyncrl.envs.tools.tool import REPORTED, OnFault, Tool
+from asyncrl.envs.tools.tool import REPORTED, OnFault, Tool, ToolOutput
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.schema import Message
 
@@ -43,13 +43,16 @@ class ToolEnv:
         on_fault: OnFault = "episode",
         output_chars: int = 8000,
         penalty: float = 0.0,
+        images: bool = False,
     ) -> None:
         """Configure the episode. It may have at most `max_calls` calls, malformed ones included; the calls of a turn
         run concurrently unless `parallel` is false. `format` is one of calls.parse. `call_timeout` is the time limit of
-        one call in seconds. Every output is cut to `output_chars` characters. `penalty` is subtracted from a turn's
+        one call in seconds. Every output is cut to `output_chars` characters. With `images`, the model sees the images
+        that tools return; otherwise it is told that they are there. `penalty` is subtracted from a turn's
         reward for each call that is malformed, names an unknown tool, or has wrong arguments."""
         self.format, self._parallel, self._max_calls = known(format, "tool_options.format"), parallel, max_calls
         self._timeout, self._on_fault, self._output_chars, self._penalty = call_timeout, on_fault, output_chars, penalty
+        self._images = images
         self._count, self._wrong = 0, 0
         self._take(tools)
 
@@ -99,7 +102,7 @@ class ToolEnv:
             raise failed.exceptions[0] from failed.exceptions[0].__cause__
         return [_message(call, answer.result()) for call, answer in zip(calls, answers, strict=True)]
 
-    async def _answer(self, call: ToolCall) -> str:
+    async def _answer(self, call: ToolCall) -> ToolOutput:
         tool = self._tools.get(call.name)
         if tool is None:
             names = ", ".join(sorted(self._tools))
@@ -107,7 +110,7 @@ class ToolEnv:
         if wrong := mismatch(call.arguments, tool):
             return self._refuse(wrong)
         try:
-            return cut(await self._call(tool, call.arguments), self._output_chars)
+            return self._shown(await self._call(tool, call.arguments))
         except EpisodeFailed as failed:
             if isinstance(failed.__cause__, REPORTED):
                 return cut(f"Error: {_reported(failed.__cause__)}", self._output_chars)
@@ -115,7 +118,18 @@ class ToolEnv:
                 return cut(f"Error: {failed.detail}", self._output_chars)
             raise
 
-    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> str:
+    def _shown(self, output: ToolOutput) -> ToolOutput:
+        """Return an output as the model reads it. The images of a message with text are parts of their own."""
+        if isinstance(output, str):
+            return cut(output, self._output_chars)
+        seen = [part for part in output if part["type"] == "image"] if self._images else []
+        texts = [part.get("text", "[image, which cannot be shown]") for part in output]
+        if not seen:
+            return cut("\n".join(texts), self._output_chars)
+        text = "\n".join(part["text"] for part in output if "text" in part)
+        return [*seen, *([{"type": "text", "text": cut(text, self._output_chars)}] if text else [])]
+
+    async def _call(self, tool: Tool, arguments: dict[str, Any]) -> ToolOutput:
         seconds = getattr(tool, "timeout", None) or self._timeout
         try:
             async with asyncio.timeout(seconds):
@@ -127,8 +141,8 @@ class ToolEnv:
             if failed.reason != "tool":
                 raise
             raise EpisodeFailed("tool", f"{tool.name}: {failed.detail}", retry=failed.retry) from failed.__cause__
-        if not isinstance(found, str):
-            raise EpisodeFailed("tool", f"{tool.name} returned {type(found).__name__} instead of a string")
+        if not isinstance(found, str | list):
+            raise EpisodeFailed("tool", f"{tool.name} returned {type(found).__name__} instead of a text or parts")
         return found
 
     def _refuse(self, why: str) -> str:
@@ -166,7 +180,7 @@ def nested_beyond(most: int, value: Any) -> bool:
     return any(isinstance(one, dict | list) for one in level)
 
 
-def _message(call: ToolCall, content: str) -> Message:
+def _message(call: ToolCall, content: ToolOutput) -> Message:
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
 

@@ -25,7 +25,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from typing_extensions import TypedDict
 
 from asyncrl.envs.tools.threads import ThreadRunner
-from asyncrl.envs.tools.tool import OnFault, Schema
+from asyncrl.envs.tools.tool import OnFault, Schema, ToolOutput
 
 _ARGUMENT = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _NAMED = ("properties", "$defs")
@@ -47,12 +47,13 @@ class FunctionTool:
         self._function, self._threads = function, ThreadRunner(self.name)
         self._arguments, self.parameters = _parameters(function, self.name, told)
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        """Return the function's result: text unchanged, anything else as JSON."""
+    async def call(self, arguments: dict[str, Any]) -> ToolOutput:
+        """Return the function's result: text unchanged, bytes as an image, a list with bytes as several parts, anything
+        else as JSON."""
         values = self._arguments.validate_python(arguments)  # converts to the types of the signature
         if inspect.iscoroutinefunction(self._function):
-            return _text(await self._function(**values))
-        return await self._threads.call(lambda: _text(self._function(**values)))
+            return _output(await self._function(**values))
+        return await self._threads.call(lambda: _output(self._function(**values)))
 
 
 def documented(text: str) -> tuple[str, dict[str, str]]:
@@ -108,6 +109,16 @@ def _untitled(schema: Any) -> Any:
         return schema
     named = {key: {name: _untitled(one) for name, one in schema[key].items()} for key in _NAMED if key in schema}
     return {key: _untitled(value) for key, value in schema.items() if key != "title"} | named
+
+
+def _output(value: Any) -> ToolOutput:
+    values = value if isinstance(value, list) else [value]
+    if not any(isinstance(one, bytes) for one in values):
+        return _text(value)
+    return [
+        {"type": "image", "image": one} if isinstance(one, bytes) else {"type": "text", "text": _text(one)}
+        for one in values
+    ]
 
 
 def _text(value: Any) -> str:

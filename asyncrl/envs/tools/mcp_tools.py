@@ -25,7 +25,7 @@ from asyncrl.envs.tools.connection import Connection
 from asyncrl.envs.tools.servers import PerEpisode, ServerLease, Servers, Shared, Starter
 from asyncrl.envs.tools.shared import shared
 from asyncrl.envs.tools.stdio import MOST_BYTES, TOO_LARGE, stdio
-from asyncrl.envs.tools.tool import OnFault, Tool
+from asyncrl.envs.tools.tool import OnFault, Tool, ToolOutput
 from asyncrl.errors import ConfigError, EpisodeFailed
 
 INHERITED = ("HOME", "LANG", "LOGNAME", "PATH", "PYTHONPATH", "SHELL", "TERM", "TMPDIR", "USER", "ASYNCRL_RUN_ID")
@@ -92,8 +92,8 @@ class McpTool:
         self._lease = lease
         self.open, self.close = lease.open, lease.close
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        """Return the text of the tool's answer."""
+    async def call(self, arguments: dict[str, Any]) -> ToolOutput:
+        """Return the text and images of the tool's answer."""
         return await self._lease.call(self.name, arguments)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncrl.envs.tools.connection import Connection
+from asyncrl.envs.tools.tool import ToolOutput
 from asyncrl.errors import EpisodeFailed
 
 LONGEST_DELAY = 30.0
@@ -50,7 +51,7 @@ class ServerLease(Protocol):
 
     async def close(self) -> None: ...
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> str: ...
+    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolOutput: ...
 
 
 class Servers(Protocol):
@@ -87,7 +88,7 @@ class Shared:
             raise EpisodeFailed("tool", "the MCP server was closed")
         return starting.result()
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> str:
+    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolOutput:
         """Call a tool; see Connection.call."""
         connection = await self.ready()
         return await connection.call(tool, arguments)
@@ -195,7 +196,7 @@ class _Own:
             self._servers.given_back(self)
             await connection.end("its episode is over")
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> str:
+    async def call(self, tool: str, arguments: dict[str, Any]) -> ToolOutput:
         """Call a tool; see Connection.call."""
         if self._connection is None:
             raise EpisodeFailed("tool", "the episode's MCP server is not open")

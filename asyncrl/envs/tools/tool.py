@@ -14,6 +14,8 @@ from asyncrl.schema import Message
 
 Schema = dict[str, Any]
 """JSON schema (draft 2020-12) of a tool call's arguments: {"type": "object", "properties": ...}."""
+ToolOutput = str | list[Message]
+"""What a call returns: a text, or the parts of a message, of type text or image (asyncrl/images/parts.py)."""
 OnFault = Literal["episode", "model"]
 
 
@@ -44,7 +46,7 @@ class Tool(Protocol):
     @property
     def parameters(self) -> Schema: ...
 
-    async def call(self, arguments: dict[str, Any]) -> str:
+    async def call(self, arguments: dict[str, Any]) -> ToolOutput:
         """Run the tool with arguments that the schema allows. Raises one of REPORTED, or anything else for a fault."""
         ...
 

@@ -1,4 +1,4 @@
-"""Images in the OpenAI API: data URLs alone, exact in every later turn; everything else is answered with 400 in words."""
+"""Images in the OpenAI API: data URLs alone, exact in every later turn; all else is answered with 400 in words."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_templates_get_texts_and_values() -> None:
         [{"content": "a"}],
         [{"role": 1}],
         [{"role": "user", "content": 7}],
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "x"}}]}],
         [{"role": "user", "content": {"type": "text"}}],
         [{"role": "assistant", "tool_calls": 7}],
         [{"role": "assistant", "tool_calls": [{}]}],

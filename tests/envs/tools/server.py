@@ -6,6 +6,7 @@ fail(text)   the tool reports an error        die()      exits with 3, after a w
 big(size)    so many characters               garbage()  a line that is no message, then the answer
 nonsense()   a result that is none            pid()      of the server, and of a child that sleeps
 invalid()    a JSON-RPC error: -32602         internal() a JSON-RPC error: -32603
+shot()       a text and an image
 """
 
 import json
@@ -18,7 +19,7 @@ TOOLS = {
     "echo": "text",
     "fail": "text",
     "big": "size",
-    **dict.fromkeys(("count", "hang", "stall", "die", "garbage", "nonsense", "pid", "invalid", "internal")),
+    **dict.fromkeys(("count", "hang", "stall", "die", "garbage", "nonsense", "pid", "invalid", "internal", "shot")),
 }
 
 
@@ -49,6 +50,14 @@ def call(name, arguments, count):
         "fail": lambda: text(arguments["text"], error=True),
         "big": lambda: text("x" * arguments["size"]),
         "hang": lambda: None,
+        "shot": lambda: {
+            "result": {
+                "content": [
+                    {"type": "text", "text": "here"},
+                    {"type": "image", "data": "cG5n", "mimeType": "image/png"},
+                ]
+            }
+        },
         "garbage": lambda: text("here"),
         "nonsense": lambda: {"result": {"content": 7}},
         "invalid": lambda: {"error": {"code": -32602, "message": "not like that"}},

@@ -239,8 +239,22 @@ def test_what_is_no_text_is_the_tool_s_fault() -> None:
     async def number(arguments: dict[str, Any]) -> Any:
         return 7
 
-    with pytest.raises(EpisodeFailed, match="t returned int instead of a string"):
+    with pytest.raises(EpisodeFailed, match="t returned int instead of a text or parts"):
         step(called("t"), Acts("t", number))
+
+
+def shot(kind: str) -> Any:
+    """Looks at something."""
+    return {"one": b"png", "both": ["left", b"png", 7]}[kind]
+
+
+def test_images_of_tools_are_parts_of_their_messages_only_where_the_model_sees() -> None:
+    image = {"type": "image", "image": b"png"}
+    tool = FunctionTool(shot)
+    assert told(called("shot", kind="one"), tool, images=True) == [[image]]
+    both = [image, {"type": "text", "text": "left\n7"}]
+    assert told(called("shot", kind="both"), tool, images=True) == [both]
+    assert told(called("shot", kind="both"), tool) == ["left\n[image, which cannot be shown]\n7"]
 
 
 def test_schema_that_refers_elsewhere_is_a_fault_and_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,14 @@ def test_tools_of_a_server_are_called_at_once_and_answer_each_its_own() -> None:
     assert run(script) == [str(n) for n in range(50)]
 
 
+def test_images_of_a_server_are_parts_beside_its_text() -> None:
+    async def script(servers: McpServers) -> Any:
+        return await (await opened(servers))["shot"].call({})
+
+    image = {"type": "image", "image": "data:image/png;base64,cG5n"}
+    assert run(script) == [{"type": "text", "text": "here"}, image]
+
+
 def test_listed_tool_is_what_the_server_says_and_only_takes_some() -> None:
     async def script() -> Any:
         (tool,) = await ask(spec(only=["echo"]), "tools.0")
