@@ -81,7 +81,7 @@ class Normalisation:
         its tokens."""
         from PIL import Image
 
-        pixels = torch.from_numpy(np.array(Image.open(io.BytesIO(png)))).to(device)
+        pixels = torch.from_numpy(np.array(Image.open(io.BytesIO(png), formats=["PNG"]))).to(device)
         mean, std = (torch.tensor(values, device=device) for values in (self.mean, self.std))
         normal = pixels.float().mul_(1 / (255 * std)).sub_(mean / std)
         (_, h, w), side, merge = self.shape.grid(png), self.shape.patch, self.shape.merge

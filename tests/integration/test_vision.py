@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "single": ({"recompute.granularity": "full", **SMALL}, list(MODELS)),
     "tp2": ({"tensor_parallel": 2}, ["untied"]),
     "pp2": ({"pipeline_parallel": 2, **SMALL}, ["tied", "deepstack"]),
-    "tp2-sp": (SEQUENCE, list(MODELS)),
+    "tp2-sp": (SEQUENCE, ["untied", "deepstack"]),
     "pp2-vpp2": ({"pipeline_parallel": 2, "virtual_pipeline": 2, **SMALL}, ["untied"]),
     "tp2-sp-cp2": ({**SEQUENCE, "context_parallel": 2}, ["untied", "deepstack"]),
 }
@@ -52,7 +52,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "adapters": {"trainer.lora.rank": 4, "trainer.optimizer.lr": 1e-2, "algo.kl.coefficient": 0.1},
 }
 WORLD = {"single": 1, "tp2-sp-cp2": 4}
-CASES = [(layout, model) for layout, (_, models) in LAYOUTS.items() for model in models]
+CASES = [
+    pytest.param(layout, model, marks=[pytest.mark.campaign] if layout in ("tp2", "pp2-vpp2") else [])
+    for layout, (_, models) in LAYOUTS.items()
+    for model in models
+]
 
 
 def towers(layout: str, name: str) -> list[str]:
