@@ -26,7 +26,11 @@ ROPE = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10000.
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {"arch": "qwen2_5_vl", "tie_word_embeddings": True},
     "untied": {"arch": "qwen2_5_vl"},
-    "deepstack": {"arch": "qwen3_vl", "rope_parameters": {**ROPE, "mrope_interleaved": True}},
+    "deepstack": {
+        "arch": "qwen3_vl",
+        "rope_parameters": {**ROPE, "mrope_interleaved": True},
+        "tie_word_embeddings": True,
+    },
 }
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
 TOWER_LR = 1e-5
