@@ -247,7 +247,7 @@ class Mapping:
     def _module(self, name: str) -> str:
         """Return the name of an adapter's module in transformers, where models that see have a text model inside, even
         if their files do not tell."""
-        return name.replace("model.layers.", "model.language_model.layers.", 1) if self.tower else name
+        return re.sub(r"^model\.layers\.", "model.language_model.layers.", name) if self.tower else name
 
 
 def _general(name: str, expert_pattern: str) -> tuple[str, str | None, str | None]:

@@ -80,6 +80,8 @@ def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architectur
         if rule.expert:
             stack = "gate_up_proj" if rule.layout is GATE_UP else "down_proj"
             modules = [f"model.layers.3.mlp.experts.{stack}"]
+        if architecture in TOWERS:
+            modules = [f"model.language_model.layers.{module.partition('layers.')[2]}" for module in modules]
         assert names == [f"{module}.lora_{matrix}.weight" for module in modules for matrix in "AB"]
 
 
