@@ -105,6 +105,34 @@ ADAPTED = {
     "llama3_70b_lora": MODELS["llama3_70b"],
 }
 """The same fields of experiments with adapters."""
+SEEING: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl_7b": {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "vocab_size": 152064,
+        "max_position_embeddings": 128000,
+        "num_hidden_layers": 28,
+        "hidden_size": 3584,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "intermediate_size": 18944,
+        "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+    },
+    "qwen3_vl_8b": {
+        **MODELS["qwen3_8b"],
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "max_position_embeddings": 262144,
+        "vision_config": {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "out_hidden_size": 4096,
+            "patch_size": 16,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+    },
+}
+"""The same fields of experiments with images."""
 ONE_RANK = ("trainer.tensor_parallel=1", "trainer.sequence_parallel=false", "engine.tensor_parallel=1")
 ADAPTED_ROWS: list[tuple[str, int, float, tuple[str, ...]]] = [
     ("qwen3_8b_lora", 1, 80e9, ()),
@@ -412,7 +440,7 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] != "--check":
         config = load(*arguments)
         file = Path(config.model.path).expanduser() / "config.json"
-        known = {**MODELS, **ADAPTED}
+        known = {**MODELS, **ADAPTED, **SEEING}
         hf = known[config.run.name] if config.model.path == "MODEL" else json.loads(file.read_text())
         print(*told(config, hf), sep="\n")
         return 0

@@ -9,7 +9,21 @@ import pytest
 from asyncrl.config import load
 from asyncrl.metrics import fields
 from asyncrl.planner import shapes
-from scripts.sizes import ADAPTED_ROWS, DOCS, MODELS, ROOM, ROWS, adapted_row, documented, least, most_on_gpu, row
+from scripts.sizes import (
+    ADAPTED_ROWS,
+    DOCS,
+    MODELS,
+    ROOM,
+    ROWS,
+    SEEING,
+    adapted_row,
+    documented,
+    least,
+    most_on_gpu,
+    row,
+    size,
+)
+from scripts.sizes import load as load_sized
 from tests.fakes import compose_values
 
 FITTING = [(name, gpus, values) for name, gpus, values in ROWS if values is not None]
@@ -47,6 +61,15 @@ def test_experiments_with_adapters_fit_their_gpus_and_full_training_would_not(
     assert 18 * count / one.config.trainer.world_size > each
     if one.config.trainer.lora.base == "nf4":
         assert one.trainer["frozen base"] < 0.31 * 2 * count / one.config.trainer.world_size
+
+
+@pytest.mark.parametrize(("name", "text", "tower"), [("qwen2_5_vl_7b", 7.62, 0.677), ("qwen3_vl_8b", 8.19, 0.576)])
+def test_experiments_with_images_fit_one_machine_with_their_vision_tower(name: str, text: float, tower: float) -> None:
+    one = size(load_sized(f"experiment={name}"), SEEING[name])
+    assert one.machines == 1
+    assert max(sum(one.trainer.values()), sum(one.engine.values())) < ROOM
+    assert shapes.parameters(one.weights).all / 1e9 == pytest.approx(text, abs=0.01)
+    assert one.trainer["frozen base"] / 2e9 == pytest.approx(tower, abs=0.001)
 
 
 @pytest.mark.parametrize(("name", "gpus"), [(name, gpus) for name, gpus, values in ROWS if values is None])

@@ -9,6 +9,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import HF
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+SEEING = {
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+}
+"""The text model of each model that reads images, whose tower is not described here (vision.py counts it)."""
 Tensor = tuple[str, tuple[int, ...]]
 """Name and shape; for a matrix, [output features, input features]."""
 
@@ -16,7 +21,11 @@ Tensor = tuple[str, tuple[int, ...]]
 def tensors(hf: HF) -> Iterator[Tensor]:
     """Yield all tensors in the order of the model. Raises ConfigError for a family that this module does not
     describe."""
-    family, hidden, vocab = hf["architectures"][0], hf["hidden_size"], hf["vocab_size"]
+    family, hidden, vocab = (
+        SEEING.get(hf["architectures"][0], hf["architectures"][0]),
+        hf["hidden_size"],
+        hf["vocab_size"],
+    )
     if family not in FAMILIES:
         raise ConfigError(
             "model.path",
