@@ -24,7 +24,7 @@ IMAGE = [43, PAD := 45, 44]
 PROMPT = [12, *IMAGE, 11]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def vision() -> Iterator[Vision]:
     tokens = ImageTokens(*IMAGE, [PAD, 46], ImageShape(14, 2), most=2)
     decoder = ImageDecoder(ImageSizes(28, 784, 16 * 784), 1 << 20)
