@@ -31,7 +31,8 @@ ONE_FLEET = _files("proxy", "fleet", "continuation", "weight_faults")
 """Files that share the engines of tests/integration/conftest.py. The order matters: the last ones kill engines."""
 LONGEST = _files(
     "slurm", "resume", "resume_environments", "elastic", "colocated", "ends", "weights", "proxy", "fleet",
-    "continuation", "weight_faults", "survival", "layouts", "hangs", "teacher", "replay", "agents", "rollout_faults",
+    "continuation", "weight_faults", "survival", "layouts", "vision_engine", "vision_run",
+    "hangs", "teacher", "replay", "agents", "rollout_faults",
     "mixture", "deaths", "preflight", "checksum",
 )  # fmt: skip
 """Files that start whole runs or engines, the longest first: a long file that starts last leaves the other processes
