@@ -83,6 +83,7 @@ def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architectur
         if architecture in TOWERS:
             modules = [f"model.language_model.layers.{module.partition('layers.')[2]}" for module in modules]
         assert names == [f"{module}.lora_{matrix}.weight" for module in modules for matrix in "AB"]
+        assert all(mapping.adapts(module.replace("layers.3.", "layers.{layer}.")) for module in modules)
 
 
 def test_every_layout_is_tested_here() -> None:
