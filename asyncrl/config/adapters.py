@@ -28,9 +28,12 @@ def resident_adapters(config: Config) -> int:
     """Return the maximum number of adapters in an engine.
 
     Running groups were admitted at most max_staleness versions ago (rollout/buffer.py), so they use max_staleness + 1
-    adapters; the next one is loaded beside them, and an evaluation keeps the one that it began with.
+    versions; the next one is loaded beside them, and an evaluation keeps the one that it began with. Past versions that
+    play roles are as many as these groups can have drawn beside the versions above.
     """
-    return config.rollout.max_staleness + 2 + bool(config.eval_sets)
+    evaluated = bool(config.eval_sets)
+    past = sum(past.keep + evaluated for past in config.agents.past.values())
+    return (config.rollout.max_staleness + 2 + evaluated) * len(config.adapters) + past
 
 
 def engine_slots(config: Config) -> int:

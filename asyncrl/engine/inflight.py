@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import httpx
 
+from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import AdapterName, AdapterUse
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion
 from asyncrl.engine.stream import StreamBroken, stream_chunks
@@ -254,7 +255,7 @@ class InFlight:
         key = f"v{self.version if adapter is None else adapter}"  # an adapter always has a cache of its own
         if self._cache_key == "group":
             key = sessions[0].group if adapter is None else f"{sessions[0].group}-{key}"
-        name = self._names(adapter) if self._names and adapter is not None else None
+        name = self._names(adapter, POLICY) if self._names and adapter is not None else None
         routed = {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         return {
             **self._fields,

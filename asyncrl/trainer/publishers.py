@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.config import Config, on_gpu
-from asyncrl.engine.adapters import AdapterName, adapter_names
+from asyncrl.engine.adapters import AdapterName, InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.network.addresses import Addresses
@@ -44,7 +44,7 @@ class PublisherBuilder:
             return self._of_adapters(names)
         return self._of_weights(hold=self.source.hold, announce=self._announce, update=update)
 
-    def _announce(self, version: int) -> list[int]:
+    def _announce(self, version: int) -> InUse:
         return self.source.announce(version, self.policy.reused)
 
     def _of_adapters(self, names: AdapterName) -> tuple[VersionPublisher, str]:

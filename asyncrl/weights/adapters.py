@@ -30,7 +30,8 @@ from torch import Tensor
 
 from asyncrl.config import Config, WeightsConfig
 from asyncrl.config.lora import LoraConfig
-from asyncrl.engine.adapters import AdapterName
+from asyncrl.config.roles import POLICY
+from asyncrl.engine.adapters import AdapterName, InUse
 from asyncrl.engine.fleet import Answer, Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
@@ -162,11 +163,11 @@ class AdapterPublisher:
         dtype: torch.dtype,
         *,
         names: AdapterName,
-        announce: Callable[[int], list[int]],
+        announce: Callable[[int], InUse],
         base: Callable[[Update], Publisher] | None = None,
     ) -> None:
         """`adapter` yields the tensors of this stage on exporting ranks; every rank iterates over it. `make` keeps them
-        under a name, in `dtype`, that of the engines. `announce` returns the versions that are in use. `base` makes the
+        under a name, in `dtype`, that of the engines. `announce` returns what is in use. `base` makes the
         publisher of the base for engines that do not load it from the model folder."""
         self._parallel, self._fleet, self._settings, self._dtype = parallel, fleet, settings, dtype
         self._adapter, self._make, self._names, self._announce = adapter, make, names, announce
@@ -182,7 +183,7 @@ class AdapterPublisher:
         adapter, and the numbers of engines that serve and of adapters that they hold meanwhile. A version that was
         published before is loaded only by engines that joined."""
         started = time.monotonic()
-        new = version != self._newest and self._names(version) is not None
+        new = version != self._newest and self._names(version, POLICY) is not None
         mine = ((name, tensor.to(self._dtype)) for name, tensor in self._adapter())
         tensors = gathered(mine, self._parallel) if new else {}
         self._newest = version
@@ -203,7 +204,7 @@ class AdapterPublisher:
             self._fleet.admit()
         if self._parallel.is_first:
             held = len(self._live)
-            self._unload(self._announce(version))
+            self._unload(self._announce(version).versions)
         return {
             "fill": filled - started,
             "pause": 0.0,
@@ -215,7 +216,7 @@ class AdapterPublisher:
 
     def _keep(self, version: int, tensors: Tensors) -> float:
         """Keep a version's adapter for the engines. Returns the seconds of comparing it with the tensors."""
-        name = self._names(version)
+        name = self._names(version, POLICY)
         assert name is not None
         self._live[version] = self._make(name, tensors)
         started = time.monotonic()

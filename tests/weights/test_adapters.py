@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from asyncrl.config.adapters import resident_adapters
-from asyncrl.engine.adapters import AdapterUse, adapter_names
+from asyncrl.engine.adapters import AdapterUse, InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
@@ -103,7 +103,7 @@ class Servers:
 
 def publisher(
     servers: Servers,
-    announce: Callable[[int], list[int]],
+    announce: Callable[[int], InUse],
     *,
     run: str = "run0",
     base: Callable[[Update], Any] | None = None,
@@ -137,9 +137,9 @@ def test_every_engine_has_an_adapter_before_it_is_announced_and_nothing_is_pause
     seen: list[list[set[str]]] = []
     with served() as servers:
 
-        def announce(version: int) -> list[int]:
+        def announce(version: int) -> InUse:
             seen.append([set(engine.held) for engine in servers.engines.values()])
-            return [1] if version < 3 else []
+            return InUse([1] if version < 3 else [], {})
 
         made = publisher(servers, announce)
         figures = [made.publish(version) for version in (1, 2, 3)]
@@ -157,7 +157,7 @@ def test_every_engine_has_an_adapter_before_it_is_announced_and_nothing_is_pause
 
 def test_a_restarted_engine_gets_every_live_adapter_before_it_joins_the_router() -> None:
     with served() as servers:
-        made = publisher(servers, lambda version: [1])
+        made = publisher(servers, lambda version: InUse([1], {}))
         made.publish(1)
         made.publish(2)
         url = "http://engine-1"
@@ -177,7 +177,7 @@ def test_a_restarted_engine_gets_every_live_adapter_before_it_joins_the_router()
 def test_an_engine_that_lost_its_adapters_unnoticed_gets_them_all_with_the_next() -> None:
     """It restarted after the fleet was reconciled, so that it never joined."""
     with served() as servers:
-        made = publisher(servers, lambda version: [1, 2])
+        made = publisher(servers, lambda version: InUse([1, 2], {}))
         made.publish(1)
         servers.engines["http://engine-1"].held.clear()
         made.publish(2)
@@ -189,9 +189,9 @@ def test_an_engine_that_refuses_an_adapter_is_lost_before_requests_name_it() -> 
     with served() as servers:
         servers.engines["http://engine-1"].faults.add("/load_lora_adapter_from_tensors")
 
-        def announce(version: int) -> list[int]:
+        def announce(version: int) -> InUse:
             routed.append(list(servers.routed))
-            return []
+            return InUse([], {})
 
         made = publisher(servers, announce)
         assert made.publish(1)["engines"] == 1
@@ -200,7 +200,7 @@ def test_an_engine_that_refuses_an_adapter_is_lost_before_requests_name_it() -> 
 
 def test_version_0_is_the_base_and_needs_no_adapter() -> None:
     with served() as servers:
-        made = publisher(servers, lambda version: [])
+        made = publisher(servers, lambda version: InUse([], {}))
         made.publish(0)
         assert [call for engine in servers.engines.values() for call in engine.calls] == [
             "/update_weight_version 0"
@@ -222,7 +222,7 @@ class BasePublisher:
 
 def test_engines_get_a_base_that_they_did_not_load_at_first_and_when_one_joins() -> None:
     with served() as servers:
-        made = publisher(servers, lambda version: [1, 2], base=lambda update: BasePublisher(servers, update))
+        made = publisher(servers, lambda version: InUse([1, 2], {}), base=lambda update: BasePublisher(servers, update))
         for version in (1, 2):
             made.publish(version)
         servers.restart("http://engine-1", "restart-1")
@@ -245,7 +245,7 @@ def test_wrong_bytes_are_found_before_any_engine_gets_them() -> None:
             self._flat[5] += 1
 
     with served() as servers:
-        made = publisher(servers, lambda version: [])
+        made = publisher(servers, lambda version: InUse([], {}))
         made._make = lambda name, given: Torn(name, {}, given, 1)
         with pytest.raises(WeightsError, match=r"run0-v1 is not what was trained.*lora_A"):
             made.publish(1)
@@ -301,7 +301,7 @@ class Residency(RuleBasedStateMachine):
         self.use = AdapterUse()
         self.publisher = publisher(self.servers, self._announce, run=self.run, verify=False)
 
-    def _announce(self, version: int) -> list[int]:
+    def _announce(self, version: int) -> InUse:
         for url in self.servers.routed:
             held = self.servers.engines[url].held
             assert not version or f"{self.run}-v{version}" in held, "announced before it was loaded"
@@ -312,7 +312,7 @@ class Residency(RuleBasedStateMachine):
         for ticket, reason in self.buffer.unwanted():
             self._end(ticket)
             self.buffer.reject(ticket, reason)
-        return self.use.versions()
+        return self.use.in_use(version)
 
     def _end(self, ticket: Ticket) -> None:
         self.use.release(self.playing.pop(ticket))
