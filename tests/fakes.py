@@ -227,7 +227,7 @@ class FakeSession(GenerationSession):
         super().__init__(client, "", 1.0, purpose)  # type: ignore[arg-type]
         self._answer, self._waste, self._delay = answer, waste, client.delay
 
-    async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None) -> Completion:
+    async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None, role: str = "") -> Completion:
         await asyncio.sleep(self._delay)
         found = self._answer(token_ids)
         self.hear(len(found.token_ids) + self._waste)
@@ -259,10 +259,13 @@ class FakeClient:
         purpose: str = "training",
         sample: str = "",
         adapter: int | None = None,
+        born: int | None = None,
     ) -> FakeSession:
         return FakeSession(self, self._answer, self._waste, purpose)
 
     def closed(self, session: GenerationSession) -> None: ...
+
+    def past_of(self, role: str) -> None: ...
 
     @contextmanager
     def one_adapter(self) -> Iterator[None]:

@@ -60,6 +60,12 @@ class AgentsConfig(Section):
         """Return the adapters whose past versions play a role."""
         return {role.adapter: role.past for role in self.roles.values() if role.past}
 
+    @property
+    def need_versions(self) -> bool:
+        """Return whether engines must serve every version as adapters: merged weights are those of one adapter, and of
+        the newest version."""
+        return self.adapters != (POLICY,) or bool(self.past)
+
     def adapter_of(self, role: str) -> str:
         """Return the adapter of a role. Raises ConfigError if it has none."""
         if role in self.roles:
@@ -84,7 +90,7 @@ def check_roles(config: Config) -> None:
         if role.past and any(one.past not in (None, role.past) for one in others):
             remedy = f"Other roles play past versions of {role.adapter} with other settings: make them equal."
             raise ConfigError(field, role.past.model_dump(), remedy)
-    if config.mode == "rollout_only" or (agents.adapters == (POLICY,) and not agents.past):
+    if config.mode == "rollout_only" or not agents.need_versions:
         return
     for field, value, wrong, remedy in _rules(config):
         if wrong:
@@ -93,7 +99,7 @@ def check_roles(config: Config) -> None:
 
 def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
     """Return each rule of several adapters as field, value, whether the value breaks it, and the remedy."""
-    rank, lora = config.trainer.lora.rank, config.weights.lora
+    rank, lora, placement = config.trainer.lora.rank, config.weights.lora, config.cluster.placement
     return [
         ("trainer.lora.rank", rank, rank is None, "Roles have LoRA adapters (agents.roles): set a rank."),
         (
@@ -102,5 +108,11 @@ def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
             lora == "merged",
             "Engines hold one set of merged weights, but roles have several adapters or past versions (agents.roles): "
             "set weights.lora=versions.",
+        ),
+        (
+            "cluster.placement",
+            placement,
+            placement == "colocated",
+            "An engine that releases its memory loses the adapters of roles (agents.roles): set separate.",
         ),
     ]

@@ -50,12 +50,20 @@ def adapter_names(config: Config, run_id: str) -> AdapterName | None:
     return name
 
 
+PastVersions = Callable[[int], dict[str, list[int]]]
+"""Returns the past versions of each adapter that episodes may use while a version is the newest (Config.past_versions).
+"""
+
+
+def no_past(version: int) -> dict[str, list[int]]:
+    """Return no past version."""
+    return {}
+
+
 class AdapterUse:
     """Counts who uses which version's adapters. Not thread-safe: one event loop owns it."""
 
-    def __init__(self, past_versions: Callable[[int], dict[str, list[int]]] = lambda version: {}) -> None:
-        """`past_versions` returns what running episodes may have drawn while a version is the newest
-        (Config.past_versions)."""
+    def __init__(self, past_versions: PastVersions = no_past) -> None:
         self._users: Counter[int] = Counter()
         self._past = past_versions
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import msgspec
 
+from asyncrl.config.roles import POLICY
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion, VersionSpan
+
+Purpose = Literal["training", "evaluation", "past"]
+"""Purpose under which tokens are counted; past: tokens of roles that past versions play, in training."""
 
 
 class _Span(msgspec.Struct):
@@ -184,9 +189,19 @@ class Exchange:
     limit: int  # tokens
     seed: int | None = None
     adapter: int | None = None  # version of its adapter, if versions are adapters
+    role: str = ""
+    name: str = POLICY  # its adapter
+    past: bool = False  # whether a past version plays the role
+    purpose: Purpose = "training"
     parts: list[PartialCompletion] = field(default_factory=list)  # ended parts, complete or interrupted
     live: PartialCompletion | None = None  # the part that is streaming now
     completion: Completion | None = None  # set once the answer is complete
+
+    @property
+    def holds(self) -> int | None:
+        """Version whose adapters must stay until the request has ended. Past versions stay of themselves
+        (Config.past_versions)."""
+        return None if self.past else self.adapter
 
     def so_far(self) -> Completion:
         """Return the completion, or the partial one with an empty finish reason.

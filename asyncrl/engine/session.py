@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.engine.inflight import NEXT, Purpose
-from asyncrl.engine.partial_completion import Exchange
+from asyncrl.engine.inflight import NEXT
+from asyncrl.engine.partial_completion import Exchange, Purpose
 from asyncrl.schema import Completion
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ class SavedCompletion(msgspec.Struct, frozen=True, array_like=True):
 
     context: list[int]
     completion: Completion
+    role: str = ""
 
     @property
     def version(self) -> int | None:
@@ -33,10 +34,19 @@ class GenerationSession:
     """Interface of one episode to the policy. Sessions of a group share an engine, and thus the cached prompt."""
 
     def __init__(
-        self, client: GenerationClient, group: str, temperature: float, purpose: Purpose, seed: int | None = None
+        self,
+        client: GenerationClient,
+        group: str,
+        temperature: float,
+        purpose: Purpose,
+        seed: int | None = None,
+        *,
+        sample: str = "",
+        born: int = 0,
     ) -> None:
+        """`born` is the version at which the group was admitted."""
         self._client, self.group, self.temperature, self.purpose = client, group, temperature, purpose
-        self.seed = seed
+        self.seed, self.sample, self.born = seed, sample, born
         self.adapter: int | None = None
         """Version of the adapter that all requests use; None: the newest, for each completion."""
         self.received = 0  # tokens that engines sent for this session, kept or not
@@ -53,14 +63,19 @@ class GenerationSession:
         """Sampling temperature of training samples; it may differ from this session's."""
         return self._client.temperature
 
-    async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None) -> Completion:
-        """Continue exactly these tokens by at most `max_new_tokens`.
+    async def __call__(self, token_ids: list[int], max_new_tokens: int | None = None, role: str = "") -> Completion:
+        """Continue exactly these tokens by at most `max_new_tokens`, with the adapter of a role.
 
-        The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer.
+        The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer, and
+        ConfigError for a role without an adapter.
         """
-        return await self._client.submit(self, token_ids, max_new_tokens)
+        return await self._client.submit(self, token_ids, max_new_tokens, role)
 
-    def asks(self, token_ids: list[int], limit: int) -> Exchange:
+    def trains(self, role: str) -> bool:
+        """Return whether the turns of a role are trained: no past version plays it."""
+        return self._client.past_of(role) is None
+
+    def asks(self, token_ids: list[int], limit: int, role: str = "") -> Exchange:
         """Register and return the session's next request.
 
         Each request has its own seed, so an agent that makes the same request twice gets two different answers.
@@ -68,8 +83,10 @@ class GenerationSession:
         seed, number = self.seed, len(self.exchanges)
         if seed is not None and number:
             seed = seed_of(f"{seed} {number}")
-        self.exchanges.append(Exchange(token_ids, limit, seed, self._client.adapter_for(self)))
-        return self.exchanges[-1]
+        exchange = Exchange(token_ids, limit, seed, role=role, purpose=self.purpose)
+        self._client.assign(self, exchange)
+        self.exchanges.append(exchange)
+        return exchange
 
     def wait_for(self, event: str) -> None:
         """Record what the session is waiting for, and since when."""
@@ -85,16 +102,16 @@ class GenerationSession:
 
         This includes recalled completions that the agent has not requested yet.
         """
-        said = [SavedCompletion(one.context, one.so_far()) for one in self.exchanges]
+        said = [SavedCompletion(one.context, one.so_far(), one.role) for one in self.exchanges]
         return [*(one for one in said if one.completion.token_ids), *self.recalled]
 
-    def recall(self, token_ids: list[int], adapter: int | None = None) -> Completion | None:
+    def recall(self, exchange: Exchange) -> Completion | None:
         """Remove and return the completion that this request got before the run was resumed, or return None. With an
         adapter, a partial completion of another one is dropped: only its own could continue it."""
         for one in self.recalled:
-            if one.context == token_ids:
+            if (one.context, one.role) == (exchange.context, exchange.role):
                 self.recalled.remove(one)
-                usable = one.completion.finish_reason or adapter is None or one.version == adapter
+                usable = one.completion.finish_reason or exchange.adapter in (None, one.version)
                 return one.completion if usable else None
         return None
 

@@ -17,6 +17,7 @@ from asyncrl.models.architectures import check_architecture, megatron_arguments,
 from asyncrl.sandbox.local import LocalSandboxes, noted
 from asyncrl.sandbox.protections import Protections
 from asyncrl.tasks.scores import rewards
+from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
 
 
@@ -38,6 +39,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
     _check_engine(hf)
+    _check_roles(config, hf)
     _check_recompute(config.trainer, hf["num_hidden_layers"], family)
     _check_features(config.trainer, {**hf, **family})
     _check_blocks(config.trainer, {**hf, **family})
@@ -65,6 +67,13 @@ def _check_engine(hf: dict[str, Any]) -> None:
         raise ConfigError(
             "model.path", "Qwen3-MoE with dense layers", "SGLang does not support its dense layers: use another model."
         )
+
+
+def _check_roles(config: Config, hf: dict[str, Any]) -> None:
+    """Refuse roles with adapters of their own or past versions if engines cannot serve adapters of the model."""
+    if config.mode == "train" and config.agents.need_versions and (problem := not_served(hf)):
+        remedy = f"Roles have adapters of their own or past versions, but {problem}: remove them."
+        raise ConfigError("agents.roles", sorted(config.agents.roles), remedy)
 
 
 def _check_layers(trainer: TrainerConfig, layers: int) -> None:

@@ -97,7 +97,7 @@ def _networks(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, t
     for one, of in networks:
         head = [weight for weight in one if weight.name.startswith("value_head.")]
         frozen = [weight for weight in one if weight not in head]
-        found.append(_Network([*adapters.matrices(one, whole), *head], frozen, of))
+        found.append(_Network([*adapters.matrices(one, whole) * adapters.count, *head], frozen, of))
     return found
 
 
@@ -154,8 +154,8 @@ def checkpoint_bytes(weights: Sequence[Weight], shape: Shape, training: Training
 
 def saved_bytes(weights: Sequence[Weight], training: Training) -> int:
     """Return the bytes of the HF folder of a version: the weights, or the adapters in float32."""
-    if training.adapters:
-        return parameters(training.adapters.matrices(weights)).all * FLOAT
+    if adapters := training.adapters:
+        return parameters(adapters.matrices(weights)).all * adapters.count * FLOAT
     return parameters(weights).all * BYTES[training.dtype]
 
 

@@ -13,8 +13,10 @@ from asyncrl.config.adapters import resident_adapters
 from asyncrl.config.roles import PastConfig
 from asyncrl.engine.adapters import AdapterUse
 from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import _check_roles
 from tests.fakes import tiny_config
 
+TURNS = {"weights.pause_mode": "retract", "weights.transport": "auto", "rollout.max_staleness": 1}
 PAST = {"every": 2, "keep": 3}
 
 
@@ -42,6 +44,12 @@ def test_the_trained_adapters_are_those_of_the_roles_and_policy_where_none_is_na
         ({"a": {"adapter": "b"}}, {"trainer.lora.rank": None}, "trainer.lora.rank"),
         ({"a": {"past": PAST}}, {"weights.lora": "merged"}, "weights.lora.*weights.lora=versions"),
         ({"a": {"adapter": "b"}}, {"weights.lora": "merged"}, "weights.lora"),
+        ({"a": {"adapter": "b"}}, {"cluster.placement": "colocated", **TURNS}, "agents.roles.: set separate"),
+        (
+            {"a": {"adapter": "b"}},
+            {"weights.lora": "auto", "trainer.lora.targets": ["q_proj"]},
+            "or remove agents.roles",
+        ),
         ({"a": {"adapter": "b", "past": PAST}}, {}, "No role trains the adapter b"),
         ({"a": {"past": PAST}, "b": {"past": {"every": 1, "keep": 1}}}, {}, "with other settings"),
         ({"a": {"adapter": "b/c"}}, {}, "agents.roles.a.adapter"),
@@ -53,6 +61,14 @@ def test_what_cannot_be_trained_or_served_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         config(roles, **changes)
+
+
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+def test_roles_are_refused_for_models_whose_adapters_engines_do_not_serve(family: str) -> None:
+    for name, roles in (("a", {"a": {"adapter": "b"}}), ("old", {"old": {"past": PAST}})):
+        with pytest.raises(ConfigError, match=rf"agents.roles: got \['{name}'\].*engines serve adapters of"):
+            _check_roles(config(roles), {"architectures": [family]})
+    _check_roles(config({"a": {}}), {"architectures": [family]})
 
 
 def test_roles_of_one_adapter_that_engines_never_see_need_no_lora() -> None:

@@ -198,7 +198,7 @@ def test_a_resumed_completion_has_one_version(one: SavedCompletion, versions: li
 
     async def play(client: GenerationClient) -> Completion:
         client.inflight.resume(3, {}, 0)
-        session = client.resume("g", "g 0", 2, [one])
+        session = client.resume("g", "g 0", 0, 2, [one])
         client.inflight.release(3)
         return await session(PROMPT)
 
@@ -214,7 +214,7 @@ def test_a_resumed_episode_that_keeps_one_adapter_goes_on_with_it_or_starts_over
 
     async def play(client: GenerationClient) -> list[int]:
         client.inflight.resume(3, {}, 0)
-        session = client.resume("g", "g 0", 2, [saved(version, "stop")])
+        session = client.resume("g", "g 0", 0, 2, [saved(version, "stop")])
         client.inflight.release(3)
         turns = [await session(PROMPT), await session([*PROMPT, 5])]
         session.close()
