@@ -7,6 +7,7 @@ trajectory  one episode: one or more turns, and its reward
 sample      a sequence of turns of a trajectory, each of which continues the tokens of the previous one
 fork        a point where an episode continues in several branches; its reward is the mean over them
 role        an actor in an episode with several; each has its own samples, rewards and siblings
+adapter     low-rank matrices beside the frozen weights (trainer.lora); roles may have adapters of their own
 group       the trajectories of one prompt
 ticket      permission to play one group: its slot, and the cohort (the batch of slots) that the slot belongs to
 batch       the groups that are trained between two versions

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from asyncrl.algo.samples import Sample
 from asyncrl.algo.tree import TreeSegment, exits, tree_segments
+from asyncrl.config.roles import POLICY
 
 
 class Branch(NamedTuple):
@@ -54,6 +55,7 @@ class Pack:
     bounds: tuple[int, ...] = ()  # first row of each rank, and the end
     part: int = 0
     keys: Tensor | None = None  # [N] int64 on the host, each token's index in algo/routing_replay_index.py, or -1
+    adapter: str = POLICY  # that computes with it
 
     @property
     def num_tokens(self) -> int:

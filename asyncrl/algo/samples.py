@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from asyncrl.algo.table import TokenTable
+from asyncrl.config.roles import POLICY
 from asyncrl.schema import Group, Turn
 
 
@@ -27,6 +29,7 @@ class Sample:
     number: int  # number of the sample in the table
     first_row: int  # row of its first trained token in the table
     keys: Tensor | None = None  # [P + T - 1] int64, index in algo/routing_replay_index.py of each input token's experts
+    adapter: str = POLICY  # that of its role
 
     @property
     def num_trained(self) -> int:
@@ -42,19 +45,22 @@ class Sample:
         return len(self.prompt_ids) + len(self.mask) - 1 - after
 
 
-def build_samples(groups: Sequence[Group]) -> list[list[Sample]]:
-    """Return the samples of each group, in the order of `build_table`."""
+def build_samples(
+    groups: Sequence[Group], adapter_of: Callable[[str], str] = lambda role: POLICY
+) -> list[list[Sample]]:
+    """Return the samples of each group, in the order of `build_table`. `adapter_of` returns the adapter of a role."""
     found: list[list[Sample]] = []
     number = row = 0
     for group in groups:
         found.append([])
         for turns in (turns for trajectory in group.trajectories for turns in trajectory.samples()):
-            found[-1].append(_sample(group.prompt_ids, [turn for _, turn in turns], number, row))
+            adapter = adapter_of(turns[0][1].role)
+            found[-1].append(_sample(group.prompt_ids, [turn for _, turn in turns], number, row, adapter))
             number, row = number + 1, row + found[-1][-1].num_trained
     return found
 
 
-def _sample(prompt_ids: list[int], turns: Sequence[Turn], number: int, row: int) -> Sample:
+def _sample(prompt_ids: list[int], turns: Sequence[Turn], number: int, row: int, adapter: str) -> Sample:
     """Build one sample. If it starts a new context, that context replaces the prompt."""
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -64,7 +70,7 @@ def _sample(prompt_ids: list[int], turns: Sequence[Turn], number: int, row: int)
             prompt_ids, observation = observation, []
         token_ids += [*observation, *turn.completion.token_ids]
         mask += [False] * len(observation) + [True] * len(turn.completion.token_ids)
-    return Sample(prompt_ids, token_ids, mask, number, row)
+    return Sample(prompt_ids, token_ids, mask, number, row, adapter=adapter)
 
 
 def shares(table: TokenTable, samples: Iterable[Sample], aggregation: str, longest: int) -> Tensor:
@@ -76,10 +82,22 @@ def shares(table: TokenTable, samples: Iterable[Sample], aggregation: str, longe
     constant: loss = sum over tokens / (N_episodes * longest)      (Dr. GRPO, arXiv 2503.20783)
 
     The denominator counts every token, or every episode that has one, whether it will have a gradient or not. The
-    division of an episode into samples changes no weight.
+    division of an episode into samples changes no weight. Each adapter has a denominator of its own, as if it were
+    trained alone.
     """
+    by_adapter: dict[str, list[int]] = defaultdict(list)
+    for sample in samples:
+        by_adapter[sample.adapter].append(sample.number)
+    weights = torch.zeros(table.num_tokens, dtype=torch.float64)
+    for numbers in by_adapter.values():
+        weights += _shares(table, numbers, aggregation, longest)
+    return weights
+
+
+def _shares(table: TokenTable, numbers: list[int], aggregation: str, longest: int) -> Tensor:
+    """Return the weights in a loss over the samples with these numbers, [N]."""
     of_samples = torch.zeros(table.num_samples, dtype=torch.float64)
-    of_samples[torch.tensor([sample.number for sample in samples], dtype=torch.int64)] = 1.0
+    of_samples[torch.tensor(numbers, dtype=torch.int64)] = 1.0
     chosen = of_samples[table.sample]
     lengths = table.sum_per_episode(chosen)
     num_tokens, num_episodes = max(1, int(lengths.sum())), max(1, int((lengths > 0).sum()))

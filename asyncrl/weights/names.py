@@ -10,13 +10,31 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from asyncrl.config.roles import POLICY
 from asyncrl.errors import WeightsError
 from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, QKV, ROW, VOCAB, WHOLE, TensorLayout
 
 LINEAR = (COLUMN, ROW, QKV, GATE_UP)
 """Layouts of linear layers."""
-ADAPTER = re.compile(r"(.+)\.lora\.(\w+)\.([AB])")
-"""Name of an adapter's matrix: that of its linear layer, of the HF projection that it adapts, and of the matrix."""
+ADAPTER = re.compile(r"(?P<linear>.+)\.(?P<module>lora(_[\w-]+)?)\.(?P<projection>\w+)\.(?P<matrix>[AB])")
+"""Name of an adapter's matrix: that of its linear layer, of the adapter's module there, of the HF projection that it
+adapts, and of the matrix."""
+
+
+def module_of(adapter: str) -> str:
+    """Return the name of an adapter's module in a linear layer."""
+    return "lora" if adapter == POLICY else f"lora_{adapter}"
+
+
+def adapter_of(module: str) -> str:
+    """Return the name of the adapter whose module this is."""
+    return module.removeprefix("lora").removeprefix("_") or POLICY
+
+
+def belongs_to(name: str, adapter: str) -> bool:
+    """Return whether a Megatron parameter is a matrix of this adapter."""
+    found = ADAPTER.fullmatch(name)
+    return found is not None and found["module"] == module_of(adapter)
 
 
 @dataclass(frozen=True)
@@ -48,15 +66,15 @@ class NameRule:
         modules = (name.removesuffix(".weight") for name in self.hf)
         return {module.rpartition(".")[2]: module for module in modules}
 
-    def adapter(self, projection: str, matrix: str, *, whole: bool = False) -> NameRule:
-        """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections. `whole` says
-        that every rank holds all of B."""
+    def adapter(self, projection: str, matrix: str, *, module: str = "lora", whole: bool = False) -> NameRule:
+        """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections, in a module
+        of `module_of`. `whole` says that every rank holds all of B."""
         columns = FUSED_GATE_UP if self.expert else COLUMN
         columns = WHOLE if whole or self.layout in (ROW, WHOLE) else columns
         layout = columns if matrix == "B" else ROW if self.layout is ROW else WHOLE
         linear = self.megatron.removesuffix(".weight")
         name = f"{self.projections()[projection]}.lora_{matrix}.weight"
-        return NameRule(f"{linear}.lora.{projection}.{matrix}", layout, (name,))
+        return NameRule(f"{linear}.{module}.{projection}.{matrix}", layout, (name,))
 
 
 Table = tuple[NameRule, ...]
@@ -211,10 +229,10 @@ class Mapping:
     def find(self, megatron_name: str) -> Found:
         """Return the rule of a parameter, named as in the local spec, whose layer and expert numbers are global."""
         if of_adapter := ADAPTER.fullmatch(megatron_name):
-            linear, projection, matrix = of_adapter.groups()
-            found = self.find(f"{linear}.weight")
+            found = self.find(f"{of_adapter['linear']}.weight")
             whole = self._shared_heads and found.rule.layout is QKV
-            return replace(found, rule=found.rule.adapter(projection, matrix, whole=whole))
+            part = {name: of_adapter[name] for name in ("projection", "matrix", "module")}
+            return replace(found, rule=found.rule.adapter(**part, whole=whole))
         general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
         if general not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,11 @@ def _pattern(file: Path, found: dict[str, Any], name: str, kind: Any) -> dict[st
 def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the end of a module's name, as PEFT does."""
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+
+
+def adapter_folders(root: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Return the PEFT folder of each adapter: `root` itself for a single one, else one below it."""
+    return {name: root / name for name in names} if len(names) > 1 else dict.fromkeys(names, root)
 
 
 # --- tensors ------------------------------------------------------------------------------------------------

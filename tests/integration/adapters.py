@@ -12,6 +12,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.adapters import LINEARS
+from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
@@ -73,7 +74,7 @@ def publisher_of(
     made = AdapterPublisher(
         Parallel(**ALONE),
         fleet,
-        weights.adapters,
+        {POLICY: weights.adapters},
         build,
         config.weights,
         getattr(torch, config.engine.dtype),

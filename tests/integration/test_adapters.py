@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
 from asyncrl.config.adapters import LINEARS
+from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import InUse, adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.fleet import CallRefused
@@ -287,7 +288,7 @@ def test_engine_refuses_a_name_that_is_taken(fleet: Engines, tmp_path: Path) -> 
     weights = SeededAdapters(fleet)
     with publisher_of(fleet.config, fleet.addresses, weights, tmp_path, run="taken") as publisher:
         publish(publisher, weights, 1)
-        path, body = publisher._live[1].load(verify=True)
+        path, body = publisher._live[1, POLICY].load(verify=True)
         with pytest.raises(CallRefused, match="already"):
             publisher._fleet.post(fleet.addresses.engines[0], path, body)
 

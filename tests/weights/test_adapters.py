@@ -4,7 +4,8 @@ unloading, and how many adapters there are."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from asyncrl.config.adapters import resident_adapters
+from asyncrl.config.roles import POLICY, PastConfig
 from asyncrl.engine.adapters import AdapterUse, InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
@@ -28,6 +30,9 @@ from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.weights import adapters
 from asyncrl.weights.adapters import AdapterFolder, AdapterPublisher, SharedAdapter, build_adapters
+from asyncrl.weights.past import PastAdapters
+from asyncrl.weights.peft import PeftFolder
+from asyncrl.weights.peft_config import user_config
 from tests.fakes import group, tiny_config
 from tests.integration.publisher import ALONE
 
@@ -107,6 +112,8 @@ def publisher(
     *,
     run: str = "run0",
     base: Callable[[Update], Any] | None = None,
+    adapters: Sequence[str] = (POLICY,),
+    past: PastAdapters | None = None,
     **changes: Any,
 ) -> AdapterPublisher:
     build, _ = build_adapters(CONFIG, servers.fleet, host="", folder=Path("/nowhere"))
@@ -114,8 +121,9 @@ def publisher(
     assert names
     weights = CONFIG.weights.model_copy(update=changes)
     rank = Parallel(**ALONE)
-    told: dict[str, Any] = {"names": names, "announce": announce, "base": base}
-    return AdapterPublisher(rank, servers.fleet, tensors, build, weights, torch.float32, **told)
+    told: dict[str, Any] = {"names": names, "announce": announce, "base": base, "past": past}
+    given = dict.fromkeys(adapters, tensors)
+    return AdapterPublisher(rank, servers.fleet, given, build, weights, torch.float32, **told)
 
 
 @contextmanager
@@ -196,6 +204,78 @@ def test_an_engine_that_refuses_an_adapter_is_lost_before_requests_name_it() -> 
         made = publisher(servers, announce)
         assert made.publish(1)["engines"] == 1
     assert routed == [["http://engine-0"]]
+
+
+def test_a_version_is_all_adapters_and_past_versions_stay_for_the_roles_that_play_them() -> None:
+    seen: list[set[str]] = []
+    with served(1) as servers:
+        engine = servers.engines["http://engine-0"]
+
+        def announce(version: int) -> InUse:
+            seen.append(set(engine.held))
+            return InUse([2] if version == 3 else [], {"solver": [1]})
+
+        made = publisher(servers, announce, adapters=(POLICY, "solver"))
+        figures = [made.publish(version) for version in (1, 2, 3, 4)]
+        servers.restart("http://engine-0", "restart-1")
+        made.publish(4)
+    versions = [{f"run0-v{version}", f"run0-solver-v{version}"} for version in range(5)]
+    old = {"run0-solver-v1"}
+    assert seen == [
+        *(versions[1], versions[1] | versions[2], versions[2] | versions[3] | old),
+        *(versions[2] | versions[3] | versions[4] | old, versions[4] | old),
+    ]
+    assert [one["adapters"] for one in figures] == [2, 4, 5, 7]
+    assert figures[0]["bytes"] == 2 * 2 * 16 * 4
+
+
+def past_adapters(folder: Path, name: str, checkpoints: list[int], origin: Path | None = None) -> PastAdapters:
+    past = PastConfig(every=2, keep=2)
+    return PastAdapters(
+        folder / name,
+        origin,
+        lambda version: {"solver": past.needed(version, 1)},
+        lambda: checkpoints,
+        lambda tensors: user_config(CONFIG.trainer.lora, tensors, "base"),
+    )
+
+
+def test_past_versions_are_kept_as_peft_folders_for_the_newest_version_and_for_every_checkpoint(tmp_path: Path) -> None:
+    """A run that is resumed, in its own folder or in another, loads them again."""
+    made: list[int] = []
+    names = {"adapters": (POLICY, "solver")}
+    needed = PastConfig(every=2, keep=2).needed
+
+    def folders(run: str) -> list[str]:
+        return sorted(str(path.relative_to(tmp_path / run)) for path in tmp_path.glob(f"{run}/*/*/*"))
+
+    def announce(version: int) -> InUse:
+        return InUse([], {"solver": needed(version, 1)})
+
+    with served(1) as servers:
+        first = publisher(servers, announce, past=past_adapters(tmp_path, "run", made), **names)
+        for version in range(1, 12):
+            first.publish(version)
+            made += [version] if version == 5 else []
+    held = ["past/solver/v000002", "past/solver/v000004"]
+    assert folders("run") == [*held, "past/solver/v000008", "past/solver/v000010"]
+    with PeftFolder(tmp_path / "run" / held[0]) as folder:
+        assert all(folder.read(name).equal(tensor) for name, tensor in tensors())
+    moved = tmp_path / "run" / held[1]
+    moved.rename(tmp_path / "moved")
+    for run, origin in (("run", None), ("other", tmp_path / "run")):
+        with served(1) as servers:
+            again = publisher(servers, announce, run="run1", past=past_adapters(tmp_path, run, [5], origin), **names)
+            with pytest.raises(WeightsError, match=r"v000004.*agents.roles.*Copy the folder"):
+                again.publish(5)
+            shutil.copytree(tmp_path / "moved", moved)
+            again = publisher(servers, announce, run="run1", past=past_adapters(tmp_path, run, [5], origin), **names)
+            again.publish(5)
+            new = {f"run1-{name}" for name in ("v5", "solver-v5", "solver-v2", "solver-v4")}
+            assert servers.engines["http://engine-0"].held.keys() == new
+            again._live[2, "solver"].check(dict(tensors()))
+        assert folders(run) == held
+        shutil.rmtree(moved)
 
 
 def test_version_0_is_the_base_and_needs_no_adapter() -> None:
