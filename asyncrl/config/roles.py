@@ -115,4 +115,10 @@ def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
             placement == "colocated",
             "An engine that releases its memory loses the adapters of roles (agents.roles): set separate.",
         ),
+        (
+            "trainer.overlap_grad_reduce",
+            True,
+            config.trainer.overlap_grad_reduce and len(config.adapters) > 1,
+            "The gradients of several adapters (agents.roles) are reduced after the passes of the last: set false.",
+        ),
     ]

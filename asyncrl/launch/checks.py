@@ -50,7 +50,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_publishes(config)
     longest = hf.get("max_position_embeddings", 0)
     if config.trainer.lora.path:
-        check_start(config.trainer.lora)
+        check_start(config.trainer.lora, config.adapters)
     if config.rollout.max_new_tokens >= longest:
         raise ConfigError(
             "rollout.max_new_tokens",

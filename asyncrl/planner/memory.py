@@ -97,7 +97,8 @@ def _networks(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, t
     for one, of in networks:
         head = [weight for weight in one if weight.name.startswith("value_head.")]
         frozen = [weight for weight in one if weight not in head]
-        found.append(_Network([*adapters.matrices(one, whole) * adapters.count, *head], frozen, of))
+        count = 1 if head else adapters.count  # there is one critic for all roles
+        found.append(_Network([*adapters.matrices(one, whole) * count, *head], frozen, of))
     return found
 
 

@@ -177,12 +177,17 @@ def _parameter(config: AdapterConfig, module: str) -> str:
     return experts[1] + whole[0 if experts[2] else -1]
 
 
-def check_start(lora: LoraConfig) -> None:
-    """Check that the adapters of `lora.path` are those of the settings. Raises ConfigError or WeightsError."""
+def check_start(lora: LoraConfig, names: Sequence[str]) -> None:
+    """Check that the adapters of these names in `lora.path` are those of the settings. Raises ConfigError or
+    WeightsError."""
     assert lora.path is not None
-    folder = Path(lora.path).expanduser()
+    for folder in adapter_folders(Path(lora.path).expanduser(), names).values():
+        _check_folder(lora, folder)
+
+
+def _check_folder(lora: LoraConfig, folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError("trainer.lora.path", lora.path, "There is no such folder: name one of PEFT.")
+        raise ConfigError("trainer.lora.path", lora.path, f"There is no folder {folder}: name one of PEFT.")
     if lora.rank is None:
         raise ConfigError("trainer.lora.path", lora.path, "Set trainer.lora.rank to the rank of these adapters.")
     config = read_adapter_config(folder)
