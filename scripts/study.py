@@ -3,11 +3,12 @@
     algorithms    four estimators and losses on the tiny task
     staleness     the staleness that the tiny model tolerates, with each correction
     default       the run of `make run`: SmolLM2-135M learns to sort words (--steps 40)
+    lora          the same with all weights and with adapters of four ranks, each with three learning rates, of which
+                  the figure shows the best (--steps 40)
 
-Each setting is a complete run of asyncrl-train on real engines, about forty seconds on two cores (`default`: some
-minutes). The script prints one
-line of JSON per run, and writes FOLDER/STUDY.svg and FOLDER/STUDY.jsonl. --steps shortens the runs; --seeds repeats
-them.
+Each setting is a complete run of asyncrl-train on real engines, about forty seconds on two cores (`default` and `lora`:
+some minutes). The script prints one line of JSON per run, and writes FOLDER/STUDY.svg and FOLDER/STUDY.jsonl. --steps
+shortens the runs; --seeds repeats them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ CORRECTIONS: dict[str, Overrides] = {
     "IcePop": ["algo.correction=icepop", "algo.correction.floor=0.5", "algo.correction.cap=5.0"],
     "OPSM": ["algo.correction=null", "algo.mask.opsm=0.5"],
 }
+RANKS = (1, 4, 16, 64)
+RATES = {"all weights": ("5e-6", "1e-5", "2e-5"), **{f"rank {rank}": ("1e-4", "2e-4", "4e-4") for rank in RANKS}}
 
 
 def settings(study: str) -> dict[str, Overrides]:
@@ -47,6 +50,13 @@ def settings(study: str) -> dict[str, Overrides]:
         return {"SmolLM2-135M, word_sorting": []}
     if study == "algorithms":
         return ALGORITHMS
+    if study == "lora":
+        adapters = {f"rank {rank}": [f"trainer.lora.rank={rank}"] for rank in RANKS}
+        return {
+            f"{name}, {rate}": [*adapters.get(name, []), f"trainer.optimizer.lr={rate}"]
+            for name, rates in RATES.items()
+            for rate in rates
+        }
     return {
         f"bound {bound}, {name}": [f"rollout.max_staleness={bound}", *chosen]
         for bound, (name, chosen) in product(BOUNDS, CORRECTIONS.items())
@@ -74,14 +84,14 @@ def smooth(values: list[float]) -> list[float]:
 def main() -> None:
     """Run every setting, then draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=["algorithms", "staleness", "default"])
+    parser.add_argument("study", choices=["algorithms", "staleness", "default", "lora"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--overrides", nargs="*", default=[], help="further settings of every run")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    found, experiment = [], "default" if arguments.study == "default" else "tiny"
+    found, experiment = [], "default" if arguments.study in ("default", "lora") else "tiny"
     with (arguments.folder / f"{arguments.study}.jsonl").open("w") as file:
         for name, overrides in settings(arguments.study).items():
             runs = [
@@ -93,7 +103,20 @@ def main() -> None:
             file.write(json.dumps(found[-1]) + "\n")
             file.flush()
             print(json.dumps({"name": name, "at_half": curve[len(curve) // 2], "at_end": curve[-1]}), flush=True)
-    draw(arguments.study, found, arguments.folder / f"{arguments.study}.svg")
+    curves = best(found) if arguments.study == "lora" else found
+    draw(arguments.study, curves, arguments.folder / f"{arguments.study}.svg")
+
+
+def best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return, of the curves of each setting with several learning rates, the one with the highest mean of its second
+    half."""
+    settings: dict[str, list[dict[str, Any]]] = {}
+    for one in found:
+        settings.setdefault(one["name"].rpartition(", ")[0], []).append(one)
+    return [
+        max(curves, key=lambda one: statistics.fmean(one["curve"][len(one["curve"]) // 2 :]))
+        for curves in settings.values()
+    ]
 
 
 def draw(study: str, found: list[dict[str, Any]], file: Path) -> None:

@@ -136,12 +136,14 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("installation", ["wheel", "clone"])
 def test_every_experiment_composes_where_it_is_installed(installation, wheel, tmp_path):
-    """The wheel is alone in its folder: neither conf/ nor recipes/ of the clone is in reach."""
+    """The wheel is alone in its folder: neither conf/ nor recipes/ of the clone is in reach. That the experiments in
+    the clone's conf/ compose is tested in test_config.py."""
     target = tmp_path if installation == "wheel" else ROOT
     if installation == "wheel":
         pip = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
         subprocess.run([sys.executable, "-m", "pip", *pip], check=True)
-    files = [file for top in ("conf", "recipes") for file in (ROOT / top).rglob("experiment/*.yaml")]
+    folders = ["recipes"] if installation == "clone" else ["conf", "recipes"]
+    files = [file for folder in folders for file in (ROOT / folder).rglob("experiment/*.yaml")]
     names = sorted(file.stem for file in files)
     command = [sys.executable, "-c", COMPOSE, ",".join(names)]
     environment = {**os.environ, "PYTHONPATH": str(target)}  # before what .venv has installed

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,23 +127,26 @@ class _Metadata:
         self.of.__module__ = self.MODULE
         self._stand_in = types.ModuleType(self.MODULE)
         self._stand_in.FlattenedTensorMetadata = self.of  # type: ignore[attr-defined]
+        self._lock = threading.Lock()
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """Register the class under its name inside the block, because pickle looks it up before writing the name."""
+        """Register the class under its name inside the block, because pickle looks it up before writing the name. One
+        thread at a time, because modules belong to the process: adapters are sent to every engine from threads."""
         names = [self.MODULE]
         while parent := names[-1].rpartition(".")[0]:
             names.append(parent)
-        absent = [name for name in names if name not in sys.modules]
-        held = sys.modules.get(self.MODULE)
-        sys.modules.update({name: types.ModuleType(name) for name in absent}, **{self.MODULE: self._stand_in})
-        try:
-            yield
-        finally:
-            for name in absent:
-                del sys.modules[name]
-            if held is not None:
-                sys.modules[self.MODULE] = held
+        with self._lock:
+            absent = [name for name in names if name not in sys.modules]
+            held = sys.modules.get(self.MODULE)
+            sys.modules.update({name: types.ModuleType(name) for name in absent}, **{self.MODULE: self._stand_in})
+            try:
+                yield
+            finally:
+                for name in absent:
+                    del sys.modules[name]
+                if held is not None:
+                    sys.modules[self.MODULE] = held
 
 
 METADATA = _Metadata()

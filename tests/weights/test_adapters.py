@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -355,7 +356,8 @@ def test_a_folder_holds_what_was_trained_until_it_is_dropped(tmp_path: Path) -> 
 
 
 class Residency(RuleBasedStateMachine):
-    """Any order of admissions, turns, ends, rejections, publishes, restarts of engines and resumes."""
+    """Any order of admissions, turns, ends, rejections, publishes, restarts of engines and resumes, with one adapter or
+    two, and with roles that past versions play."""
 
     @initialize(
         staleness=st.integers(0, 3),
@@ -363,8 +365,20 @@ class Residency(RuleBasedStateMachine):
         per_episode=st.booleans(),
         engines=st.integers(1, 3),
         drops=st.booleans(),
+        names=st.sampled_from([(POLICY,), (POLICY, "solver")]),
+        past=st.none() | st.builds(PastConfig, every=st.integers(1, 3), keep=st.integers(1, 3)),
     )
-    def start(self, staleness: int, back: int, per_episode: bool, engines: int, drops: bool) -> None:
+    def start(
+        self,
+        staleness: int,
+        back: int,
+        per_episode: bool,
+        engines: int,
+        drops: bool,
+        names: tuple[str, ...],
+        past: PastConfig | None,
+    ) -> None:
+        self.names, self.past, self.folder = names, past, tempfile.TemporaryDirectory()
         self.bound, self.per_episode, self.starts = staleness, per_episode, 0
         over_age = "drop" if drops else "wait"
         self.settings = {"max_staleness": staleness, "lead": max(0, staleness - back), "over_age": over_age}
@@ -373,18 +387,24 @@ class Residency(RuleBasedStateMachine):
         self.playing: dict[Ticket, int | None] = {}
         self.evaluated: int | None = None
         self.evaluated_before = False
+        self.saved: list[int] = []
         self._begin()
 
     def _begin(self) -> None:
         self.starts += 1
         self.run = f"run{self.starts}"
-        self.use = AdapterUse()
-        self.publisher = publisher(self.servers, self._announce, run=self.run, verify=False)
+        self.use = AdapterUse(self._past_versions)
+        past = PastAdapters(Path(self.folder.name), None, self._past_versions, lambda: self.saved, lambda _: {})
+        told: dict[str, Any] = {"run": self.run, "adapters": self.names, "past": past if self.past else None}
+        self.publisher = publisher(self.servers, self._announce, **told, verify=False)
+
+    def _past_versions(self, version: int) -> dict[str, list[int]]:
+        return {POLICY: self.past.needed(version, self.bound)} if self.past else {}
 
     def _announce(self, version: int) -> InUse:
         for url in self.servers.routed:
             held = self.servers.engines[url].held
-            assert not version or f"{self.run}-v{version}" in held, "announced before it was loaded"
+            assert self._named([version]) <= held.keys(), "announced before it was loaded"
         self._check_number()
         self.evaluated_before = self.evaluated is not None
         if version != self.buffer.version:
@@ -457,7 +477,7 @@ class Residency(RuleBasedStateMachine):
         """A new trainer and a new rollout process; the engines are those of engine.urls, or new ones."""
         if self.buffer.training:
             return
-        state = self.buffer.state()
+        state, self.saved = self.buffer.state(), [self.buffer.version]
         self.buffer = CohortBuffer(2, **self.settings)  # type: ignore[arg-type]
         self.buffer.restore(state)
         self.playing, self.evaluated = dict.fromkeys(self.playing), None
@@ -468,20 +488,31 @@ class Residency(RuleBasedStateMachine):
 
     def _check_number(self) -> None:
         """An engine holds no more than the bound allows; most of all between loading and unloading."""
-        most = self.bound + 2 + self.evaluated_before
+        most = (self.bound + 2 + self.evaluated_before) * len(self.names)
+        most += self.past.keep + self.evaluated_before if self.past else 0
         assert all(len(engine.held) <= most for engine in self.servers.engines.values())
 
     @invariant()
     def engines_that_get_requests_hold_every_adapter_that_is_in_use(self) -> None:
         if hasattr(self, "servers"):
-            needed = {f"{self.run}-v{version}" for version in self.use.versions() if version}
+            needed = self._named(self.use.versions())
+            if self.past:  # any of them may have been drawn
+                drawn = {version for ticket in self.playing for version in self.past.drawn(ticket.born)}
+                drawn |= set() if self.evaluated is None else {self.past.drawn(self.evaluated)[-1]}
+                needed |= self._named(drawn) & {f"{self.run}-v{version}" for version in drawn}
             for url in self.servers.routed:
                 assert needed <= self.servers.engines[url].held.keys()
                 assert not self.servers.engines[url].paused
 
+    def _named(self, versions: Iterable[int]) -> set[str]:
+        """Return the names of all adapters of these versions."""
+        prefixes = [self.run if name == POLICY else f"{self.run}-{name}" for name in self.names]
+        return {f"{prefix}-v{version}" for prefix in prefixes for version in versions if version}
+
     def teardown(self) -> None:
         if hasattr(self, "servers"):
             self.servers.fleet.close()
+            self.folder.cleanup()
 
 
 TestResidency = Residency.TestCase

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ from asyncrl.network.addresses import Access
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.choice import choose, choose_lora
 from asyncrl.weights.disk import KEPT, DiskTransport
-from asyncrl.weights.tensor import SharedBuffers
+from asyncrl.weights.tensor import SharedBuffers, handle
 from tests.fakes import tiny_config
 
 HERE, THERE = "http://127.0.0.1:20000", "http://10.0.0.7:20000"
@@ -141,3 +143,15 @@ def test_what_a_dead_trainer_left_half_written_is_not_delivered(tmp_path: Path) 
         transport.send(torch.zeros(8, dtype=torch.uint8), bucket)
     transport.deliver(7)
     assert fleet.folders == [["model-stage0-00001.safetensors"]]
+
+
+def test_handles_may_be_written_from_many_threads_at_once() -> None:
+    (bucket,) = plan_buckets([("w", torch.float32, torch.Size([16]))], 1 << 20)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            written = list(pool.map(lambda _: handle("memory", bucket), range(400)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(written) == 400

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import Config
+from asyncrl.config import Config, load
 from asyncrl.errors import LaunchError
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight import network, versions
@@ -29,6 +29,7 @@ from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.models import catalog
 from asyncrl.planner.shapes import packed
+from asyncrl.rollout.questions import look
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import compose_values, tiny_config
 from tests.launch.preflight.worlds import TENSORS, job, machine, nodes, write_model, write_shard
@@ -70,22 +71,22 @@ class Game:
 """
 
 
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Return the settings of a run whose task reads 40 rows, in a folder with other files and a module of a user's."""
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in LONG))
+    (tmp_path / "same.jsonl").write_text(f"{json.dumps(LONG[0])}\n" * 9)
+    (tmp_path / "one.jsonl").write_text(f"{json.dumps(LONG[0])}\n")
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    file = f"task.train_file={tmp_path}/rows.jsonl"
+    return ("task=file", file, "task.reward=exact", "eval.questions=2", "task.name=file")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
         ((), 0, "4 of the 40 questions of file are longer than the 61 tokens"),
-        (("rollout.overlong_prompts=refuse",), 1, "error rollout.overlong_prompts refuse"),
-        (
-            ("eval.questions=40",),
-            1,
-            "error eval.questions 40 -> Task file has 40 questions, so that none would be left",
-        ),
-        (("task.train_file=same.jsonl",), 1, "error eval.questions 2 -> Task file has only 1 distinct questions"),
-        (
-            ("task.train_file=one.jsonl",),
-            1,
-            "error eval.questions 2 -> Task file has 1 questions, so that none would be left",
-        ),
         (
             ("task.kind=breaks:Game", "task.train_file=null", "task.reward=null"),
             1,
@@ -94,19 +95,33 @@ class Game:
     ],
 )
 def test_questions_are_read_as_the_run_would_read_them(
-    arguments: tuple[str, ...], code: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], code: int, told: str, rows: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Over-long rows, too few, and a task of a user's that has none."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f"{json.dumps(row)}\n" for row in LONG))
-    (tmp_path / "same.jsonl").write_text(f"{json.dumps(LONG[0])}\n" * 9)
-    (tmp_path / "one.jsonl").write_text(f"{json.dumps(LONG[0])}\n")
-    (tmp_path / "breaks.py").write_text(BREAKS)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    task = ("task=file", f"task.train_file={rows}", "task.reward=exact", "eval.questions=2", "task.name=file")
-    done = command("--check", *task, *arguments, cwd=tmp_path)
+    """Over-long rows, and a task of a user's that has none."""
+    done = command("--check", *rows, *arguments, cwd=tmp_path)
     assert told in " ".join((done.stdout + done.stderr).split()), done.stdout + done.stderr
     assert done.returncode == code
+
+
+@pytest.mark.parametrize(
+    ("argument", "field", "remedy"),
+    [
+        ("rollout.overlong_prompts=refuse", "rollout.overlong_prompts", "4 of the 40 questions of file are longer"),
+        ("eval.questions=40", "eval.questions", "Task file has 40 questions, so that none would be left"),
+        ("task.train_file={folder}/same.jsonl", "eval.questions", "Task file has only 1 distinct questions"),
+        (
+            "task.train_file={folder}/one.jsonl",
+            "eval.questions",
+            "Task file has 1 questions, so that none would be left",
+        ),
+    ],
+)
+def test_wrong_questions_are_an_error_of_a_field(
+    argument: str, field: str, remedy: str, rows: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = load(compose_values("experiment=tiny", *rows, argument.format(folder=tmp_path)))
+    (told,) = look(config, catalog.resolve("builtin:tiny"))
+    assert (told[0], told[1], remedy in told[3]) == ("error", field, True), told
 
 
 def test_a_run_that_would_fail_is_not_started_and_its_folder_not_touched(tmp_path: Path) -> None:
