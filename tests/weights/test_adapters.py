@@ -421,8 +421,8 @@ class Residency(RuleBasedStateMachine):
     def admit(self, most: int = 9) -> None:
         for ticket in iter(self.buffer.admit, None):
             self.buffer.begin(ticket, f"p{ticket.slot}", 1)
-            self.use.acquire(self.buffer.version)
-            self.playing[ticket] = self.buffer.version
+            self.playing[ticket] = None if self.past else self.buffer.version  # where a past version has the first turn
+            self.use.acquire(self.playing[ticket])
             most -= 1
             if not most:
                 return
