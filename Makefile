@@ -13,6 +13,8 @@ STUBS := .venv/stubs
 # Two torch threads per process under contention are many times slower than one.
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
+# Some containers set it: every process would then compile its modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: docs help setup bubblewrap run test unit slurm integration campaign peers te-stub cuda-stub container fresh check bench clean
