@@ -149,10 +149,10 @@ def _of_run(folder: Path, model: Path | None) -> tuple[Path, LoraConfig, str | N
 
 def _names(folder: Path) -> list[str]:
     """Return the names of a checkpoint's adapters in order. Raises WeightsError if it has none."""
-    found = {matrix["module"] for key in CheckpointReader(folder).model_keys if (matrix := ADAPTER.fullmatch(key))}
+    found = {name for key in CheckpointReader(folder).model_keys if (name := adapter_of(key))}
     if not found:
         raise WeightsError(f"{folder} holds no adapters: use to-hf")
-    return sorted(map(adapter_of, found))
+    return sorted(found)
 
 
 def _adapters(folder: Path, model: Path) -> dict[str, dict[str, Tensor]]:

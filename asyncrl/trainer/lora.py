@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, cast
@@ -161,10 +161,8 @@ class LinearAdapters(nn.ModuleDict):
         return states
 
 
-class AdaptedLinear:
+class AdaptedLinear(nn.Module):
     """Put before the class of a linear layer that has adapters as modules (`module_of`)."""
-
-    children: Callable[[], Iterator[nn.Module]]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]

@@ -112,7 +112,7 @@ class Network:
                 start_from(Path(trainer.lora.path).expanduser(), self.weights, adapters)
             if trainer.lora.base != "none":
                 pack_base(self.weights, trainer.lora.base)
-        self._names, self._adapters, self._frozen = adapters, list(lora.modules(chunks)), False
+        self._names, self._adapters, self._base_alone = adapters, list(lora.modules(chunks)), False
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.
         self.sharded = parallel.dp * parallel.cp > 1 or trainer.optimizer.moments_dtype != "float32"
@@ -167,6 +167,8 @@ class Network:
 
     def train(self, packs: list[Pack], visit: Visit) -> None:
         """Accumulate the gradient of the sum of all losses, over all ranks, in the gradient buffers."""
+        if self._adapters:  # Megatron gathers parameters when the module that holds them runs: these modules do not
+            self.gather()
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self._run(packs, visit, forward_only=False)
@@ -186,11 +188,11 @@ class Network:
     @contextmanager
     def base(self) -> Iterator[None]:
         """Let the frozen base compute without its adapters inside the block."""
-        self._frozen = True
+        self._base_alone = True
         try:
             yield
         finally:
-            self._frozen = False
+            self._base_alone = False
 
     def base_tensors(self) -> list[Tensor]:
         """Return every parameter and persistent buffer but those of adapters, not copies."""
@@ -232,7 +234,7 @@ class Network:
         for number, own in enumerate(runs, 1):
             self.config.finalize_model_grads_func = finalize_model_grads if number == len(runs) else None
             for adapters in self._adapters:
-                adapters.skipped = self._frozen or adapters.adapter != own[0].adapter
+                adapters.skipped = self._base_alone or adapters.adapter != own[0].adapter
                 adapters.train(not forward_only)  # dropout
             self._run_active(own, visit, forward_only=forward_only)
 

@@ -208,6 +208,8 @@ class AdapterPublisher:
         if self._parallel.is_first:
             held = len(self._live)
             self._unload(self._announce(version))
+            if self._past:
+                self._past.prune(version)
         return {
             "fill": filled - started,
             "pause": 0.0,
@@ -265,8 +267,6 @@ class AdapterPublisher:
                 adapter = self._live.pop((version, name))
                 self._fleet.call("/unload_lora_adapter", {"lora_name": adapter.name})
                 adapter.drop()
-        if self._past and self._newest is not None:
-            self._past.prune(self._newest)
 
     def _verification_is_due(self, version: int) -> bool:
         every = self._settings.verify_every

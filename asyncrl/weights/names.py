@@ -26,15 +26,10 @@ def module_of(adapter: str) -> str:
     return "lora" if adapter == POLICY else f"lora_{adapter}"
 
 
-def adapter_of(module: str) -> str:
-    """Return the name of the adapter whose module this is."""
-    return module.removeprefix("lora").removeprefix("_") or POLICY
-
-
-def belongs_to(name: str, adapter: str) -> bool:
-    """Return whether a Megatron parameter is a matrix of this adapter."""
+def adapter_of(name: str) -> str | None:
+    """Return the adapter of which a Megatron parameter is a matrix; None for a parameter of the base."""
     found = ADAPTER.fullmatch(name)
-    return found is not None and found["module"] == module_of(adapter)
+    return (found["module"].removeprefix("lora").removeprefix("_") or POLICY) if found else None
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from asyncrl.weights.names import (
     WHOLE_WITH_TRANSFORMER_ENGINE,
     Found,
     Mapping,
-    belongs_to,
+    adapter_of,
     local_name,
     module_of,
     unit_of,
@@ -75,9 +75,13 @@ class Resharder:
         model."""
         return self._named(lambda name: not ADAPTER.fullmatch(name))
 
-    def _adapter(self, adapter: str) -> list[tuple[int, str, Found]]:
-        """Return the matrices of an adapter, in the same form."""
-        return self._named(lambda name: belongs_to(name, adapter))
+    @cached_property
+    def _adapters(self) -> dict[str, list[tuple[int, str, Found]]]:
+        """The matrices of each adapter, in the same form."""
+        found: dict[str, list[tuple[int, str, Found]]] = {}
+        for matrix in self._named(lambda name: bool(ADAPTER.fullmatch(name))):
+            found.setdefault(adapter_of(matrix[1]) or POLICY, []).append(matrix)
+        return found
 
     def _named(self, wanted: Callable[[str], bool]) -> list[tuple[int, str, Found]]:
         return [
@@ -162,7 +166,7 @@ class Resharder:
         experts]. (PEFT nests the modules of several parameters, so that names in its files differ.)
         """
         stacks: dict[str, dict[int, Tensor]] = {}
-        for found, tensor in self._tensors(self._in_gathers(self._adapter(adapter))):
+        for found, tensor in self._tensors(self._in_gathers(self._adapters.get(adapter, []))):
             parts = self._gathered(found, tensor)
             full = [(name, pieces.tensor().float()) for name, pieces in self._joined(found, parts)]
             if found.expert is None:
@@ -244,7 +248,7 @@ class Resharder:
     def load_adapters(self, read: Callable[[str, Sequence[int]], Tensor], adapter: str = POLICY) -> None:
         """Fill this rank's part of an adapter from full tensors, which `read` returns by the names and shapes of
         `adapters`."""
-        for found, tensor in self._tensors(self._adapter(adapter)):
+        for found, tensor in self._tensors(self._adapters.get(adapter, [])):
             (name,), (shape,) = found.hf_names(), self._whole_shapes(found, tensor)
             count, matrix = 1 if found.expert is None else self._num_experts, "A" if ".lora_A." in name else "B"
             whole = (count * shape[0], shape[1]) if matrix == "A" else (shape[0], shape[1] * count)

@@ -34,7 +34,7 @@ from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.sharded import ShardedState  # noqa: E402
 from asyncrl.trainer.token_accumulator import TokenAccumulator  # noqa: E402
-from asyncrl.weights.names import belongs_to  # noqa: E402
+from asyncrl.weights.names import adapter_of  # noqa: E402
 from tests.integration.test_step import groups, weights  # noqa: E402
 
 ROWS, ROLES = len(weights()), (POLICY, "solver")
@@ -96,11 +96,14 @@ def check_checkpoints(network: Network, optimizer: NetworkOptimizer, folder: Pat
 
 
 def check_roles(trainer: TrainerConfig, model: Path, parallel: Parallel, checkpoint: Path, *, first: bool) -> None:
-    """Assert that each of two adapters gets the gradients, the scores and, without clipping, the update of its samples
-    alone, and that a checkpoint of a single rank restores every bit of both."""
+    """Assert that each of two adapters gets the gradients, the scores and, without clipping, the updates of its samples
+    alone, also where the second step follows before parameters were gathered, and that a checkpoint of a single rank
+    restores every bit of both."""
     optimizer = trainer.optimizer.model_copy(update={"clip_grad": 0.0})
     trainer = trainer.model_copy(update={"optimizer": optimizer, "overlap_grad_reduce": False})
-    made = {names: Network(trainer, model, parallel, adapters=names) for names in (ROLES, *((one,) for one in ROLES))}
+    plainly = trainer.model_copy(update={"overlap_param_gather": False})
+    made = {ROLES: Network(trainer, model, parallel, adapters=ROLES)}
+    made |= {(role,): Network(plainly, model, parallel, adapters=(role,)) for role in ROLES}
     optimizers = {names: NetworkOptimizer(trainer, network, 100) for names, network in made.items()}
     samples = [[replace(one, adapter=ROLES[n % 2]) for n, one in enumerate(group)] for group in groups()]
     own = {role: [[one for one in group if one.adapter == role] for group in samples] for role in ROLES}
@@ -114,16 +117,16 @@ def check_roles(trainer: TrainerConfig, model: Path, parallel: Parallel, checkpo
         torch.testing.assert_close(scored(made[ROLES], parallel, samples), plain, rtol=0, atol=1e-5)
     assert not torch.allclose(both, plain, atol=0.01)
     assert both.equal(sum(scored(made[role,], parallel, own[role]) for role in ROLES))
-    for names, network in made.items():
-        optimizers[names].zero_grad()
-        network.train(network.packs(samples if names == ROLES else own[names[0]]), loss)
-    for role in ROLES if not made[ROLES].sharded else ():
-        check_equal(gradients(made[ROLES], role), gradients(made[role,], role))
-    for names, network in made.items():
-        before = {key: one.clone() for key, one in network.weights.adapters(names[0])}
-        assert optimizers[names].step()[1]
-        network.gather()
-        assert all(not one.equal(before[key]) for key, one in network.weights.adapters(names[0]))
+    before = {key: one.clone() for key, one in made[ROLES].weights.adapters()}
+    for _ in range(2):
+        for names, network in made.items():
+            optimizers[names].zero_grad()
+            network.train(network.packs(samples if names == ROLES else own[names[0]]), loss)
+        for role in ROLES if not made[ROLES].sharded else ():
+            check_equal(gradients(made[ROLES], role), gradients(made[role,], role))
+        assert all(one.step()[1] for one in optimizers.values())
+    made[ROLES].gather()
+    assert all(not one.equal(before[key]) for key, one in made[ROLES].weights.adapters())
     for role in ROLES:
         check_equal(dict(made[ROLES].weights.adapters(role)), dict(made[role,].weights.adapters(role)))
     check_restored(made[ROLES], optimizers[ROLES], checkpoint, parallel, first=first)
@@ -151,7 +154,7 @@ def check_restored(
         sharded.read(folder, [stored])
         assert stored.tensor.equal(piece.tensor), piece.key
     keys = {piece.key for piece in state.written()}
-    assert not keys or {role for role in ROLES if any(belongs_to(key, role) for key in keys)} == {*ROLES}
+    assert not keys or {adapter_of(key) for key in keys} == {*ROLES}
 
 
 def main(folder: Path, layout: str) -> None:

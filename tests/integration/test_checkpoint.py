@@ -27,7 +27,7 @@ from asyncrl.config import load
 from asyncrl.convert.cli import main
 from asyncrl.launch.main import CONF
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.names import belongs_to
+from asyncrl.weights.names import adapter_of
 from asyncrl.weights.peft_config import adapter_folders
 from tests.convert.models import tensors
 from tests.fakes import changed
@@ -171,7 +171,7 @@ def test_a_checkpoint_of_adapters_holds_them_alone_and_any_layout_goes_on(
     first, *others = [written(path) for path in paths]
     weights = {key for key in first if "/optimizer." not in key}
     for adapter in names:
-        moments = [key for key in first if ".exp_avg." in key and belongs_to(key, adapter)]
+        moments = [key for key in first if ".exp_avg." in key and adapter_of(key) == adapter]
         assert len(moments) == len(weights) / len(names)
         assert sum(first[key].abs().sum() for key in moments) > 0
     assert len(first) == 3 * len(weights)

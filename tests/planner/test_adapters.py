@@ -160,6 +160,9 @@ def test_roles_with_adapters_of_their_own_multiply_all_but_the_base() -> None:
     assert after["activations"] == before["activations"]
     assert checkpoint_bytes(WEIGHTS, SHAPE, two) == 2 * checkpoint_bytes(WEIGHTS, SHAPE, one)
     assert saved_bytes(WEIGHTS, two) == 2 * saved_bytes(WEIGHTS, one)
+    with_critic = [rank(adapters=training.adapters, critic=True) for training in (one, two)]
+    for part in ("weights", "gradients", "masters", "moments"):  # one critic for all roles
+        assert with_critic[1][part] - with_critic[0][part] == after[part] - before[part]
 
 
 def test_an_engine_has_a_slot_for_each_adapter_with_all_projections_of_a_layer() -> None:
