@@ -18,6 +18,7 @@ from tests.fakes import tiny_config
 
 TURNS = {"weights.pause_mode": "retract", "weights.transport": "auto", "rollout.max_staleness": 1}
 PAST = {"every": 2, "keep": 3}
+OVERLAPPED = {"trainer.overlap_grad_reduce": True, "trainer.data_parallel": 2}
 
 
 def config(roles: dict[str, dict[str, Any]], **changes: Any) -> Config:
@@ -53,7 +54,7 @@ def test_the_trained_adapters_are_those_of_the_roles_and_policy_where_none_is_na
         ({"a": {"adapter": "b", "past": PAST}}, {}, "No role trains the adapter b"),
         ({"a": {"past": PAST}, "b": {"past": {"every": 1, "keep": 1}}}, {}, "with other settings"),
         ({"a": {"adapter": "b/c"}}, {}, "agents.roles.a.adapter"),
-        ({"a": {"adapter": "b"}, "c": {}}, {"trainer.overlap_grad_reduce": True}, "overlap_grad_reduce.*set false"),
+        ({"a": {"adapter": "b"}, "c": {}}, OVERLAPPED, "overlap_grad_reduce.*set false"),
         ({"a": {"adapter": "b"}, "b": {}}, {"rollout.max_staleness": 15}, "rollout.max_staleness.*36 adapters"),
     ],
 )
