@@ -190,7 +190,7 @@ def published(way: str, quick: bool) -> dict[str, float]:
     """Publish to one engine in one way."""
     import torch
 
-    from asyncrl.engine.adapters import adapter_names
+    from asyncrl.engine.adapters import InUse, adapter_names
     from asyncrl.engine.client import GenerationClient
     from tests.integration import adapters, publisher
     from tests.integration.fleet import engines
@@ -218,11 +218,11 @@ def published(way: str, quick: bool) -> dict[str, float]:
                 names=adapter_names(config, "bench"),
             )
 
-            async def announced(version: int) -> list[int]:
+            async def announced(version: int) -> InUse:
                 client.inflight.release(version)
-                return client.inflight.adapters.versions()
+                return client.inflight.adapters.in_use(version)
 
-            def announce(version: int) -> list[int]:
+            def announce(version: int) -> InUse:
                 return asyncio.run_coroutine_threadsafe(announced(version), loop).result(60)
 
             def hold() -> None:

@@ -228,7 +228,7 @@ class FakeSession(GenerationSession):
         self._answer, self._waste, self._delay = answer, waste, client.delay
 
     async def __call__(
-        self, token_ids: list[int], max_new_tokens: int | None = None, images: Sequence[bytes] = ()
+        self, token_ids: list[int], max_new_tokens: int | None = None, images: Sequence[bytes] = (), role: str = ""
     ) -> Completion:
         await asyncio.sleep(self._delay)
         found = self._answer(token_ids)
@@ -261,10 +261,13 @@ class FakeClient:
         purpose: str = "training",
         sample: str = "",
         adapter: int | None = None,
+        born: int | None = None,
     ) -> FakeSession:
         return FakeSession(self, self._answer, self._waste, purpose)
 
     def closed(self, session: GenerationSession) -> None: ...
+
+    def past_of(self, role: str) -> None: ...
 
     @contextmanager
     def one_adapter(self) -> Iterator[None]:

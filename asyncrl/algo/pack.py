@@ -25,6 +25,7 @@ from torch import Tensor
 
 from asyncrl.algo.samples import Sample
 from asyncrl.algo.tree import TreeSegment, exits, tree_segments
+from asyncrl.config.roles import POLICY
 
 
 class Branch(NamedTuple):
@@ -58,6 +59,7 @@ class Pack:
     image_rows: Tensor | None = None  # [M] int64, these rows, counted from the first that this rank embeds
     image_places: Tensor | None = None  # [M] int64, which of all tokens of `images` stands there
     keys: Tensor | None = None  # [N] int64 on the host, each token's index in algo/routing_replay_index.py, or -1
+    adapter: str = POLICY  # that computes with it
 
     @property
     def num_tokens(self) -> int:

@@ -29,6 +29,10 @@ class CheckpointStore:
         """Return the versions of all folders with a manifest, ascending; they may still be damaged."""
         return sorted(int(path.parent.name) for path in self.folder.glob(f"[0-9]*/{manifest.NAME}"))
 
+    def begun(self) -> list[int]:
+        """Return the versions of all folders, of which one may be in the making."""
+        return sorted(int(path.name) for path in self.folder.glob("[0-9]*"))
+
     def newest(self, tell: Callable[[str], None]) -> tuple[Path, Manifest] | None:
         """Return the newest undamaged checkpoint, or None. `tell` receives a message for each damaged one that is
         skipped."""

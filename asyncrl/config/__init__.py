@@ -27,6 +27,7 @@ from asyncrl.config.generation import (
     TaskConfig,
     TeacherConfig,
 )
+from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
 from asyncrl.config.running import (
     CheckpointConfig,
     ClusterConfig,
@@ -41,6 +42,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.settings import Choice, Name, Section
 
 __all__ = [
+    "AgentsConfig",
     "AlgoConfig",
     "AuxiliaryModelConfig",
     "CheckpointConfig",
@@ -52,6 +54,7 @@ __all__ = [
     "MetricsConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PastConfig",
     "ReplayConfig",
     "RolloutConfig",
     "RunConfig",
@@ -105,6 +108,7 @@ class Config(Section):
     with such a method named run. A task may define its own agent."""
     agent_params: Parameters
     """Arguments of the agent besides prompt and generate; for a class, its constructor arguments."""
+    agents: AgentsConfig
     task: TaskConfig
     tasks: dict[Name, TaskConfig]
     """Several tasks instead of `task`, by name, mixed according to their weights: +task@tasks.NAME=OPTION."""
@@ -167,6 +171,7 @@ class Config(Section):
         self._check_sets()
         self._check_teacher()
         check_colocated(self)
+        check_roles(self)
         check_adapters(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
@@ -240,6 +245,20 @@ class Config(Section):
         weights of the trainers first."""
         lora = self.trainer.lora
         return self.mode == "train" and lora.rank is not None and (lora.path is not None or lora.base != "none")
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Return the names of the trained adapters in order."""
+        return self.agents.adapters
+
+    def adapter_of(self, role: str) -> str:
+        """Return the adapter that plays and trains a role. Raises ConfigError if it has none."""
+        return self.agents.adapter_of(role)
+
+    def past_versions(self, version: int) -> dict[str, list[int]]:
+        """Return the past versions of each adapter that episodes may use while `version` is the newest."""
+        bound = self.rollout.max_staleness
+        return {adapter: past.needed(version, bound) for adapter, past in self.agents.past.items()}
 
     def group_size(self, name: str) -> int:
         """Return the number of completions per prompt of this task."""

@@ -28,9 +28,12 @@ def resident_adapters(config: Config) -> int:
     """Return the maximum number of adapters in an engine.
 
     Running groups were admitted at most max_staleness versions ago (rollout/buffer.py), so they use max_staleness + 1
-    adapters; the next one is loaded beside them, and an evaluation keeps the one that it began with.
+    versions; the next one is loaded beside them, and an evaluation keeps the one that it began with. Past versions that
+    play roles are as many as these groups can have drawn beside the versions above.
     """
-    return config.rollout.max_staleness + 2 + bool(config.eval_sets)
+    evaluated = bool(config.eval_sets)
+    past = sum(past.keep + evaluated for past in config.agents.past.values())
+    return (config.rollout.max_staleness + 2 + evaluated) * len(config.adapters) + past
 
 
 def engine_slots(config: Config) -> int:
@@ -40,7 +43,7 @@ def engine_slots(config: Config) -> int:
 
 def check_adapters(config: Config) -> None:
     """Refuse settings that do not fit adapters in the engines. Raises ConfigError."""
-    if not config.serves_adapters:
+    if not (config.serves_adapters or (config.agents.need_versions and config.mode == "train")):
         return
     for field, value, wrong, remedy in _rules(config):
         if wrong:
@@ -50,6 +53,7 @@ def check_adapters(config: Config) -> None:
 def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
     """Return each rule as field, value, whether the value breaks it, and the remedy."""
     targets, resident = set(adapter_targets(config.trainer.lora)), resident_adapters(config)
+    otherwise = "remove agents.roles" if config.agents.need_versions else "set weights.lora=merged"
     return [
         (
             "weights.transport",
@@ -61,27 +65,26 @@ def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
             "cluster.placement",
             "colocated",
             config.cluster.placement == "colocated",
-            f"An engine that releases its memory loses its adapters ({VERSIONS}): set weights.lora=merged.",
+            f"An engine that releases its memory loses its adapters ({VERSIONS}): {otherwise}.",
         ),
         (
             "trainer.lora.targets",
             sorted(targets),
             not targets <= set(LINEARS),
-            f"With {VERSIONS} engines serve adapters of {', '.join(LINEARS)}: choose among them, or set "
-            "weights.lora=merged.",
+            f"With {VERSIONS} engines serve adapters of {', '.join(LINEARS)}: choose among them, or {otherwise}.",
         ),
         (
             "trainer.lora.targets",
             sorted(targets),
             not all({needed} <= targets for present, needed in NEEDS if present in targets),
             f"SGLang fuses projections and takes no k_proj without q_proj, no q_proj without v_proj, and no up_proj "
-            f"without gate_proj ({VERSIONS}): add them, or set weights.lora=merged.",
+            f"without gate_proj ({VERSIONS}): add them, or {otherwise}.",
         ),
         (
             "rollout.max_staleness",
             config.rollout.max_staleness,
             resident > MOST_RESIDENT,
-            f"Engines would hold {resident} adapters, more than {MOST_RESIDENT} ({VERSIONS}): lower it, or set "
-            "weights.lora=merged.",
+            f"Engines would hold {resident} adapters, more than {MOST_RESIDENT} ({VERSIONS}): lower it, or "
+            f"{otherwise}.",
         ),
     ]

@@ -22,9 +22,9 @@ from asyncrl.errors import WeightsError
 from asyncrl.models import catalog
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import of_expert, stack_experts
-from asyncrl.weights.names import ADAPTER
+from asyncrl.weights.names import ADAPTER, adapter_of
 from asyncrl.weights.peft import PeftFolder, write_peft
-from asyncrl.weights.peft_config import CONFIG, parsed, user_config
+from asyncrl.weights.peft_config import CONFIG, adapter_folders, parsed, user_config
 
 ROUTER_BIAS = "e_score_correction_bias"  # keeps its precision, as in to-hf
 
@@ -66,22 +66,22 @@ def holds_adapters(source: Path) -> bool:
 
 
 def to_peft(source: Path, out: Path, *, model: Path | None) -> None:
-    """Write the adapters of a checkpoint as a PEFT folder. The checkpoint is that of a run, or was written by
-    `from_peft`; `model` replaces the base model that it names.
+    """Write the adapters of a checkpoint as a PEFT folder, or as one for each of several adapters (agents.roles) below
+    it. The checkpoint is that of a run, or was written by `from_peft`; `model` replaces the base model that it names.
 
     Raises RecordError or WeightsError for a checkpoint that does not fit.
     """
     folder = _chunks(source)
     written = folder / COMPANIONS
-    if (written / CONFIG).is_file():
-        tensors = _adapters(folder, model or written)
-        config = json.loads((written / CONFIG).read_text())
+    if given := (written / CONFIG).is_file():
+        base = model or written
     else:
         base, lora, _ = _of_run(folder, model)
-        tensors = _adapters(folder, base)
-        config = user_config(lora, tensors, str(base))
+    found = _adapters(folder, base)
     with building(out) as partial:
-        write_peft(partial, config, tensors.items())
+        for name, target in adapter_folders(partial, list(found)).items():
+            config = json.loads((written / CONFIG).read_text()) if given else user_config(lora, found[name], str(base))
+            write_peft(target, config, found[name].items())
 
 
 def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | None, limit: int) -> None:
@@ -99,6 +99,10 @@ def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | N
                 f"the adapters of {source} belong to a base with the hash {digest}, but {base} has {found}: give that "
                 "base with --model"
             )
+    if len(names := _names(_chunks(source))) > 1:
+        raise WeightsError(
+            f"{source} has the adapters {', '.join(names)}: use to-peft, and merge the one that you want"
+        )
     with tempfile.TemporaryDirectory() as folder:
         to_peft(source, Path(folder) / "adapter", model=base)
         merge(base, Path(folder) / "adapter", out, limit=limit, dtype=dtype)
@@ -143,22 +147,29 @@ def _of_run(folder: Path, model: Path | None) -> tuple[Path, LoraConfig, str | N
     return model or catalog.resolve(found.config["model"]["path"], "--model"), lora, found.base
 
 
-def _adapters(folder: Path, model: Path) -> dict[str, Tensor]:
-    """Read the adapters of a checkpoint by their HF names, with those of a layer's experts in one."""
-    checkpoint = CheckpointReader(folder)
-    parts: dict[str, list[Tensor]] = defaultdict(list)
-    used: set[str] = set()
-    for parameter in Structure(read_config(model)).adapters():
-        if any(address.key in checkpoint.model_keys for address in parameter.addresses):
-            address = checkpoint.locate(parameter)
-            parts[parameter.found.hf_names()[0]].append(checkpoint.read(address))
-            used.add(address.key)
-    held = {key for key in checkpoint.model_keys if ADAPTER.fullmatch(key)}
-    if not held:
+def _names(folder: Path) -> list[str]:
+    """Return the names of a checkpoint's adapters in order. Raises WeightsError if it has none."""
+    found = {name for key in CheckpointReader(folder).model_keys if (name := adapter_of(key))}
+    if not found:
         raise WeightsError(f"{folder} holds no adapters: use to-hf")
-    if held != used:
-        raise WeightsError(f"{folder} has an adapter that {model} has no place for: {min(held - used)}")
-    return {
-        name: tensors[0] if len(tensors) == 1 else stack_experts(parsed(name)[1], tensors)
-        for name, tensors in parts.items()
-    }
+    return sorted(found)
+
+
+def _adapters(folder: Path, model: Path) -> dict[str, dict[str, Tensor]]:
+    """Read each adapter of a checkpoint by HF names, with the matrices of a layer's experts in one."""
+    checkpoint, structure = CheckpointReader(folder), Structure(read_config(model))
+    found, used = {}, set[str]()
+    for adapter in _names(folder):
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        for parameter in structure.adapters(adapter):
+            if any(address.key in checkpoint.model_keys for address in parameter.addresses):
+                address = checkpoint.locate(parameter)
+                parts[parameter.found.hf_names()[0]].append(checkpoint.read(address))
+                used.add(address.key)
+        found[adapter] = {
+            name: tensors[0] if len(tensors) == 1 else stack_experts(parsed(name)[1], tensors)
+            for name, tensors in parts.items()
+        }
+    if left := {key for key in checkpoint.model_keys if ADAPTER.fullmatch(key)} - used:
+        raise WeightsError(f"{folder} has an adapter that {model} has no place for: {min(left)}")
+    return found

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.models.vision import TOWERS
-from asyncrl.weights.names import FAMILIES, Found, NameRule, Table
+from asyncrl.weights.names import FAMILIES, Found, NameRule, Table, module_of
 
 Arguments = dict[str, Any]
 
@@ -100,15 +101,16 @@ class Structure:
             ):
                 yield self._parameter(rule, None, None)
 
-    def adapters(self) -> Iterator[Parameter]:
-        """Yield the matrices of the adapters that each linear layer may have."""
+    def adapters(self, adapter: str = POLICY) -> Iterator[Parameter]:
+        """Yield the matrices of an adapter that each linear layer may have."""
         for parameter in self:
             rule, layer, expert = parameter.found.rule, parameter.found.layer, parameter.found.expert
             if layer is None or not rule.linear:
                 continue
             for projection in rule.projections():
                 for matrix in "AB":
-                    yield self._parameter(rule.adapter(projection, matrix), int(layer), expert)
+                    of_layer = rule.adapter(projection, matrix, module=module_of(adapter))
+                    yield self._parameter(of_layer, int(layer), expert)
 
     def _has(self, rule: NameRule, layer: int) -> bool:
         moe = bool(self._arguments["moe_layer_freq"][layer]) if "moe_layer_freq" in self._arguments else False

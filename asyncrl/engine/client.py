@@ -21,10 +21,11 @@ from typing import Any, Literal
 
 import httpx
 
-from asyncrl.engine.adapters import AdapterName
+from asyncrl.config.roles import AgentsConfig, PastConfig
+from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
-from asyncrl.engine.inflight import CacheKey, InFlight, PendingSample, Purpose
-from asyncrl.engine.partial_completion import Exchange, PartialCompletion, joined
+from asyncrl.engine.inflight import CacheKey, InFlight, PendingSample
+from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, joined
 from asyncrl.engine.session import GenerationSession, SavedCompletion, seed_of
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, EngineError
@@ -43,6 +44,9 @@ validate_input_length)."""
 
 FORBIDDEN = -1e4
 """Bias of the logits of tokens that must not be sampled. Log-probabilities are those of the rest of the vocabulary."""
+
+
+ONE_ADAPTER = AgentsConfig(roles={})
 
 
 class GenerationClient:
@@ -68,6 +72,8 @@ class GenerationClient:
         context: int | None = None,
         names: AdapterName | None = None,
         adapter_per: Literal["completion", "episode"] = "completion",
+        agents: AgentsConfig = ONE_ADAPTER,
+        past_versions: PastVersions = no_past,
         vision: Vision | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
@@ -77,6 +83,7 @@ class GenerationClient:
         seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
         context: maximum length of a sequence in an engine, in tokens
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
+        agents, past_versions: adapters of roles, and the past versions that play some (Config.past_versions)
         vision: how the model reads images, if it does
         """
         self._http = httpx.AsyncClient(
@@ -95,7 +102,9 @@ class GenerationClient:
             fields=dict(fields or {}),
             routing=routing is not None,
             names=names,
+            past_versions=past_versions,
         )
+        self._agents = agents
         self._adapters, self._per_episode = names is not None, adapter_per == "episode"
         self._routing = routing
         self._vision = vision
@@ -113,27 +122,31 @@ class GenerationClient:
         purpose: Purpose = "training",
         sample: str = "",
         adapter: int | None = None,
+        born: int | None = None,
     ) -> GenerationSession:
         """Return a session for one episode. A temperature of 0 is greedy.
 
-        Siblings have the same `group`; `sample` names each of them. The caller holds the version that it gives as
-        `adapter` (engine/adapters.py).
+        Siblings have the same `group`, which was admitted at version `born` (unset: the newest); `sample` names each of
+        them. The caller holds the version that it gives as `adapter` (engine/adapters.py).
         """
         seed = None
         if self._seed is not None:
             seed = seed_of(f"{self._seed} {purpose} {sample}")
         temperature = self.temperature if temperature is None else temperature
-        session = GenerationSession(self, group, temperature, purpose, seed)
+        born = self.inflight.version if born is None else born
+        session = GenerationSession(self, group, temperature, purpose, seed, sample=sample, born=born)
         session.adapter = adapter
         return session
 
-    def resume(self, group: str, sample: str, received: int, said: list[SavedCompletion]) -> GenerationSession:
+    def resume(
+        self, group: str, sample: str, born: int, received: int, said: list[SavedCompletion]
+    ) -> GenerationSession:
         """Restore the session of an episode of a saved run.
 
         With seeds, the saved completions are dropped and generated again from their start, because the last bits of an
         engine's numbers depend on whether it prefills a token or generates it.
         """
-        session = self.generate(group=group, sample=sample)
+        session = self.generate(group=group, sample=sample, born=born)
         session.received, session.recalled = received, [] if self._seed is not None else list(said)
         return session
 
@@ -150,7 +163,12 @@ class GenerationClient:
     # -- requests of siblings ------------------------------------------------------------------------------
 
     def submit(
-        self, session: GenerationSession, token_ids: list[int], most: int | None = None, images: Sequence[bytes] = ()
+        self,
+        session: GenerationSession,
+        token_ids: list[int],
+        most: int | None = None,
+        images: Sequence[bytes] = (),
+        role: str = "",
     ) -> asyncio.Future[Completion]:
         """Submit a request and return the future of its completion. Raises ValueError if it has not an image for each
         placeholder.
@@ -160,8 +178,8 @@ class GenerationClient:
         loop = asyncio.get_running_loop()
         added = self._added(token_ids, images)
         limit = self._limit(len(token_ids) + added, most)
-        exchange = session.asks(token_ids, limit, images, added)
-        if (recalled := session.recall(token_ids, exchange.adapter, images)) is not None:
+        exchange = session.asks(token_ids, limit, images, added, role)
+        if (recalled := session.recall(exchange)) is not None:
             return self._go_on(session, exchange, recalled)
         future: asyncio.Future[Completion] = loop.create_future()
         if limit < 1:
@@ -170,8 +188,9 @@ class GenerationClient:
             return future
         key: tuple = (next(self._serial),)
         if self._coalesce and session.temperature > 0:
-            key = (session.group, session.temperature, limit, exchange.adapter, tuple(token_ids), *images)
-        self.inflight.adapters.acquire(exchange.adapter)
+            served_by = exchange.name, exchange.adapter, exchange.purpose
+            key = (session.group, session.temperature, limit, served_by, tuple(token_ids), *images)
+        self.inflight.adapters.acquire(exchange.holds)
         if key in self._waiting:
             self._waiting[key].append((session, exchange, future))
         else:
@@ -236,7 +255,7 @@ class GenerationClient:
             if not future.done():
                 future.set_result(completion)
 
-        self.inflight.adapters.acquire(exchange.adapter)
+        self.inflight.adapters.acquire(exchange.holds)
         self._watch(finish(), [(session, exchange, future)])
         return future
 
@@ -266,7 +285,7 @@ class GenerationClient:
         """
         asking = self._tasks.pop(task)
         for _, exchange, _ in asking:
-            self.inflight.adapters.release(exchange.adapter)
+            self.inflight.adapters.release(exchange.holds)
         if task.cancelled() or (error := task.exception()) is None:
             return
         while isinstance(error, BaseExceptionGroup):
@@ -284,15 +303,27 @@ class GenerationClient:
 
     # -- adapters ------------------------------------------------------------------------------------------
 
-    def adapter_for(self, session: GenerationSession) -> int | None:
-        """Return the version of the adapter of a session's next request; None if versions are no adapters."""
-        if not self._adapters:
-            return None
+    def past_of(self, role: str) -> PastConfig | None:
+        """Return the past versions that play a role; None if the newest plays it."""
+        return self._agents.roles[role].past if role in self._agents.roles else None
+
+    def assign(self, session: GenerationSession, exchange: Exchange) -> None:
+        """Set the adapter that answers a request, and its version if versions are adapters."""
+        exchange.name, past = self._agents.adapter_of(exchange.role), self.past_of(exchange.role)
+        if past:
+            exchange.past = True
+            exchange.purpose = "past" if session.purpose == "training" else session.purpose
+            exchange.adapter = _drawn(past, session, exchange.role) if self._adapters else None
+        elif self._adapters:
+            exchange.adapter = self._version_for(session)
+
+    def _version_for(self, session: GenerationSession) -> int:
+        """Return the version of the adapters of a session's next request."""
         newest = self.inflight.version
         if session.adapter is None and self._per_episode:
             session.adapter = newest
             self.inflight.adapters.acquire(newest)
-            if any(one.version not in (None, newest) for one in session.recalled):
+            if any(one.version not in (None, newest) for one in session.recalled if session.trains(one.role)):
                 session.recalled = []  # turns of an adapter that no engine has any more: the episode is played anew
         return newest if session.adapter is None else session.adapter
 
@@ -318,7 +349,7 @@ class GenerationClient:
     async def _whole(self, session: GenerationSession, exchange: Exchange) -> Completion:
         """Return the complete answer, after requesting continuations until nothing is missing."""
         token_ids, parts, patience = exchange.context, exchange.parts, _Patience(self._retry_timeout)
-        routed = ExpertRoutingAssembler(self._routing if session.purpose == "training" else None, parts[0])
+        routed = ExpertRoutingAssembler(self._routing if exchange.purpose == "training" else None, parts[0])
         while reason := parts[-1].cut:
             begun = [token for part in parts for token in part.token_ids]
             inferred = parts[-1].broken and exchange.adapter is None
@@ -346,6 +377,13 @@ class GenerationClient:
         if token_ids and token_ids[-1] in self._stop:
             return "stop"
         return "length" if len(token_ids) >= limit else None
+
+
+def _drawn(past: PastConfig, session: GenerationSession, role: str) -> int:
+    """Return the past version that plays a role in an episode, the same in every attempt and after a resume; in an
+    evaluation the newest."""
+    versions = past.drawn(session.born)
+    return versions[-1 if session.purpose == "evaluation" else seed_of(f"{session.sample} {role}") % len(versions)]
 
 
 _Asking = tuple[GenerationSession, Exchange, asyncio.Future[Completion]]

@@ -18,15 +18,14 @@ from typing import Any, Literal, Protocol
 
 import httpx
 
-from asyncrl.engine.adapters import AdapterName, AdapterUse
+from asyncrl.config.roles import POLICY
+from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_past
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion
 from asyncrl.engine.stream import StreamBroken, stream_chunks
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
 
 CacheKey = Literal["version", "group"]
-Purpose = Literal["training", "evaluation"]
-"""Purpose under which tokens are counted."""
 HELD, FIRST, NEXT = "the end of a publish", "the first chunk of an engine", "the next chunk of an engine"
 """Events that a session waits for."""
 CAUSES = ("aborted", "broken", "overtaken")
@@ -56,7 +55,6 @@ class Listener(Protocol):
 
     group: str
     temperature: float
-    purpose: Purpose
     closed: bool
     cached: tuple[str, int]
 
@@ -104,12 +102,13 @@ class InFlight:
         fields: dict[str, Any],
         routing: bool = False,
         names: AdapterName | None = None,
+        past_versions: PastVersions = no_past,
     ) -> None:
         """Create the tracker. With `routing`, training requests return the experts of every token that is read. With
-        `names`, every version is an adapter in the engines."""
+        `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
         self._routing, self._names = routing, names
-        self.adapters = AdapterUse()
+        self.adapters = AdapterUse(past_versions)
         self._cache_key, self._pause_mode = cache_key, pause_mode
         self._serial = itertools.count()
         self._requests: dict[_Request, None] = {}  # in the order in which they were sent
@@ -217,7 +216,7 @@ class InFlight:
                     )
                 sample, answer = samples[chunk.index], answers[chunk.index]
                 new = answer.add(chunk)
-                self._count(sample.session, new)
+                self._count(sample, new)
                 sent.answered = True
                 sent.tokens += new
                 if answer.last:
@@ -242,25 +241,29 @@ class InFlight:
         sample.exchange.parts.append(answer)
         sample.hand_over()
 
-    def _count(self, session: Listener, tokens: int) -> None:
-        self.tokens[session.purpose] += tokens
+    def _count(self, sample: PendingSample, tokens: int) -> None:
+        session, purpose = sample.session, sample.exchange.purpose
+        self.tokens[purpose] += tokens
+        kept = 0 if purpose == "past" else tokens
         if session.closed:
-            self.late_tokens += tokens
+            self.late_tokens += kept
         else:
-            session.hear(tokens)
+            session.hear(kept)
 
     def _request(
         self, exchange: Exchange, sessions: Sequence[Listener], token_ids: list[int], begun: int, routed_from: int
     ) -> dict[str, Any]:
         adapter = exchange.adapter
+        name = self._names(adapter, exchange.name) if self._names and adapter is not None else None
         key = f"v{self.version if adapter is None else adapter}"  # an adapter always has a cache of its own
+        if name and exchange.name != POLICY:
+            key = f"{exchange.name}-{key}"
         if self._cache_key == "group":
             key = sessions[0].group if adapter is None else f"{sessions[0].group}-{key}"
-        name = self._names(adapter) if self._names and adapter is not None else None
         routed = {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         return {
             **self._fields,
-            **(routed if self._routing and sessions[0].purpose == "training" else {}),
+            **(routed if self._routing and exchange.purpose == "training" else {}),
             **({"lora_path": name} if name else {}),
             "input_ids": token_ids,
             **({"image_data": [data_url(png) for png in exchange.images]} if exchange.images else {}),

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import msgspec
 
+from asyncrl.config.roles import POLICY
 from asyncrl.errors import EngineError
+from asyncrl.images import image_name
 from asyncrl.schema import Completion, VersionSpan
+
+Purpose = Literal["training", "evaluation", "past"]
+"""Purpose under which tokens are counted; past: tokens of roles that past versions play, in training."""
 
 
 class _Span(msgspec.Struct):
@@ -185,11 +191,26 @@ class Exchange:
     limit: int  # tokens
     seed: int | None = None
     adapter: int | None = None  # version of its adapter, if versions are adapters
+    role: str = ""
+    name: str = POLICY  # its adapter
+    past: bool = False  # whether a past version plays the role
+    purpose: Purpose = "training"
     images: Sequence[bytes] = ()  # in the order of their placeholders in the context
     added: int = 0  # tokens that the images take beyond their placeholders
     parts: list[PartialCompletion] = field(default_factory=list)  # ended parts, complete or interrupted
     live: PartialCompletion | None = None  # the part that is streaming now
     completion: Completion | None = None  # set once the answer is complete
+
+    @property
+    def holds(self) -> int | None:
+        """Version whose adapters must stay until the request has ended. Past versions stay of themselves
+        (Config.past_versions)."""
+        return None if self.past else self.adapter
+
+    @property
+    def image_names(self) -> list[str]:
+        """Names of the images in the context."""
+        return [image_name(png) for png in self.images]
 
     def so_far(self) -> Completion:
         """Return the completion, or the partial one with an empty finish reason.

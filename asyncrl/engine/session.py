@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.engine.inflight import NEXT, Purpose
-from asyncrl.engine.partial_completion import Exchange
-from asyncrl.images import image_name
+from asyncrl.engine.inflight import NEXT
+from asyncrl.engine.partial_completion import Exchange, Purpose
 from asyncrl.schema import Completion, Message
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ class SavedCompletion(msgspec.Struct, frozen=True, array_like=True):
 
     context: list[int]
     completion: Completion
+    role: str = ""
     images: list[str] = []
     """Names of the images in the context."""
 
@@ -37,10 +37,19 @@ class GenerationSession:
     """Interface of one episode to the policy. Sessions of a group share an engine, and thus the cached prompt."""
 
     def __init__(
-        self, client: GenerationClient, group: str, temperature: float, purpose: Purpose, seed: int | None = None
+        self,
+        client: GenerationClient,
+        group: str,
+        temperature: float,
+        purpose: Purpose,
+        seed: int | None = None,
+        *,
+        sample: str = "",
+        born: int = 0,
     ) -> None:
+        """`born` is the version at which the group was admitted."""
         self._client, self.group, self.temperature, self.purpose = client, group, temperature, purpose
-        self.seed = seed
+        self.seed, self.sample, self.born = seed, sample, born
         self.adapter: int | None = None
         """Version of the adapter that all requests use; None: the newest, for each completion."""
         self.received = 0  # tokens that engines sent for this session, kept or not
@@ -58,19 +67,27 @@ class GenerationSession:
         return self._client.temperature
 
     async def __call__(
-        self, token_ids: list[int], max_new_tokens: int | None = None, images: Sequence[bytes] = ()
+        self, token_ids: list[int], max_new_tokens: int | None = None, images: Sequence[bytes] = (), role: str = ""
     ) -> Completion:
-        """Continue exactly these tokens, with an image for each placeholder, by at most `max_new_tokens`.
+        """Continue exactly these tokens, with an image for each placeholder, by at most `max_new_tokens`, with the
+        adapter of a role.
 
-        The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer.
+        The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer, and
+        ConfigError for a role without an adapter.
         """
-        return await self._client.submit(self, token_ids, max_new_tokens, images)
+        return await self._client.submit(self, token_ids, max_new_tokens, images, role)
 
     async def images(self, messages: Sequence[Message]) -> list[bytes]:
         """Return the images of messages in order, as the model reads them. Raises ImageRefused."""
         return await self._client.images(messages)
 
-    def asks(self, token_ids: list[int], limit: int, images: Sequence[bytes] = (), added: int = 0) -> Exchange:
+    def trains(self, role: str) -> bool:
+        """Return whether the turns of a role are trained: no past version plays it."""
+        return self._client.past_of(role) is None
+
+    def asks(
+        self, token_ids: list[int], limit: int, images: Sequence[bytes] = (), added: int = 0, role: str = ""
+    ) -> Exchange:
         """Register and return the session's next request.
 
         Each request has its own seed, so an agent that makes the same request twice gets two different answers.
@@ -78,9 +95,10 @@ class GenerationSession:
         seed, number = self.seed, len(self.exchanges)
         if seed is not None and number:
             seed = seed_of(f"{seed} {number}")
-        adapter = self._client.adapter_for(self)
-        self.exchanges.append(Exchange(token_ids, limit, seed, adapter, images, added))
-        return self.exchanges[-1]
+        exchange = Exchange(token_ids, limit, seed, role=role, purpose=self.purpose, images=images, added=added)
+        self._client.assign(self, exchange)
+        self.exchanges.append(exchange)
+        return exchange
 
     def wait_for(self, event: str) -> None:
         """Record what the session is waiting for, and since when."""
@@ -96,21 +114,17 @@ class GenerationSession:
 
         This includes recalled completions that the agent has not requested yet.
         """
-        said = [
-            SavedCompletion(one.context, one.so_far(), [image_name(png) for png in one.images])
-            for one in self.exchanges
-        ]
+        said = [SavedCompletion(one.context, one.so_far(), one.role, one.image_names) for one in self.exchanges]
         return [*(one for one in said if one.completion.token_ids), *self.recalled]
 
-    def recall(
-        self, token_ids: list[int], adapter: int | None = None, images: Sequence[bytes] = ()
-    ) -> Completion | None:
+    def recall(self, exchange: Exchange) -> Completion | None:
         """Remove and return the completion that this request got before the run was resumed, or return None. With an
         adapter, a partial completion of another one is dropped: only its own could continue it."""
+        asked = exchange.context, exchange.role, exchange.image_names
         for one in self.recalled:
-            if one.context == token_ids and one.images == [image_name(png) for png in images]:
+            if (one.context, one.role, one.images) == asked:
                 self.recalled.remove(one)
-                usable = one.completion.finish_reason or adapter is None or one.version == adapter
+                usable = one.completion.finish_reason or exchange.adapter in (None, one.version)
                 return one.completion if usable else None
         return None
 

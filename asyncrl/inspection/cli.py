@@ -68,6 +68,8 @@ def _show(recording: Recording, options: argparse.Namespace, console: Console) -
         print(f"{options.html}: {len(steps)} batches, {len(rows)} of {len(groups)} groups")
         return
     decode = render.decoder(options.run) if options.text else None
+    if decode and not options.json and (told := _adapters(options.run)):
+        console.print(told)
     for row in rows:
         group = recording.group(row.uid) if decode else None
         if options.json:
@@ -89,8 +91,18 @@ def _overview(recording: Recording, options: argparse.Namespace, console: Consol
         return
     console.print(render.steps_table(steps, _trained(options.run)))
     console.print("groups: " + render.reasons_line(groups))
+    if told := _adapters(options.run):
+        console.print(told)
     if recording.torn:
         console.print(f"{recording.torn} bytes at the end belong to an incomplete frame and are ignored")
+
+
+def _adapters(run: Path) -> str:
+    """Return a line with the adapter of each role; empty if roles share one."""
+    file = run / "config.json"
+    roles = json.loads(file.read_text()).get("agents", {}).get("roles", {}) if file.exists() else {}
+    plays = (f"{name} {one['adapter']}{', past versions' if one['past'] else ''}" for name, one in roles.items())
+    return "adapters: " + "; ".join(plays) if roles else ""
 
 
 def _trained(run: Path) -> dict[int, dict[str, float]]:

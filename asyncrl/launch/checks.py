@@ -18,6 +18,7 @@ from asyncrl.models.vision import deepstack, image_shape
 from asyncrl.sandbox.local import LocalSandboxes, noted
 from asyncrl.sandbox.protections import Protections
 from asyncrl.tasks.scores import rewards
+from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
 
 
@@ -39,6 +40,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
     _check_engine(hf)
+    _check_roles(config, hf)
     _check_recompute(config.trainer, hf["num_hidden_layers"], family)
     _check_features(config.trainer, {**hf, **family})
     _check_blocks(config.trainer, {**hf, **family})
@@ -50,7 +52,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_publishes(config)
     longest = hf.get("max_position_embeddings", 0)
     if config.trainer.lora.path:
-        check_start(config.trainer.lora)
+        check_start(config.trainer.lora, config.adapters)
     if config.rollout.max_new_tokens >= longest:
         raise ConfigError(
             "rollout.max_new_tokens",
@@ -67,6 +69,13 @@ def _check_engine(hf: dict[str, Any]) -> None:
         raise ConfigError(
             "model.path", "Qwen3-MoE with dense layers", "SGLang does not support its dense layers: use another model."
         )
+
+
+def _check_roles(config: Config, hf: dict[str, Any]) -> None:
+    """Refuse roles with adapters of their own or past versions if engines cannot serve adapters of the model."""
+    if config.mode == "train" and config.agents.need_versions and (problem := not_served(hf)):
+        remedy = f"Roles have adapters of their own or past versions, but {problem}: remove them."
+        raise ConfigError("agents.roles", sorted(config.agents.roles), remedy)
 
 
 def _check_layers(trainer: TrainerConfig, layers: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.store import FOLDER, CheckpointStore
-from asyncrl.config import Config
+from asyncrl.config import AgentsConfig, Config
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.leftovers import sweep
@@ -108,6 +108,11 @@ def _check_adapters(config: Config, manifest: Manifest) -> None:
                 now[name],
                 f"The checkpoint was written with {then.get(name)!r}: resume with that value, or start a new run.",
             )
+    agents = AgentsConfig.model_validate(manifest.config.get("agents", {"roles": {}}))
+    if (agents.adapters, agents.past) != (config.agents.adapters, config.agents.past):
+        held = ", ".join(agents.adapters) + "".join(f", past versions of {name}" for name in agents.past)
+        remedy = f"The checkpoint holds {held}: resume with the roles that it was written with, or start a new run."
+        raise ConfigError("agents.roles", sorted(config.agents.roles), remedy)
 
 
 def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None:

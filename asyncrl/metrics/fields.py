@@ -50,6 +50,7 @@ STEP = {
     "tokens/generated": "number of tokens that the engines generated for training since the previous step, as counted "
     "by the client",
     "tokens/evaluation": "number of tokens that the engines generated for evaluation since the previous step",
+    "tokens/past": "number of tokens of roles that past versions play (agents.roles.NAME.past) since the previous step",
     "tokens/running": "number of tokens in groups in flight when the batch was taken, from the ledger",
     "tokens/held": "number of tokens in groups that were ready or in the batch, from the ledger",
     "tokens/rejected": "number of tokens in rejected groups since the start of the run, from the ledger",

@@ -31,6 +31,7 @@ class Adapters:
     targets: tuple[str, ...] = ()  # names of projections; none: all
     base: str = "none"
     dropout: bool = False
+    count: int = 1  # of sets of adapters that are trained (agents.roles)
 
     def on(self, *names: str) -> bool:
         """Return whether one of these projections has an adapter."""

@@ -99,7 +99,8 @@ def _networks(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, t
     for one, of in networks:
         head = [weight for weight in one if weight.name.startswith("value_head.")]
         frozen = [weight for weight in one if weight not in head]
-        found.append(_Network([*adapters.matrices(one, whole), *head], frozen, of))
+        count = 1 if head else adapters.count  # there is one critic for all roles
+        found.append(_Network([*adapters.matrices(one, whole) * count, *head], frozen, of))
     return found
 
 
@@ -162,8 +163,8 @@ def checkpoint_bytes(weights: Sequence[Weight], shape: Shape, training: Training
 
 def saved_bytes(weights: Sequence[Weight], training: Training) -> int:
     """Return the bytes of the HF folder of a version: the weights, or the adapters in float32."""
-    if training.adapters:
-        return parameters(training.adapters.matrices(weights)).all * FLOAT
+    if adapters := training.adapters:
+        return parameters(adapters.matrices(weights)).all * adapters.count * FLOAT
     return parameters(weights).all * BYTES[training.dtype]
 
 

@@ -202,6 +202,8 @@ def _client(
         context=min(context, cache or context),
         names=adapter_names(config, addresses.run_id),
         adapter_per=config.rollout.adapter_per,
+        agents=config.agents,
+        past_versions=config.past_versions,
         vision=vision,
     )
 

@@ -199,7 +199,11 @@ class CohortBuffer:
                 discarded=self._tokens["discarded"] + source.late,
             ),
             events=EventCounts(
-                self._requeued, retried or {}, reused=source.reused, evaluation_tokens=source.evaluation
+                self._requeued,
+                retried or {},
+                reused=source.reused,
+                evaluation_tokens=source.evaluation,
+                past_tokens=source.past,
             ),
         )
 

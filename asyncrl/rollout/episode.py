@@ -70,7 +70,7 @@ class Episode:
         number, context = next(self._serial), list(token_ids)
         self._rest()
         try:
-            completion = await self._session(context, max_new_tokens, images)
+            completion = await self._session(context, max_new_tokens, images, role)
         finally:
             self._asking -= 1
             self._rest()
@@ -116,12 +116,25 @@ class Episode:
             trajectory = Trajectory(link(prompt.token_ids, asked, images), reward)
         else:
             raise ValueError("the agent made no request to the model")
+        trajectory = self._trained(trajectory)
         if not trajectory.num_tokens:
             detail = "the model's context has no room for an answer to the agent's request"
             raise EpisodeFailed("no_room", detail, retry=False)
         if not math.isfinite(trajectory.total):
             raise ValueError(f"the rewards of the episode add up to {trajectory.total}")
         return trajectory
+
+    def _trained(self, trajectory: Trajectory) -> Trajectory:
+        """Return the trajectory without the turns of roles that past versions play. Raises EpisodeFailed if none is
+        left, and ValueError if turns fork, because the number of the turn that they follow would be wrong."""
+        turns = [turn for turn in trajectory.turns if self._session.trains(turn.role)]
+        if len(turns) == len(trajectory.turns):
+            return trajectory
+        if not turns:
+            raise EpisodeFailed("no_turn", "the episode ended before the first turn of a role that is trained")
+        if any(turn.fork is not None for turn in turns):
+            raise ValueError("an episode that forks cannot have roles that past versions play (agents.roles.NAME.past)")
+        return Trajectory(turns, trajectory.reward)
 
     def _rest(self) -> None:
         """Restart the agent's timeout if no request is in flight, otherwise suspend it."""

@@ -1,7 +1,8 @@
 """Held-out evaluation: the rollout engines answer questions that training never draws, concurrently with training.
 
 Evaluation holds no ticket, and its tokens are counted separately. Weights may change while it runs; its lines name the
-versions that answered. With weights.lora=versions it keeps the adapter that it began with. At most `eval.max_running`
+versions that answered. With weights.lora=versions it keeps the adapters that it began with, and
+past versions that play roles are the newest ones. At most `eval.max_running`
 questions are in flight. That bounds the evaluation requests queued ahead of training requests in an engine; engines
 serve both first come, first served, so that neither starves.
 
@@ -117,7 +118,12 @@ class Evaluations:
             async with asyncio.TaskGroup() as group:
                 sessions = [
                     self._client.generate(
-                        one, group=name, purpose="evaluation", sample=f"{prompt.uid} {number}", adapter=adapter
+                        one,
+                        group=name,
+                        purpose="evaluation",
+                        sample=f"{prompt.uid} {number}",
+                        adapter=adapter,
+                        born=adapter,
                     )
                     for number, one in enumerate(temperatures)
                 ]

@@ -238,7 +238,7 @@ class GroupLifecycle:
         for one in state.outstanding:
             uid = one.ticket.uid
             sessions = [
-                self._client.resume(uid, f"{uid} {number}", sibling.received, sibling.said)
+                self._client.resume(uid, f"{uid} {number}", one.ticket.born, sibling.received, sibling.said)
                 for number, sibling in enumerate(one.siblings)
             ]
             self._playing[one.ticket] = _Group(one.prompt, sessions)
@@ -255,7 +255,15 @@ class GroupLifecycle:
         """Return the ledger after checking it. Raises LedgerError."""
         tokens, late = self._client.inflight.tokens, self._client.inflight.late_tokens
         running = sum(session.received for group in self._playing.values() for session in group.siblings)
-        source = SourceCounts(self._drawn, tokens["training"], running, late, tokens["evaluation"], self._reused)
+        source = SourceCounts(
+            self._drawn,
+            tokens["training"],
+            running,
+            late,
+            evaluation=tokens["evaluation"],
+            past=tokens["past"],
+            reused=self._reused,
+        )
         ledger = self._buffer.ledger(source, dict(self._retried + self._client.inflight.figures.continued))
         ledger.check()
         self._checked = time.monotonic()
@@ -274,11 +282,15 @@ class GroupLifecycle:
         self._retried.update(seen.continued)
         ledger = self.ledger()
         rewards, self._rewards = self._rewards, []
-        tokens = Counter(generated=ledger.tokens.generated, evaluation=ledger.events.evaluation_tokens)
+        events = ledger.events
+        tokens = Counter(
+            generated=ledger.tokens.generated, evaluation=events.evaluation_tokens, past=events.past_tokens
+        )
         since, self._tokens_reported = tokens - self._tokens_reported, tokens
         return {
             "tokens/generated": since["generated"],
             "tokens/evaluation": since["evaluation"],
+            "tokens/past": since["past"],
             "tokens/running": ledger.tokens.running,
             "tokens/held": ledger.tokens.held,
             "tokens/rejected": ledger.tokens.rejected,
@@ -287,7 +299,7 @@ class GroupLifecycle:
             "groups/running": ledger.groups.running,
             "groups/ready": ledger.groups.ready,
             "groups/rejected": sum(ledger.groups.rejected.values()),
-            "groups/requeued": ledger.events.requeued,
+            "groups/requeued": events.requeued,
             "time/engine_busy": seen.seconds_busy,
             **self._audit.figures(),
             **self._limiter.figures(),

@@ -168,7 +168,8 @@ class ScheduleReplay(GroupLifecycle):
     async def _publish_again(self, event: Published) -> None:
         tokens = event.ledger["tokens"]
         self._received([session for sessions in self._sessions.values() for session in sessions], tokens["running"])
-        self.inflight.tokens["evaluation"] = event.ledger["events"]["evaluation_tokens"]
+        for purpose in ("evaluation", "past"):
+            self.inflight.tokens[purpose] = event.ledger["events"].get(f"{purpose}_tokens", 0)
         self._publishing = event.version
         late = tokens["discarded"] - self.ledger().tokens.discarded  # of sessions that had ended
         self.inflight.late_tokens += late

@@ -4,8 +4,8 @@
                             the batch that turns version v into v + 1, as msgpack; 202 and the reason until it is ready.
                             Each of R readers gets the same bytes, as often as it asks, until version v + 1 is published
     POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
-    POST /version {"version": v}    every engine serves v: release requests, open admission; returns the versions whose
-                            adapters are in use
+    POST /version {"version": v}    every engine serves v: release requests, open admission; returns the adapters in
+                            use (engine/adapters.py)
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
     GET  /status            the ledger, and what the next batch waits for
@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -105,14 +106,14 @@ class RolloutServer:
         return Response()
 
     async def version(self, request: Request) -> Response:
-        """Record that a version is published. Return the versions whose adapters are in use."""
+        """Record that a version is published. Return which adapters are in use."""
         told = await request.json()
         version = int(told["version"])
         if await self._groups.published(version, int(told.get("reused", 0))):
             self._encoded = None
             if self._evaluations:
                 self._evaluations.published(version)
-        return JSONResponse(self._inflight.adapters.versions())
+        return JSONResponse(msgspec.to_builtins(self._inflight.adapters.in_use(version)))
 
     async def evaluate(self, _: Request) -> Response:
         """Run an evaluation now, after one that may be running."""

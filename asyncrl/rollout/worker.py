@@ -74,7 +74,10 @@ class Worker:
                 prompt = self._groups.draw(partial(self._mixer.draw, ticket.born))
                 size = self._group_sizes[prompt.task]
                 self._limiter.give_back(largest - size)
-                sessions = [self._client.generate(group=ticket.uid, sample=f"{ticket.uid} {i}") for i in range(size)]
+                sessions = [
+                    self._client.generate(group=ticket.uid, sample=f"{ticket.uid} {number}", born=ticket.born)
+                    for number in range(size)
+                ]
                 self._groups.begin(ticket, prompt, sessions)
                 self._playing[ticket] = groups.create_task(self._play(ticket, prompt, sessions))
 

@@ -130,7 +130,7 @@ def main(run_dir: Path) -> None:
 
     def export(folder: Path, version: int) -> None:
         with turns.parameters(version) if turns else nullcontext():
-            save_trained(folder, addresses.model, policy.weights, parallel, config.trainer)
+            save_trained(folder, addresses.model, policy.weights, parallel, config.trainer, config.adapters)
 
     def save(version: int) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:

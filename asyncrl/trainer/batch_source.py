@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
+import msgspec
 
+from asyncrl.engine.adapters import InUse
 from asyncrl.errors import DeadlineExceeded, PeerFailed
 from asyncrl.network.addresses import Access
 
@@ -30,9 +32,9 @@ class BatchSource(Protocol):
         """Hold back new requests, because the weights are about to change."""
         ...
 
-    def announce(self, version: int, reused: int = 0) -> list[int]:
+    def announce(self, version: int, reused: int = 0) -> InUse:
         """Announce that every engine serves `version`; `reused` counts the groups that were trained more than once so
-        far. Returns the versions whose adapters are in use."""
+        far. Returns which adapters are in use."""
         ...
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
@@ -92,10 +94,11 @@ class RolloutClient:
                     "the answers in flight (weights.pause_mode=drain)", self._batch_timeout, response.text
                 )
 
-    def announce(self, version: int, reused: int = 0) -> list[int]:
+    def announce(self, version: int, reused: int = 0) -> InUse:
         """Announce that every engine serves `version`; `reused` counts the groups that were trained more than once so
-        far. Returns the versions whose adapters are in use."""
-        return list(self._ask("POST", "/version", {"version": version, "reused": reused}).json())
+        far. Returns which adapters are in use."""
+        told = self._ask("POST", "/version", {"version": version, "reused": reused}).content
+        return msgspec.json.decode(told, type=InUse)
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
         """Evaluate on the held-out questions now. Returns one line of eval.jsonl per set."""

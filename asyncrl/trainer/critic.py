@@ -1,4 +1,5 @@
-"""PPO's critic: a second network that predicts, for each token, the return of the rest of its episode.
+"""PPO's critic: a second network that predicts, for each token, the return of the rest of its episode. With several
+adapters (agents.roles) there is one critic for all roles.
 
 The value of a token is read from the state before the token, where the policy chose it. Tokens that the policy did not
 write have no value and are skipped: the token table does not contain them.
@@ -42,8 +43,11 @@ class Critic:
     ) -> None:
         self._config, self._parallel = config, parallel
         start = Path(config.algo.critic.path).expanduser() if config.algo.critic.path else folder
+        lora = config.trainer.lora
+        if len(config.adapters) > 1:  # lora.path holds several adapters, and none is the critic's
+            lora = lora.model_copy(update={"path": None})
         self._network = Network(
-            config.trainer,
+            config.trainer.model_copy(update={"lora": lora}),
             start,
             parallel,
             value_head=True,

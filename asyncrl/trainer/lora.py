@@ -11,6 +11,8 @@ their B stand in blocks, in the order of the layer's rows: two products per laye
 Under tensor parallelism a column-parallel layer splits the rows of B, and a row-parallel one the columns of A. What
 ranks exchange has `rank` numbers for each token and projection, not `hidden`. Routed experts exchange no activations
 (Megatron's dispatcher does), but the gradient of the matrix that is not split.
+
+A layer has a `LinearAdapters` for each adapter of the run. Of several, one computes at a time (trainer/network.py).
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from asyncrl.config.lora import LoraConfig
+from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError
 from asyncrl.weights.layouts import QKV, ROW, Dims, of_rank
+from asyncrl.weights.names import module_of
 from asyncrl.weights.reshard import LinearShard, Resharder
 
 
@@ -52,13 +56,16 @@ class ProjectionAdapter(nn.Module):
 
 
 class LinearAdapters(nn.ModuleDict):
-    """The adapters of one linear layer, by HF's names of its projections."""
+    """One adapter of a linear layer: matrices by HF's names of the layer's projections."""
 
     skipped = False
-    """True while the base computes alone."""
+    """True while the base computes alone, or with another adapter."""
 
-    def __init__(self, shard: LinearShard, names: Sequence[str], settings: LoraConfig, dims: Dims) -> None:
+    def __init__(
+        self, shard: LinearShard, names: Sequence[str], settings: LoraConfig, dims: Dims, adapter: str
+    ) -> None:
         super().__init__()
+        self.adapter = adapter
         linear, rule = shard.module, shard.found.rule
         # Of more ranks than key-value heads, each has a part of one head's rows, and all hold every B.
         self._shared = rule.layout is QKV and shard.degree > dims.kv_heads
@@ -72,8 +79,8 @@ class LinearAdapters(nn.ModuleDict):
         self._axes = {"A": 1} if self._rows else {"B": 0} if rule.layout.split and not self._shared else {}
         for name in names:
             zero = linear.weight.new_zeros(self._widths[name], settings.rank)
-            adapter = self[name] = ProjectionAdapter(_start(shard, name, settings, dims), zero)
-            self._mark(adapter, shard.rank)
+            pair = self[name] = ProjectionAdapter(_start(shard, name, settings, dims, adapter), zero)
+            self._mark(pair, shard.rank)
 
     def pairs(self) -> dict[str, ProjectionAdapter]:
         """Return the adapters by name."""
@@ -154,29 +161,36 @@ class LinearAdapters(nn.ModuleDict):
         return states
 
 
-class _Adapted:
-    """Put before the class of a linear layer that has adapters as its module `lora`."""
-
-    lora: LinearAdapters
+class AdaptedLinear(nn.Module):
+    """Put before the class of a linear layer that has adapters as modules (`module_of`)."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
-        return y if self.lora.skipped else self.lora(x, y), bias
+        for lora in self._loras():
+            y = y if lora.skipped else lora(x, y)
+        return y, bias
+
+    def _loras(self) -> list[LinearAdapters]:
+        return [module for module in self.children() if isinstance(module, LinearAdapters)]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Return the layer's own states, with those of the adapters in place of Megatron's default for them."""
         states: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        return states | self.lora.sharded_state_dict(f"{prefix}lora.", sharded_offsets, metadata)
+        for lora in self._loras():
+            states |= lora.sharded_state_dict(f"{prefix}{module_of(lora.adapter)}.", sharded_offsets, metadata)
+        return states
 
 
 @cache
 def _adapted(of: Any) -> Any:
-    return type(f"Adapted{of.__name__}", (_Adapted, of), {})
+    return type(f"Adapted{of.__name__}", (AdaptedLinear, of), {})
 
 
-def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: LoraConfig) -> None:
-    """Freeze the weights, and add adapters to the linear layers that the settings name. Raises ConfigError if the model
-    lacks one of them."""
+def add(
+    chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: LoraConfig, adapters: Sequence[str]
+) -> None:
+    """Freeze the weights, and add adapters of these names to the linear layers that the settings name. Raises
+    ConfigError if the model lacks one of the layers."""
     known: set[str] = set()
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -190,7 +204,8 @@ def add(chunks: Sequence[GPTModel], weights: Resharder, dims: Dims, settings: Lo
         known |= {*projections}
         names = [name for name in projections if settings.targets == "all" or name in settings.targets]
         if names:
-            shard.module.lora = LinearAdapters(shard, names, settings, dims)
+            for adapter in adapters:
+                setattr(shard.module, module_of(adapter), LinearAdapters(shard, names, settings, dims, adapter))
             shard.module.__class__ = _adapted(type(shard.module))  # type: ignore[arg-type]
     if settings.targets != "all":
         _check_targets(settings.targets, chunks, known)
@@ -206,7 +221,7 @@ def _check_targets(targets: Sequence[str], chunks: Sequence[GPTModel], known: se
         others = sorted(set().union(*stages))
         remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {others}, or all."
         raise ConfigError("trainer.lora.targets", targets, remedy)
-    if not all(any(adapters([chunk])) for chunk in chunks):
+    if not all(any(modules([chunk])) for chunk in chunks):
         remedy = "A pipeline stage has none of these layers and would train nothing: add others, or use fewer stages."
         raise ConfigError("trainer.lora.targets", targets, remedy)
 
@@ -217,7 +232,7 @@ def _with_gradient(_: Any, __: Any, embedded: Tensor) -> Tensor:
     return embedded.requires_grad_()
 
 
-def adapters(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:
+def modules(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:
     """Yield the adapters of all linear layers."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LinearAdapters))
 
@@ -232,12 +247,13 @@ def _widths(shard: LinearShard, parts: int, dims: Dims) -> dict[str, int]:
     return {name: len(pieces.tensor()) for name, pieces in zip(names, whole, strict=True)}
 
 
-def _start(shard: LinearShard, name: str, settings: LoraConfig, dims: Dims) -> Tensor:
-    """Return this rank's part of a random A, which is the same in every layout."""
+def _start(shard: LinearShard, name: str, settings: LoraConfig, dims: Dims, adapter: str) -> Tensor:
+    """Return this rank's part of a random A, which is the same in every layout, and another one for each adapter."""
     found, weight = shard.found, shard.module.weight
     layout, rank = found.rule.adapter(name, "A").layout, settings.rank or 0
     width = weight.shape[1] * (shard.degree if layout is ROW else 1)
     key = f"{found.rule.megatron.format(layer=found.layer, expert=found.expert)} {name}"
+    key += "" if adapter == POLICY else f" {adapter}"
     draw = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     whole = torch.empty(rank, width)
     if settings.init == "gaussian":

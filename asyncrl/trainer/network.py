@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
+from asyncrl.algo.samples import Sample
 from asyncrl.config import TrainerConfig
+from asyncrl.config.roles import POLICY
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.parallel import Parallel
@@ -85,14 +88,15 @@ class Network:
         folder: Path,
         parallel: Parallel,
         *,
+        adapters: Sequence[str] = (POLICY,),
         value_head: bool = False,
         progress: Callable[[str], None] = lambda part: None,
         meter: StepMeter | None = None,
         vision: ImageEncoder | None = None,
     ) -> None:
-        """Load the model of an HF folder. With `value_head` it outputs a number for each token instead of logits.
-        `progress` is called at the start of each micro-batch. `vision` is that of another network, which the networks
-        share."""
+        """Load the model of an HF folder, with these adapters if trainer.lora.rank is set. With `value_head` it outputs
+        a number for each token instead of logits. `progress` is called at the start of each micro-batch. `vision` is
+        that of another network, which the networks share."""
         self.meter = meter or StepMeter(parallel)
         self._trainer, self._parallel, self._progress = trainer, parallel, progress
         self.hf = megatron.read_hf_config(folder)
@@ -114,12 +118,12 @@ class Network:
         self.weights = Resharder(chunks, self.hf["architectures"][0], dims_of(self.hf), parallel)
         self.weights.load(folder)  # after the cast, which could round tensors that stay in float32
         if trainer.lora.rank:  # before data parallelism, which has buffers for what is trained
-            lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora)
+            lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora, adapters)
             if trainer.lora.path:
-                start_from(Path(trainer.lora.path).expanduser(), self.weights)
+                start_from(Path(trainer.lora.path).expanduser(), self.weights, adapters)
             if trainer.lora.base != "none":
                 pack_base(self.weights, trainer.lora.base)
-        self._adapters = list(lora.adapters(chunks))
+        self._names, self._adapters, self._base_alone = adapters, list(lora.modules(chunks)), False
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.
         self.sharded = parallel.dp * parallel.cp > 1 or trainer.optimizer.moments_dtype != "float32"
@@ -146,7 +150,6 @@ class Network:
         # Of two stages, each is both the next and the previous of the other: without overlap, one batch of
         # point-to-point operations would mix the shapes of both directions.
         self.config.overlap_p2p_comm = len(chunks) > 1
-        self.config.finalize_model_grads_func = finalize_model_grads
         self.config.timers = self.meter
         self.routing: RoutingReplay | None = None
         self.offload = ActivationOffload(self._resident) if trainer.activation_offload else None
@@ -158,9 +161,14 @@ class Network:
             chunk.train()
 
     def packs(self, groups: Groups) -> list[Pack]:
-        """Return this rank's micro-batches of these groups."""
+        """Return this rank's micro-batches of these groups, adapter by adapter. A network with a single adapter
+        computes all samples with it."""
         placed = self.vision.placed if self.vision else lambda pack: pack
-        return packs_of_rank(groups, self._trainer, self._parallel, self._costs, placed)
+        return [
+            replace(pack, adapter=adapter)
+            for adapter, own in _by_adapter(groups, self._names)
+            for pack in packs_of_rank(own, self._trainer, self._parallel, self._costs, placed)
+        ]
 
     def replay_routing(self, kind: Kind) -> RoutingReplay:
         """Make the routers of every later pass ask the returned object for their experts."""
@@ -171,6 +179,8 @@ class Network:
 
     def train(self, packs: list[Pack], visit: Visit) -> None:
         """Accumulate the gradient of the sum of all losses, over all ranks, in the gradient buffers."""
+        if self._adapters:  # Megatron gathers parameters when the module that holds them runs: these modules do not
+            self.gather()
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self._run(packs, visit, forward_only=False)
@@ -190,13 +200,11 @@ class Network:
     @contextmanager
     def base(self) -> Iterator[None]:
         """Let the frozen base compute without its adapters inside the block."""
-        for adapters in self._adapters:
-            adapters.skipped = True
+        self._base_alone = True
         try:
             yield
         finally:
-            for adapters in self._adapters:
-                adapters.skipped = False
+            self._base_alone = False
 
     def base_tensors(self) -> list[Tensor]:
         """Return every parameter and persistent buffer but those of adapters, not copies."""
@@ -232,10 +240,19 @@ class Network:
         return [*own, *self._fp8_copies()]
 
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
+        """Run the packs of one adapter after those of another, so that layers that are computed again, and all stages
+        of a pipeline, find the adapter of their pack active. Gradients are reduced after the last."""
+        runs = [list(own) for _, own in itertools.groupby(packs, key=lambda pack: pack.adapter)]
+        for number, own in enumerate(runs, 1):
+            self.config.finalize_model_grads_func = finalize_model_grads if number == len(runs) else None
+            for adapters in self._adapters:
+                adapters.skipped = self._base_alone or adapters.adapter != own[0].adapter
+                adapters.train(not forward_only)  # dropout
+            self._run_active(own, visit, forward_only=forward_only)
+
+    def _run_active(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
         which, kind = itertools.count(1), "" if not forward_only else " without gradient"
         passes = len(packs) * len(self.wrapped)
-        for adapters in self._adapters:
-            adapters.train(not forward_only)  # dropout
 
         def forward_step(batches: Iterator[Pack], model: torch.nn.Module) -> tuple[Tensor, Any]:
             batch, inner = next(batches), self._inner[model]
@@ -282,6 +299,18 @@ class Network:
         p, width = self._parallel, megatron.padded_vocab(self.hf["vocab_size"], self._parallel.tp) // self._parallel.tp
         mine = [one - p.tp_rank * width for one in ids if one // width == p.tp_rank]
         return torch.tensor(mine, device=p.device) if mine else None
+
+
+def _by_adapter(groups: Groups, adapters: Sequence[str]) -> list[tuple[str, Groups]]:
+    """Return the samples of each adapter that has some, in their groups."""
+    if len(adapters) == 1:
+        return [(adapters[0], groups)]
+    found: dict[str, list[list[Sample]]] = {name: [] for name in adapters}
+    for group in groups:
+        for name, own in found.items():
+            if mine := [sample for sample in group if sample.adapter == name]:
+                own.append(mine)
+    return [(name, own) for name, own in found.items() if own] or [(adapters[0], groups)]
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:

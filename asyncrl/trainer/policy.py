@@ -44,7 +44,7 @@ class Policy:
         """Load the model of an HF folder. `progress` is called at the start of each micro-batch."""
         algo = config.algo
         self.config, self.parallel, self.folder = config, parallel, folder
-        self.network = Network(config.trainer, folder, parallel, progress=progress)
+        self.network = Network(config.trainer, folder, parallel, adapters=config.adapters, progress=progress)
         self.weights, self.hf = self.network.weights, self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
         self._optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
@@ -124,7 +124,7 @@ class Policy:
         replayed = self._replay.draw(batch.version)
         self._replay.keep(batch.groups)
         trained = [*batch.groups, *replayed]
-        groups = build_samples(trained)
+        groups = build_samples(trained, self.config.adapter_of)
         if self.network.vision:
             groups = self.network.vision.begin(trained, groups)
         if self._routing:

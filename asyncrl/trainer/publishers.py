@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
+from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config, on_gpu
-from asyncrl.engine.adapters import AdapterName, adapter_names
+from asyncrl.engine.adapters import AdapterName, InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.network.addresses import Addresses
@@ -22,6 +23,8 @@ from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.turns import free
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
 from asyncrl.weights.checksum import ExpectedChecksums
+from asyncrl.weights.past import PastAdapters
+from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.publish import Publisher, build_transport
 
 
@@ -42,9 +45,10 @@ class PublisherBuilder:
         share their GPUs with trainers, on rank 0."""
         if names := adapter_names(self.config, self.addresses.run_id):
             return self._of_adapters(names)
-        return self._of_weights(hold=self.source.hold, announce=self._announce, update=update)
+        (merged,) = self.config.adapters
+        return self._of_weights(hold=self.source.hold, announce=self._announce, update=update, merged=merged)
 
-    def _announce(self, version: int) -> list[int]:
+    def _announce(self, version: int) -> InUse:
         return self.source.announce(version, self.policy.reused)
 
     def _of_adapters(self, names: AdapterName) -> tuple[VersionPublisher, str]:
@@ -53,20 +57,33 @@ class PublisherBuilder:
         make, why = build_adapters(self.config, self.fleet, host=os.environ["ASYNCRL_HOST"], folder=self._folder())
 
         def base(update: Update) -> Publisher:
-            return self._of_weights(hold=lambda: None, announce=lambda _: None, update=update, merged=False)[0]
+            return self._of_weights(hold=lambda: None, announce=lambda _: None, update=update, merged=None)[0]
 
         publisher = AdapterPublisher(
             self.parallel,
             self.fleet,
-            self.policy.weights.adapters,
+            {name: partial(self.policy.weights.adapters, name) for name in self.config.adapters},
             make,
             self.config.weights,
             getattr(torch, self.config.engine.dtype),
             names=names,
             announce=self._announce,
             base=base if self.addresses.attached or self.config.trainer.lora.base != "none" else None,
+            past=self._past() if self.config.agents.past else None,
         )
         return publisher, why
+
+    def _past(self) -> PastAdapters:
+        """Return the folders of past versions that play roles."""
+        config, resume = self.config, self.addresses.resume
+        origin = resume.parent.parent if resume and resume.parent.parent != self.run_dir else None
+        return PastAdapters(
+            self.run_dir,
+            origin,
+            needed=config.past_versions,
+            checkpoints=CheckpointStore(self.run_dir).begun,
+            describe=lambda tensors: user_config(config.trainer.lora, tensors, str(self.addresses.model)),
+        )
 
     def _of_weights(
         self,
@@ -74,9 +91,9 @@ class PublisherBuilder:
         hold: Callable[[], None],
         announce: Callable[[int], object],
         update: Update | None,
-        merged: bool = True,
+        merged: str | None,
     ) -> tuple[Publisher, str]:
-        """Return a publisher of all weights, with adapters merged into them or without, and the reason for its
+        """Return a publisher of all weights, with an adapter merged into them or without, and the reason for its
         transport."""
         config, policy, gpus = self.config, self.policy, self.addresses.gpus
         transport, why = build_transport(

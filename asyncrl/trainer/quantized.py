@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from asyncrl.config.lora import BLOCK
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.lora import AdaptedLinear
 from asyncrl.weights.reshard import Resharder
 
 NF4 = (
@@ -176,7 +177,7 @@ def pack_base(weights: Resharder, kind: Kind) -> None:
     """Quantize the weights of this rank's linear layers with adapters. Raises ConfigError if one of them does not
     consist of blocks."""
     for shard in weights.linears():
-        if hasattr(shard.module, "lora"):
+        if isinstance(shard.module, AdaptedLinear):
             pack(shard.module, kind, " and ".join(shard.found.hf_names()))
 
 

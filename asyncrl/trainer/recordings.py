@@ -11,6 +11,7 @@ import msgspec
 from torch import Tensor
 
 from asyncrl.config import ReplayConfig
+from asyncrl.engine.adapters import InUse
 from asyncrl.errors import RecordError
 from asyncrl.imports import load
 from asyncrl.records.events import scored
@@ -46,9 +47,9 @@ class ReplaySource:
     def hold(self) -> None:
         """Do nothing: no generation is running."""
 
-    def announce(self, version: int, reused: int = 0) -> list[int]:
+    def announce(self, version: int, reused: int = 0) -> InUse:
         """Do nothing: nobody listens, and no adapter is in use."""
-        return []
+        return InUse([], {})
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
         """Return no results: there is no engine."""

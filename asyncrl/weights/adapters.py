@@ -1,6 +1,7 @@
-"""Publication of a version as an adapter of its own (weights.lora=versions), while the engines generate.
+"""Publication of a version as adapters of its own (weights.lora=versions), while the engines generate: one, or one for
+each name in Config.adapters, all of which are in use or not together.
 
-    gather     the adapter comes from the first ranks of the pipeline stages to rank 0
+    gather     the adapters come from the first ranks of the pipeline stages to rank 0
     load       every engine loads it beside the older ones, between two steps of its scheduler; engines that were
                restarted or joined load all that are in use
     label      every engine confirms the version, and the router sends requests to engines that joined
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from asyncrl.config import Config, WeightsConfig
 from asyncrl.config.lora import LoraConfig
-from asyncrl.engine.adapters import AdapterName
+from asyncrl.engine.adapters import AdapterName, InUse
 from asyncrl.engine.fleet import Answer, Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
@@ -39,6 +40,7 @@ from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
 from asyncrl.weights.export import gathered
 from asyncrl.weights.layouts import Pieces
+from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import PREFIX, TENSORS, parsed
 from asyncrl.weights.publish import Publisher, from_first
@@ -156,43 +158,45 @@ class AdapterPublisher:
         self,
         parallel: Parallel,
         fleet: Fleet,
-        adapter: Callable[[], Iterator[tuple[str, Tensor]]],
+        adapters: dict[str, Callable[[], Iterator[tuple[str, Tensor]]]],
         make: Callable[[str, Tensors], PublishedAdapter],
         settings: WeightsConfig,
         dtype: torch.dtype,
         *,
         names: AdapterName,
-        announce: Callable[[int], list[int]],
+        announce: Callable[[int], InUse],
         base: Callable[[Update], Publisher] | None = None,
+        past: PastAdapters | None = None,
     ) -> None:
-        """`adapter` yields the tensors of this stage on exporting ranks; every rank iterates over it. `make` keeps them
-        under a name, in `dtype`, that of the engines. `announce` returns the versions that are in use. `base` makes the
-        publisher of the base for engines that do not load it from the model folder."""
+        """`adapters` yield, by name, the tensors of this stage on exporting ranks; every rank iterates over them.
+        `make` keeps them under a name, in `dtype`, that of the engines. `announce` returns what is in use. `base` makes
+        the publisher of the base for engines that do not load it from the model folder. `past` is for past versions
+        that play roles."""
         self._parallel, self._fleet, self._settings, self._dtype = parallel, fleet, settings, dtype
-        self._adapter, self._make, self._names, self._announce = adapter, make, names, announce
+        self._adapters, self._make, self._names, self._announce, self._past = adapters, make, names, announce, past
         self._update = AdapterUpdate(fleet, self._load)
         self._base, self._sent = base(self._update) if base else None, False
-        self._live: dict[int, PublishedAdapter] = {}
+        self._live: dict[tuple[int, str], PublishedAdapter] = {}
         self._newest: int | None = None
         self._verified_once = self._verify = False
 
     @torch.no_grad()
     def publish(self, version: int) -> dict[str, float]:
-        """Publish a version; runs on every rank. Returns the seconds of gathering and of verifying, the bytes of the
-        adapter, and the numbers of engines that serve and of adapters that they hold meanwhile. A version that was
-        published before is loaded only by engines that joined."""
+        """Publish a version of every adapter; runs on every rank. Returns the seconds of gathering and of verifying,
+        the bytes of the adapters, and the numbers of engines that serve and of adapters that they hold meanwhile. A
+        version that was published before is loaded only by engines that joined."""
         started = time.monotonic()
-        new = version != self._newest and self._names(version) is not None
-        mine = ((name, tensor.to(self._dtype)) for name, tensor in self._adapter())
-        tensors = gathered(mine, self._parallel) if new else {}
+        first, new = self._newest is None, version != self._newest
+        tensors = {name: self._gathered(name) for name in self._adapters if new and self._names(version, name)}
         self._newest = version
         filled = time.monotonic()
         verified, held = 0.0, 0
         if self._parallel.is_first:
             self._fleet.reconcile()
             self._verify = self._verification_is_due(version)
-            if new:
-                verified = self._keep(version, tensors)
+            if first:
+                self._reload(version)
+            verified = sum(self._keep(version, name, given) for name, given in tensors.items())
         if self._base and from_first(bool(self._fleet.joining) or not self._sent):
             self._base.publish(version)
             self._sent = True
@@ -204,25 +208,42 @@ class AdapterPublisher:
         if self._parallel.is_first:
             held = len(self._live)
             self._unload(self._announce(version))
+            if self._past:
+                self._past.prune(version)
         return {
             "fill": filled - started,
             "pause": 0.0,
             "verify": verified,
-            "bytes": float(sum(tensor.nbytes for tensor in tensors.values())),
+            "bytes": float(sum(tensor.nbytes for given in tensors.values() for tensor in given.values())),
             "engines": float(len(self._fleet.serving)),
             "adapters": float(held),
         }
 
-    def _keep(self, version: int, tensors: Tensors) -> float:
-        """Keep a version's adapter for the engines. Returns the seconds of comparing it with the tensors."""
-        name = self._names(version)
+    def _gathered(self, adapter: str) -> Tensors:
+        """Return the tensors of all stages on rank 0, as the engines get them."""
+        mine = ((name, tensor.to(self._dtype)) for name, tensor in self._adapters[adapter]())
+        return gathered(mine, self._parallel)
+
+    def _keep(self, version: int, adapter: str, tensors: Tensors) -> float:
+        """Keep a version of an adapter for the engines, and in the run folder if it will play a role later. Returns the
+        seconds of comparing it with the tensors."""
+        name = self._names(version, adapter)
         assert name is not None
-        self._live[version] = self._make(name, tensors)
+        live = self._live[version, adapter] = self._make(name, tensors)
+        if self._past and version == self._newest:
+            self._past.write(version, adapter, tensors)
         started = time.monotonic()
         if self._verify:
-            self._live[version].check(tensors)
+            live.check(tensors)
             self._verified_once = True
         return time.monotonic() - started
+
+    def _reload(self, version: int) -> None:
+        """Keep the past versions that play roles in a run that resumes at this version."""
+        for adapter, versions in self._past.needed(version).items() if self._past else ():
+            for old in versions:
+                if self._past and old < version and self._names(old, adapter):
+                    self._keep(old, adapter, self._past.read(old, adapter))
 
     def _load(self, url: str) -> Answer:
         """Load what an engine lacks: the new adapter, or all of them if it was restarted or joined. One that somebody
@@ -238,12 +259,14 @@ class AdapterPublisher:
                 self._fleet.post(url, path, body)
         return {}
 
-    def _unload(self, used: list[int]) -> None:
+    def _unload(self, used: InUse) -> None:
         """Unload and drop all adapters but the newest and those in use."""
-        for version in [version for version in self._live if version not in (*used, self._newest)]:
-            adapter = self._live.pop(version)
-            self._fleet.call("/unload_lora_adapter", {"lora_name": adapter.name})
-            adapter.drop()
+        whole = (*used.versions, self._newest)
+        for version, name in list(self._live):
+            if version not in whole and version not in used.past.get(name, ()):
+                adapter = self._live.pop((version, name))
+                self._fleet.call("/unload_lora_adapter", {"lora_name": adapter.name})
+                adapter.drop()
 
     def _verification_is_due(self, version: int) -> bool:
         every = self._settings.verify_every

@@ -49,15 +49,17 @@ def choose_lora(config: Config, hf: dict[str, Any], gpus: int) -> tuple[Config, 
         way, why = _way(config, hf, gpus)
     else:
         way, why = setting, "as configured"
-    if way == "versions" and (problem := _not_served(hf)):
+    if way == "versions" and (problem := not_served(hf)):
         raise ConfigError("weights.lora", "versions", f"{problem}: set merged.")
     return _with(config, way), f"{way} ({why})"
 
 
 def _way(config: Config, hf: dict[str, Any], gpus: int) -> tuple[str, str]:
+    if config.agents.need_versions:
+        return "versions", "roles have adapters of their own or past versions"
     if not on_gpu(config.engine, gpus):
         return "merged", "on CPUs SGLang computes adapters slowly"
-    if problem := _not_served(hf):
+    if problem := not_served(hf):
         return "merged", problem
     if config.engine.urls:
         return "merged", "engine.urls names engines, which may have been started without adapters"
@@ -68,7 +70,8 @@ def _way(config: Config, hf: dict[str, Any], gpus: int) -> tuple[str, str]:
     return "versions", "adapters load without a pause"
 
 
-def _not_served(hf: dict[str, Any]) -> str:
+def not_served(hf: dict[str, Any]) -> str:
+    """Return why engines cannot serve adapters of this model; empty if they can."""
     architecture = hf["architectures"][0]
     return "" if architecture in DENSE else f"engines serve adapters of {', '.join(DENSE)}, not of {architecture}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,27 +16,38 @@ from torch import Tensor
 
 from asyncrl.config import TrainerConfig
 from asyncrl.config.lora import LoraConfig
+from asyncrl.config.roles import POLICY
 from asyncrl.models.vision import TOWERS
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Bucket, plan_buckets
 from asyncrl.weights.files import write_index, write_stream
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.peft import write_peft
-from asyncrl.weights.peft_config import user_config
+from asyncrl.weights.peft_config import adapter_folders, user_config
 from asyncrl.weights.reshard import Resharder
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt")
 SHARD_BYTES = 4 << 30
 
 
-def save_trained(target: Path, base: Path, weights: Resharder, parallel: Parallel, trainer: TrainerConfig) -> None:
-    """Save the weights, or adapters alone; with lora.save_merged also the weights that they give, in TARGET-merged."""
-    lora = trainer.lora
-    if lora.rank:
-        save_peft(target, base, weights, parallel, lora)
-        target = target.with_name(f"{target.name}-merged")
-    if not lora.rank or lora.save_merged:
+def save_trained(
+    target: Path,
+    base: Path,
+    weights: Resharder,
+    parallel: Parallel,
+    trainer: TrainerConfig,
+    adapters: Sequence[str] = (POLICY,),
+) -> None:
+    """Save the weights, or adapters alone, of which several have folders below TARGET; with lora.save_merged also the
+    weights that each gives, in TARGET-merged."""
+    if not trainer.lora.rank:
         save_hf(target, base, weights, parallel, trainer.dtype)
+        return
+    for name, folder in adapter_folders(target, adapters).items():
+        save_peft(folder, base, weights, parallel, trainer.lora, name)
+    merged = target.with_name(f"{target.name}-merged")
+    for name, folder in adapter_folders(merged, adapters).items() if trainer.lora.save_merged else ():
+        save_hf(folder, base, weights, parallel, trainer.dtype, adapter=name)
 
 
 def save_hf(
@@ -46,11 +57,12 @@ def save_hf(
     parallel: Parallel,
     dtype: str,
     *,
+    adapter: str = POLICY,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Save the weights; runs on every rank. Each pipeline stage writes its own files, with one tensor in memory at a
-    time. Config, tokenizer and vision tower come from the source folder. The folder gets its final name only when it is
-    complete.
+    """Save the weights, merged with this adapter if there is one; runs on every rank. Each pipeline stage writes its
+    own files, with one tensor in memory at a time. Config, tokenizer and vision tower come from the source folder. The
+    folder gets its final name only when it is complete.
 
     Raises WeightsError if the disk cannot take it.
     """
@@ -66,7 +78,7 @@ def save_hf(
     dist.all_gather_object(plans, plan_buckets(chain(own, shapes), shard_bytes))
     names = iter(_file_names(sum(len(plan) for plan in plans)))
     files = [[(next(names), bucket) for bucket in plan] for plan in plans]
-    stream = chain(weights.hf_tensors(), copied())
+    stream = chain(weights.hf_tensors(merged=adapter), copied())
     for name, bucket in files[dist.get_rank()]:
         write_stream(building / name, bucket, stream)
     rest = [name for name, _ in stream]  # ranks that export nothing still take part in every gather
@@ -91,12 +103,12 @@ def _tower(source: Path, *, but: set[str], described: bool = False) -> Iterator[
                 yield name, given.described(name) if described else given.read(name)
 
 
-def save_peft(target: Path, base: Path, weights: Resharder, parallel: Parallel, lora: LoraConfig) -> None:
-    """Save the adapters as a PEFT folder that names `base` as their model; runs on every rank.
+def save_peft(target: Path, base: Path, weights: Resharder, parallel: Parallel, lora: LoraConfig, adapter: str) -> None:
+    """Save an adapter as a PEFT folder that names `base` as its model; runs on every rank.
 
     Raises WeightsError if the disk cannot take it.
     """
-    tensors = gathered(weights.adapters(), parallel)
+    tensors = gathered(weights.adapters(adapter), parallel)
     if parallel.is_first:
         write_peft(target, user_config(lora, tensors, str(base)), tensors.items())
     dist.barrier()

@@ -10,14 +10,27 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from asyncrl.config.roles import POLICY
 from asyncrl.errors import WeightsError
 from asyncrl.models.vision import TOWERS
 from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, QKV, ROW, VOCAB, WHOLE, TensorLayout
 
 LINEAR = (COLUMN, ROW, QKV, GATE_UP)
 """Layouts of linear layers."""
-ADAPTER = re.compile(r"(.+)\.lora\.(\w+)\.([AB])")
-"""Name of an adapter's matrix: that of its linear layer, of the HF projection that it adapts, and of the matrix."""
+ADAPTER = re.compile(r"(?P<linear>.+)\.(?P<module>lora(_[\w-]+)?)\.(?P<projection>\w+)\.(?P<matrix>[AB])")
+"""Name of an adapter's matrix: that of its linear layer, of the adapter's module there, of the HF projection that it
+adapts, and of the matrix."""
+
+
+def module_of(adapter: str) -> str:
+    """Return the name of an adapter's module in a linear layer."""
+    return "lora" if adapter == POLICY else f"lora_{adapter}"
+
+
+def adapter_of(name: str) -> str | None:
+    """Return the adapter of which a Megatron parameter is a matrix; None for a parameter of the base."""
+    found = ADAPTER.fullmatch(name)
+    return (found["module"].removeprefix("lora").removeprefix("_") or POLICY) if found else None
 
 
 @dataclass(frozen=True)
@@ -49,15 +62,15 @@ class NameRule:
         modules = (name.removesuffix(".weight") for name in self.hf)
         return {module.rpartition(".")[2]: module for module in modules}
 
-    def adapter(self, projection: str, matrix: str, *, whole: bool = False) -> NameRule:
-        """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections. `whole` says
-        that every rank holds all of B."""
+    def adapter(self, projection: str, matrix: str, *, module: str = "lora", whole: bool = False) -> NameRule:
+        """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections, in a module
+        of `module_of`. `whole` says that every rank holds all of B."""
         columns = FUSED_GATE_UP if self.expert else COLUMN
         columns = WHOLE if whole or self.layout in (ROW, WHOLE) else columns
         layout = columns if matrix == "B" else ROW if self.layout is ROW else WHOLE
         linear = self.megatron.removesuffix(".weight")
         name = f"{self.projections()[projection]}.lora_{matrix}.weight"
-        return NameRule(f"{linear}.lora.{projection}.{matrix}", layout, (name,))
+        return NameRule(f"{linear}.{module}.{projection}.{matrix}", layout, (name,))
 
 
 Table = tuple[NameRule, ...]
@@ -218,9 +231,10 @@ class Mapping:
     def find(self, megatron_name: str) -> Found:
         """Return the rule of a parameter, named as in the local spec, whose layer and expert numbers are global."""
         if of_adapter := ADAPTER.fullmatch(megatron_name):
-            linear, projection, matrix = of_adapter.groups()
-            found = self.find(f"{linear}.weight")
-            rule = found.rule.adapter(projection, matrix, whole=self._shared_heads and found.rule.layout is QKV)
+            found = self.find(f"{of_adapter['linear']}.weight")
+            whole = self._shared_heads and found.rule.layout is QKV
+            part = {name: of_adapter[name] for name in ("projection", "matrix", "module")}
+            rule = found.rule.adapter(**part, whole=whole)
             return replace(found, rule=replace(rule, hf=tuple(self._module(name) for name in rule.hf)))
         if self.tower and megatron_name.startswith("visual."):  # transformers' own module, equal on all ranks
             name = self.tower + megatron_name.removeprefix("visual.")

@@ -34,6 +34,7 @@ from asyncrl.weights.peft_config import (
     PREFIX,
     TENSORS,
     adapted,
+    adapter_folders,
     open_adapters,
     parsed,
     read_adapter_config,
@@ -158,11 +159,12 @@ class PeftFolder:
             )
 
 
-def start_from(folder: Path, weights: Resharder) -> None:
-    """Fill a model's adapters from a PEFT folder. Raises WeightsError or ConfigError if it has others, or not plain
-    LoRA."""
-    with PeftFolder(folder) as adapters:
-        weights.load_adapters(adapters.read)
-        for module in adapters.modules:
-            if not weights.adapts(module):
-                raise WeightsError(f"{folder} adapts {module}, which is no linear layer that is trained here")
+def start_from(root: Path, weights: Resharder, names: Sequence[str]) -> None:
+    """Fill a model's adapters of these names from their PEFT folders. Raises WeightsError or ConfigError if one has
+    others, or not plain LoRA."""
+    for name, folder in adapter_folders(root, names).items():
+        with PeftFolder(folder) as adapters:
+            weights.load_adapters(adapters.read, name)
+            for module in adapters.modules:
+                if not weights.adapts(module):
+                    raise WeightsError(f"{folder} adapts {module}, which is no linear layer that is trained here")

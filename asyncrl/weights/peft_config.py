@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,11 @@ def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
+def adapter_folders(root: Path, names: Sequence[str]) -> dict[str, Path]:
+    """Return the PEFT folder of each adapter: `root` itself for a single one, else one below it."""
+    return {name: root / name for name in names} if len(names) > 1 else dict.fromkeys(names, root)
+
+
 # --- tensors ------------------------------------------------------------------------------------------------
 
 
@@ -174,12 +179,17 @@ def _parameter(config: AdapterConfig, module: str) -> str:
     return experts[1] + whole[0 if experts[2] else -1]
 
 
-def check_start(lora: LoraConfig) -> None:
-    """Check that the adapters of `lora.path` are those of the settings. Raises ConfigError or WeightsError."""
+def check_start(lora: LoraConfig, names: Sequence[str]) -> None:
+    """Check that the adapters of these names in `lora.path` are those of the settings. Raises ConfigError or
+    WeightsError."""
     assert lora.path is not None
-    folder = Path(lora.path).expanduser()
+    for folder in adapter_folders(Path(lora.path).expanduser(), names).values():
+        _check_folder(lora, folder)
+
+
+def _check_folder(lora: LoraConfig, folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError("trainer.lora.path", lora.path, "There is no such folder: name one of PEFT.")
+        raise ConfigError("trainer.lora.path", lora.path, f"There is no folder {folder}: name one of PEFT.")
     if lora.rank is None:
         raise ConfigError("trainer.lora.path", lora.path, "Set trainer.lora.rank to the rank of these adapters.")
     config = read_adapter_config(folder)

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl.config import Config, WeightsConfig, streams
+from asyncrl.config.roles import POLICY
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
@@ -70,10 +71,10 @@ class Publisher:
         announce: Callable[[int], object],
         update: Update | None = None,
         sent: Callable[[], None] = lambda: None,
-        merged: bool = True,
+        merged: str | None = POLICY,
     ) -> None:
-        """`update` is the protocol, on rank 0; `sent` is called on every rank before the engines continue. `merged`
-        says whether adapters are added to the weights."""
+        """`update` is the protocol, on rank 0; `sent` is called on every rank before the engines continue. `merged` is
+        the adapter that is added to the weights, if there is one."""
         self._parallel, self._fleet, self._transport = parallel, fleet, transport
         self._weights, self._settings, self._merged = weights, settings, merged
         self._expected, self._hold, self._announce = expected, hold, announce

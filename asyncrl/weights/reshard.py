@@ -8,7 +8,7 @@ of them. Sequence parallelism, context parallelism and further replicas hold no 
 
 Import: each rank reads what its parameters need; nothing is communicated.
 
-A layer with adapters (trainer/lora.py) is exported with them merged, or the base and the adapters for themselves.
+A layer with adapters (trainer/lora.py) is exported with one of them merged, or the base and each adapter alone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncrl.config.roles import POLICY
 from asyncrl.parallel import Parallel
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import Dims, Pieces, of_expert, stack_experts
-from asyncrl.weights.names import ADAPTER, WHOLE_WITH_TRANSFORMER_ENGINE, Found, Mapping, local_name, unit_of
+from asyncrl.weights.names import (
+    ADAPTER,
+    WHOLE_WITH_TRANSFORMER_ENGINE,
+    Found,
+    Mapping,
+    adapter_of,
+    local_name,
+    module_of,
+    unit_of,
+)
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -66,9 +76,12 @@ class Resharder:
         return self._named(lambda name: not ADAPTER.fullmatch(name))
 
     @cached_property
-    def _adapters(self) -> list[tuple[int, str, Found]]:
-        """The matrices of adapters, in the same form."""
-        return self._named(lambda name: bool(ADAPTER.fullmatch(name)))
+    def _adapters(self) -> dict[str, list[tuple[int, str, Found]]]:
+        """The matrices of each adapter, in the same form."""
+        found: dict[str, list[tuple[int, str, Found]]] = {}
+        for matrix in self._named(lambda name: bool(ADAPTER.fullmatch(name))):
+            found.setdefault(adapter_of(matrix[1]) or POLICY, []).append(matrix)
+        return found
 
     def _named(self, wanted: Callable[[str], bool]) -> list[tuple[int, str, Found]]:
         return [
@@ -85,19 +98,21 @@ class Resharder:
                 module = self._chunks[chunk].get_submodule(name.removesuffix(".weight"))
                 yield LinearShard(module, found, self._degree(found), self._rank(found))
 
-    def _tensors(self, which: list[tuple[int, str, Found]], *, merged: bool = False) -> Iterator[tuple[Found, Tensor]]:
+    def _tensors(
+        self, which: list[tuple[int, str, Found]], *, merged: str | None = None
+    ) -> Iterator[tuple[Found, Tensor]]:
         """Look the tensors up again for each pass: mixed precision and data parallelism move a model's memory after
-        construction. Quantized weights are yielded dequantized. With `merged`, adapters are added to the weights of
-        their layers."""
+        construction. Quantized weights are yielded dequantized. The adapter `merged` is added to the weights of its
+        layers."""
         states = [weights_of(chunk) for chunk in self._chunks]
         for chunk, name, found in which:
             layer, _, kind = name.rpartition(".")
             module = self._chunks[chunk].get_submodule(layer)
-            adapters, packed = getattr(module, "lora", None), getattr(module, "packed", None)
+            lora, packed = getattr(module, module_of(merged), None) if merged else None, getattr(module, "packed", None)
             tensor = states[chunk][name] if packed is None or kind != "weight" else packed.dequantized()
-            if merged and adapters is not None and kind == "weight":
+            if lora is not None and kind == "weight":
                 exact = torch.promote_types(tensor.dtype, torch.float32)
-                tensor = (tensor.to(exact) + adapters.delta()).to(tensor.dtype)
+                tensor = (tensor.to(exact) + lora.delta()).to(tensor.dtype)
             yield found, tensor
 
     def _degree(self, found: Found) -> int:
@@ -117,9 +132,9 @@ class Resharder:
     # -- export --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def stream(self, *, merged: bool = True) -> Iterator[tuple[str, Pieces]]:
+    def stream(self, *, merged: str | None = POLICY) -> Iterator[tuple[str, Pieces]]:
         """Yield (HF name, full tensor in pieces) of this stage, in a fixed order, on the exporting rank, and nothing on
-        other ranks. With `merged`, each weight has its adapters added to it, else the base is exported alone.
+        other ranks. Each weight has the adapter `merged` added to it, if there is one; None exports the base alone.
 
         Every rank must iterate to the end, because it takes part in a gather per split parameter. Pieces may be views
         of the parameter itself: read them before the next optimizer step.
@@ -127,7 +142,7 @@ class Resharder:
         for found, tensor in self._tensors(self._exported, merged=merged):
             yield from self._joined(found, self._gathered(found, tensor))
 
-    def hf_tensors(self, *, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def hf_tensors(self, *, merged: str | None = POLICY) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, full tensor), with each tensor in one piece."""
         return ((name, pieces.tensor()) for name, pieces in self.stream(merged=merged))
 
@@ -143,15 +158,15 @@ class Resharder:
             yield from ((name, one.tensor()) for name, one in self._joined(found, self._gathered(found, tensor)))
 
     @torch.no_grad()
-    def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (HF module + .lora_A.weight or .lora_B.weight, full tensor in float32), as `hf_tensors`.
+    def adapters(self, adapter: str = POLICY) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF module + .lora_A.weight or .lora_B.weight, full tensor in float32) of an adapter, as `hf_tensors`.
 
         Routed experts have the form of PEFT's `target_parameters`, under the name of transformers' parameter: A of all
         experts one below the other, [experts * rank, in], and B with the expert as its fastest index, [out, rank *
         experts]. (PEFT nests the modules of several parameters, so that names in its files differ.)
         """
         stacks: dict[str, dict[int, Tensor]] = {}
-        for found, tensor in self._tensors(self._in_gathers(self._adapters)):
+        for found, tensor in self._tensors(self._in_gathers(self._adapters.get(adapter, []))):
             parts = self._gathered(found, tensor)
             full = [(name, pieces.tensor().float()) for name, pieces in self._joined(found, parts)]
             if found.expert is None:
@@ -231,9 +246,10 @@ class Resharder:
             )
 
     @torch.no_grad()
-    def load_adapters(self, read: Callable[[str, Sequence[int]], Tensor]) -> None:
-        """Fill this rank's adapters from full tensors, which `read` returns by the names and shapes of `adapters`."""
-        for found, tensor in self._tensors(self._adapters):
+    def load_adapters(self, read: Callable[[str, Sequence[int]], Tensor], adapter: str = POLICY) -> None:
+        """Fill this rank's part of an adapter from full tensors, which `read` returns by the names and shapes of
+        `adapters`."""
+        for found, tensor in self._tensors(self._adapters.get(adapter, [])):
             (name,), (shape,) = found.hf_names(), self._whole_shapes(found, tensor)
             count, matrix = 1 if found.expert is None else self._num_experts, "A" if ".lora_A." in name else "B"
             whole = (count * shape[0], shape[1]) if matrix == "A" else (shape[0], shape[1] * count)

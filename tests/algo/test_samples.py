@@ -53,6 +53,22 @@ def test_step_over_some_samples_has_their_denominator_and_gives_the_others_nothi
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_each_adapter_has_the_denominator_of_its_samples_alone(aggregation: str) -> None:
+    turns = [
+        [Turn([], completion(tokens=n), role="a"), Turn([5], completion(tokens=n + 1), role="b")] for n in (1, 2, 3)
+    ]
+    made = [Group("g", 0, [12, 11], [Trajectory(one) for one in turns], "made"), group(1, [4, 2])]
+    samples = [one for of in build_samples(made, lambda role: "solver" if role == "b" else "policy") for one in of]
+    assert [one.adapter for one in samples] == ["policy", "solver"] * 3 + ["policy"] * 2
+    alone = [
+        weights(made, aggregation, [one for one in samples if one.adapter == name]) for name in ("policy", "solver")
+    ]
+    assert weights(made, aggregation, samples).equal(alone[0] + alone[1])
+    if aggregation != "constant":
+        assert [one.sum().item() for one in alone] == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_step_over_no_sample_gives_nothing(aggregation: str) -> None:
     assert weights([group(0, [2, 3])], aggregation, []).tolist() == [0.0] * 5
 

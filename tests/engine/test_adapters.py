@@ -198,7 +198,7 @@ def test_a_resumed_completion_has_one_version(one: SavedCompletion, versions: li
 
     async def play(client: GenerationClient) -> Completion:
         client.inflight.resume(3, {}, 0)
-        session = client.resume("g", "g 0", 2, [one])
+        session = client.resume("g", "g 0", 0, 2, [one])
         client.inflight.release(3)
         return await session(PROMPT)
 
@@ -214,7 +214,7 @@ def test_a_resumed_episode_that_keeps_one_adapter_goes_on_with_it_or_starts_over
 
     async def play(client: GenerationClient) -> list[int]:
         client.inflight.resume(3, {}, 0)
-        session = client.resume("g", "g 0", 2, [saved(version, "stop")])
+        session = client.resume("g", "g 0", 0, 2, [saved(version, "stop")])
         client.inflight.release(3)
         turns = [await session(PROMPT), await session([*PROMPT, 5])]
         session.close()
@@ -229,9 +229,20 @@ def test_no_two_starts_of_a_run_share_a_name_and_version_0_is_the_base() -> None
     first, second = (adapter_names(config(), run) for run in ("a", "b"))
     assert first
     assert second
-    assert len({name(version) for name in (first, second) for version in range(1, 4)}) == 6
-    assert first(0) is None
+    assert (
+        len(
+            {
+                name(version, adapter)
+                for name in (first, second)
+                for version in range(1, 4)
+                for adapter in ("policy", "judge")
+            }
+        )
+        == 12
+    )
+    assert first(0, "policy") is None
     started = adapter_names(config(**{"trainer.lora.path": "/adapter"}), "a")
     assert started
-    assert started(0) == "a-v0"
+    assert started(0, "policy") == "a-v0"
+    assert started(0, "judge") == "a-judge-v0"
     assert adapter_names(tiny_config(), "a") is None

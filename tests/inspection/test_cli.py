@@ -52,6 +52,13 @@ def test_overview_has_a_line_for_each_batch_with_what_the_trainer_made_of_it(run
     assert lines[-1] == "groups: trained 4, no_signal 1, ready 1"
 
 
+def test_adapters_of_roles_are_told(run: Path, capsys) -> None:
+    past = {"every": 2, "keep": 1}
+    roles = {"solver": {"adapter": "b", "past": None}, "old": {"adapter": "policy", "past": past}}
+    (run / "config.json").write_text(json.dumps({"agents": {"roles": roles}}))
+    assert shown(capsys, run).splitlines()[-1] == "adapters: solver b; old policy, past versions"
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│").split("│")]
 

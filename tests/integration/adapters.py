@@ -12,7 +12,8 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.config.adapters import LINEARS
-from asyncrl.engine.adapters import adapter_names
+from asyncrl.config.roles import POLICY
+from asyncrl.engine.adapters import InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
 from asyncrl.network.addresses import Addresses
@@ -61,7 +62,7 @@ def publisher_of(
     folder: Path,
     *,
     run: str,
-    announce: Callable[[int], list[int]] = lambda version: [],
+    announce: Callable[[int], InUse] = lambda version: InUse([], {}),
     tidy: bool = True,
 ) -> Iterator[AdapterPublisher]:
     """Yield a publisher of one rank, created as in trainer/__main__.py; its adapters are unloaded in the end."""
@@ -73,7 +74,7 @@ def publisher_of(
     made = AdapterPublisher(
         Parallel(**ALONE),
         fleet,
-        weights.adapters,
+        {POLICY: weights.adapters},
         build,
         config.weights,
         getattr(torch, config.engine.dtype),

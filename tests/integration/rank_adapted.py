@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from asyncrl.backends.cpu import megatron_shim
 
@@ -17,6 +18,7 @@ import msgspec  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from msgspec.structs import replace  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from asyncrl.config import Config, read  # noqa: E402
@@ -26,6 +28,7 @@ from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
+from tests.integration.rank_checkpoint import with_solver  # noqa: E402
 from tests.integration.rank_routing import with_settings  # noqa: E402
 
 
@@ -52,6 +55,41 @@ def check_replicas(network: Network, parallel: Parallel) -> None:
             assert all(one.equal(parameter) for one in copies), name
 
 
+def check_roles(config: Config, folder: Path, parallel: Parallel, groups: list[Group]) -> None:
+    """Assert that updates with two roles give each adapter what updates with its role alone give it, and that all roles
+    have one critic."""
+    trainer = config.trainer.model_dump()
+    trainer["lora"]["dropout"] = trainer["optimizer"]["clip_grad"] = 0.0
+    roles = {"player": {"adapter": "policy"}, "solver": {"adapter": "solver"}}
+    both = [with_solver(group) for group in groups]
+    alone = {name: [only(group, name) for group in both] for name in ("", "solver")}
+
+    def updated(roles: dict[str, Any], groups: list[Group], advantage: Any) -> Policy:
+        made = with_settings(config, agents={"roles": roles}, trainer=trainer, algo={"advantage": advantage})
+        policy = Policy(made, folder / "model", parallel)
+        for version in range(2):
+            policy.update(Batch(version, groups, {}))
+        return policy
+
+    together = updated(roles, both, "grpo").network.weights
+    for role, groups_of in alone.items():
+        adapter = role or "policy"
+        wanted = dict(
+            updated({adapter: roles[adapter]} if role else {}, groups_of, "grpo").network.weights.adapters(adapter)
+        )
+        found = dict(together.adapters(adapter))
+        assert [key for key, tensor in wanted.items() if not found[key].equal(tensor)] == []
+    critic = updated(roles, both, "gae")._critic
+    assert critic
+    assert not dict(critic._network.weights.adapters("solver"))
+
+
+def only(group: Group, role: str) -> Group:
+    """Return the group with the turns of one role."""
+    episodes = [replace(one, turns=[turn for turn in one.turns if turn.role == role]) for one in group.trajectories]
+    return replace(group, trajectories=episodes)
+
+
 def main(folder: Path) -> None:
     config = read(folder)
     parallel = initialize(config.trainer, gpu=False, seed=0, timeout=120.0)
@@ -59,6 +97,8 @@ def main(folder: Path) -> None:
     kl = {**config.algo.kl.model_dump(), "reference_path": str(folder / "model")}
     own, other = (Policy(one, folder / "model", parallel) for one in (config, with_settings(config, algo={"kl": kl})))
     check_targets(config, folder, parallel)
+    if config.algo.routing_replay == "none":
+        check_roles(config, folder, parallel, groups)
     assert own._reference is None
     assert other._reference is not None
     assert own._critic is not None

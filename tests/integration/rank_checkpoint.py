@@ -16,6 +16,7 @@ megatron_shim.enable()
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402
+from msgspec.structs import replace  # noqa: E402
 
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import read  # noqa: E402
@@ -28,12 +29,23 @@ from asyncrl.weights.export import save_trained  # noqa: E402
 VERSION = 2
 
 
+def with_solver(group: Group) -> Group:
+    """Return the group with a turn of another role in each trajectory."""
+    episodes = [
+        replace(one, turns=[*one.turns, replace(one.turns[0], observation=[9, 1], role="solver")])
+        for one in group.trajectories
+    ]
+    return replace(group, trajectories=episodes)
+
+
 def main(name: str, source: str, folders: list[Path]) -> None:
     parallel = initialize(read(folders[0]).trainer, gpu=torch.cuda.is_available(), seed=0, timeout=120.0)
     for folder in folders:
         config = read(folder)
         policy = Policy(config, folder / "model", parallel)
         groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
+        if config.agents.roles:
+            groups = [with_solver(group) for group in groups]
         if source == "-":
             for version in range(VERSION):
                 policy.update(Batch(version, groups, {}))
@@ -54,7 +66,9 @@ def main(name: str, source: str, folders: list[Path]) -> None:
         figures = policy.update(Batch(VERSION, groups, {}))
         writer.finish()
         assert (writer.last, told) == (VERSION, []), told
-        save_trained(folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer)
+        save_trained(
+            folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer, config.adapters
+        )
         if parallel.is_first:
             (folder / f"figures-{name}.json").write_text(json.dumps([figures]))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.backends.cpu import megatron_shim
@@ -23,21 +24,24 @@ from torch import Tensor  # noqa: E402
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.checkpoints.torch_dist import write_frame  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
+from asyncrl.config.roles import POLICY  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer import sharded  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
+from asyncrl.trainer.microbatches import Groups  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.sharded import ShardedState  # noqa: E402
 from asyncrl.trainer.token_accumulator import TokenAccumulator  # noqa: E402
+from asyncrl.weights.names import adapter_of  # noqa: E402
 from tests.integration.test_step import groups, weights  # noqa: E402
 
-ROWS = len(weights())
+ROWS, ROLES = len(weights()), (POLICY, "solver")
 
 
-def scored(network: Network, parallel: Parallel) -> Tensor:
-    """Return the log-probabilities of all tokens."""
+def scored(network: Network, parallel: Parallel, of: Groups | None = None) -> Tensor:
+    """Return the log-probabilities of all tokens, or of those in some samples."""
     seen = TokenAccumulator(ROWS, parallel)
 
     def visit(head: Head, one: Pack) -> Tensor:
@@ -45,19 +49,24 @@ def scored(network: Network, parallel: Parallel) -> Tensor:
         seen.note(one.table_rows, logprobs=logprobs)
         return logprobs.sum()
 
-    network.score(network.packs(groups()), visit)
+    network.score(network.packs(of or groups()), visit)
     return seen.gather(("logprobs",))[0]["logprobs"].float()
 
 
-def gradients(network: Network) -> dict[str, Tensor]:
+def gradients(network: Network, adapter: str = POLICY) -> dict[str, Tensor]:
     """Return the gradients by the names of `adapters`: they take the place of the weights, and are exported."""
     own = [(one, one.detach().clone()) for one in network.parameters() if one.requires_grad]
     for parameter, _ in own:
         parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
-    found = {name: tensor.clone() for name, tensor in network.weights.adapters()}
+    found = {name: tensor.clone() for name, tensor in network.weights.adapters(adapter)}
     for parameter, data in own:
         parameter.data.copy_(data)
     return found
+
+
+def loss(head: Head, one: Pack) -> Tensor:
+    """Return the loss of a pack."""
+    return -(weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
 
 
 def restored(network: Network, state: ShardedState, folder: Path) -> dict[str, Tensor]:
@@ -86,13 +95,72 @@ def check_checkpoints(network: Network, optimizer: NetworkOptimizer, folder: Pat
         torch.testing.assert_close(of_one[key], tensor, rtol=0, atol=0.02 if layout == "bfloat16" else 1e-4)
 
 
+def check_roles(trainer: TrainerConfig, model: Path, parallel: Parallel, checkpoint: Path, *, first: bool) -> None:
+    """Assert that each of two adapters gets the gradients, the scores and, without clipping, the updates of its samples
+    alone, also where the second step follows before parameters were gathered, and that a checkpoint of a single rank
+    restores every bit of both."""
+    optimizer = trainer.optimizer.model_copy(update={"clip_grad": 0.0})
+    trainer = trainer.model_copy(update={"optimizer": optimizer, "overlap_grad_reduce": False})
+    plainly = trainer.model_copy(update={"overlap_param_gather": False})
+    made = {ROLES: Network(trainer, model, parallel, adapters=ROLES)}
+    made |= {(role,): Network(plainly, model, parallel, adapters=(role,)) for role in ROLES}
+    optimizers = {names: NetworkOptimizer(trainer, network, 100) for names, network in made.items()}
+    samples = [[replace(one, adapter=ROLES[n % 2]) for n, one in enumerate(group)] for group in groups()]
+    own = {role: [[one for one in group if one.adapter == role] for group in samples] for role in ROLES}
+    for seed, role in enumerate(ROLES):
+        for network in (made[ROLES], made[role,]):
+            draw = torch.Generator().manual_seed(seed)
+            network.weights.load_adapters(lambda _, shape, draw=draw: torch.randn(*shape, generator=draw) * 0.1, role)
+    both = scored(made[ROLES], parallel, samples)
+    with made[ROLES].base(), made[ROLES[:1]].base():
+        plain = scored(made[ROLES[:1]], parallel)
+        torch.testing.assert_close(scored(made[ROLES], parallel, samples), plain, rtol=0, atol=1e-5)
+    assert not torch.allclose(both, plain, atol=0.01)
+    assert both.equal(sum(scored(made[role,], parallel, own[role]) for role in ROLES))
+    before = {key: one.clone() for key, one in made[ROLES].weights.adapters()}
+    for _ in range(2):
+        for names, network in made.items():
+            optimizers[names].zero_grad()
+            network.train(network.packs(samples if names == ROLES else own[names[0]]), loss)
+        for role in ROLES if not made[ROLES].sharded else ():
+            check_equal(gradients(made[ROLES], role), gradients(made[role,], role))
+        assert all(one.step()[1] for one in optimizers.values())
+    made[ROLES].gather()
+    assert all(not one.equal(before[key]) for key, one in made[ROLES].weights.adapters())
+    for role in ROLES:
+        check_equal(dict(made[ROLES].weights.adapters(role)), dict(made[role,].weights.adapters(role)))
+    check_restored(made[ROLES], optimizers[ROLES], checkpoint, parallel, first=first)
+
+
+def check_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Assert that tensors are equal to the bit."""
+    assert found.keys() == wanted.keys()
+    assert [key for key, tensor in wanted.items() if not found[key].equal(tensor)] == []
+
+
+def check_restored(
+    network: Network, optimizer: NetworkOptimizer, folder: Path, parallel: Parallel, *, first: bool
+) -> None:
+    """Write a checkpoint, or assert that another layout reads all its tensors, moments included."""
+    state = ShardedState(network, optimizer)
+    if first:
+        folder.mkdir()
+        sharded.write(folder, list(state.written()), None)
+        write_frame(folder, 1)
+        return
+    state.load(folder)
+    for piece in state.written():
+        stored = replace(piece, tensor=torch.full_like(piece.tensor, torch.nan))
+        sharded.read(folder, [stored])
+        assert stored.tensor.equal(piece.tensor), piece.key
+    keys = {piece.key for piece in state.written()}
+    assert not keys or {adapter_of(key) for key in keys} == {*ROLES}
+
+
 def main(folder: Path, layout: str) -> None:
     settings = json.loads((folder / f"{layout}.json").read_text())
     trainer = TrainerConfig.model_validate(settings["trainer"])
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
-
-    def visit(head: Head, one: Pack) -> Tensor:
-        return -(weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
 
     for name, targets in settings["models"].items():
         lora = trainer.lora.model_copy(update={"targets": targets})
@@ -118,10 +186,10 @@ def main(folder: Path, layout: str) -> None:
         out["logprobs"] = scored(network, parallel)
         with network.base():
             out["base_logprobs"] = scored(network, parallel)
-        base = {key: tensor.clone() for key, tensor in network.weights.hf_tensors(merged=False)}
+        base = {key: tensor.clone() for key, tensor in network.weights.hf_tensors(merged=None)}
         frozen = [one.detach().clone() for one in network.parameters() if not one.requires_grad]
         optimizer.zero_grad()
-        network.train(network.packs(groups()), visit)
+        network.train(network.packs(groups()), loss)
         if not network.sharded:
             out |= {f"gradient {key}": tensor for key, tensor in gradients(network).items()}
         out["norm"] = torch.tensor(optimizer.step()[0])
@@ -136,6 +204,8 @@ def main(folder: Path, layout: str) -> None:
             assert sum(one.numel() for one in network.gradients()) == trained
         if not trainer.lora.dropout:
             check_checkpoints(network, optimizer, folder, layout, name)
+        if name == "dense" and trainer.dtype == "float32" and not trainer.lora.dropout:
+            check_roles(trainer, folder / name, parallel, folder / "single-roles-checkpoint", first=layout == "single")
         if parallel.exports:
             save_file(
                 {key: tensor.contiguous() for key, tensor in out.items()},

@@ -82,7 +82,7 @@ def main(folder: Path, layout: str) -> None:
     told = {}
     for name in settings["models"]:
         network, dense = Network(trainer, folder / name, parallel), folder / f"{layout}-{name}"
-        base = {key: tensor.contiguous().clone() for key, tensor in network.weights.hf_tensors(merged=False)}
+        base = {key: tensor.contiguous().clone() for key, tensor in network.weights.hf_tensors(merged=None)}
         if parallel.is_first:
             dense.mkdir()
             shutil.copy(folder / name / "config.json", dense)

@@ -1,8 +1,9 @@
-"""Whole runs with adapters, with the death of an engine, of the trainer and of everything. They go on as if nothing had
-happened, and leave one adapter in every form."""
+"""Whole runs with adapters, one or several, with the death of an engine and of everything. They go on as if nothing had
+happened, and leave the same adapters in every form."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,9 +13,21 @@ import pytest
 import torch
 
 from asyncrl.checkpoints.store import CheckpointStore
+from asyncrl.config import read
+from asyncrl.config.adapters import resident_adapters
 from asyncrl.convert.cli import main as convert
 from asyncrl.metrics.fields import unknown
-from tests.integration.running import finish, lines, nothing_is_left, processes_of, run, start, wait_for_step
+from tests.integration import roles
+from tests.integration.running import (
+    descendants,
+    finish,
+    lines,
+    nothing_is_left,
+    processes_of,
+    run,
+    start,
+    wait_for_step,
+)
 from tests.integration.test_agents import books_balance, groups_of
 from tests.integration.test_replay import trained, weights
 from tests.integration.test_resume import Blow, check_books, check_replay, go_on_to_the_end, tensors
@@ -27,13 +40,16 @@ SETTINGS = (
 
 def check_versions(run_dir: Path, steps: int) -> None:
     """Check what adapters promise: one version for each completion, the bound, and few adapters."""
-    records = lines(run_dir / "metrics.jsonl")
+    config, records = read(run_dir), lines(run_dir / "metrics.jsonl")
     assert [one["version"] for one in records] == list(range(1, steps + 1))
     assert unknown({name for one in records for name in one}) == []
     assert max(one["staleness/max"] for one in records) == 2
-    assert max(one["adapters/resident"] for one in records) <= 2 + 2 + 1  # an evaluation's
+    assert max(one["adapters/resident"] for one in records) <= resident_adapters(config)
     assert sum(one["requests/overtaken"] + one["tokens/inferred"] + one["time/pause"] for one in records) == 0
-    completions = [turn.completion for g in groups_of(run_dir) for t in g.trajectories for turn in t.turns]
+    turns = [turn for g in groups_of(run_dir) for t in g.trajectories for turn in t.turns]
+    trained = {name for name, role in config.agents.roles.items() if not role.past}
+    assert {turn.role for turn in turns} == trained or {""}
+    completions = [turn.completion for turn in turns]
     assert {len(one.versions) for one in completions} == {1}
     assert len({span.version for one in completions for span in one.versions}) > steps // 2
     assert all(one["version_min"] == one["version_max"] for one in lines(run_dir / "eval.jsonl"))
@@ -41,7 +57,7 @@ def check_versions(run_dir: Path, steps: int) -> None:
 
 
 def check_forms(run_dir: Path, tmp_path: Path, steps: int) -> None:
-    """Check that the last checkpoint and the exported folders hold the same adapter, and that PEFT computes with it
+    """Check that the last checkpoint and the exported folders hold the same adapters, and that PEFT computes with them
     what the merged weights compute."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -49,13 +65,11 @@ def check_forms(run_dir: Path, tmp_path: Path, steps: int) -> None:
     model = json.loads((run_dir / "addresses.json").read_text())["model"]
     checkpoint = CheckpointStore(run_dir).path(steps)
     assert convert(["to-peft", str(checkpoint), str(tmp_path / "peft")]) == 0
-    held, exported = tensors(tmp_path / "peft"), tensors(run_dir / "hf")
-    assert held.keys() == exported.keys()
-    assert all(torch.equal(tensor, exported[name]) for name, tensor in held.items())
-    configs = [
-        json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path / "peft", run_dir / "hf")
-    ]
-    assert configs[0] == configs[1]
+    folders = (tmp_path / "peft", run_dir / "hf")
+    for adapter in read(run_dir).adapters:
+        same_adapter(tmp_path / "peft" / adapter, run_dir / "hf" / adapter)
+        configs = [json.loads((folder / adapter / "adapter_config.json").read_text()) for folder in folders]
+        assert configs[0] == configs[1]
 
     def logits(model: torch.nn.Module) -> torch.Tensor:
         with torch.no_grad():
@@ -64,42 +78,67 @@ def check_forms(run_dir: Path, tmp_path: Path, steps: int) -> None:
     def load(folder: Path | str) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    adapted, merged = PeftModel.from_pretrained(load(model), run_dir / "hf"), load(run_dir / "hf-merged")
-    torch.testing.assert_close(logits(adapted), logits(merged), atol=1e-4, rtol=0)
-    assert not torch.allclose(logits(merged), logits(load(model)), atol=1e-2)
+    found = [logits(load(model))]
+    for adapter in read(run_dir).adapters:
+        adapted = PeftModel.from_pretrained(load(model), run_dir / "hf" / adapter)
+        found.append(logits(load(run_dir / "hf-merged" / adapter)))
+        torch.testing.assert_close(logits(adapted), found[-1], atol=1e-4, rtol=0)
+    assert not any(torch.allclose(one, other, atol=1e-2) for one, other in itertools.combinations(found, 2))
 
 
-def check_start(run_dir: Path, tmp_path: Path, rank: int) -> None:
-    """Check that a new run starts from the exported folder."""
-    adapter = (f"trainer.lora.rank={rank}", f"trainer.lora.path={run_dir / 'hf'}")
-    run(tmp_path / "next", *adapter, "run.max_steps=1", "eval.questions=8", "trainer.optimizer.lr=1e-30")
-    held, exported = tensors(run_dir / "hf"), tensors(tmp_path / "next/hf")
-    assert held.keys() == exported.keys()
+def same_adapter(one: Path, other: Path) -> None:
+    """Check that two PEFT folders hold the same adapter."""
+    held, exported = tensors(one), tensors(other)
+    assert held.keys() == exported.keys() != set()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in held.items())
 
 
+def check_start(run_dir: Path, tmp_path: Path, *settings: str) -> None:
+    """Check that a new run starts from the exported folders, also in the engines: its first batch is on policy."""
+    short = ("run.max_steps=1", "eval.questions=8", "trainer.optimizer.lr=1e-30", "resume=null")
+    (step,) = run(tmp_path / "next", *settings, f"trainer.lora.path={run_dir / 'hf'}", *short)
+    assert step["logprob_gap/max"] < 1e-4
+    for adapter in read(run_dir).adapters:
+        same_adapter(run_dir / "hf" / adapter, tmp_path / "next/hf" / adapter)
+
+
 @pytest.mark.integration
-def test_a_run_with_adapters_survives_its_engine_and_is_resumed_after_the_trainers_death(tmp_path: Path) -> None:
+def test_a_run_with_several_adapters_survives_its_engine_and_is_resumed_after_everything_died(tmp_path: Path) -> None:
+    """Two roles have an adapter each, and past versions of one of them play the third."""
     run_dir = tmp_path / "run"
-    settings = (*SETTINGS, "run.max_steps=20", "trainer.lora.save_merged=true", "trainer.optimizer.lr=5e-3")
-    with start(run_dir, *settings, "resume=auto") as process:
+    settings = (*SETTINGS, *roles.SETTINGS, "run.max_steps=20", "trainer.lora.save_merged=true")
+    settings = (*settings, "trainer.optimizer.lr=5e-3", "resume=auto")
+    with start(run_dir, *settings) as process:
         wait_for_step(process, run_dir, 3)
         os.kill(processes_of(process, run_dir)["engine-0"], signal.SIGKILL)
         wait_for_step(process, run_dir, 8)
-        os.kill(processes_of(process, run_dir)["trainer-0"], signal.SIGKILL)
-        code, text = finish(process, run_dir)
-    assert code != 0
+        started = descendants(process)
+        process.kill()  # its children die with it
+        _, text = finish(process, run_dir)
     assert "engine-0 died (killed by SIGKILL" in text
     assert "weights.lora versions (as configured)" in text
-    nothing_is_left(run_dir)
-    run(run_dir, *settings, "resume=auto")
+    nothing_is_left(run_dir, started)
+    run(run_dir, *settings)
     check_versions(run_dir, 20)
-    books_balance(run_dir)
-    whole = run(tmp_path / "whole", *settings, "mode=replay", f"replay.from={run_dir}", "checkpoint.every=null")
+    assert books_balance(run_dir)["events"]["past_tokens"] > 0
+    assert {folder.name for folder in (run_dir / "past/policy").iterdir()} >= {"v000018", "v000020"}
+    again = ("resume=null", "mode=replay", f"replay.from={run_dir}", "checkpoint.every=null")
+    whole = run(tmp_path / "whole", *settings, *again)
     assert trained(whole) == trained(lines(run_dir / "metrics.jsonl"))
     assert weights(tmp_path / "whole") == weights(run_dir)
     check_forms(run_dir, tmp_path, 20)
-    check_start(run_dir, tmp_path, 8)
+    check_start(run_dir, tmp_path, *settings)
+
+
+@pytest.mark.campaign
+def test_two_roles_of_self_play_train_an_adapter_each_and_engines_serve_both(tmp_path: Path) -> None:
+    """Every batch is on policy: with the adapter of the other role, log-probabilities would differ."""
+    settings = ("rollout.max_staleness=0", "run.max_steps=4", "eval.questions=4", "rollout.batch_groups=4")
+    steps = run(tmp_path / "run", *settings, experiment="self_play_adapters")
+    assert max(one["logprob_gap/max"] for one in steps) < 1e-4
+    assert all(one["grad_norm"] > 0 for one in steps)
+    first, second = (tensors(tmp_path / "run/hf" / name) for name in ("first", "second"))
+    assert not any(first[name].equal(second[name]) for name in first)
 
 
 @pytest.mark.campaign

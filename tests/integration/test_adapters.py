@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
 from asyncrl.config.adapters import LINEARS
-from asyncrl.engine.adapters import adapter_names
+from asyncrl.config.roles import POLICY
+from asyncrl.engine.adapters import InUse, adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.fleet import CallRefused
 from asyncrl.schema import Completion
@@ -84,11 +85,11 @@ def played(
     async def main() -> Any:
         made, loop = client(fleet, run, **settings), asyncio.get_running_loop()
 
-        async def tell(version: int) -> list[int]:
+        async def tell(version: int) -> InUse:
             made.inflight.release(version)
-            return made.inflight.adapters.versions()
+            return made.inflight.adapters.in_use(version)
 
-        def announce(version: int) -> list[int]:
+        def announce(version: int) -> InUse:
             return asyncio.run_coroutine_threadsafe(tell(version), loop).result(30)
 
         seeded = weights or SeededAdapters(fleet)
@@ -259,7 +260,7 @@ def test_what_a_killed_trainer_left_in_an_engine_is_unloaded_when_it_joins_the_n
 ) -> None:
     """A trainer that is killed in the middle of a publish has loaded an adapter that was never announced."""
 
-    def die(version: int) -> list[int]:
+    def die(version: int) -> InUse:
         raise KeyboardInterrupt
 
     weights = SeededAdapters(fleet)
@@ -287,7 +288,7 @@ def test_engine_refuses_a_name_that_is_taken(fleet: Engines, tmp_path: Path) -> 
     weights = SeededAdapters(fleet)
     with publisher_of(fleet.config, fleet.addresses, weights, tmp_path, run="taken") as publisher:
         publish(publisher, weights, 1)
-        path, body = publisher._live[1].load(verify=True)
+        path, body = publisher._live[1, POLICY].load(verify=True)
         with pytest.raises(CallRefused, match="already"):
             publisher._fleet.post(fleet.addresses.engines[0], path, body)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from asyncrl.config import load
 from asyncrl.convert.cli import main
 from asyncrl.launch.main import CONF
 from asyncrl.weights.folder import HFFolder
+from asyncrl.weights.names import adapter_of
+from asyncrl.weights.peft_config import adapter_folders
 from tests.convert.models import tensors
 from tests.fakes import changed
 from tests.integration.rank_checkpoint import VERSION
@@ -69,6 +72,7 @@ def launch(
     trainer: dict[str, Any],
     lora: dict[str, Any] | None = None,
     chain: str = "link",
+    roles: dict[str, Any] | None = None,
 ) -> Outcome:
     """Run link `number` of a model's chain."""
     with initialize_config_dir(str(CONF), version_base=None):
@@ -76,6 +80,7 @@ def launch(
     optimizer = {"eps": 1e-3, "schedule": "cosine", "warmup_steps": 2, **trainer.get("optimizer", {})}
     raw["trainer"].update({**trainer, "optimizer": {**raw["trainer"]["optimizer"], **optimizer}})
     raw["trainer"]["lora"].update(lora or {})
+    raw["agents"]["roles"] = roles or {}
     changed(raw["algo"], {} if lora else ALGO[model])
     config = load(raw)
     (folder / model / "config.json").write_text(config.model_dump_json())
@@ -143,23 +148,32 @@ def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("model", "layouts"),
-    [("qwen3-untied", ["single", "tp2", "pp2", "dp2"]), ("qwen3-moe", ["ep2", "tp2-sp-ep2", "single"])],
+    ("model", "layouts", "roles"),
+    [
+        ("qwen3-untied", ["single", "tp2", "pp2", "dp2"], {"player": {}, "solver": {"adapter": "solver"}}),
+        ("qwen3-moe", ["ep2", "tp2-sp-ep2", "single"], {}),
+    ],
 )
 def test_a_checkpoint_of_adapters_holds_them_alone_and_any_layout_goes_on(
     folder: Path,  # noqa: F811
     model: str,
     layouts: list[str],
+    roles: dict[str, Any],
 ) -> None:
+    names = ["policy", "solver"] if roles else ["policy"]
+
     def link(number: int, trainer: dict[str, Any], name: str = model, chain: str = "lora", **lora: Any) -> Outcome:
         trainer = {"dtype": "float32", **trainer}
-        return launch(folder, name, number, trainer, {"rank": 4, "save_merged": True, **lora}, chain)
+        return launch(folder, name, number, trainer, {"rank": 4, "save_merged": True, **lora}, chain, roles)
 
     steps = [link(number, LAYOUTS[layout])[0][0] for number, layout in enumerate(layouts)]
     paths = [CheckpointStore(folder / model / f"lora-{number}").path(VERSION) for number in range(len(layouts))]
     first, *others = [written(path) for path in paths]
     weights = {key for key in first if "/optimizer." not in key}
-    assert all(".lora." in key for key in weights)
+    for adapter in names:
+        moments = [key for key in first if ".exp_avg." in key and adapter_of(key) == adapter]
+        assert len(moments) == len(weights) / len(names)
+        assert sum(first[key].abs().sum() for key in moments) > 0
     assert len(first) == 3 * len(weights)
     held = 4 * sum(tensor.numel() for tensor in first.values())
     stored = sum(file.stat().st_size for file in paths[0].glob("policy/*.distcp"))
@@ -175,16 +189,24 @@ def test_a_checkpoint_of_adapters_holds_them_alone_and_any_layout_goes_on(
     # its conversion is what a run starts from, and exports again
     base, converted = str(folder / model / "model"), folder / model / "converted"
     assert main(["to-peft", str(paths[-1]), str(converted), "--model", base]) == 0
-    assert main(["to-hf", str(paths[-1] / "policy"), str(folder / model / "merged"), "--model", base]) == 0
+    whole = ["to-hf", str(paths[-1] / "policy"), str(folder / model / "whole"), "--model", base]
+    assert main(whole) == (1 if roles else 0)  # of several adapters one must be chosen
     still = {"optimizer": {"lr": 1e-30}}
-    _, exported = link(0, {**LAYOUTS[layouts[0]], **still}, chain="from", path=str(converted))
-    given = tensors(converted)
-    assert exported.keys() == given.keys()
-    assert all(torch.equal(exported[key], given[key]) for key in given)
-    by_megatron, merged = tensors(folder / model / "out-from-0-merged"), tensors(folder / model / "merged")
-    for key, tensor in merged.items():
-        torch.testing.assert_close(by_megatron[key], tensor, rtol=0, atol=1e-6)
-    assert not torch.equal(merged[CHANGED], tensors(folder / model / "model")[CHANGED])
+    link(0, {**LAYOUTS[layouts[0]], **still}, chain="from", path=str(converted))
+    exported = adapter_folders(folder / model / "out-from-0", names)
+    by_megatron = adapter_folders(folder / model / "out-from-0-merged", names)
+    merged = {name: folder / model / f"merged-{name}" for name in names}
+    for name, given in adapter_folders(converted, names).items():
+        assert main(["merge", base, str(given), str(merged[name])]) == 0
+        check_equal(tensors(exported[name]), tensors(given))
+        for key, tensor in tensors(merged[name]).items():
+            torch.testing.assert_close(tensors(by_megatron[name])[key], tensor, rtol=0, atol=1e-6)
+        if not roles:
+            check_equal(tensors(folder / model / "whole"), tensors(merged[name]))
+    changed_by = [tensors(path)[CHANGED] for path in (Path(base), *merged.values())]
+    assert not any(torch.equal(one, two) for one, two in combinations(changed_by, 2))
+    if roles:
+        check_peft(Path(base), exported, merged)
 
     # another base is refused
     other = shutil.copytree(folder / model, folder / f"{model}-other")
@@ -196,6 +218,27 @@ def test_a_checkpoint_of_adapters_holds_them_alone_and_any_layout_goes_on(
         with pytest.raises(AssertionError, match=f"base with the hash {one.digest()}, .* have {two.digest()}"):
             link(1, {}, name=other.name)
     assert main(["to-hf", str(paths[-1]), str(folder / "refused"), "--model", str(other / "model")]) == 1
+
+
+def check_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Assert that tensors are equal to the bit."""
+    assert found.keys() == wanted.keys()
+    assert [key for key in wanted if not torch.equal(found[key], wanted[key])] == []
+
+
+def check_peft(base: Path, adapters: dict[str, Path], merged: dict[str, Path]) -> None:
+    """Assert that PEFT computes with each adapter what the merged weights compute."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def load(path: Path) -> torch.nn.Module:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    with torch.no_grad():
+        for name, path in adapters.items():
+            adapted, whole = PeftModel.from_pretrained(load(base), path), load(merged[name])
+            found, wanted = (one(torch.arange(10)[None]).logits for one in (adapted, whole))
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
 
 
 def test_disk_that_is_full_costs_a_checkpoint_and_nothing_else(folder: Path) -> None:  # noqa: F811

@@ -40,7 +40,7 @@ def trained(steps: list[dict[str, Any]]) -> list[list[float | None]]:
 
 def weights(run_dir: Path) -> str:
     digest = hashlib.sha256()
-    for file in sorted((run_dir / "hf").glob("*.safetensors")):
+    for file in sorted((run_dir / "hf").rglob("*.safetensors")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

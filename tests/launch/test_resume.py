@@ -76,6 +76,10 @@ def test_adapters_of_a_checkpoint_are_those_of_the_settings(tmp_path: Path) -> N
     for name, other in (("alpha", 3), ("rslora", True), ("targets", ["q_proj"])):
         with pytest.raises(ConfigError, match=rf"trainer\.lora\.{name}: got"):
             chosen(adapted, "auto", **replay, **{"trainer.lora.rank": 8, f"trainer.lora.{name}": other})
+    for roles in ({"solver": {"adapter": "b"}}, {"old": {"past": {"every": 2, "keep": 1}}}):
+        with pytest.raises(ConfigError, match=r"agents.roles: got .* The checkpoint holds policy: resume with"):
+            chosen(adapted, "auto", **{"trainer.lora.rank": 8, "agents.roles": roles})
+    assert chosen(adapted, "auto", **{"trainer.lora.rank": 8, "agents.roles": {"solver": {}}})
 
 
 @pytest.mark.parametrize(

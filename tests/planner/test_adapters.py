@@ -151,6 +151,20 @@ def test_a_checkpoint_and_an_hf_folder_hold_the_adapters_alone() -> None:
     assert packed_base_bytes(WEIGHTS, TRAINING) == 0
 
 
+def test_roles_with_adapters_of_their_own_multiply_all_but_the_base() -> None:
+    one, two = (replace(TRAINING, adapters=replace(LORA, count=count)) for count in (1, 2))
+    before, after = (rank(adapters=training.adapters) for training in (one, two))
+    for part in ("weights", "gradients", "masters", "moments"):
+        assert after[part] == 2 * before[part]
+    assert after["frozen base"] == before["frozen base"]
+    assert after["activations"] == before["activations"]
+    assert checkpoint_bytes(WEIGHTS, SHAPE, two) == 2 * checkpoint_bytes(WEIGHTS, SHAPE, one)
+    assert saved_bytes(WEIGHTS, two) == 2 * saved_bytes(WEIGHTS, one)
+    with_critic = [rank(adapters=training.adapters, critic=True) for training in (one, two)]
+    for part in ("weights", "gradients", "masters", "moments"):  # one critic for all roles
+        assert with_critic[1][part] - with_critic[0][part] == after[part] - before[part]
+
+
 def test_an_engine_has_a_slot_for_each_adapter_with_all_projections_of_a_layer() -> None:
     """As SGLang's LoRAMemoryPool: the input matrices are whole on each rank, except those of row-parallel layers, and
     keys and values are repeated on ranks beyond the heads."""

@@ -217,11 +217,11 @@ def test_recalled_answers_are_given_once_and_only_to_what_was_asked() -> None:
         coalesce=True,
     )
     told = SavedCompletion([1, 2], Completion([3, EOS], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop"))
-    session = client.resume("g", "g 0", 2, [told])
-    assert session.recall([1]) is None
+    session = client.resume("g", "g 0", 0, 2, [told])
+    assert session.recall(Exchange([1], 9)) is None
     assert session.said() == [told]  # not asked for yet: the next checkpoint holds it, too
-    assert session.recall([1, 2]) == told.completion
-    assert session.recall([1, 2]) is None
+    assert session.recall(Exchange([1, 2], 9)) == told.completion
+    assert session.recall(Exchange([1, 2], 9)) is None
     assert (session.received, session.said()) == (2, [])
 
 

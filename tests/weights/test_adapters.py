@@ -4,7 +4,9 @@ unloading, and how many adapters there are."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from asyncrl.config.adapters import resident_adapters
-from asyncrl.engine.adapters import AdapterUse, adapter_names
+from asyncrl.config.roles import POLICY, PastConfig
+from asyncrl.engine.adapters import AdapterUse, InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
@@ -28,6 +31,9 @@ from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.weights import adapters
 from asyncrl.weights.adapters import AdapterFolder, AdapterPublisher, SharedAdapter, build_adapters
+from asyncrl.weights.past import PastAdapters
+from asyncrl.weights.peft import PeftFolder
+from asyncrl.weights.peft_config import user_config
 from tests.fakes import group, tiny_config
 from tests.integration.publisher import ALONE
 
@@ -103,10 +109,12 @@ class Servers:
 
 def publisher(
     servers: Servers,
-    announce: Callable[[int], list[int]],
+    announce: Callable[[int], InUse],
     *,
     run: str = "run0",
     base: Callable[[Update], Any] | None = None,
+    adapters: Sequence[str] = (POLICY,),
+    past: PastAdapters | None = None,
     **changes: Any,
 ) -> AdapterPublisher:
     build, _ = build_adapters(CONFIG, servers.fleet, host="", folder=Path("/nowhere"))
@@ -114,8 +122,9 @@ def publisher(
     assert names
     weights = CONFIG.weights.model_copy(update=changes)
     rank = Parallel(**ALONE)
-    told: dict[str, Any] = {"names": names, "announce": announce, "base": base}
-    return AdapterPublisher(rank, servers.fleet, tensors, build, weights, torch.float32, **told)
+    told: dict[str, Any] = {"names": names, "announce": announce, "base": base, "past": past}
+    given = dict.fromkeys(adapters, tensors)
+    return AdapterPublisher(rank, servers.fleet, given, build, weights, torch.float32, **told)
 
 
 @contextmanager
@@ -137,9 +146,9 @@ def test_every_engine_has_an_adapter_before_it_is_announced_and_nothing_is_pause
     seen: list[list[set[str]]] = []
     with served() as servers:
 
-        def announce(version: int) -> list[int]:
+        def announce(version: int) -> InUse:
             seen.append([set(engine.held) for engine in servers.engines.values()])
-            return [1] if version < 3 else []
+            return InUse([1] if version < 3 else [], {})
 
         made = publisher(servers, announce)
         figures = [made.publish(version) for version in (1, 2, 3)]
@@ -157,7 +166,7 @@ def test_every_engine_has_an_adapter_before_it_is_announced_and_nothing_is_pause
 
 def test_a_restarted_engine_gets_every_live_adapter_before_it_joins_the_router() -> None:
     with served() as servers:
-        made = publisher(servers, lambda version: [1])
+        made = publisher(servers, lambda version: InUse([1], {}))
         made.publish(1)
         made.publish(2)
         url = "http://engine-1"
@@ -177,7 +186,7 @@ def test_a_restarted_engine_gets_every_live_adapter_before_it_joins_the_router()
 def test_an_engine_that_lost_its_adapters_unnoticed_gets_them_all_with_the_next() -> None:
     """It restarted after the fleet was reconciled, so that it never joined."""
     with served() as servers:
-        made = publisher(servers, lambda version: [1, 2])
+        made = publisher(servers, lambda version: InUse([1, 2], {}))
         made.publish(1)
         servers.engines["http://engine-1"].held.clear()
         made.publish(2)
@@ -189,18 +198,90 @@ def test_an_engine_that_refuses_an_adapter_is_lost_before_requests_name_it() -> 
     with served() as servers:
         servers.engines["http://engine-1"].faults.add("/load_lora_adapter_from_tensors")
 
-        def announce(version: int) -> list[int]:
+        def announce(version: int) -> InUse:
             routed.append(list(servers.routed))
-            return []
+            return InUse([], {})
 
         made = publisher(servers, announce)
         assert made.publish(1)["engines"] == 1
     assert routed == [["http://engine-0"]]
 
 
+def test_a_version_is_all_adapters_and_past_versions_stay_for_the_roles_that_play_them() -> None:
+    seen: list[set[str]] = []
+    with served(1) as servers:
+        engine = servers.engines["http://engine-0"]
+
+        def announce(version: int) -> InUse:
+            seen.append(set(engine.held))
+            return InUse([2] if version == 3 else [], {"solver": [1]})
+
+        made = publisher(servers, announce, adapters=(POLICY, "solver"))
+        figures = [made.publish(version) for version in (1, 2, 3, 4)]
+        servers.restart("http://engine-0", "restart-1")
+        made.publish(4)
+    versions = [{f"run0-v{version}", f"run0-solver-v{version}"} for version in range(5)]
+    old = {"run0-solver-v1"}
+    assert seen == [
+        *(versions[1], versions[1] | versions[2], versions[2] | versions[3] | old),
+        *(versions[2] | versions[3] | versions[4] | old, versions[4] | old),
+    ]
+    assert [one["adapters"] for one in figures] == [2, 4, 5, 7]
+    assert figures[0]["bytes"] == 2 * 2 * 16 * 4
+
+
+def past_adapters(folder: Path, name: str, checkpoints: list[int], origin: Path | None = None) -> PastAdapters:
+    past = PastConfig(every=2, keep=2)
+    return PastAdapters(
+        folder / name,
+        origin,
+        lambda version: {"solver": past.needed(version, 1)},
+        lambda: checkpoints,
+        lambda tensors: user_config(CONFIG.trainer.lora, tensors, "base"),
+    )
+
+
+def test_past_versions_are_kept_as_peft_folders_for_the_newest_version_and_for_every_checkpoint(tmp_path: Path) -> None:
+    """A run that is resumed, in its own folder or in another, loads them again."""
+    made: list[int] = []
+    names = {"adapters": (POLICY, "solver")}
+    needed = PastConfig(every=2, keep=2).needed
+
+    def folders(run: str) -> list[str]:
+        return sorted(str(path.relative_to(tmp_path / run)) for path in tmp_path.glob(f"{run}/*/*/*"))
+
+    def announce(version: int) -> InUse:
+        return InUse([], {"solver": needed(version, 1)})
+
+    with served(1) as servers:
+        first = publisher(servers, announce, past=past_adapters(tmp_path, "run", made), **names)
+        for version in range(1, 12):
+            first.publish(version)
+            made += [version] if version == 5 else []
+    held = ["past/solver/v000002", "past/solver/v000004"]
+    assert folders("run") == [*held, "past/solver/v000008", "past/solver/v000010"]
+    with PeftFolder(tmp_path / "run" / held[0]) as folder:
+        assert all(folder.read(name).equal(tensor) for name, tensor in tensors())
+    moved = tmp_path / "run" / held[1]
+    moved.rename(tmp_path / "moved")
+    for run, origin in (("run", None), ("other", tmp_path / "run")):
+        with served(1) as servers:
+            again = publisher(servers, announce, run="run1", past=past_adapters(tmp_path, run, [5], origin), **names)
+            with pytest.raises(WeightsError, match=r"v000004.*agents.roles.*Copy the folder"):
+                again.publish(5)
+            shutil.copytree(tmp_path / "moved", moved)
+            again = publisher(servers, announce, run="run1", past=past_adapters(tmp_path, run, [5], origin), **names)
+            again.publish(5)
+            new = {f"run1-{name}" for name in ("v5", "solver-v5", "solver-v2", "solver-v4")}
+            assert servers.engines["http://engine-0"].held.keys() == new
+            again._live[2, "solver"].check(dict(tensors()))
+        assert folders(run) == held
+        shutil.rmtree(moved)
+
+
 def test_version_0_is_the_base_and_needs_no_adapter() -> None:
     with served() as servers:
-        made = publisher(servers, lambda version: [])
+        made = publisher(servers, lambda version: InUse([], {}))
         made.publish(0)
         assert [call for engine in servers.engines.values() for call in engine.calls] == [
             "/update_weight_version 0"
@@ -222,7 +303,7 @@ class BasePublisher:
 
 def test_engines_get_a_base_that_they_did_not_load_at_first_and_when_one_joins() -> None:
     with served() as servers:
-        made = publisher(servers, lambda version: [1, 2], base=lambda update: BasePublisher(servers, update))
+        made = publisher(servers, lambda version: InUse([1, 2], {}), base=lambda update: BasePublisher(servers, update))
         for version in (1, 2):
             made.publish(version)
         servers.restart("http://engine-1", "restart-1")
@@ -245,7 +326,7 @@ def test_wrong_bytes_are_found_before_any_engine_gets_them() -> None:
             self._flat[5] += 1
 
     with served() as servers:
-        made = publisher(servers, lambda version: [])
+        made = publisher(servers, lambda version: InUse([], {}))
         made._make = lambda name, given: Torn(name, {}, given, 1)
         with pytest.raises(WeightsError, match=r"run0-v1 is not what was trained.*lora_A"):
             made.publish(1)
@@ -275,7 +356,8 @@ def test_a_folder_holds_what_was_trained_until_it_is_dropped(tmp_path: Path) -> 
 
 
 class Residency(RuleBasedStateMachine):
-    """Any order of admissions, turns, ends, rejections, publishes, restarts of engines and resumes."""
+    """Any order of admissions, turns, ends, rejections, publishes, restarts of engines and resumes, with one adapter or
+    two, and with roles that past versions play."""
 
     @initialize(
         staleness=st.integers(0, 3),
@@ -283,8 +365,20 @@ class Residency(RuleBasedStateMachine):
         per_episode=st.booleans(),
         engines=st.integers(1, 3),
         drops=st.booleans(),
+        names=st.sampled_from([(POLICY,), (POLICY, "solver")]),
+        past=st.none() | st.builds(PastConfig, every=st.integers(1, 3), keep=st.integers(1, 3)),
     )
-    def start(self, staleness: int, back: int, per_episode: bool, engines: int, drops: bool) -> None:
+    def start(
+        self,
+        staleness: int,
+        back: int,
+        per_episode: bool,
+        engines: int,
+        drops: bool,
+        names: tuple[str, ...],
+        past: PastConfig | None,
+    ) -> None:
+        self.names, self.past, self.folder = names, past, tempfile.TemporaryDirectory()
         self.bound, self.per_episode, self.starts = staleness, per_episode, 0
         over_age = "drop" if drops else "wait"
         self.settings = {"max_staleness": staleness, "lead": max(0, staleness - back), "over_age": over_age}
@@ -293,18 +387,24 @@ class Residency(RuleBasedStateMachine):
         self.playing: dict[Ticket, int | None] = {}
         self.evaluated: int | None = None
         self.evaluated_before = False
+        self.saved: list[int] = []
         self._begin()
 
     def _begin(self) -> None:
         self.starts += 1
         self.run = f"run{self.starts}"
-        self.use = AdapterUse()
-        self.publisher = publisher(self.servers, self._announce, run=self.run, verify=False)
+        self.use = AdapterUse(self._past_versions)
+        past = PastAdapters(Path(self.folder.name), None, self._past_versions, lambda: self.saved, lambda _: {})
+        told: dict[str, Any] = {"run": self.run, "adapters": self.names, "past": past if self.past else None}
+        self.publisher = publisher(self.servers, self._announce, **told, verify=False)
 
-    def _announce(self, version: int) -> list[int]:
+    def _past_versions(self, version: int) -> dict[str, list[int]]:
+        return {POLICY: self.past.needed(version, self.bound)} if self.past else {}
+
+    def _announce(self, version: int) -> InUse:
         for url in self.servers.routed:
             held = self.servers.engines[url].held
-            assert not version or f"{self.run}-v{version}" in held, "announced before it was loaded"
+            assert self._named([version]) <= held.keys(), "announced before it was loaded"
         self._check_number()
         self.evaluated_before = self.evaluated is not None
         if version != self.buffer.version:
@@ -312,7 +412,7 @@ class Residency(RuleBasedStateMachine):
         for ticket, reason in self.buffer.unwanted():
             self._end(ticket)
             self.buffer.reject(ticket, reason)
-        return self.use.versions()
+        return self.use.in_use(version)
 
     def _end(self, ticket: Ticket) -> None:
         self.use.release(self.playing.pop(ticket))
@@ -321,8 +421,8 @@ class Residency(RuleBasedStateMachine):
     def admit(self, most: int = 9) -> None:
         for ticket in iter(self.buffer.admit, None):
             self.buffer.begin(ticket, f"p{ticket.slot}", 1)
-            self.use.acquire(self.buffer.version)
-            self.playing[ticket] = self.buffer.version
+            self.playing[ticket] = None if self.past else self.buffer.version  # where a past version has the first turn
+            self.use.acquire(self.playing[ticket])
             most -= 1
             if not most:
                 return
@@ -377,7 +477,7 @@ class Residency(RuleBasedStateMachine):
         """A new trainer and a new rollout process; the engines are those of engine.urls, or new ones."""
         if self.buffer.training:
             return
-        state = self.buffer.state()
+        state, self.saved = self.buffer.state(), [self.buffer.version]
         self.buffer = CohortBuffer(2, **self.settings)  # type: ignore[arg-type]
         self.buffer.restore(state)
         self.playing, self.evaluated = dict.fromkeys(self.playing), None
@@ -388,20 +488,31 @@ class Residency(RuleBasedStateMachine):
 
     def _check_number(self) -> None:
         """An engine holds no more than the bound allows; most of all between loading and unloading."""
-        most = self.bound + 2 + self.evaluated_before
+        most = (self.bound + 2 + self.evaluated_before) * len(self.names)
+        most += self.past.keep + self.evaluated_before if self.past else 0
         assert all(len(engine.held) <= most for engine in self.servers.engines.values())
 
     @invariant()
     def engines_that_get_requests_hold_every_adapter_that_is_in_use(self) -> None:
         if hasattr(self, "servers"):
-            needed = {f"{self.run}-v{version}" for version in self.use.versions() if version}
+            needed = self._named(self.use.versions())
+            if self.past:  # any of them may have been drawn
+                drawn = {version for ticket in self.playing for version in self.past.drawn(ticket.born)}
+                drawn |= set() if self.evaluated is None else {self.past.drawn(self.evaluated)[-1]}
+                needed |= self._named(drawn) & {f"{self.run}-v{version}" for version in drawn}
             for url in self.servers.routed:
                 assert needed <= self.servers.engines[url].held.keys()
                 assert not self.servers.engines[url].paused
 
+    def _named(self, versions: Iterable[int]) -> set[str]:
+        """Return the names of all adapters of these versions."""
+        prefixes = [self.run if name == POLICY else f"{self.run}-{name}" for name in self.names]
+        return {f"{prefix}-v{version}" for prefix in prefixes for version in versions if version}
+
     def teardown(self) -> None:
         if hasattr(self, "servers"):
             self.servers.fleet.close()
+            self.folder.cleanup()
 
 
 TestResidency = Residency.TestCase

@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from asyncrl.config.roles import POLICY
 from asyncrl.errors import AsyncRLError, ConfigError, WeightsError
 from asyncrl.weights.peft import PeftFolder, write_peft
 from asyncrl.weights.peft_config import check_start, parsed, user_config
@@ -175,18 +176,20 @@ def test_a_folder_is_replaced_as_a_whole(llama: Path) -> None:
         ({"targets": ["q_proj"]}, "targets", r"has adapters of \['o_proj', 'q_proj'\]"),
         ({"targets": ["q_proj", "o_proj", "v_proj"]}, "targets", "has adapters of"),
         ({"rank": None}, "path", "Set trainer.lora.rank"),
-        ({"path": "nowhere"}, "path", "no such folder"),
+        ({"path": "nowhere"}, "path", "no folder nowhere"),
     ],
 )
 def test_a_run_starts_only_from_adapters_like_those_of_its_settings(
     llama: Path, settings: dict[str, Any], field: str, remedy: str
 ) -> None:
     folder = saved(llama, llama.parent / "peft", adapters(llama, only="[oq]_proj"))
-    check_start(lora(path=str(folder)))
-    check_start(lora(path=str(folder), targets=["q_proj", "o_proj"]))
-    check_start(lora(path=str(folder), alpha=5.0, rslora=True))  # the same scale
+    check_start(lora(path=str(folder)), [POLICY])
+    check_start(lora(path=str(folder), targets=["q_proj", "o_proj"]), [POLICY])
+    check_start(lora(path=str(folder), alpha=5.0, rslora=True), [POLICY])  # the same scale
+    with pytest.raises(ConfigError, match=rf"trainer\.lora\.path: got .*no folder {folder.parent}/solver"):
+        check_start(lora(path=str(folder.parent)), ["peft", "solver"])
     with pytest.raises(ConfigError, match=rf"trainer\.lora\.{field}: got .*{remedy}"):
-        check_start(lora(**{"path": str(folder), **settings}))
+        check_start(lora(**{"path": str(folder), **settings}), [POLICY])
 
 
 def test_a_run_does_not_start_from_adapters_of_several_ranks(llama: Path) -> None:
@@ -194,7 +197,7 @@ def test_a_run_does_not_start_from_adapters_of_several_ranks(llama: Path) -> Non
     file = folder / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "alpha_pattern": {"q_proj": 3}}))
     with pytest.raises(ConfigError, match=r"trainer\.lora\.path: got .* several ranks and scales, \[\(4, 0\.75\)"):
-        check_start(lora(path=str(folder)))
+        check_start(lora(path=str(folder)), [POLICY])
 
 
 def test_what_a_run_cannot_read_is_refused_before_it_starts(llama: Path) -> None:
@@ -202,7 +205,7 @@ def test_what_a_run_cannot_read_is_refused_before_it_starts(llama: Path) -> None
     file = folder / "adapter_model.safetensors"
     save_file({**load_file(file), "lm_head.weight": torch.zeros(1)}, file)
     with pytest.raises(WeightsError, match=r"lm_head\.weight is not a linear layer"):
-        check_start(lora(path=str(folder)))
+        check_start(lora(path=str(folder)), [POLICY])
     file.rename(folder / "adapter_model.bin")
     with pytest.raises(WeightsError, match="is a pickle"):
-        check_start(lora(path=str(folder)))
+        check_start(lora(path=str(folder)), [POLICY])

@@ -58,6 +58,7 @@ def test_shared_memory_to_another_host_is_refused() -> None:
         ({"engine.urls": [HERE]}, "Qwen3ForCausalLM", 2, "merged (engine.urls"),
         ({"weights.lora": "versions"}, "Qwen3ForCausalLM", 0, "versions (as configured)"),
         ({"trainer.lora.rank": None}, "Qwen3ForCausalLM", 2, ""),
+        ({"agents.roles": {"solver": {"adapter": "b"}}}, "Qwen3ForCausalLM", 0, "versions (roles have adapters"),
     ],
 )
 def test_auto_takes_the_way_of_adapters_that_the_engines_can_serve(changes, architecture, gpus, way) -> None:

@@ -75,7 +75,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
     """Return the settings that determine memory. A sample longer than a micro-batch forms its own, so a micro-batch may
     have rollout.max_new_tokens tokens."""
     trainer, algo = config.trainer, config.algo
-    adapters = adapters_of(trainer.lora)
+    adapters = adapters_of(trainer.lora, len(config.adapters))
     refers = algo.kl.reference == "weights" and algo.measures_reference and adapters is None
     two_buckets = streams(config.weights, gpu=gpu) or config.weights.transport in ("disk", "delta")
     return Training(
@@ -98,12 +98,12 @@ def training_of(config: Config, *, gpu: bool) -> Training:
     )
 
 
-def adapters_of(lora: LoraConfig) -> Adapters | None:
-    """Return the adapters that a run trains; None: it trains all weights."""
+def adapters_of(lora: LoraConfig, count: int = 1) -> Adapters | None:
+    """Return the adapters that a run trains, `count` for each layer; None: it trains all weights."""
     if lora.rank is None:
         return None
     targets = () if lora.targets == "all" else tuple(lora.targets)
-    return Adapters(lora.rank, targets, lora.base, dropout=lora.dropout > 0)
+    return Adapters(lora.rank, targets, lora.base, dropout=lora.dropout > 0, count=count)
 
 
 def served_adapters(config: Config) -> dict[str, Any]:
