@@ -212,7 +212,8 @@ class GenerationClient:
         found = images_in(messages)
         if found and self._vision is None:
             raise ImageRefused("the model of this run reads no images: choose one that does, or send text")
-        return [await asyncio.to_thread(self._vision.decoder.png, one) for one in found] if self._vision else []
+        begun = [self._vision.decoder.begin(one) for one in found] if self._vision else []
+        return [await asyncio.wrap_future(one) for one in begun]
 
     def narrow(self, context: int) -> None:
         """Lower the maximum length of a sequence to the KV cache of an engine, in tokens."""

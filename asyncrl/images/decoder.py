@@ -4,7 +4,7 @@ Data comes as bytes, as a data URL, or as a Path object, which only a task's own
 accepted: a path or a URL in a message of an agent, an environment or a client must not make this process, or an engine,
 open it.
 
-waits for     the process, at most DEADLINE seconds
+waits for     a free process, then its reply, at most DEADLINE seconds
 on a hang     it is killed and the image refused; the next image starts another process
 """
 
@@ -18,14 +18,15 @@ import re
 import select
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asyncrl.images import REPLY, REQUEST, ImageRefused, ImageTokens
 
 DEADLINE = 60.0
+WORKERS = 4
 _DATA_URL = re.compile(r"data:image/(?:png|jpeg|jpg|webp);base64,", re.ASCII | re.IGNORECASE)
 
 
@@ -39,39 +40,45 @@ class ImageSizes:
 
 
 class ImageDecoder:
-    """Decodes images, one at a time; its methods may be called from any thread."""
+    """Decodes images in WORKERS processes, which start when they are needed."""
 
     def __init__(self, sizes: ImageSizes, max_bytes: int) -> None:
         """`max_bytes` is the maximum size of a file as it is given."""
         self._sizes, self._max_bytes = json.dumps(asdict(sizes)).encode(), max_bytes
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._threads = ThreadPoolExecutor(WORKERS, "images")
+        self._idle: list[subprocess.Popen[bytes]] = []
 
     def png(self, image: object) -> bytes:
         """Return an image (bytes, a data URL or a Path) as a PNG file of the size that the model reads.
 
         Raises ImageRefused, which says why and what helps.
         """
+        return self.begin(image).result()
+
+    def begin(self, image: object) -> Future[bytes]:
+        """Begin to decode an image, and return the future of what `png` returns or raises."""
+        return self._threads.submit(self._decode, image)
+
+    def _decode(self, image: object) -> bytes:
         data = _content(image, self._max_bytes)
-        with self._lock:
-            process = self._process or _started()
-            try:
-                self._process = None
-                kind, content = _ask(process, self._sizes, data)
-                self._process = process  # without a reply, its next one would be of this image
-            finally:
-                if not self._process:
-                    _end(process)
+        process = self._idle.pop() if self._idle else _started()
+        replied = False
+        try:
+            kind, content = _ask(process, self._sizes, data)
+            replied = True
+        finally:
+            if not replied:  # its next reply would be of this image
+                _end(process)
+        self._idle.append(process)
         if kind != b"p":
             raise ImageRefused(content.decode())
         return content
 
     def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            if self._process:
-                _end(self._process)
-            self._process = None
+        """End the processes, after the images that are being decoded."""
+        self._threads.shutdown(cancel_futures=True)
+        while self._idle:
+            _end(self._idle.pop())
 
 
 @dataclass(frozen=True)

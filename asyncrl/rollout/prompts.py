@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EVAL_OFFSET = 1 << 30  # first index of the evaluation questions of an endless task
+LOOKAHEAD = 32  # questions of a task whose images are decoded before they are drawn
 MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation questions, or too long
 TEMPLATE_BYTES = 256
 """Upper bound of the bytes that a chat template adds around one message."""
@@ -68,6 +70,7 @@ class Prompts:
         self._longest = model_length - config.rollout.max_new_tokens
         self._serial = 0
         self._drawn: Counter[str] = Counter()
+        self._begun: dict[tuple[str, int], tuple[Question, list[Future[bytes]]]] = {}  # by task and index
         self._skip: Mapping[str, int] = {}
         self._overlong = {name: self._look_through(name) for name in config.mixture | config.eval_sets}
         ranges = {name: self._training_range(name) for name in config.mixture}
@@ -152,7 +155,8 @@ class Prompts:
         """Yield questions in an order that depends on the seed alone, not on the other tasks; a finite task is
         reshuffled every epoch. Uids count the prompts of all tasks."""
         skipped = 0
-        for index in itertools.islice(self._indices(name, first, last), self._skip.get(name, 0), None):
+        indices = itertools.islice(self._indices(name, first, last), self._skip.get(name, 0), None)
+        for index in self._looking_ahead(name, indices):
             self._drawn[name] += 1
             prompt = self._render(f"p{self._serial:08d}", name, index)
             if prompt is None or _identity(prompt) in held_out:
@@ -168,6 +172,16 @@ class Prompts:
             skipped = 0
             self._serial += 1
             yield prompt
+
+    def _looking_ahead(self, name: str, indices: Iterator[int]) -> Iterator[int]:
+        """Yield the indices, while the images of the next ones are being decoded."""
+        following: deque[int] = deque()
+        for index in indices:
+            following.append(index)
+            if self._vision and index not in self._overlong[name]:
+                self._begun[name, index] = self._begin(name, index)
+            if len(following) > (LOOKAHEAD if self._vision else 0):
+                yield following.popleft()
 
     def _indices(self, name: str, first: int, last: int) -> Iterator[int]:
         order = random.Random(f"{self._seed} {name}")
@@ -195,7 +209,7 @@ class Prompts:
             most += self._vision.most_tokens * len(images_in(question["messages"])) if self._vision else 0
             if question.get("tools") or most > self._longest:
                 with suppress(ImageRefused):  # it is left out when it is drawn
-                    if (length := self._read(question)[2]) > self._longest:
+                    if (length := self._read(question, self._decoding(question))[2]) > self._longest:
                         found[index] = length
         if found:
             longest = max(found.values())
@@ -213,9 +227,10 @@ class Prompts:
         """Render a question, or return None if it is too long or an image of it is refused, and may be left out."""
         if index in self._overlong[name]:
             return None
-        question = self._with_tools(ask(self._tasks[name], index, self._field(name)))
+        key = name, index
+        question, pending = self._begun.pop(key) if key in self._begun else self._begin(name, index)
         try:
-            ids, images, length = self._read(question)
+            ids, images, length = self._read(question, pending)
             if length <= self._longest:
                 return Prompt(uid, ids, question, name, index, images)
             text = f"has {length} tokens, but rollout.max_new_tokens leaves only {self._longest} for a prompt"
@@ -229,7 +244,20 @@ class Prompts:
         self.left_out[name] += 1
         return None
 
-    def _read(self, question: Question) -> tuple[list[int], list[bytes], int]:
+    def _begin(self, name: str, index: int) -> tuple[Question, list[Future[bytes]]]:
+        """Return a question and the futures of its images."""
+        question = self._with_tools(ask(self._tasks[name], index, self._field(name)))
+        return question, self._decoding(question)
+
+    def _decoding(self, question: Question) -> list[Future[bytes]]:
+        """Begin to decode the images of a question."""
+        if self._vision is None:
+            return []
+        with suppress(ImageRefused):  # of a part that is no image: _read says so
+            return [self._vision.decoder.begin(one) for one in images_in(question["messages"])]
+        return []
+
+    def _read(self, question: Question, pending: Sequence[Future[bytes]]) -> tuple[list[int], list[bytes], int]:
         """Return the tokens and images of a question, and how many tokens the model reads. Raises ImageRefused."""
         ids = self._template.begin(question["messages"], question.get("tools", ()))
         given = images_in(question["messages"])
@@ -237,7 +265,7 @@ class Prompts:
             if given:
                 raise ImageRefused("it has an image, but the model of this run reads none (model.path)")
             return ids, [], len(ids)
-        images = [self._vision.decoder.png(one) for one in given]
+        images = [one.result() for one in pending]
         return ids, images, len(ids) + self._vision.tokens.added(ids, images)
 
     def _with_tools(self, question: Question) -> Question:

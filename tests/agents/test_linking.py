@@ -143,3 +143,17 @@ def test_answers_may_be_left_out() -> None:
     turns, asked = two_turns()
     check(Trajectory(turns[:1]), P, asked)
     check(Trajectory([Turn([*P, 4, 10, 7], turns[1].completion, begins=True)]), P, asked)
+
+
+def test_contexts_with_the_same_ids_and_other_images_begin_samples() -> None:
+    a, b, c = written(5, 10), written(6, 10), written(7, 10)
+    asked = [
+        CompletedRequest(P, a, images=["one"]),
+        CompletedRequest([*P, 5, 10, 9], b, images=["other", "two"]),
+        CompletedRequest([*P, 5, 10, 9], c, images=["one", "two"]),
+    ]
+    found = link(P, asked, ["one"])
+    assert [(turn.begins, turn.images) for turn in found] == [(False, []), (False, ["two"]), (True, ["other", "two"])]
+    assert [turn.completion for turn in found] == [a, c, b]
+    (other,) = link(P, [CompletedRequest(P, a, images=["other"])], ["one"])
+    assert (other.begins, other.images) == (True, ["other"])

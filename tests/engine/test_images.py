@@ -14,7 +14,7 @@ from PIL import Image
 
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import SavedCompletion
-from asyncrl.images import ImageRefused, ImageShape, ImageTokens, image_name
+from asyncrl.images import ImageRefused, ImageShape, ImageTokens, data_url, image_name
 from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
 from asyncrl.images.parts import images_in, without_images
 from tests.engine.asking import asked
@@ -24,7 +24,7 @@ IMAGE = [43, PAD := 45, 44]
 PROMPT = [12, *IMAGE, 11]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def vision() -> Iterator[Vision]:
     tokens = ImageTokens(*IMAGE, [PAD, 46], ImageShape(14, 2), most=2)
     decoder = ImageDecoder(ImageSizes(28, 784, 16 * 784), 1 << 20)
@@ -161,6 +161,7 @@ def test_a_resumed_request_gets_its_answer_only_with_its_image(vision: Vision) -
         assert said == [SavedCompletion(PROMPT, answer, [image_name(png(1))])]
         again = client.resume("g", "g 0", 3, said)
         await again(PROMPT, None, [png(2)])
+        assert engine.requests[-1]["image_data"] == [data_url(png(2))]
         assert await again(PROMPT, None, [png(1)]) == answer
 
     asked(engine, play, vision=vision)

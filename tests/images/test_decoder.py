@@ -184,15 +184,26 @@ def test_thousands_of_damaged_files_are_decoded_or_refused(decoder: ImageDecoder
     print(outcomes(decoder, 5000, seed=2))
 
 
+def test_images_are_decoded_by_several_processes_at_once() -> None:
+    decoder = ImageDecoder(SIZES, max_bytes=1 << 20)
+    try:
+        images = [picture(size=(28 + number, 56)) for number in range(24)]
+        begun = [decoder.begin(file(one)) for one in images]
+        alone = [decoder.png(file(one)) for one in images]
+        assert [one.result() for one in begun] == alone
+        assert 1 < len(decoder._idle) <= module.WORKERS
+    finally:
+        decoder.close()
+
+
 def test_a_process_that_dies_or_hangs_costs_one_image(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder.png(file(picture()))
-    assert decoder._process is not None
-    decoder._process.send_signal(signal.SIGKILL)
+    decoder._idle[-1].send_signal(signal.SIGKILL)
     with pytest.raises(ImageRefused, match="crashed on it"):
         decoder.png(file(picture()))
     decoder.png(file(picture()))
     monkeypatch.setattr(module, "DEADLINE", 0.5)
-    decoder._process.send_signal(signal.SIGSTOP)
+    decoder._idle[-1].send_signal(signal.SIGSTOP)
     with pytest.raises(ImageRefused, match="took too long on it"):
         decoder.png(file(picture()))
     monkeypatch.undo()
@@ -201,8 +212,7 @@ def test_a_process_that_dies_or_hangs_costs_one_image(decoder: ImageDecoder, mon
 
 def test_the_process_can_open_no_file_and_has_limits(decoder: ImageDecoder) -> None:
     decoder.png(file(picture()))
-    assert decoder._process is not None
-    limits = Path(f"/proc/{decoder._process.pid}/limits").read_text()
+    limits = Path(f"/proc/{decoder._idle[-1].pid}/limits").read_text()
     found = {line[:26].strip(): line[26:].split()[1] for line in limits.splitlines()[1:]}
     assert found["Max open files"] == "3"
     assert found["Max file size"] == found["Max processes"] == found["Max core file size"] == "0"

@@ -23,8 +23,9 @@ from asyncrl.images import image_name, png_size
 from asyncrl.images.decoder import Vision
 from asyncrl.models.catalog import resolve
 from asyncrl.models.vision import flat
+from asyncrl.rollout import prompts as module
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
-from asyncrl.rollout.prompts import Prompts, load_tokenizer
+from asyncrl.rollout.prompts import LOOKAHEAD, Prompts, load_tokenizer
 from asyncrl.rollout.vision import vision_of
 from asyncrl.rollout.worker import _images
 from asyncrl.schema import Batch as TrainedBatch
@@ -77,6 +78,19 @@ def test_questions_with_one_text_are_told_apart_by_their_images(model: Path, vis
     assert all(png_size(one.images[0]) == (56, 56) for one in drawn)
     for prompt in drawn[:3]:  # as after a resume
         assert prompts.again(prompt.uid, prompt.task, prompt.index) == prompt
+
+
+def test_images_are_decoded_ahead_and_prompts_stay_what_they_are(
+    model: Path, vision: Vision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cursor counts what was drawn, not what was decoded ahead."""
+    ahead, then, alone = (prompts_of(model, vision) for _ in range(3))
+    drawn = list(itertools.islice(ahead.training["squares"], 40))
+    assert 0 < len(ahead._begun) <= LOOKAHEAD
+    then.go_on(ahead.cursor())
+    following = list(itertools.islice(then.training["squares"], 3))
+    monkeypatch.setattr(module, "LOOKAHEAD", 0)
+    assert [*drawn, *following] == list(itertools.islice(alone.training["squares"], 43))
 
 
 def test_lengths_of_prompts_count_every_token_of_their_images(model: Path, vision: Vision) -> None:
