@@ -27,6 +27,7 @@ from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.algo.samples import build_samples  # noqa: E402
 from asyncrl.checkpoints.torch_dist import write_frame  # noqa: E402
 from asyncrl.config import Config, TrainerConfig, load  # noqa: E402
+from asyncrl.config.roles import POLICY  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer import sharded  # noqa: E402
@@ -81,7 +82,7 @@ def started(config: Config, folder: Path, saved_as: str, groups: list[Group], pa
     assert all(one.equal(two) for one, two in both)
     save_hf(folder / saved_as, folder, policy.weights, parallel, "float32")
     if config.trainer.lora.rank:
-        save_peft(folder / f"{saved_as}-peft", folder, policy.weights, parallel, config.trainer.lora)
+        save_peft(folder / f"{saved_as}-peft", folder, policy.weights, parallel, config.trainer.lora, POLICY)
     return found
 
 
