@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
 
-from asyncrl.config.roles import AgentsConfig, PastConfig
+from asyncrl.config.roles import AgentsConfig
 from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
 from asyncrl.engine.inflight import CacheKey, InFlight, PendingSample
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, joined
+from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
 from asyncrl.engine.session import GenerationSession, SavedCompletion, seed_of
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, EngineError
@@ -44,9 +44,6 @@ validate_input_length)."""
 
 FORBIDDEN = -1e4
 """Bias of the logits of tokens that must not be sampled. Log-probabilities are those of the rest of the vocabulary."""
-
-
-ONE_ADAPTER = AgentsConfig(roles={})
 
 
 class GenerationClient:
@@ -104,8 +101,7 @@ class GenerationClient:
             names=names,
             past_versions=past_versions,
         )
-        self._agents = agents
-        self._adapters, self._per_episode = names is not None, adapter_per == "episode"
+        self.roles = RoleAdapters(agents, self.inflight, versions=names is not None, per=adapter_per)
         self._routing = routing
         self._vision = vision
         self._coalesce, self.temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
@@ -302,44 +298,11 @@ class GenerationClient:
                 failure.__cause__ = error
                 future.set_exception(failure)
 
-    # -- adapters ------------------------------------------------------------------------------------------
-
-    def past_of(self, role: str) -> PastConfig | None:
-        """Return the past versions that play a role; None if the newest plays it."""
-        return self._agents.roles[role].past if role in self._agents.roles else None
-
-    def assign(self, session: GenerationSession, exchange: Exchange) -> None:
-        """Set the adapter that answers a request, and its version if versions are adapters."""
-        exchange.name, past = self._agents.adapter_of(exchange.role), self.past_of(exchange.role)
-        if past:
-            exchange.past = True
-            exchange.purpose = "past" if session.purpose == "training" else session.purpose
-            exchange.adapter = _drawn(past, session, exchange.role) if self._adapters else None
-        elif self._adapters:
-            exchange.adapter = self._version_for(session)
-
-    def _version_for(self, session: GenerationSession) -> int:
-        """Return the version of the adapters of a session's next request."""
-        newest = self.inflight.version
-        if session.adapter is None and self._per_episode:
-            session.adapter = newest
-            self.inflight.adapters.acquire(newest)
-            if any(one.version not in (None, newest) for one in session.recalled if session.trains(one.role)):
-                session.recalled = []  # turns of an adapter that no engine has any more: the episode is played anew
-        return newest if session.adapter is None else session.adapter
-
-    @contextmanager
-    def one_adapter(self) -> Iterator[int | None]:
-        """Yield the newest adapter, which stays loaded inside the block; None if versions are no adapters."""
-        with self.inflight.adapters.held(self.inflight.version if self._adapters else None) as version:
-            yield version
-
     def closed(self, session: GenerationSession) -> None:
         """End a session's use of its adapters. No-op without adapters."""
-        if not self._adapters:
+        if not self.roles.versions:
             return
-        if self._per_episode and session.purpose == "training":
-            self.inflight.adapters.release(session.adapter)
+        self.roles.release(session)
         for asking in list(self._tasks.values()):
             for asker, _, future in asking:
                 if asker is session:
@@ -378,13 +341,6 @@ class GenerationClient:
         if token_ids and token_ids[-1] in self._stop:
             return "stop"
         return "length" if len(token_ids) >= limit else None
-
-
-def _drawn(past: PastConfig, session: GenerationSession, role: str) -> int:
-    """Return the past version that plays a role in an episode, the same in every attempt and after a resume; in an
-    evaluation the newest."""
-    versions = past.drawn(session.born)
-    return versions[-1 if session.purpose == "evaluation" else seed_of(f"{session.sample} {role}") % len(versions)]
 
 
 _Asking = tuple[GenerationSession, Exchange, asyncio.Future[Completion]]

@@ -83,7 +83,7 @@ class GenerationSession:
 
     def trains(self, role: str) -> bool:
         """Return whether the turns of a role are trained: no past version plays it."""
-        return self._client.past_of(role) is None
+        return self._client.roles.past_of(role) is None
 
     def asks(
         self, token_ids: list[int], limit: int, images: Sequence[bytes] = (), added: int = 0, role: str = ""
@@ -96,7 +96,7 @@ class GenerationSession:
         if seed is not None and number:
             seed = seed_of(f"{seed} {number}")
         exchange = Exchange(token_ids, limit, seed, role=role, purpose=self.purpose, images=images, added=added)
-        self._client.assign(self, exchange)
+        self._client.roles.assign(self, exchange)
         self.exchanges.append(exchange)
         return exchange
 

@@ -95,7 +95,7 @@ class Evaluations:
     async def _evaluate(self) -> list[Line]:
         """Evaluate every set, and write all lines together."""
         started, self._skipped = time.monotonic(), 0
-        with self._client.one_adapter() as adapter:
+        with self._client.roles.newest() as adapter:
             async with asyncio.TaskGroup() as group:
                 asked = {
                     name: [group.create_task(self._ask(prompt, adapter)) for prompt in prompts]
