@@ -48,7 +48,7 @@ def check_versions(run_dir: Path, steps: int) -> None:
     assert sum(one["requests/overtaken"] + one["tokens/inferred"] + one["time/pause"] for one in records) == 0
     turns = [turn for g in groups_of(run_dir) for t in g.trajectories for turn in t.turns]
     trained = {name for name, role in config.agents.roles.items() if not role.past}
-    assert {turn.role for turn in turns} == trained or {""}
+    assert {turn.role for turn in turns} == (trained or {""})
     completions = [turn.completion for turn in turns]
     assert {len(one.versions) for one in completions} == {1}
     assert len({span.version for one in completions for span in one.versions}) > steps // 2
