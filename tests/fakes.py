@@ -228,7 +228,7 @@ class FakeSession(GenerationSession):
         self._answer, self._waste, self._delay = answer, waste, client.delay
 
     async def __call__(
-        self, token_ids: list[int], max_new_tokens: int | None = None, images: Sequence[bytes] = (), role: str = ""
+        self, token_ids: list[int], max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
     ) -> Completion:
         await asyncio.sleep(self._delay)
         found = self._answer(token_ids)
@@ -267,10 +267,15 @@ class FakeClient:
 
     def closed(self, session: GenerationSession) -> None: ...
 
+    @property
+    def roles(self) -> FakeClient:
+        """Return the part that chooses adapters; there are none."""
+        return self
+
     def past_of(self, role: str) -> None: ...
 
     @contextmanager
-    def one_adapter(self) -> Iterator[None]:
+    def newest(self) -> Iterator[None]:
         yield None
 
     def hold(self) -> None:

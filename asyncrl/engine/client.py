@@ -163,8 +163,8 @@ class GenerationClient:
         session: GenerationSession,
         token_ids: list[int],
         most: int | None = None,
-        images: Sequence[bytes] = (),
         role: str = "",
+        images: Sequence[bytes] = (),
     ) -> asyncio.Future[Completion]:
         """Submit a request and return the future of its completion. Raises ValueError if it has not an image for each
         placeholder.
@@ -174,7 +174,7 @@ class GenerationClient:
         loop = asyncio.get_running_loop()
         added = self._added(token_ids, images)
         limit = self._limit(len(token_ids) + added, most)
-        exchange = session.asks(token_ids, limit, images, added, role)
+        exchange = session.asks(token_ids, limit, role, images, added)
         if (recalled := session.recall(exchange)) is not None:
             return self._go_on(session, exchange, recalled)
         future: asyncio.Future[Completion] = loop.create_future()

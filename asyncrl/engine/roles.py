@@ -1,4 +1,4 @@
-"""The adapter that answers a request: that of the request's role, at the newest version or a past one (agents.roles)."""
+"""The adapter of a request: that of its role, at the newest version or a past one (agents.roles)."""
 
 from __future__ import annotations
 

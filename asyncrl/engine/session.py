@@ -67,7 +67,7 @@ class GenerationSession:
         return self._client.temperature
 
     async def __call__(
-        self, token_ids: list[int], max_new_tokens: int | None = None, images: Sequence[bytes] = (), role: str = ""
+        self, token_ids: list[int], max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
     ) -> Completion:
         """Continue exactly these tokens, with an image for each placeholder, by at most `max_new_tokens`, with the
         adapter of a role.
@@ -75,7 +75,7 @@ class GenerationSession:
         The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer, and
         ConfigError for a role without an adapter.
         """
-        return await self._client.submit(self, token_ids, max_new_tokens, images, role)
+        return await self._client.submit(self, token_ids, max_new_tokens, role, images)
 
     async def images(self, messages: Sequence[Message]) -> list[bytes]:
         """Return the images of messages in order, as the model reads them. Raises ImageRefused."""
@@ -86,7 +86,7 @@ class GenerationSession:
         return self._client.roles.past_of(role) is None
 
     def asks(
-        self, token_ids: list[int], limit: int, images: Sequence[bytes] = (), added: int = 0, role: str = ""
+        self, token_ids: list[int], limit: int, role: str = "", images: Sequence[bytes] = (), added: int = 0
     ) -> Exchange:
         """Register and return the session's next request.
 

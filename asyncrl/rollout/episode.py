@@ -70,7 +70,7 @@ class Episode:
         number, context = next(self._serial), list(token_ids)
         self._rest()
         try:
-            completion = await self._session(context, max_new_tokens, images, role)
+            completion = await self._session(context, max_new_tokens, role, images)
         finally:
             self._asking -= 1
             self._rest()

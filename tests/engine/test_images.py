@@ -48,7 +48,7 @@ def test_requests_hold_one_placeholder_and_one_data_url_for_each_image(vision: V
     async def play(client: GenerationClient) -> None:
         session = client.generate()
         images = await session.images(shown(png(1)))
-        await session(PROMPT, None, images)
+        await session(PROMPT, images=images)
         await session([1, 2, 3])
 
     asked(engine, play, vision=vision)
@@ -85,7 +85,7 @@ def test_no_address_and_no_path_of_a_message_is_opened_or_sent(vision: Vision, a
                     await client.generate().images(messages)
         for image in (attack, attack.encode()):
             with pytest.raises((ValueError, TypeError)):
-                await client.generate()(PROMPT, None, [image])  # type: ignore[list-item]
+                await client.generate()(PROMPT, images=[image])  # type: ignore[list-item]
 
     asked(engine, play, vision=vision)
     assert engine.requests == []
@@ -105,7 +105,7 @@ def test_counts_are_checked_before_an_engine_sees_a_request(vision: Vision) -> N
             (PROMPT, [png(size=(30, 28))], "not a multiple of 28"),
         ):
             with pytest.raises(ValueError, match=why):
-                await client.generate()(ids, None, images)
+                await client.generate()(ids, images=images)
 
     asked(engine, play, vision=vision)
     assert engine.requests == []
@@ -118,7 +118,7 @@ def test_a_text_model_gets_no_images() -> None:
         with pytest.raises(ImageRefused, match="reads no images"):
             await client.generate().images(shown(png()))
         with pytest.raises(ValueError, match="reads none"):
-            await client.generate()([1, 2], None, [png()])
+            await client.generate()([1, 2], images=[png()])
         assert await client.generate().images([{"role": "user", "content": "text"}]) == []
 
     asked(engine, play)
@@ -130,7 +130,7 @@ def test_siblings_share_a_request_only_if_their_images_are_alike(vision: Vision)
 
     async def play(client: GenerationClient) -> None:
         images = [[png(1)], [png(1)], [png(2)]]
-        await asyncio.gather(*(client.generate(group="g")(PROMPT, None, one) for one in images))
+        await asyncio.gather(*(client.generate(group="g")(PROMPT, images=one) for one in images))
 
     asked(engine, play, vision=vision)
     assert [request["sampling_params"]["n"] for request in engine.requests] == [2, 1]
@@ -141,9 +141,9 @@ def test_the_context_counts_every_token_of_an_image(vision: Vision) -> None:
     engine = FakeEngine(echo())
 
     async def play(client: GenerationClient) -> None:
-        await client.generate()(PROMPT, None, [png(size=(112, 112))])
-        room = await client.generate()(PROMPT, None, [png(size=(56, 56))])
-        full = await client.generate()(IMAGE * 2, None, [png(size=(112, 112))] * 2)
+        await client.generate()(PROMPT, images=[png(size=(112, 112))])
+        room = await client.generate()(PROMPT, images=[png(size=(56, 56))])
+        full = await client.generate()(IMAGE * 2, images=[png(size=(112, 112))] * 2)
         assert room.token_ids
         assert (full.token_ids, full.finish_reason) == ([], "length")
 
@@ -156,13 +156,13 @@ def test_a_resumed_request_gets_its_answer_only_with_its_image(vision: Vision) -
 
     async def play(client: GenerationClient) -> None:
         first = client.generate(group="g")
-        answer = await first(PROMPT, None, [png(1)])
+        answer = await first(PROMPT, images=[png(1)])
         said = first.said()
-        assert said == [SavedCompletion(PROMPT, answer, [image_name(png(1))])]
+        assert said == [SavedCompletion(PROMPT, answer, images=[image_name(png(1))])]
         again = client.resume("g", "g 0", 3, said)
-        await again(PROMPT, None, [png(2)])
+        await again(PROMPT, images=[png(2)])
         assert engine.requests[-1]["image_data"] == [data_url(png(2))]
-        assert await again(PROMPT, None, [png(1)]) == answer
+        assert await again(PROMPT, images=[png(1)]) == answer
 
     asked(engine, play, vision=vision)
     assert len(engine.requests) == 2

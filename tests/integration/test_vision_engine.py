@@ -135,11 +135,11 @@ def test_log_probabilities_are_those_of_transformers(fleet: Engines) -> None:
 
     async def play(client: GenerationClient) -> None:
         for context, images in (([*IMAGE, *ASK], [small]), (two, [small, wide]), (ASK, [])):
-            answer = await client.generate(group="g")(context, None, images)
+            answer = await client.generate(group="g")(context, images=images)
             assert len(answer.token_ids) == 24
             assert difference(fleet, context, images, answer) < 1e-5, images
             context = [*context, *answer.token_ids, *IMAGE, *ASK]
-            second = await client.generate(group="g")(context, None, [*images, other])
+            second = await client.generate(group="g")(context, images=[*images, other])
             assert difference(fleet, context, [*images, other], second) < 1e-5
 
     played(fleet, play)
@@ -150,7 +150,7 @@ def test_siblings_share_a_request_and_groups_with_other_images_do_not(fleet: Eng
     context, images = [*IMAGE, *ASK], [noise(3), noise(4)]
 
     async def play(client: GenerationClient) -> None:
-        asking = [client.generate(group="same")(context, None, [image]) for image in images for _ in range(3)]
+        asking = [client.generate(group="same")(context, images=[image]) for image in images for _ in range(3)]
         answers = await asyncio.gather(*asking)
         assert await client.inflight.drained(5.0)
         assert client.inflight.take_figures().requests == 2
@@ -177,7 +177,7 @@ def test_answers_that_were_cut_short_continue_with_their_image(fleet: Engines) -
 
         async def play(client: GenerationClient, cause: str = cause, fault: Callable[[], Any] = fault) -> None:
             session = client.generate(group="g")
-            asking = asyncio.ensure_future(session(context, None, [image]))
+            asking = asyncio.ensure_future(session(context, images=[image]))
             while session.received < 20:  # noqa: ASYNC110  nothing tells
                 await asyncio.sleep(0.002)
             await fault()
@@ -212,8 +212,8 @@ def test_the_engine_survives_what_the_client_refuses(fleet: Engines) -> None:
     async def play(client: GenerationClient) -> None:
         for why, (context, images) in refused.items():
             with pytest.raises(ValueError, match=why.replace("(", r"\(")):
-                await client.generate(group="g")(context, None, images)
-        answer = await client.generate(group="g")([*IMAGE, *ASK], None, [image])
+                await client.generate(group="g")(context, images=images)
+        answer = await client.generate(group="g")([*IMAGE, *ASK], images=[image])
         assert difference(fleet, [*IMAGE, *ASK], [image], answer) < 1e-5
 
     played(fleet, play)
@@ -228,7 +228,7 @@ def test_a_wrong_number_of_placeholders_from_elsewhere_costs_the_engine_nothing(
     assert answer.status_code >= 400, answer.text
 
     async def play(client: GenerationClient) -> None:
-        answer = await client.generate(group="g")([*IMAGE, *ASK], None, [image])
+        answer = await client.generate(group="g")([*IMAGE, *ASK], images=[image])
         assert difference(fleet, [*IMAGE, *ASK], [image], answer) < 1e-5
 
     played(fleet, play)

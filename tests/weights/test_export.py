@@ -26,7 +26,7 @@ class Held:
         for name, tensor in self._tensors.items():
             yield name, tensor.dtype, tensor.shape
 
-    def hf_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_tensors(self, *, merged: str) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()
 
 
