@@ -44,7 +44,7 @@ slurm: setup  ## a Slurm for its tests, unpacked into .venv, where Debian's pack
 	$(BIN)/python scripts/debian_tools.py slurm .venv/slurm
 
 integration: setup slurm bubblewrap  ## the tests on the real engine, router and Megatron
-	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests/integration tests/envs tests/sandbox tests/rewards \
+	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests/integration tests/envs tests/sandbox tests/rewards \
 	-m "integration and not campaign and not gpu and not multi_gpu"
 
 campaign: setup bubblewrap  ## many seeded trials, and many more examples of each property (TRIALS=20)

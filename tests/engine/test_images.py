@@ -159,7 +159,7 @@ def test_a_resumed_request_gets_its_answer_only_with_its_image(vision: Vision) -
         answer = await first(PROMPT, images=[png(1)])
         said = first.said()
         assert said == [SavedCompletion(PROMPT, answer, images=[image_name(png(1))])]
-        again = client.resume("g", "g 0", 3, said)
+        again = client.resume("g", "g 0", 0, 3, said)
         await again(PROMPT, images=[png(2)])
         assert engine.requests[-1]["image_data"] == [data_url(png(2))]
         assert await again(PROMPT, images=[png(1)]) == answer
