@@ -23,7 +23,8 @@ def test_steps_are_measured_and_one_is_profiled_on_every_rank(tmp_path: Path) ->
         if step["groups/trained"]:
             assert min(parts[0], parts[1], parts[3]) > 0
             assert step["flops/rank"] > 0
-        assert sum(parts) < step["time/train"]
+        # parts are means of ranks, and train is of rank 0, which may begin a step after the others
+        assert sum(parts) < step["time/step"]
         assert 1e8 < step["memory/peak"] < 1e10
     traces = sorted((tmp_path / "run" / "profile").iterdir())
     assert [trace.name for trace in traces] == [f"step-000002-rank-{rank}.json.gz" for rank in (0, 1)]

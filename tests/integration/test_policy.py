@@ -43,7 +43,7 @@ class Bigrams:
     """Network that predicts the next token from the last one, and counts its passes."""
 
     def __init__(self, trainer: Any = None, _: Path | None = None, parallel: Any = None, **__: Any) -> None:
-        self.weights, self.hf = None, {"vocab_size": VOCAB}
+        self.weights, self.hf, self.vision = None, {"vocab_size": VOCAB}, None
         self._place = trainer, parallel
         self.logits = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5)).requires_grad_()
         self.passes: list[str] = []

@@ -191,9 +191,9 @@ def test_answers_that_were_cut_short_continue_with_their_image(fleet: Engines) -
 
 def test_placeholders_are_never_sampled(fleet: Engines) -> None:
     async def play(client: GenerationClient) -> None:
-        answer = await client.generate(group="g")([*IMAGE, *ASK], 400, [noise(6)])
+        answer = await client.generate(group="g")([*IMAGE, *ASK], 400, images=[noise(6)])
         assert not {START, END, PLACEHOLDER, VIDEO} & set(answer.token_ids)
-        whole = await client.generate(group="g")([*IMAGE, *ASK], 400, [noise(6)])
+        whole = await client.generate(group="g")([*IMAGE, *ASK], 400, images=[noise(6)])
         assert not {START, END, PLACEHOLDER, VIDEO} & set(whole.token_ids)
 
     played(fleet, play, max_new_tokens=400)
