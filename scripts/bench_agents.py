@@ -41,7 +41,7 @@ from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.envs.env import EnvSpec, Step  # noqa: E402
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings  # noqa: E402
 from asyncrl.models import tiny  # noqa: E402
-from asyncrl.observability.intervals import Activity
+from asyncrl.observability.intervals import Activity  # noqa: E402
 from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest  # noqa: E402
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts  # noqa: E402
 from asyncrl.rollout.prompts import load_tokenizer  # noqa: E402
