@@ -75,7 +75,7 @@ ALLOWED = {
     "planner": {"config", "rollout", "engine"},
     "convert": {"config", "weights", "models", "records", "inspection", "checkpoints"},
     "collect": set(),
-    "inspection": {"records"},
+    "inspection": {"records", "observability"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {

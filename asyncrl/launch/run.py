@@ -145,6 +145,8 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
         resume=origin.folder if origin else None,
         authority=authority.certificate if authority else "",
         attached=tuple(config.engine.urls) if config.mode != "replay" else (),
+        spans=f"127.0.0.1:{placement.rollout.meeting}" if config.tracing.engines else "",
+        trace_key=secrets.token_hex(16) if config.tracing.engines else "",
         trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
         **{**urls, "teachers": tuple(config.teacher.urls) or urls["teachers"]},
     )

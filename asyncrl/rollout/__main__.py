@@ -31,7 +31,6 @@ from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import READY, Access, Addresses
 from asyncrl.network.tls import signed
-from asyncrl.observability.timeline import TimelineWriter, sampled
 from asyncrl.progress import Progress
 from asyncrl.records.events import Began, Event
 from asyncrl.records.reading import RECORDS, Recording
@@ -47,6 +46,7 @@ from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.observer import Observer, trace_header
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.recorder import Recorder, WritingRecorder
@@ -54,7 +54,6 @@ from asyncrl.rollout.reporters import FailureReporter, RunReporter
 from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.teacher import TeacherScorer
-from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.vision import vision_of
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.schema import Prompt
@@ -89,8 +88,8 @@ async def main(run_dir: Path) -> None:
     failures = FailureReporter(reporter.warn)
     timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
-    timeline = TimelineWriter(run_dir, "rollout", reporter.warn, enabled=config.metrics.timeline)
-    timelines = Timelines([sampled(timeline, config.metrics.timeline_share)])
+    observer = Observer(config, addresses, run_dir, reporter.warn)
+    timelines = observer.timelines
     evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, timelines)
     limiter = _concurrency_limiter(rollout)
     writer: Writer[Event] | None = Writer(run_dir / RECORDS) if config.record else None
@@ -126,6 +125,7 @@ async def main(run_dir: Path) -> None:
         evaluations,
         addresses.api_key,
         drain=config.weights.pause_mode == "drain",
+        receive=observer.receive,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
     )
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
@@ -160,7 +160,7 @@ async def main(run_dir: Path) -> None:
         for connected in (client, loads, teachers):
             if connected:
                 await connected.close()
-        timeline.close()
+        observer.close()
         if writer:
             writer.close()
 
@@ -220,6 +220,7 @@ def _client(
         agents=config.agents,
         past_versions=config.past_versions,
         vision=vision,
+        trace=trace_header(config, addresses),
     )
 
 
