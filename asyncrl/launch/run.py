@@ -186,7 +186,8 @@ def supervise(
     stalls: Stalls | None,
 ) -> None:
     """Start the processes and supervise them until all have ended. Raises the same errors as Supervisor.run."""
-    policy = restart_policy(run_dir, addresses, specs, job.has if job else None)
+    machines = job.has if job else None
+    policy = restart_policy(run_dir, addresses, specs, machines, timeline=config.metrics.timeline)
     registry = Registry(run_dir)
     registry.clear()
     facts = {"run_id": addresses.run_id, "host": socket.gethostname(), "job": job.id if job else ""}

@@ -89,11 +89,11 @@ async def main(run_dir: Path) -> None:
     timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
     observer = Observer(config, addresses, run_dir, reporter.warn)
-    timelines = observer.timelines
-    evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, timelines)
+    evaluations = Evaluations(
+        *(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, observer.timelines)
+    )
     limiter = _concurrency_limiter(rollout)
-    writer: Writer[Event] | None = Writer(run_dir / RECORDS) if config.record else None
-    resumed = _resumed(addresses)
+    writer, resumed = _writer(config, run_dir), _resumed(addresses)
     recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
     groups = GroupLifecycle(
         build_buffer(rollout),
@@ -106,7 +106,7 @@ async def main(run_dir: Path) -> None:
             **prompts.figures(),
         },
         recorder=recorder,
-        timelines=timelines,
+        timelines=observer.timelines,
     )
     worker = Worker(
         groups,
@@ -135,7 +135,7 @@ async def main(run_dir: Path) -> None:
         for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
             client.narrow(int(engine.capacity))
         await each(players.values(), "start")
-        (run_dir / READY).touch()
+        _ready(run_dir, observer, addresses)
         if _trainer_sends_first(config, addresses):
             await groups.released()
         if resumed is None:
@@ -174,9 +174,19 @@ async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEn
     await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
 
 
+def _ready(run_dir: Path, observer: Observer, addresses: Addresses) -> None:
+    """Tell the other processes that everything has started."""
+    (run_dir / READY).touch()
+    observer.ready(addresses.started_at)
+
+
 def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | None) -> dict[str, float]:
     """Return what these parts counted since the last batch."""
     return {name: value for part in parts if part for name, value in part.take_figures().items()}
+
+
+def _writer(config: Config, run_dir: Path) -> Writer[Event] | None:
+    return Writer(run_dir / RECORDS) if config.record else None
 
 
 def _resumed(addresses: Addresses) -> Snapshot | None:

@@ -38,6 +38,10 @@ class Observer:
         if endpoint := config.tracing.endpoint:
             self._exporter = SpanExporter(run_dir, addresses.run_id, endpoint, warn)
 
+    def ready(self, started: float) -> None:
+        """Record that all engines can answer; the command started at that time."""
+        self._timeline.phase("start_up", -1, started, time())
+
     async def receive(self, request: Request) -> Response:
         """Take the spans that an engine sends: POST /v1/traces."""
         receiver = self._receiver
