@@ -19,6 +19,7 @@ from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS
 
 install()
+sys.modules["megatron"] = None  # type: ignore[assignment]  # a debugging tool of SGLang would import it, in 0.5 s
 overlap.install()
 unloading.install()
 warmup.install()
