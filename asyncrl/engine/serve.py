@@ -21,6 +21,7 @@ from asyncrl.network.addresses import ARGUMENTS
 if "--enable-trace" not in sys.argv:
     sys.modules["opentelemetry"] = None  # type: ignore[assignment]  # SGLang would import it, which takes 0.15 s
 install()
+sys.modules["megatron"] = None  # type: ignore[assignment]  # a debugging tool of SGLang would import it, in 0.5 s
 overlap.install()
 unloading.install()
 warmup.install()
