@@ -240,13 +240,13 @@ class MetricsConfig(Section):
     tensorboard: bool
     """Write TensorBoard event files to tb/."""
     timeline: bool
-    """Record in timeline/ what every episode and process did, and when (docs/observability.md)."""
+    """Record in timeline/ what every episode and process did, and when (docs/timelines.md)."""
     timeline_share: Share
     """Share of the groups whose timelines are recorded and traced; which ones they are depends on their uids alone."""
 
 
 class TracingConfig(Section):
-    """OpenTelemetry traces of episodes, across all processes (docs/observability.md)."""
+    """OpenTelemetry traces of episodes, across all processes (docs/timelines.md)."""
 
     endpoint: str | None
     """Address of a collector that receives every span as OTLP over HTTP, as http://HOST:4318/v1/traces; headers and

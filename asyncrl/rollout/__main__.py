@@ -101,7 +101,7 @@ async def main(run_dir: Path) -> None:
         limiter=limiter,
         publish=reporter.publish,
         figures=lambda: {
-            **_taken(teacher, recorder, player),
+            **_taken(teacher, recorder, player, observer),
             **figures(players.values()),
             **prompts.figures(),
         },
@@ -180,7 +180,7 @@ def _ready(run_dir: Path, observer: Observer, addresses: Addresses) -> None:
     observer.ready(addresses.started_at)
 
 
-def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | None) -> dict[str, float]:
+def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | Observer | None) -> dict[str, float]:
     """Return what these parts counted since the last batch."""
     return {name: value for part in parts if part for name, value in part.take_figures().items()}
 

@@ -32,11 +32,18 @@ class Observer:
         self._timeline(Started(addresses.run_id, time()))
         self.timelines = Timelines([sampled(self._timeline, config.metrics.timeline_share)])
         self._exporter = self._receiver = None
+        self._told = 0.0
         if config.tracing.engines:
             self._receiver = SpanReceiver(addresses.run_id, addresses.trace_key, self._engines)
             self._receiver.listen(addresses.spans)
         if endpoint := config.tracing.endpoint:
             self._exporter = SpanExporter(run_dir, addresses.run_id, endpoint, warn)
+
+    def take_figures(self) -> dict[str, float]:
+        """Return the figures since the last call, under their names in metrics.jsonl."""
+        total = self.timelines.seconds + self._timeline.seconds + self._engines.seconds
+        seconds, self._told = total - self._told, total
+        return {"time/timeline": seconds}
 
     def ready(self, started: float) -> None:
         """Record that all engines can answer; the command started at that time."""
