@@ -109,7 +109,12 @@ async def main(run_dir: Path) -> None:
         timelines=observer.timelines,
     )
     worker = Worker(
-        *(groups, client, player, mixer, limiter, failures),
+        groups,
+        client,
+        player,
+        mixer,
+        limiter,
+        failures,
         Patience(rollout.max_failures, rollout.max_rejections),
         group_sizes={name: config.group_size(name) for name in config.mixture},
         accept=load(rollout.accept, "rollout.accept"),
