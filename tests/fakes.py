@@ -247,6 +247,7 @@ class FakeClient:
         self._answer, self._waste = answer or (lambda _: completion()), waste
         self.calls: list[object] = []
         self.in_flight = 0
+        self.holding = False
         self.inflight = self
         self.tokens: Counter[str] = Counter()
         self.late_tokens = 0

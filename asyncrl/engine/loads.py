@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,7 @@ class Load:
     """Tokens prefilled so far, without those found in the cache."""
     prefill_seconds: float
     """Time spent on prefilling them."""
+    url: str = ""
 
 
 class Loads:
@@ -38,6 +41,12 @@ class Loads:
     def __init__(self, router: str, access: Access, transport: httpx.AsyncBaseTransport | None = None):
         self._router = router
         self._http = httpx.AsyncClient(**access.http, timeout=TIMEOUT, transport=transport)
+        self._latest: list[Load] = []
+        self._asked = -math.inf
+
+    async def recent(self, age: float) -> list[Load]:
+        """Return the loads that are at most `age` seconds old: those of the last query, or of a new one."""
+        return self._latest if time.monotonic() - self._asked < age else await self.ask()
 
     async def ask(self) -> list[Load]:
         """Return the loads of the engines that answer. Raises EngineError when one does not have the endpoint."""
@@ -47,7 +56,8 @@ class Loads:
             return []  # the router is dead or restarting
         urls = [worker["url"] for worker in response.json()["workers"]] if response.status_code == 200 else []
         found = await asyncio.gather(*[self._ask(url) for url in urls])
-        return [load for load in found if load]
+        self._latest, self._asked = [load for load in found if load], time.monotonic()
+        return self._latest
 
     async def _ask(self, url: str) -> Load | None:
         try:
@@ -58,14 +68,14 @@ class Loads:
             raise EngineError(f"{url} does not report its load (GET /v1/loads): SGLang 0.5.20 or newer is needed")
         if response.status_code != 200:
             return None
-        return load_of(response.json()["loads"])
+        return load_of(response.json()["loads"], url)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
 
 
-def load_of(ranks: Sequence[dict[str, Any]]) -> Load:
+def load_of(ranks: Sequence[dict[str, Any]], url: str = "") -> Load:
     """Return an engine's load: the sum over its data-parallel ranks."""
 
     def total(name: str) -> float:
@@ -78,4 +88,5 @@ def load_of(ranks: Sequence[dict[str, Any]]) -> Load:
         capacity=total("max_total_num_tokens"),
         prefilled=total("total_prefill_uncached_tokens"),
         prefill_seconds=total("total_prefill_busy_us") / 1e6,
+        url=url,
     )

@@ -52,6 +52,7 @@ from asyncrl.rollout.recorder import Recorder, WritingRecorder
 from asyncrl.rollout.reporters import FailureReporter, RunReporter
 from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
+from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.rollout.vision import vision_of
 from asyncrl.rollout.worker import Patience, Worker
@@ -97,9 +98,7 @@ async def main(run_dir: Path) -> None:
         limiter=limiter,
         publish=reporter.publish,
         figures=lambda: {
-            **(teacher.take_figures() if teacher else {}),
-            **recorder.take_figures(),
-            **player.take_figures(),
+            **_taken(teacher, recorder, player),
             **figures(players.values()),
             **prompts.figures(),
         },
@@ -124,24 +123,23 @@ async def main(run_dir: Path) -> None:
         drain=config.weights.pause_mode == "drain",
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
     )
+    status = StatusFile(run_dir, server.state, groups, client.inflight, loads, addresses)
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
-        await wait_until_ready(addresses, config.engine.start_timeout, attached=config.mode == "rollout_only")
-        for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
-            client.narrow(int(engine.capacity))
-        if teachers:
-            await teachers.wait_until_ready(config.engine.start_timeout)
-        await wait_until_healthy(addresses.judges, addresses.access, config.engine.start_timeout, "the judge's engines")
-        await each(players.values(), "start")
-        (run_dir / READY).touch()
-        if _trainer_sends_first(config, addresses):
-            await groups.released()
-        if resumed is None:
-            await evaluations.now()  # has the engines to itself: version 0, before the first rollout
-        elif resumed.evaluating:
-            evaluations.begin()
         async with asyncio.TaskGroup() as working:
+            working.create_task(status.follow())
+            await _until_ready(config, addresses, teachers)
+            for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
+                client.narrow(int(engine.capacity))
+            await each(players.values(), "start")
+            (run_dir / READY).touch()
+            if _trainer_sends_first(config, addresses):
+                await groups.released()
+            if resumed is None:
+                await evaluations.now()  # has the engines to itself: version 0, before the first rollout
+            elif resumed.evaluating:
+                evaluations.begin()
             working.create_task(worker.run(outstanding))
             if isinstance(limiter, AdaptiveConcurrency):
                 inflight = client.inflight
@@ -156,12 +154,25 @@ async def main(run_dir: Path) -> None:
         await each(players.values(), "close")
         await each(scores.values(), "close")
         await close_shared()
-        await client.close()
-        await loads.close()
-        if teachers:
-            await teachers.close()
+        for connected in (client, loads, teachers):
+            if connected:
+                await connected.close()
         if writer:
             writer.close()
+
+
+async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEngines | None) -> None:
+    """Wait until the engines of the policy, the teacher and the judge can answer."""
+    timeout = config.engine.start_timeout
+    await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only")
+    if teachers:
+        await teachers.wait_until_ready(timeout)
+    await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
+
+
+def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | None) -> dict[str, float]:
+    """Return what these parts counted since the last batch."""
+    return {name: value for part in parts if part for name, value in part.take_figures().items()}
 
 
 def _resumed(addresses: Addresses) -> Snapshot | None:

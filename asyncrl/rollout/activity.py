@@ -11,8 +11,15 @@ import time
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
+from asyncrl.engine.inflight import FIRST, HELD, NEXT
+
 AGENT, REWARD, TEACHER, NOTHING = "its agent", "its reward", "its teacher", ""
 """What a session waits for between its requests; NOTHING once its episode has ended."""
+PHASES = {
+    **dict(zip((HELD, FIRST, NEXT), ("queued", "prefill", "decode"), strict=True)),
+    **dict(zip((AGENT, REWARD, TEACHER, NOTHING), ("agent", "reward", "teacher", "waiting"), strict=True)),
+}
+"""Phases of an episode by what its session waits for; anything else is another attempt."""
 NAMED = 4
 """Number of groups that a diagnosis lists."""
 
@@ -45,3 +52,8 @@ def slowest(groups: Iterable[tuple[str, Collection[SiblingActivity]]]) -> list[s
     now = time.monotonic()
     ranked = sorted(groups, key=lambda group: -silence(group[1], now))
     return [describe(uid, siblings, now) for uid, siblings in ranked[:NAMED]]
+
+
+def phase(sibling: SiblingActivity) -> str:
+    """Return the phase of an episode."""
+    return PHASES.get(sibling.waits_for, "retry")

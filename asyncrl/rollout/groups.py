@@ -243,7 +243,7 @@ class GroupLifecycle:
             ]
             self._playing[one.ticket] = _Group(one.prompt, sessions)
         self.ledger()
-        return [(ticket, group.prompt, group.siblings) for ticket, group in self._playing.items()]
+        return self.running()
 
     async def released(self) -> None:
         """Wait until the trainer reports that every engine serves its version."""
@@ -268,6 +268,10 @@ class GroupLifecycle:
         ledger.check()
         self._checked = time.monotonic()
         return ledger
+
+    def running(self) -> list[tuple[Ticket, PromptName, Sequence[GenerationSession]]]:
+        """Return the running groups."""
+        return [(ticket, group.prompt, group.siblings) for ticket, group in self._playing.items()]
 
     def waiting_for(self) -> str:
         """Say why the next batch is not ready, and what the groups that have been silent longest are waiting for."""

@@ -129,16 +129,18 @@ class RolloutServer:
         return Response(data, media_type="application/msgpack")
 
     async def status(self, _: Request) -> Response:
+        """Return `state`."""
+        return JSONResponse(self.state())
+
+    def state(self) -> dict[str, Any]:
         """Return the ledger, and why the next batch is not ready."""
         encoded = self._encoded
-        return JSONResponse(
-            {
-                "version": self._groups.published_version,
-                "waiting_for": self._groups.waiting_for(),
-                "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
-                "ledger": asdict(self._groups.ledger()),
-            }
-        )
+        return {
+            "version": self._groups.published_version,
+            "waiting_for": self._groups.waiting_for(),
+            "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
+            "ledger": asdict(self._groups.ledger()),
+        }
 
     async def fail(self) -> None:
         """Raise the first internal error that a request met: it ends the process, not just the request."""

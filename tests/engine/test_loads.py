@@ -50,7 +50,7 @@ def test_an_engine_is_the_sum_of_its_data_parallel_ranks() -> None:
 def test_engines_that_are_dead_or_refuse_are_left_out() -> None:
     whole = httpx.Response(200, json={"loads": [RANK]})
     answers = {"a": whole, "b": httpx.ConnectError("refused"), "c": httpx.Response(503), "d": whole}
-    assert asked(answers) == [load_of([RANK])] * 2
+    assert asked(answers) == [load_of([RANK], f"http://{name}") for name in "ad"]
 
 
 def test_an_engine_that_does_not_know_the_question_is_too_old() -> None:
