@@ -7,9 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.schema import Batch, Group, Trajectory
+
+if TYPE_CHECKING:
+    from asyncrl.metrics.sinks import Sinks
 
 Step = dict[str, float]
 
@@ -19,15 +22,17 @@ class StepLog:
 
     def __init__(
         self,
-        sinks: list[Callable[[Step], None]],
+        sinks: Sequence[Callable[[Step], None]],
         *,
         started_at: float,
         tasks: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
         begins: Callable[[str, int], None] = lambda span, step: None,
+        outputs: Sinks | None = None,
     ) -> None:
         """Create the log. `started_at` is the wall-clock time (time.time) of the command; `tasks` are the training
-        tasks; `begins` is called with the name of every span and its step."""
+        tasks; `begins` is called with the name of every span and its step; `outputs` also receive the batches."""
+        self._outputs = outputs
         self._sinks, self._tasks, self._clock, self._begins = sinks, tasks, clock, begins
         self._offset = time.time() - started_at - clock()
         self._before = 0.0  # seconds spent by earlier runs that this one resumes
@@ -104,6 +109,8 @@ class StepLog:
         self.steps.append(record)
         for sink in self._sinks:
             sink(record)
+        if self._outputs:
+            self._outputs.write(record, batch)
         return record
 
     def _by_task(self, groups: Sequence[Group]) -> Step:

@@ -36,7 +36,7 @@ from asyncrl.engine.hand_over import HandOver  # noqa: E402
 from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
-from asyncrl.metrics.sinks import GapWatch, TensorBoard  # noqa: E402
+from asyncrl.metrics.sinks import GapWatch, Sinks  # noqa: E402
 from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress  # noqa: E402
@@ -101,8 +101,9 @@ def main(run_dir: Path) -> None:
         publisher, why = build.publisher(hand_over.update if hand_over else None)
         first, end = 0, None
     warn = partial(_warn, run_dir)
-    sinks = _sinks(config, addresses, run_dir, parallel, warn)
-    log = StepLog(sinks, started_at=addresses.started_at, tasks=tuple(config.mixture), begins=begins)
+    records = (partial(jsonl.append, run_dir / "metrics.jsonl"), GapWatch(warn)) if parallel.is_first else ()
+    sinks = _sinks(config, addresses, run_dir, warn) if parallel.is_first else None
+    log = StepLog(records, started_at=addresses.started_at, tasks=tuple(config.mixture), begins=begins, outputs=sinks)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
     publisher = turns or publisher
     stop = StopRule(config.run, end)
@@ -167,9 +168,12 @@ def main(run_dir: Path) -> None:
     if parallel.is_first:
         facts = {"reason": reason, "transport": why, **checkpoints.figures()}
         _tell_the_end(config, run_dir, source, log, facts)
+    closed = sinks is None or sinks.close()
     dist.barrier()  # the first process to leave ends the run: all ranks wait here until rank 0 has written the summary
     dist.destroy_process_group()
     progress.end()
+    if not closed:
+        os._exit(0)  # the packages of sinks would wait for their servers at the end of the process
 
 
 def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tuple[Progress, Callable[[str, int], None]]:
@@ -215,17 +219,9 @@ def _warn(run_dir: Path, text: str, version: int) -> None:
     jsonl.append(run_dir / "warnings.jsonl", {"version": version, "warning": text})
 
 
-def _sinks(
-    config: Config, addresses: Addresses, run_dir: Path, parallel: Parallel, warn: Callable[[str, int], None]
-) -> list:
-    if not parallel.is_first:
-        return []
+def _sinks(config: Config, addresses: Addresses, run_dir: Path, warn: Callable[[str, int], None]) -> Sinks:
     first = manifest.read(addresses.resume).version + 1 if addresses.resume else None
-    return [
-        partial(jsonl.append, run_dir / "metrics.jsonl"),
-        GapWatch(warn),
-        *([TensorBoard(run_dir / "tb", first)] if config.metrics.tensorboard else []),
-    ]
+    return Sinks(config, run_dir, addresses.model, warn, first)
 
 
 def _tell_the_end(config: Config, run_dir: Path, source: BatchSource, log: StepLog, facts: dict[str, Any]) -> None:
