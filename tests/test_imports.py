@@ -63,6 +63,7 @@ ALLOWED = {
     "rewards": {"sandbox"},
     "tasks": {"config", "envs", "rewards"},
     "records": set(),
+    "observability": {"records"},
     "checkpoints": set(),
     "rollout": {
         *("config", "engine", "agents", "envs", "sandbox", "rewards", "records", "checkpoints", "tasks", "models")

@@ -1,0 +1,174 @@
+"""The timeline of a run: what every episode and every process did, and when.
+
+    RUN/timeline/rollout/      groups, batches, publishes and restarts of the rollout process
+    RUN/timeline/trainer-0/    the phases of a trainer rank; launcher/: restarts
+    RUN/timeline/engines/      spans that engines and the router sent (tracing.engines=true)
+
+Each folder holds frames as a recording does (asyncrl/records), with an index of the groups and steps of each frame.
+Times are those of `time.time`, so that processes and machines compare. A resumed run appends: of two records of one
+group or step, the later one is of the run that went on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.errors import RecordError
+from asyncrl.records.frames import FramePosition, Frames, files
+from asyncrl.records.index import IndexEntry
+from asyncrl.records.writer import Writer
+
+FOLDER = "timeline"
+ROLLOUT, LAUNCHER, ENGINES = "rollout", "launcher", "engines"
+"""Processes by the names of their folders; trainer ranks are trainer-0, trainer-1, ..."""
+QUEUED, PREFILL, DECODE, RETRY = "queued", "prefill", "decode", "retry"
+AGENT, TOOL, ENVIRONMENT, REWARD, TEACHER, WAITING = "agent", "tool", "environment", "reward", "teacher", "waiting"
+PHASES = (QUEUED, PREFILL, DECODE, RETRY, AGENT, TOOL, ENVIRONMENT, REWARD, TEACHER, WAITING)
+LINGER = 0.5
+"""Seconds that records are collected for one frame. Readers of a running run are behind by this much."""
+
+
+class Interval(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A stretch of an episode's time. Intervals of one episode do not overlap, except where its agent makes several
+    requests or calls several tools at once."""
+
+    phase: str  # of PHASES
+    start: float
+    end: float
+    name: str = ""  # of the tool, environment, reward or role; the reason of a retry
+    version: int = -1  # of the weights that generated; DECODE has one interval for each version
+    outcome: str = ""  # the error, if there was one
+
+    @property
+    def seconds(self) -> float:
+        """Duration."""
+        return self.end - self.start
+
+
+class EpisodeTimeline(msgspec.Struct, frozen=True, array_like=True):
+    """One episode of a group."""
+
+    reward: float | None  # None if it was not scored
+    tokens: int  # that engines generated for it
+    intervals: list[Interval]
+
+
+class GroupTimeline(msgspec.Struct, frozen=True, tag="group"):
+    """A group that has ended, or the attempts at a question of an evaluation."""
+
+    uid: str
+    slot: int  # -1 in an evaluation
+    attempt: int
+    task: str  # or the evaluation set
+    purpose: str  # training or evaluation
+    born: int  # version when it was admitted
+    admitted: float
+    ended: float
+    outcome: str  # "committed", or the reason of its rejection
+    episodes: list[EpisodeTimeline]
+
+
+class BatchTimeline(msgspec.Struct, frozen=True, tag="batch"):
+    """A batch, written when it is taken."""
+
+    step: int
+    asked: float  # when the trainer began to wait for it
+    taken: float
+    uids: list[str]
+    last: str = ""  # uid of the group that it waited for last; "" if it was ready
+
+
+class PublishTimeline(msgspec.Struct, frozen=True, tag="published"):
+    """A publish as the rollout process sees it: requests were held back in between."""
+
+    version: int
+    held: float
+    released: float
+
+
+class ProcessSpan(msgspec.Struct, frozen=True, tag="span"):
+    """A phase of a trainer rank or of the launcher."""
+
+    process: str  # "trainer 0", "launcher", "rollout"
+    name: str  # forward, backward, optimizer, gather, publish, checkpoint, restart, ...
+    start: float
+    end: float
+    step: int = -1
+    attributes: dict[str, str | float] = {}
+
+
+class EngineSpan(msgspec.Struct, frozen=True, tag="engine"):
+    """A span of an engine or of the router, as it was received. Ids are hexadecimal."""
+
+    service: str
+    name: str
+    trace: str
+    span: str
+    parent: str
+    start: float
+    end: float
+    attributes: dict[str, str | float] = {}
+
+
+Record = GroupTimeline | BatchTimeline | PublishTimeline | ProcessSpan | EngineSpan
+_decoder = msgspec.msgpack.Decoder(list[Record])
+
+
+def decode(data: bytes) -> list[Record]:
+    """Decode the records of a frame. Raises RecordError if it holds anything else."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RecordError(f"a frame holds no timeline: {error}") from None
+
+
+def index_entry(place: FramePosition, end: int, held: Sequence[Record]) -> IndexEntry:
+    """Build the index entry of a frame from its records."""
+    groups = [record.uid for record in held if isinstance(record, GroupTimeline)]
+    steps = [record.step for record in held if isinstance(record, BatchTimeline)]
+    versions = [record.version for record in held if isinstance(record, PublishTimeline)]
+    return IndexEntry(place.file, place.offset, end, groups, steps, versions)
+
+
+def folder_of(run: Path, process: str) -> Path:
+    """Return the folder of a process's timeline."""
+    return run / FOLDER / process.replace(" ", "-")
+
+
+def writer(run: Path, process: str) -> Writer[Record]:
+    """Return a writer of the timeline of a process, which appends to that of an earlier start."""
+    return Writer(folder_of(run, process), decode=decode, entry=index_entry, linger=LINGER)
+
+
+def processes(run: Path) -> list[str]:
+    """Return the names of the folders of all processes that have a timeline."""
+    return sorted(folder.name for folder in (run / FOLDER).glob("*") if folder.is_dir())
+
+
+def read(run: Path, process: str, start: FramePosition | None = None) -> Iterator[tuple[FramePosition, list[Record]]]:
+    """Yield the records of each complete frame from a position on, with the position after it. A frame that is being
+    written is skipped, and found by the next call. Raises RecordError on damage."""
+    folder = folder_of(run, process)
+    if not files(folder):
+        return
+    for frame in Frames(folder, start):
+        yield FramePosition(frame.place.file, frame.end), decode(frame.data)
+
+
+class TimelineReader:
+    """Follows the timelines of all processes of a run, which may still be running or not have begun."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self.positions: dict[str, FramePosition] = {}
+        """Where each process's next frame begins."""
+
+    def new(self) -> Iterator[Record]:
+        """Yield the records since the last call, process by process."""
+        for process in processes(self._run):
+            for position, records in read(self._run, process, self.positions.get(process)):
+                yield from records
+                self.positions[process] = position
