@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.secret_values import Parameters, Secret
 from asyncrl.errors import ConfigError
@@ -233,11 +233,6 @@ class ClusterConfig(Section):
         return self
 
 
-def _tensorboard(value: Any) -> Any:
-    """Accept the value of metrics.tensorboard, the old name of metrics.sinks."""
-    return value if not isinstance(value, bool) else ["tensorboard"] * value
-
-
 SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -247,7 +242,7 @@ class MetricsConfig(Section):
     console: bool
     """Show the progress of the run on the terminal: a live table, or one line per step where the output is no
     terminal."""
-    sinks: Annotated[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]], BeforeValidator(_tensorboard)]
+    sinks: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
     """Where the metrics of each step, held-out accuracies and sampled episodes are also sent. tensorboard: event files
     in tb/; wandb: Weights & Biases; trackio: its local database; mlflow: a tracking server, or a folder."""
     episodes: Natural
@@ -260,6 +255,12 @@ class MetricsConfig(Section):
     mlflow: Parameters
     """experiment: name of the experiment; tracking_uri: address of the server; unset: the environment variable
     MLFLOW_TRACKING_URI, or mlruns/ in the run folder. Credentials are MLflow's environment variables."""
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _was_tensorboard(cls, value: Any) -> Any:
+        """Accept the values of metrics.tensorboard, the old name of the field."""
+        return ["tensorboard"] * value if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _keys_are_secret(self) -> MetricsConfig:

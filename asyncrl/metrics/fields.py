@@ -182,10 +182,31 @@ STEP_ADAPTIVE = {
     "concurrency/limit": "number of episodes that may run at the same time",
     "concurrency/in_play": "number of episodes that were running when the batch was taken",
     "concurrency/cuts": "number of times the limit was lowered to relieve the engines, since the start of the run",
+    "engines/prefill_wasted": "fraction of the engines' time spent on prefilling tokens that they had prefilled before",
+}
+
+# The same file, if engines answer; as they were when the batch was taken
+STEP_ENGINES = {
     "engines/running": "number of requests that the engines were processing",
     "engines/queued": "number of requests in the engines' queues",
     "engines/cache_use": "fraction of the engines' KV cache that running requests occupy",
-    "engines/prefill_wasted": "fraction of the engines' time spent on prefilling tokens that they had prefilled before",
+}
+
+# The same file, with engine.metrics; over the last two seconds or more
+STEP_ENGINE_COUNTERS = {
+    "engines/tokens_per_s": "number of tokens that the engines generated per second",
+    "engines/tokens_per_s/lowest": "the same, of the engine that generated fewest",
+    "engines/cache_hit": "fraction of prompt tokens found in prefix caches, as a mean over the engines",
+    "engines/preemptions": "number of requests that engines have retracted because their cache was full, since they "
+    "were started",
+}
+
+# The same file, for each of the first 16 engines; <engine> is its host and port
+STEP_BY_ENGINE = {
+    "engine/<engine>/running": "number of requests that the engine was processing",
+    "engine/<engine>/queued": "number of requests in its queue",
+    "engine/<engine>/cache_use": "fraction of its KV cache that running requests occupy",
+    "engine/<engine>/tokens_per_s": "number of tokens that it generated per second (engine.metrics)",
 }
 
 # The same file, for each task if there are several; <task> is its name

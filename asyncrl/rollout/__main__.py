@@ -79,7 +79,7 @@ async def main(run_dir: Path) -> None:
     prompts = Prompts(config, tasks, template, hf["max_position_embeddings"], RunReporter(run_dir).warn, vision)
     cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), hf, cache, vision)
-    rollout, loads = config.rollout, Loads(addresses.router, addresses.access)
+    rollout, loads = config.rollout, Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
     teachers = _teacher_engines(config, addresses)
     teacher = TeacherScorer(teachers) if teachers else None
     reporter = RunReporter(run_dir, lambda: client.inflight.version)
@@ -101,6 +101,7 @@ async def main(run_dir: Path) -> None:
             **_taken(teacher, recorder, player),
             **figures(players.values()),
             **prompts.figures(),
+            **loads.figures(),
         },
         recorder=recorder,
     )
