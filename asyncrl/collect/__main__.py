@@ -56,7 +56,7 @@ def main(run_dir: Path) -> None:
             break
     summary = {"reason": reason, **log.summary(config.run.reward_window), "ledger": source.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
-    if not sinks.close():
+    if not log.close():
         os._exit(0)  # the packages of sinks would wait for their servers at the end of the process
 
 

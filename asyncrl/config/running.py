@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.secret_values import Parameters, Secret
 from asyncrl.errors import ConfigError
-from asyncrl.settings import Count, Natural, Positive, Section
+from asyncrl.settings import Count, Natural, Positive, Section, Share
 
 
 class RunConfig(Section):
@@ -255,6 +255,10 @@ class MetricsConfig(Section):
     mlflow: Parameters
     """experiment: name of the experiment; tracking_uri: address of the server; unset: the environment variable
     MLFLOW_TRACKING_URI, or mlruns/ in the run folder. Credentials are MLflow's environment variables."""
+    timeline: bool
+    """Record in timeline/ what every episode and process did, and when (docs/observability.md)."""
+    timeline_share: Share
+    """Share of the groups whose timelines are recorded and traced; which ones they are depends on their uids alone."""
 
     @field_validator("sinks", mode="before")
     @classmethod
@@ -269,4 +273,22 @@ class MetricsConfig(Section):
                 if name in ("api_key", "token", "password") and not isinstance(value, Secret):
                     remedy = "It would be written to config.json: export it as a variable, and set ${oc.env:VARIABLE}."
                     raise ConfigError(f"metrics.{sink}.{name}", "a plain text", remedy)
+        return self
+
+
+class TracingConfig(Section):
+    """OpenTelemetry traces of episodes, across all processes (docs/observability.md)."""
+
+    endpoint: str | None
+    """Address of a collector that receives every span as OTLP over HTTP, as http://HOST:4318/v1/traces; headers and
+    certificates are those of OpenTelemetry's own environment variables. Needs asyncrl[tracing]. unset: none; spans can
+    still be made of the recorded timelines, by asyncrl-inspect RUN --trace FILE."""
+    engines: bool
+    """Make engines and router trace requests and send their spans to the rollout process, which records them in
+    timeline/engines. Needs asyncrl[tracing], and costs the engines time for every request."""
+
+    @model_validator(mode="after")
+    def _has_an_address(self) -> TracingConfig:
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise ConfigError("tracing.endpoint", self.endpoint, "Must be as http://HOST:4318/v1/traces.")
         return self

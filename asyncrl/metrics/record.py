@@ -28,12 +28,14 @@ class StepLog:
         tasks: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
         begins: Callable[[str, int], None] = lambda span, step: None,
+        ended: Callable[[str, int, float, float], None] = lambda span, batch, start, end: None,
         outputs: Sinks | None = None,
     ) -> None:
         """Create the log. `started_at` is the wall-clock time (time.time) of the command; `tasks` are the training
-        tasks; `begins` is called with the name of every span and its step; `outputs` also receive the batches."""
+        tasks; `begins` is called with the name of every span and its step, and `ended` with the number of
+        the batch and the wall-clock times; `outputs` also receive the batches."""
         self._outputs = outputs
-        self._sinks, self._tasks, self._clock, self._begins = sinks, tasks, clock, begins
+        self._sinks, self._tasks, self._clock, self._begins, self._ended = sinks, tasks, clock, begins, ended
         self._offset = time.time() - started_at - clock()
         self._before = 0.0  # seconds spent by earlier runs that this one resumes
         self._spans: dict[str, float] = {}
@@ -55,12 +57,14 @@ class StepLog:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Measure the duration of the block and add it to time/NAME of the current step."""
-        began = self._clock()
-        self._begins(name, len(self.steps) + 1)
+        began, started, batch = self._clock(), time.time(), len(self.steps)
+        self._begins(name, batch + 1)
         try:
             yield
         finally:
-            self._spans[f"time/{name}"] = self._spans.get(f"time/{name}", 0.0) + self._clock() - began
+            seconds = self._clock() - began
+            self._spans[f"time/{name}"] = self._spans.get(f"time/{name}", 0.0) + seconds
+            self._ended(name, batch, started, started + seconds)
 
     def step(self, version: int, batch: Batch, figures: dict[str, float], sent: dict[str, float]) -> Step:
         """Close a step and pass its record to the sinks. The first step begins when its batch arrives, so that start-up
@@ -112,6 +116,10 @@ class StepLog:
         if self._outputs:
             self._outputs.write(record, batch)
         return record
+
+    def close(self) -> bool:
+        """Send what is left to the outputs. Return whether all of them have ended."""
+        return self._outputs is None or self._outputs.close()
 
     def _by_task(self, groups: Sequence[Group]) -> Step:
         """Return the metrics of each task in the batch; none if training has only one task."""

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import READY, Access, Addresses
 from asyncrl.network.tls import signed
+from asyncrl.observability.episodes import EpisodeFigures
+from asyncrl.observability.timeline import TimelineWriter, sampled
 from asyncrl.progress import Progress
-from asyncrl.records.events import Began
+from asyncrl.records.events import Began, Event
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
@@ -54,6 +57,7 @@ from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.teacher import TeacherScorer
+from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.vision import vision_of
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.schema import Prompt
@@ -88,9 +92,13 @@ async def main(run_dir: Path) -> None:
     failures = FailureReporter(reporter.warn)
     timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
-    evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated)
+    timeline = TimelineWriter(run_dir, "rollout", reporter.warn, enabled=config.metrics.timeline)
+    episodes = EpisodeFigures({name: task.correct for name, task in tasks.items()})
+    timelines = Timelines([sampled(timeline, config.metrics.timeline_share), episodes])
+    evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, timelines)
     limiter = _concurrency_limiter(rollout)
-    writer, resumed = Writer(run_dir / RECORDS) if config.record else None, _resumed(addresses)
+    writer: Writer[Event] | None = Writer(run_dir / RECORDS) if config.record else None
+    resumed = _resumed(addresses)
     recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
     groups = GroupLifecycle(
         build_buffer(rollout),
@@ -98,12 +106,11 @@ async def main(run_dir: Path) -> None:
         limiter=limiter,
         publish=reporter.publish,
         figures=lambda: {
-            **_taken(teacher, recorder, player),
-            **figures(players.values()),
-            **prompts.figures(),
-            **loads.figures(),
+            **_taken(teacher, recorder, player, episodes),
+            **dict(ChainMap(figures(players.values()), prompts.figures(), loads.figures())),
         },
         recorder=recorder,
+        timelines=timelines,
     )
     worker = Worker(
         groups,
@@ -158,6 +165,7 @@ async def main(run_dir: Path) -> None:
         for connected in (client, loads, teachers):
             if connected:
                 await connected.close()
+        timeline.close()
         if writer:
             writer.close()
 
@@ -171,7 +179,7 @@ async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEn
     await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
 
 
-def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | None) -> dict[str, float]:
+def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | EpisodeFigures | None) -> dict[str, float]:
     """Return what these parts counted since the last batch."""
     return {name: value for part in parts if part for name, value in part.take_figures().items()}
 

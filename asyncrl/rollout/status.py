@@ -28,7 +28,7 @@ from asyncrl.engine.loads import Load, Loads
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Addresses
-from asyncrl.rollout.activity import phase, silence
+from asyncrl.rollout.activity import silence
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.snapshot import PromptName
@@ -84,7 +84,7 @@ class StatusFile:
             "time": time.time(),
             **state,
             "holding": self._inflight.holding,
-            "episodes": Counter(phase(one) for _, _, siblings in groups for one in siblings),
+            "episodes": Counter(one.activity.phase for _, _, siblings in groups for one in siblings),
             **_silent(groups),
             "engines": self._fleet(loads, state["version"]),
         }
@@ -108,7 +108,7 @@ def _silent(groups: Sequence[tuple[Ticket, PromptName, Sequence[GenerationSessio
             "seconds": round(silence(siblings, now), 3),
             "episodes": [
                 {
-                    "phase": phase(one),
+                    "phase": one.activity.phase,
                     "waits_for": one.waits_for,
                     "seconds": round(now - one.since, 3),
                     "tokens": one.received,

@@ -38,6 +38,7 @@ from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
 from asyncrl.metrics.sinks import GapWatch, Sinks  # noqa: E402
 from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
+from asyncrl.observability.timeline import TimelineWriter  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
@@ -87,23 +88,17 @@ def main(run_dir: Path) -> None:
     if config.trainer.lora.base != "none" and config.checkpoint.every:
         origin = addresses.resume.parent.parent if addresses.resume else None
         packed_base.keep(run_dir, origin, policy.weights, config.trainer.lora.base, parallel)
-    source: BatchSource
-    publisher: VersionPublisher
-    if config.mode == "replay":
-        recorded = ReplaySource(config.replay)
-        first, end, why = recorded.first, recorded.end, "none (mode=replay)"
-        timeout = config.rollout.batch_timeout
-        source = RolloutClient(addresses.rollout, addresses.access, timeout) if config.replay.schedule else recorded
-        publisher = NoEngines(lambda version: source.announce(version, policy.reused), first=parallel.is_first)
-    else:
-        source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
+    recorded = ReplaySource(config.replay) if config.mode == "replay" else None
+    source = _source(config, addresses, recorded)
+    first, end = (recorded.first, recorded.end) if recorded else (0, None)
+    publisher: VersionPublisher = NoEngines(lambda v: source.announce(v, policy.reused), first=parallel.is_first)
+    why = "none (mode=replay)"
+    if not recorded:
         build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source)
         publisher, why = build.publisher(hand_over.update if hand_over else None)
-        first, end = 0, None
     warn = partial(_warn, run_dir)
-    records = (partial(jsonl.append, run_dir / "metrics.jsonl"), GapWatch(warn)) if parallel.is_first else ()
-    sinks = _sinks(config, addresses, run_dir, warn) if parallel.is_first else None
-    log = StepLog(records, started_at=addresses.started_at, tasks=tuple(config.mixture), begins=begins, outputs=sinks)
+    timeline = _timeline(config, run_dir, parallel, warn)
+    log = _log(config, addresses, run_dir, parallel, begins, timeline)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
     publisher = turns or publisher
     stop = StopRule(config.run, end)
@@ -146,6 +141,8 @@ def main(run_dir: Path) -> None:
     def update(batch: Batch) -> dict[str, float]:
         with profiled(batch.version + 1, config.trainer.profile, run_dir, parallel):
             figures = turns.update(measured, batch) if turns else measured(batch)
+        for name, start, end in policy.network.meter.spans():
+            timeline.phase(name, batch.version, start, end)
         if scores:
             scores.write(batch.version, policy.started[: sum(group.num_tokens for group in batch.groups)])
         return figures
@@ -163,12 +160,13 @@ def main(run_dir: Path) -> None:
     if reason != ASKED:
         export(run_dir / "hf", version)
     checkpoints.finish()
+    timeline.close()
     if scores:
         scores.close()
     if parallel.is_first:
         facts = {"reason": reason, "transport": why, **checkpoints.figures()}
         _tell_the_end(config, run_dir, source, log, facts)
-    closed = sinks is None or sinks.close()
+    closed = log.close()
     dist.barrier()  # the first process to leave ends the run: all ranks wait here until rank 0 has written the summary
     dist.destroy_process_group()
     progress.end()
@@ -206,6 +204,13 @@ def _first_turn(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel)
     return hand_over
 
 
+def _source(config: Config, addresses: Addresses, recorded: ReplaySource | None) -> BatchSource:
+    """Return the source of batches: the rollout process, unless recorded batches are trained without one."""
+    if recorded and not config.replay.schedule:
+        return recorded
+    return RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
+
+
 def _go_on(folder: Path, run_dir: Path, policy: Policy, log: StepLog, stop: StopRule) -> int:
     """Restore the run from a checkpoint and return its version. The steps before it are read from the run folder."""
     counters = checkpoint.load(folder, policy)
@@ -219,9 +224,34 @@ def _warn(run_dir: Path, text: str, version: int) -> None:
     jsonl.append(run_dir / "warnings.jsonl", {"version": version, "warning": text})
 
 
-def _sinks(config: Config, addresses: Addresses, run_dir: Path, warn: Callable[[str, int], None]) -> Sinks:
-    first = manifest.read(addresses.resume).version + 1 if addresses.resume else None
-    return Sinks(config, run_dir, addresses.model, warn, first)
+def _timeline(config: Config, run_dir: Path, parallel: Parallel, warn: Callable[[str, int], None]) -> TimelineWriter:
+    process = f"trainer {parallel.rank}"
+    return TimelineWriter(run_dir, process, lambda text: warn(text, 0), enabled=config.metrics.timeline)
+
+
+def _log(
+    config: Config,
+    addresses: Addresses,
+    run_dir: Path,
+    parallel: Parallel,
+    begins: Callable[[str, int], None],
+    timeline: TimelineWriter,
+) -> StepLog:
+    """Return the log of this rank. That of rank 0 also writes and sends the metrics."""
+    sinks, outputs = list[Callable[[dict[str, float]], None]](), None
+    if parallel.is_first:
+        warn = partial(_warn, run_dir)
+        first = manifest.read(addresses.resume).version + 1 if addresses.resume else None
+        sinks = [partial(jsonl.append, run_dir / "metrics.jsonl"), GapWatch(warn)]
+        outputs = Sinks(config, run_dir, addresses.model, warn, first)
+    return StepLog(
+        sinks,
+        started_at=addresses.started_at,
+        tasks=tuple(config.mixture),
+        begins=begins,
+        ended=timeline.phase,
+        outputs=outputs,
+    )
 
 
 def _tell_the_end(config: Config, run_dir: Path, source: BatchSource, log: StepLog, facts: dict[str, Any]) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engine.inflight import FIRST, HELD, NEXT
 from asyncrl.engine.loads import load_of
+from asyncrl.observability.intervals import DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.rollout import status as module
-from asyncrl.rollout.activity import AGENT, NOTHING
 from asyncrl.rollout.status import StatusFile
 from tests.engine.test_loads import RANK
 from tests.fakes import addresses
@@ -41,11 +40,11 @@ def test_file_says_who_waits_for_what_and_which_engine_is_silent(
     async def play(site: Site) -> None:
         tickets = [await site.groups.ticket() for _ in range(2)]
         old, new = map(site.begin, tickets)
-        for session, event in zip((*old, *new), (AGENT, HELD, NEXT, NOTHING), strict=True):
-            session.wait_for(event)
         site.receive(old[0], 3)
-        old[0].wait_for(AGENT)
-        old[1].since -= 60
+        held = old[1].activity.begin(QUEUED, PUBLISH)
+        old[1].activity.since -= 60
+        new[0].activity.begin(DECODE)
+        new[1].activity.finish()
         following = asyncio.create_task(file_of(site, tmp_path).follow())
         await asyncio.sleep(0.1)
         found = json.loads((tmp_path / "status.json").read_text())
@@ -53,12 +52,13 @@ def test_file_says_who_waits_for_what_and_which_engine_is_silent(
         assert found["ledger"]["groups"]["running"] == 2
         (group,) = found["groups"]
         assert (group["uid"], group["tokens"], found["groups_left_out"]) == (tickets[0].uid, 3, 1)
-        assert [one["waits_for"] for one in group["episodes"]] == [AGENT, HELD]
+        assert [one["waits_for"] for one in group["episodes"]] == ["its agent", "the end of a publish"]
         assert group["seconds"] > 59
         first, second = found["engines"]
         assert (first["state"], first["running"], first["capacity"]) == ("serving", 3, 1000.0)
         assert second == {"url": addresses(engines=2).engines[1], "state": "silent"}
-        old[1].wait_for(FIRST)
+        old[1].activity.end(held)
+        old[1].activity.begin(PREFILL)
         await asyncio.sleep(0.1)
         assert json.loads((tmp_path / "status.json").read_text())["episodes"]["prefill"] == 1
         following.cancel()
