@@ -47,6 +47,7 @@ from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.rollout.exposition import PrometheusMetrics
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
 from asyncrl.rollout.player import EpisodePlayer
@@ -94,7 +95,8 @@ async def main(run_dir: Path) -> None:
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
     timeline = TimelineWriter(run_dir, "rollout", reporter.warn, enabled=config.metrics.timeline)
     episodes = EpisodeFigures({name: task.correct for name, task in tasks.items()})
-    timelines = Timelines([sampled(timeline, config.metrics.timeline_share), episodes])
+    exposed = PrometheusMetrics(run_dir, addresses, config.run.name)
+    timelines = Timelines([sampled(timeline, config.metrics.timeline_share), episodes, exposed])
     evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, timelines)
     limiter = _concurrency_limiter(rollout)
     writer: Writer[Event] | None = Writer(run_dir / RECORDS) if config.record else None
@@ -130,8 +132,10 @@ async def main(run_dir: Path) -> None:
         addresses.api_key,
         drain=config.weights.pause_mode == "drain",
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
+        metrics=exposed.render,
     )
     status = StatusFile(run_dir, server.state, groups, client.inflight, loads, addresses)
+    exposed.now = status.now
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
@@ -150,8 +154,9 @@ async def main(run_dir: Path) -> None:
                 evaluations.begin()
             working.create_task(worker.run(outstanding))
             if isinstance(limiter, AdaptiveConcurrency):
-                inflight = client.inflight
-                working.create_task(limiter.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
+                working.create_task(
+                    limiter.watch(loads.ask, client.inflight.take_needed, lambda: client.inflight.holding)
+                )
 
     following = asyncio.create_task(progress.follow())
     try:
@@ -159,12 +164,9 @@ async def main(run_dir: Path) -> None:
     finally:
         following.cancel()
         progress.doing("ending", within=config.cluster.stop_grace)
-        await each(players.values(), "close")
-        await each(scores.values(), "close")
+        await each([*players.values(), *scores.values()], "close")
         await close_shared()
-        for connected in (client, loads, teachers):
-            if connected:
-                await connected.close()
+        await each([client, loads, teachers], "close")
         timeline.close()
         if writer:
             writer.close()

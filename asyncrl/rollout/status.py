@@ -77,8 +77,9 @@ class StatusFile:
                 told = True
             await asyncio.sleep(max(PERIOD, spent / SHARE))
 
-    def now(self, loads: Sequence[Load]) -> dict[str, Any]:
-        """Return the content of the file."""
+    def now(self, loads: Sequence[Load] | None = None) -> dict[str, Any]:
+        """Return the content of the file, by default with the newest loads."""
+        loads = self._loads.latest if loads is None else loads
         state, groups = self._state(), self._groups.running()
         return {
             "time": time.time(),
