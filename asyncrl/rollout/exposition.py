@@ -53,7 +53,7 @@ class PrometheusMetrics(Collector):
             file.write(metrics_key(addresses.api_key))
         self.now: Callable[[], Mapping[str, Any]] = dict
         """Returns the content of status.json."""
-        self._info = {"run": name, "run_id": addresses.run_id, "model": addresses.model.name}
+        self._info = {"name": name, "run_id": addresses.run_id, "model": addresses.model.name}
         self._steps, self._evaluations, self._warnings = (
             Tail(run_dir / file) for file in ("metrics.jsonl", "eval.jsonl", "warnings.jsonl")
         )

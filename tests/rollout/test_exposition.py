@@ -47,7 +47,7 @@ def test_metrics_hold_the_state_the_timelines_and_the_newest_step(tmp_path: Path
         found = samples(answer.text)
         engine, dead = (("engine", url) for url in addresses(engines=2).engines)
         expected: dict[Any, float] = {
-            ("asyncrl_run", (("model", "model"), ("run", "a run"), ("run_id", "run0"))): 1,
+            ("asyncrl_run", (("model", "model"), ("name", "a run"), ("run_id", "run0"))): 1,
             ("asyncrl_episodes_running", (("phase", "agent"),)): 2,
             ("asyncrl_groups", (("state", "running"),)): 1,
             ("asyncrl_tokens_generated_total", ()): 0,
