@@ -224,6 +224,12 @@ STEP_EPISODES = {
 # The same file, for each reason for which groups were rejected
 STEP_BY_REASON = {"groups/rejected/<reason>": "number of groups rejected for the reason since the start of the run"}
 
+# The same file, for each GPU of the rollout process's machine; <gpu> is its number in NVML
+STEP_GPUS = {
+    "gpu/<gpu>/utilization": "fraction of the time since the previous step in which the GPU was busy",
+    "gpu/<gpu>/memory": "mean number of bytes in use on the GPU, by all processes",
+}
+
 # The same file, for each of the first 16 engines; <engine> is its host and port
 STEP_BY_ENGINE = {
     "engine/<engine>/running": "number of requests that the engine was processing",

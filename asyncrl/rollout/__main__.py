@@ -48,6 +48,7 @@ from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.exposition import PrometheusMetrics
+from asyncrl.rollout.gpus import Gpus
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
 from asyncrl.rollout.player import EpisodePlayer
@@ -95,7 +96,7 @@ async def main(run_dir: Path) -> None:
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
     timeline = TimelineWriter(run_dir, "rollout", reporter.warn, enabled=config.metrics.timeline)
     episodes = EpisodeFigures({name: task.correct for name, task in tasks.items()})
-    exposed = PrometheusMetrics(run_dir, addresses, config.run.name)
+    gpus, exposed = Gpus(), PrometheusMetrics(run_dir, addresses, config.run.name)
     timelines = Timelines([sampled(timeline, config.metrics.timeline_share), episodes, exposed])
     evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, timelines)
     limiter = _concurrency_limiter(rollout)
@@ -108,23 +109,13 @@ async def main(run_dir: Path) -> None:
         limiter=limiter,
         publish=reporter.publish,
         figures=lambda: {
-            **_taken(teacher, recorder, player, episodes),
+            **_taken(teacher, recorder, player, episodes, gpus),
             **dict(ChainMap(figures(players.values()), prompts.figures(), loads.figures())),
         },
         recorder=recorder,
         timelines=timelines,
     )
-    worker = Worker(
-        groups,
-        client,
-        player,
-        mixer,
-        limiter,
-        failures,
-        Patience(rollout.max_failures, rollout.max_rejections),
-        group_sizes={name: config.group_size(name) for name in config.mixture},
-        accept=load(rollout.accept, "rollout.accept"),
-    )
+    worker = Worker(groups, client, player, mixer, limiter, failures, **_rules(config))
     server = RolloutServer(
         groups,
         client.inflight,
@@ -134,7 +125,7 @@ async def main(run_dir: Path) -> None:
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
         metrics=exposed.render,
     )
-    status = StatusFile(run_dir, server.state, groups, client.inflight, loads, addresses)
+    status = StatusFile(run_dir, server.state, groups, client.inflight, loads, addresses, gpus)
     exposed.now = status.now
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
 
@@ -172,6 +163,15 @@ async def main(run_dir: Path) -> None:
             writer.close()
 
 
+def _rules(config: Config) -> dict[str, Any]:
+    """Return the settings of the worker."""
+    return {
+        "patience": Patience(config.rollout.max_failures, config.rollout.max_rejections),
+        "group_sizes": {name: config.group_size(name) for name in config.mixture},
+        "accept": load(config.rollout.accept, "rollout.accept"),
+    }
+
+
 async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEngines | None) -> None:
     """Wait until the engines of the policy, the teacher and the judge can answer."""
     timeout = config.engine.start_timeout
@@ -181,7 +181,7 @@ async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEn
     await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
 
 
-def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | EpisodeFigures | None) -> dict[str, float]:
+def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | EpisodeFigures | Gpus | None) -> dict[str, float]:
     """Return what these parts counted since the last batch."""
     return {name: value for part in parts if part for name, value in part.take_figures().items()}
 

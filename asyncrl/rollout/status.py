@@ -6,6 +6,7 @@
     groups          the running groups that have been silent longest: uid, task, born, tokens, seconds of silence, and
                     each episode's phase, what it waits for, since how many seconds, and its tokens
     groups_left_out number of running groups beyond MOST_GROUPS
+    gpus            of the rollout process's machine: number, utilization, memory in use, capacity
     engines         url, state ("serving", or "silent": dead, restarting or not yet in the fleet), version and load
 
 waits for     the engines' loads (engine/loads.py), and the disk, in a thread
@@ -30,6 +31,7 @@ from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.activity import silence
 from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.gpus import Gpus
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.snapshot import PromptName
 
@@ -52,10 +54,12 @@ class StatusFile:
         inflight: InFlight,
         loads: Loads,
         addresses: Addresses,
+        gpus: Gpus | None = None,
     ) -> None:
         """`state` returns what GET /status does."""
         self._path, self._state, self._groups = run_dir / FILE, state, groups
-        self._inflight, self._loads = inflight, loads
+        self._inflight, self._loads, self._gpus = inflight, loads, gpus
+        self._of_gpus: list[dict[str, Any]] = []
         self._engines = (*addresses.engines, *addresses.attached)
 
     async def follow(self) -> None:
@@ -67,6 +71,7 @@ class StatusFile:
             except EngineError:
                 loads = []  # engines without the endpoint, of which rollout.max_running_groups=auto says more
             began = time.monotonic()
+            self._of_gpus = self._gpus.sample() if self._gpus else []
             now = self.now(loads)
             spent = time.monotonic() - began
             try:
@@ -87,6 +92,7 @@ class StatusFile:
             "holding": self._inflight.holding,
             "episodes": Counter(one.activity.phase for _, _, siblings in groups for one in siblings),
             **_silent(groups),
+            "gpus": self._of_gpus,
             "engines": self._fleet(loads, state["version"]),
         }
 
