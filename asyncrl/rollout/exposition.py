@@ -32,7 +32,7 @@ from asyncrl.observability.episodes import durations
 from asyncrl.observability.intervals import ENVIRONMENT, TOOL
 from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline, Record
 
-TOKEN = "metrics.token"
+TOKEN = "prometheus.token"
 """File in the run folder with the key of /metrics, for Prometheus. It opens no other route."""
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 """Upper bounds of the histograms in seconds: an episode takes milliseconds in tests and an hour in practice."""
