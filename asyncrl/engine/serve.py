@@ -28,6 +28,7 @@ def guard_metrics(module: Any) -> None:
 
 
 install()
+sys.modules["megatron"] = None  # type: ignore[assignment]  # a debugging tool of SGLang would import it, in 0.5 s
 importing.after_import("sglang.srt.utils.auth", guard_metrics)
 overlap.install()
 unloading.install()

@@ -2,8 +2,8 @@
 
     python ops/prometheus/scrape_config.py RUN_FOLDER ... > prometheus.yml
 
-Every run is a job of its own, because it has its own key (prometheus.token) and its own certificate authority. Prometheus
-must be able to read both files, as the run's user does.
+Every run is a job of its own, because it has its own key (prometheus.token) and its own certificate authority.
+Prometheus must be able to read both files, as the run's user does.
 """
 
 from __future__ import annotations
