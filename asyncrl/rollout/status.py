@@ -7,6 +7,7 @@
                     each episode's phase, what it waits for, since how many seconds, and its tokens
     groups_left_out number of running groups beyond MOST_GROUPS
     gpus            of the rollout process's machine: number, utilization, memory in use, capacity
+    seconds         CPU time that the event loop has spent on this file so far
     engines         url, state ("serving", or "silent": dead, restarting or not yet in the fleet), version and load
 
 waits for     the engines' loads (engine/loads.py), and the disk, in a thread
@@ -60,6 +61,7 @@ class StatusFile:
         self._path, self._state, self._groups = run_dir / FILE, state, groups
         self._inflight, self._loads, self._gpus = inflight, loads, gpus
         self._of_gpus: list[dict[str, Any]] = []
+        self._seconds = 0.0
         self._engines = (*addresses.engines, *addresses.attached)
 
     async def follow(self) -> None:
@@ -70,10 +72,11 @@ class StatusFile:
                 loads = await self._loads.recent(PERIOD)
             except EngineError:
                 loads = []  # engines without the endpoint, of which rollout.max_running_groups=auto says more
-            began = time.monotonic()
+            began = time.thread_time()
             self._of_gpus = self._gpus.sample() if self._gpus else []
             now = self.now(loads)
-            spent = time.monotonic() - began
+            spent = time.thread_time() - began
+            self._seconds += spent
             try:
                 await asyncio.to_thread(jsonl.replace, self._path, now)
             except OSError as error:
@@ -92,6 +95,7 @@ class StatusFile:
             "holding": self._inflight.holding,
             "episodes": Counter(one.activity.phase for _, _, siblings in groups for one in siblings),
             **_silent(groups),
+            "seconds": self._seconds,
             "gpus": self._of_gpus,
             "engines": self._fleet(loads, state["version"]),
         }
