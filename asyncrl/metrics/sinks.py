@@ -128,12 +128,7 @@ class Wandb:
     def show(self, step: int, episodes: Sequence[EpisodeText]) -> None:
         """Log the episodes as a table."""
         rows = [asdict(one) for one in episodes]
-        if self._module.__name__ == "trackio":
-            import pandas  # trackio depends on it
-
-            table = self._module.Table(dataframe=pandas.DataFrame(rows))
-        else:
-            table = self._module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        table = self._module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"episodes": table, "step": step})
 
     def close(self) -> None:

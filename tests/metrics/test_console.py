@@ -66,6 +66,8 @@ def test_what_models_wrote_does_not_steer_the_terminal(tmp_path: Path) -> None:
 
 def test_line_shows_progress_reward_times_rate_and_what_is_left(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
+    screen.console.opening()
+    screen.text()
     append(tmp_path / "metrics.jsonl", record(1) + record(2))
     screen.console.follow()
     first, second = screen.text().splitlines()
