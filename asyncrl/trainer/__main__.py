@@ -165,8 +165,7 @@ def main(run_dir: Path) -> None:
     if scores:
         scores.close()
     if parallel.is_first:
-        facts = {"reason": reason, "transport": why, **checkpoints.figures()}
-        _tell_the_end(config, run_dir, source, log, facts)
+        _tell_the_end(config, run_dir, source, log, {"reason": reason, "transport": why, **checkpoints.figures()})
     closed = log.close()
     dist.barrier()  # the first process to leave ends the run: all ranks wait here until rank 0 has written the summary
     dist.destroy_process_group()
