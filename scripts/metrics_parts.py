@@ -35,14 +35,14 @@ from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSp
 SCRAPE_CPU = 0.008
 """CPU seconds of an engine for one query of its counters."""
 ASKED_EVERY = 5.0
+FIRST, LAST = 3, 9
+"""Steps between which the run's CPU seconds are counted."""
 
 
 def measure(folder: Path, quick: bool, *overrides: str) -> dict[str, float]:
     """Run an experiment in `folder` and return the figures."""
     run = folder / "run"
-    first, last = (3, 9) if quick else (5, 25)
-    spent = _run(run, first, last, "experiment=tiny" if quick else "experiment=default", *overrides)
-    steps = last - first
+    spent = _run(run, "experiment=tiny" if quick else "experiment=default", *overrides)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     wall = sum(row["time/step"] for row in rows) / len(rows)
     records = [record for _, found in timeline.read(run, timeline.ROLLOUT) for record in found]
@@ -67,20 +67,20 @@ def measure(folder: Path, quick: bool, *overrides: str) -> dict[str, float]:
         "engines": 1e3 * SCRAPE_CPU * wall / SCRAPE_SECONDS * len(addresses.engines),
     }
     found = {f"metrics_ms/{name}": value for name, value in milliseconds.items()}
-    return {"metrics_overhead": sum(milliseconds.values()) / 1e3 / (spent / steps), **found}
+    return {"metrics_overhead": sum(milliseconds.values()) / 1e3 / (spent / (LAST - FIRST)), **found}
 
 
-def _run(run: Path, first: int, last: int, *overrides: str) -> float:
+def _run(run: Path, *overrides: str) -> float:
     """Run to the end, and return the CPU seconds of all of its processes between two steps."""
-    settings = [*overrides, f"run.dir={run}", f"run.max_steps={last + 1}", "eval.questions=0"]
+    settings = [*overrides, f"run.dir={run}", f"run.max_steps={LAST + 1}", "eval.questions=0"]
     command = [sys.executable, "-m", "asyncrl.launch.main", *settings]
     before = after = 0.0
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None and not after:
             file = run / "metrics.jsonl"
             step = len(file.read_text().splitlines()) if file.exists() else 0
-            before = before or (_of_tree(process.pid) if step >= first else 0.0)
-            after = _of_tree(process.pid) if step >= last else 0.0
+            before = before or (_of_tree(process.pid) if step >= FIRST else 0.0)
+            after = _of_tree(process.pid) if step >= LAST else 0.0
             time.sleep(0.02)
     if process.returncode or not after:
         raise RuntimeError(f"the run in {run} ended with {process.returncode}")
