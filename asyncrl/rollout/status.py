@@ -40,6 +40,8 @@ FILE = "status.json"
 PERIOD = 1.0
 MOST_GROUPS = 200
 """Number of groups in the file; a run may have ten thousand."""
+MOST_ENGINES = 64
+"""Number of engines that are asked in every period. More of them are asked less often."""
 SHARE = 0.02
 """Largest share of the event loop's time: with very many groups the file is replaced less often."""
 
@@ -69,7 +71,7 @@ class StatusFile:
         told = False
         while True:
             try:
-                loads = await self._loads.recent(PERIOD)
+                loads = await self._loads.recent(PERIOD * max(1.0, len(self._loads.latest) / MOST_ENGINES))
             except EngineError:
                 loads = []  # engines without the endpoint, of which rollout.max_running_groups=auto says more
             began = time.thread_time()
