@@ -21,8 +21,8 @@ from asyncrl.network.addresses import Access
 TIMEOUT = 5.0
 """Deadline of a query in seconds. An engine that does not answer in time is left out."""
 SCRAPE_SECONDS, AT_ONCE = 2.0, 8
-"""Least time between two queries of an engine's counters, for so many engines; with more of them the time grows. A query
-takes 8 ms of the engine's CPU, and 1 ms here. Rates are those in between."""
+"""Least time between two queries of an engine's counters, for so many engines; with more of them the time grows. A
+query takes 8 ms of the engine's CPU, and 1 ms here. Rates are those in between."""
 MOST_NAMED = 16
 """Largest number of engines that get metrics of their own in metrics.jsonl."""
 
