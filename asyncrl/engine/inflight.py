@@ -140,7 +140,7 @@ class InFlight:
         self._busy_since = 0.0
         self.version = 0
         self.held = 0.0
-        """Time since which requests are held back, or were when they last were."""
+        """Time since which requests are held back; 0 if they are not."""
         self._changed: dict[int, float] = {}
         self.figures = EngineStats()
         self.tokens: Counter[str] = Counter()
@@ -168,7 +168,7 @@ class InFlight:
         When the caches are not flushed, a request that was in transit or in an engine's queue during the pause may run
         under the new weights and find its prompt in the cache of the old ones. Such a request is sent again.
         """
-        self.version = version
+        self.version, self.held = version, 0.0
         self._changed[version] = time.time()
         self._changed.pop(version - KNOWN_PUBLISHES, None)
         self._open.set()

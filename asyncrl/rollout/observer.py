@@ -45,9 +45,10 @@ class Observer:
         self._engines = TimelineWriter(run_dir, ENGINES, warn, enabled=enabled and config.tracing.engines)
         self._timeline(Started(addresses.run_id, time()))
         self.timelines = Timelines(
-            [sampled(self._timeline, config.metrics.timeline_share), self._episodes, self.exposed]
+            [sampled(self._timeline, config.metrics.timeline_share)], [self._episodes, self.exposed]
         )
         self._exporter = self._receiver = None
+        self._told = self._measured = 0.0
         if config.tracing.engines:
             self._receiver = SpanReceiver(addresses.run_id, addresses.trace_key, self._engines)
             self._receiver.listen(addresses.spans)
@@ -55,8 +56,12 @@ class Observer:
             self._exporter = SpanExporter(run_dir, addresses.run_id, endpoint, warn)
 
     def take_figures(self) -> dict[str, float]:
-        """Return the figures since the last batch."""
-        return self._episodes.take_figures() | self.gpus.take_figures()
+        """Return the figures since the last call, under their names in metrics.jsonl."""
+        total = self.timelines.seconds + self._timeline.seconds + self._engines.seconds
+        metrics = self.timelines.metrics_seconds
+        seconds = {"time/timeline": total - self._told, "time/metrics": metrics - self._measured}
+        self._told, self._measured = total, metrics
+        return {**seconds, **self._episodes.take_figures(), **self.gpus.take_figures()}
 
     def ready(self, started: float) -> None:
         """Record that all engines can answer; the command started at that time."""
