@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
+from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
 
 class Gpus:
-    """The GPUs of this machine; none without NVIDIA's driver."""
+    """The GPUs of this machine; none without NVIDIA's driver, or without the package, which the CPU locks lack."""
 
     def __init__(self) -> None:
-        import pynvml
-
-        self._nvml = pynvml
-        try:
-            pynvml.nvmlInit()
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(one) for one in range(pynvml.nvmlDeviceGetCount())]
-        except pynvml.NVMLError:
-            self._handles = []
+        self._handles: list[Any] = []
         self._seen: dict[str, list[float]] = defaultdict(list)
+        try:
+            self._nvml = importlib.import_module("pynvml")
+        except ModuleNotFoundError:
+            return
+        with suppress(self._nvml.NVMLError):
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(one) for one in range(count)]
 
     def sample(self) -> list[dict[str, Any]]:
         """Return what each GPU does now; one that does not answer is left out."""

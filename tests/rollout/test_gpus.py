@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,7 @@ def test_gpus_are_sampled_and_averaged_and_a_lost_one_is_left_out(monkeypatch: p
     assert gpus.take_figures() == {}
 
 
-def test_machine_without_a_driver_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(0, []))
+@pytest.mark.parametrize("package", [nvml(0, []), None], ids=["no driver", "no package"])
+def test_machine_without_a_driver_or_its_package_has_none(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", package)
     assert (Gpus().sample(), Gpus().take_figures()) == ([], {})
