@@ -58,7 +58,8 @@ class Console:
         for line in notes:
             self._print(escape(line))
         self._print(f"run folder {escape(str(self._run_dir))}")
-        if self._out.is_terminal and self._config.metrics.console:
+        redraws = self._out.is_terminal and not self._out.is_dumb_terminal
+        if redraws and self._config.metrics.console:
             self._view = LiveView(self._config, self._run_dir, self._out)
 
     def follow(self) -> None:

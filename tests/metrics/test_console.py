@@ -22,10 +22,15 @@ from tests.fakes import tiny_config, tiny_values
 class Screen:
     """A console that prints into a text."""
 
-    def __init__(self, run_dir: Path, *, terminal: bool = False, **changes: Any) -> None:
+    def __init__(self, run_dir: Path, *, terminal: str = "", **changes: Any) -> None:
+        """`terminal` is its type (TERM); without one, the output is none."""
         self.out = io.StringIO()
         plain = rich.console.Console(
-            file=self.out, highlight=False, width=100 if terminal else 80, force_terminal=terminal
+            file=self.out,
+            highlight=False,
+            width=100 if terminal else 80,
+            force_terminal=bool(terminal),
+            _environ={"TERM": terminal},
         )
         self.console = Console(tiny_config(**changes), run_dir, plain)
 
@@ -64,8 +69,9 @@ def test_what_models_wrote_does_not_steer_the_terminal(tmp_path: Path) -> None:
     assert not set("\x1b\x07\x9b\u202e\r") & set(text)
 
 
-def test_line_shows_progress_reward_times_rate_and_what_is_left(tmp_path: Path) -> None:
-    screen = Screen(tmp_path)
+@pytest.mark.parametrize("terminal", ["", "dumb"])
+def test_line_shows_progress_reward_times_rate_and_what_is_left(terminal: str, tmp_path: Path) -> None:
+    screen = Screen(tmp_path, terminal=terminal)
     screen.console.opening()
     screen.text()
     append(tmp_path / "metrics.jsonl", record(1) + record(2))
@@ -175,7 +181,7 @@ def test_terminal_gets_a_live_view_of_progress_reward_episodes_and_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "REFRESH_SECONDS", 0.0)
-    screen = Screen(tmp_path, terminal=True)
+    screen = Screen(tmp_path, terminal="xterm")
     screen.console.opening()
     append(tmp_path / "metrics.jsonl", record(1, **{"reward/mean": 0.0}) + record(2, **{"reward/mean": 0.75}))
     append(tmp_path / "warnings.jsonl", json.dumps({"version": 1, "warning": "\x1b]0;title\x07 [red]"}) + "\n")
