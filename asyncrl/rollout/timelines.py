@@ -25,7 +25,7 @@ class Timelines:
     def __init__(
         self, listeners: Sequence[Callable[[Record], None]] = (), metrics: Sequence[Callable[[Record], None]] = ()
     ) -> None:
-        """`metrics` are listeners whose time is counted by itself."""
+        """`metrics` are listeners whose CPU time is counted by itself."""
         self._listeners, self._metrics = listeners, metrics
         self.seconds = 0.0
         """Time that composing and listening took from the event loop so far."""
@@ -84,11 +84,11 @@ class Timelines:
     def _tell(self, record: Record, began: float) -> None:
         for listener in self._listeners:
             listener(record)
-        listened = time.perf_counter()
-        self.seconds += listened - began
+        self.seconds += time.perf_counter() - began
+        began = time.thread_time()
         for listener in self._metrics:
             listener(record)
-        self.metrics_seconds += time.perf_counter() - listened
+        self.metrics_seconds += time.thread_time() - began
 
 
 def _episodes(
