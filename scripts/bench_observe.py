@@ -11,6 +11,7 @@ training, so that costs show). `--quick` shortens the runs. It prints a table an
     timeline_bytes    bytes on disk for one episode
     trace_join_share  share of the prompts whose trace holds spans of rollout process, router and engine
     engine_spans      spans that engines and router sent for one prompt
+    metrics_overhead  CPU seconds of all code of metrics over those of all processes, and its parts (metrics_parts.py)
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from asyncrl.observability.intervals import Activity, request  # noqa: E402
 from asyncrl.observability.otlp import ROUTER  # noqa: E402
 from asyncrl.observability.spans import trace_id  # noqa: E402
 from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan, Started, TimelineReader  # noqa: E402
-from scripts import machine  # noqa: E402
+from scripts import machine, metrics_parts  # noqa: E402
 
 TINY = ["experiment=tiny", "metrics.console=false", "eval.questions=16"]
 DEADLINE = 900.0
@@ -138,7 +139,14 @@ def join(folder: Path, *, quick: bool, settings: list[str]) -> Figures:
     return {"trace_join_share": joined / len(prompts), "engine_spans": count / len(prompts)}
 
 
-PARTS: dict[str, Callable[..., Figures]] = {"overhead": overhead, "join": join}
+def metrics(folder: Path, *, quick: bool, settings: list[str]) -> Figures:
+    """Measure what the metrics of a run cost."""
+    steps = 8 if quick else 40
+    spent = run(folder, [f"run.max_steps={steps}", *settings])
+    return metrics_parts.measure(folder, spent / (steps - 1))
+
+
+PARTS: dict[str, Callable[..., Figures]] = {"overhead": overhead, "join": join, "metrics": metrics}
 """Parts by name. Each gets an empty folder, `quick`, and further settings of asyncrl-train."""
 
 

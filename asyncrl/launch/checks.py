@@ -306,6 +306,15 @@ def check_devices(config: Config, gpus: int) -> None:
         )
 
 
+def check_sinks(config: Config) -> None:
+    """Refuse sinks whose package is not installed."""
+    for name in config.metrics.sinks:
+        if not installed(name):
+            package = "trackio, which needs pillow 12," if name == "trackio" else "'asyncrl[sinks]'"
+            remedy = f"The package {name} is not installed: pip install {package} or remove it."
+            raise ConfigError("metrics.sinks", name, remedy)
+
+
 def check_tracing(config: Config) -> None:
     """Refuse traces if OpenTelemetry's packages are not installed, or nothing records what they are made of."""
     for field, value, package in (
@@ -327,8 +336,9 @@ def installed(package: str) -> bool:
 
 
 def check_files(config: Config) -> list[LocalSandboxes]:
-    """Refuse tasks that cannot be built and a missing chat template. Return the sandboxes in which their code would
-    run, not yet started."""
+    """Refuse tasks that cannot be built, sinks without their package, and a missing chat template. Return the sandboxes
+    in which the tasks' code would run, not yet started."""
+    check_sinks(config)
     check_tracing(config)
     with noted() as sandboxes:
         rewards(config, tasks.build_all(config))

@@ -170,6 +170,7 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
             raise
         raise Paused(str(error)) from None  # without progress it is no machine failure
     finally:
+        console.end()
         if job:
             job.end_steps(addresses.run_id)
         os.close(held)

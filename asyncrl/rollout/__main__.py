@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ from asyncrl.rollout.recorder import Recorder, WritingRecorder
 from asyncrl.rollout.reporters import FailureReporter, RunReporter
 from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
+from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.rollout.vision import vision_of
 from asyncrl.rollout.worker import Patience, Worker
@@ -79,7 +81,7 @@ async def main(run_dir: Path) -> None:
     prompts = Prompts(config, tasks, template, hf["max_position_embeddings"], RunReporter(run_dir).warn, vision)
     cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), hf, cache, vision)
-    rollout, loads = config.rollout, Loads(addresses.router, addresses.access)
+    rollout, loads = config.rollout, Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
     teachers = _teacher_engines(config, addresses)
     teacher = TeacherScorer(teachers) if teachers else None
     reporter = RunReporter(run_dir, lambda: client.inflight.version)
@@ -88,7 +90,8 @@ async def main(run_dir: Path) -> None:
     failures = FailureReporter(reporter.warn)
     timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
-    observer = Observer(config, addresses, run_dir, reporter.warn)
+    correct = {name: task.correct for name, task in tasks.items()}
+    observer = Observer(config, addresses, run_dir, reporter.warn, correct)
     evaluations = Evaluations(
         *(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, observer.timelines)
     )
@@ -102,23 +105,12 @@ async def main(run_dir: Path) -> None:
         publish=reporter.publish,
         figures=lambda: {
             **_taken(teacher, recorder, player, observer),
-            **figures(players.values()),
-            **prompts.figures(),
+            **dict(ChainMap(figures(players.values()), prompts.figures(), loads.figures())),
         },
         recorder=recorder,
         timelines=observer.timelines,
     )
-    worker = Worker(
-        groups,
-        client,
-        player,
-        mixer,
-        limiter,
-        failures,
-        Patience(rollout.max_failures, rollout.max_rejections),
-        group_sizes={name: config.group_size(name) for name in config.mixture},
-        accept=load(rollout.accept, "rollout.accept"),
-    )
+    worker = Worker(groups, client, player, mixer, limiter, failures, **_rules(config))
     server = RolloutServer(
         groups,
         client.inflight,
@@ -127,26 +119,31 @@ async def main(run_dir: Path) -> None:
         drain=config.weights.pause_mode == "drain",
         receive=observer.receive,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
+        metrics=observer.exposed.render,
     )
+    status = StatusFile(run_dir, server.state, groups, client.inflight, loads, addresses, observer.gpus)
+    observer.exposed.now = status.now
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
-        await _until_ready(config, addresses, teachers)
-        for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
-            client.narrow(int(engine.capacity))
-        await each(players.values(), "start")
-        _ready(run_dir, observer, addresses)
-        if _trainer_sends_first(config, addresses):
-            await groups.released()
-        if resumed is None:
-            await evaluations.now()  # has the engines to itself: version 0, before the first rollout
-        elif resumed.evaluating:
-            evaluations.begin()
         async with asyncio.TaskGroup() as working:
+            working.create_task(status.follow())
+            await _until_ready(config, addresses, teachers)
+            for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
+                client.narrow(int(engine.capacity))
+            await each(players.values(), "start")
+            _ready(run_dir, observer, addresses)
+            if _trainer_sends_first(config, addresses):
+                await groups.released()
+            if resumed is None:
+                await evaluations.now()  # has the engines to itself: version 0, before the first rollout
+            elif resumed.evaluating:
+                evaluations.begin()
             working.create_task(worker.run(outstanding))
             if isinstance(limiter, AdaptiveConcurrency):
-                inflight = client.inflight
-                working.create_task(limiter.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
+                working.create_task(
+                    limiter.watch(loads.ask, client.inflight.take_needed, lambda: client.inflight.holding)
+                )
 
     following = asyncio.create_task(progress.follow())
     try:
@@ -154,15 +151,21 @@ async def main(run_dir: Path) -> None:
     finally:
         following.cancel()
         progress.doing("ending", within=config.cluster.stop_grace)
-        await each(players.values(), "close")
-        await each(scores.values(), "close")
+        await each([*players.values(), *scores.values()], "close")
         await close_shared()
-        for connected in (client, loads, teachers):
-            if connected:
-                await connected.close()
+        await each([client, loads, teachers], "close")
         observer.close()
         if writer:
             writer.close()
+
+
+def _rules(config: Config) -> dict[str, Any]:
+    """Return the settings of the worker."""
+    return {
+        "patience": Patience(config.rollout.max_failures, config.rollout.max_rejections),
+        "group_sizes": {name: config.group_size(name) for name in config.mixture},
+        "accept": load(config.rollout.accept, "rollout.accept"),
+    }
 
 
 async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEngines | None) -> None:

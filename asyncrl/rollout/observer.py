@@ -1,9 +1,10 @@
-"""The rollout process's part in observability: its timeline, the spans of engines and router, and their export."""
+"""The rollout process's part in observability: its timeline, the metrics that are made of it, the spans of engines and
+router, and their export."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from time import time
@@ -13,9 +14,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from asyncrl.config import Config
 from asyncrl.network.addresses import Addresses
+from asyncrl.observability.episodes import EpisodeFigures
 from asyncrl.observability.otlp import MOST_BYTES, SpanExporter, SpanReceiver
 from asyncrl.observability.spans import traceparent
 from asyncrl.observability.timeline import ENGINES, ROLLOUT, Started, TimelineWriter, in_sample, sampled
+from asyncrl.rollout.exposition import PrometheusMetrics
+from asyncrl.rollout.gpus import Gpus
 from asyncrl.rollout.timelines import Timelines
 
 Header = Callable[[str, str, int], str]
@@ -25,14 +29,26 @@ Header = Callable[[str, str, int], str]
 class Observer:
     """Everything that is observed in the rollout process."""
 
-    def __init__(self, config: Config, addresses: Addresses, run_dir: Path, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        addresses: Addresses,
+        run_dir: Path,
+        warn: Callable[[str], None],
+        correct: Mapping[str, Callable[[float], bool]],
+    ) -> None:
+        """`correct` says for each task whether a reward is that of a correct answer."""
+        self.gpus, self.exposed = Gpus(), PrometheusMetrics(run_dir, addresses, config.run.name)
+        self._episodes = EpisodeFigures(correct)
         enabled = config.metrics.timeline
         self._timeline = TimelineWriter(run_dir, ROLLOUT, warn, enabled=enabled)
         self._engines = TimelineWriter(run_dir, ENGINES, warn, enabled=enabled and config.tracing.engines)
         self._timeline(Started(addresses.run_id, time()))
-        self.timelines = Timelines([sampled(self._timeline, config.metrics.timeline_share)])
+        self.timelines = Timelines(
+            [sampled(self._timeline, config.metrics.timeline_share)], [self._episodes, self.exposed]
+        )
         self._exporter = self._receiver = None
-        self._told = 0.0
+        self._told = self._measured = 0.0
         if config.tracing.engines:
             self._receiver = SpanReceiver(addresses.run_id, addresses.trace_key, self._engines)
             self._receiver.listen(addresses.spans)
@@ -42,8 +58,10 @@ class Observer:
     def take_figures(self) -> dict[str, float]:
         """Return the figures since the last call, under their names in metrics.jsonl."""
         total = self.timelines.seconds + self._timeline.seconds + self._engines.seconds
-        seconds, self._told = total - self._told, total
-        return {"time/timeline": seconds}
+        metrics = self.timelines.metrics_seconds
+        seconds = {"time/timeline": total - self._told, "time/metrics": metrics - self._measured}
+        self._told, self._measured = total, metrics
+        return {**seconds, **self._episodes.take_figures(), **self.gpus.take_figures()}
 
     def ready(self, started: float) -> None:
         """Record that all engines can answer; the command started at that time."""

@@ -10,6 +10,7 @@
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
     POST /v1/traces         spans of engines as OTLP, under a key of their own (rollout/observer.py)
     GET  /status            the ledger, and what the next batch waits for
+    GET  /metrics           metrics for Prometheus (rollout/exposition.py), which has a key of its own for them
     GET  /health            200 once rollouts run
 
 Back-pressure: one batch is encoded at a time, because the next can be taken only after the version that this one makes
@@ -42,6 +43,7 @@ from asyncrl.engine.inflight import InFlight
 from asyncrl.errors import AsyncRLError
 from asyncrl.network.tls import Signed
 from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.rollout.exposition import metrics_key
 from asyncrl.rollout.groups import GroupLifecycle, WrongBatch
 from asyncrl.rollout.snapshot import GroupsState
 from asyncrl.schema import encode
@@ -71,11 +73,12 @@ class RolloutServer:
         *,
         drain: bool = False,
         save: Callable[[GroupsState], bytes] | None = None,
+        metrics: Callable[[], bytes] = bytes,
         receive: Callable[[Request], Awaitable[Response]] | None = None,
     ) -> None:
         """`drain` makes a hold wait for the requests in flight; `save` encodes a snapshot that includes the state;
-        `receive` takes the spans of engines, and checks their key."""
-        self._receive = receive
+        `metrics` returns those for Prometheus; `receive` takes the spans of engines, and checks their key."""
+        self._metrics, self._receive = metrics, receive
         self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
         self._api_key, self._drain, self._save = api_key, drain, save
         self._encoded: _Encoded | None = None
@@ -133,21 +136,27 @@ class RolloutServer:
         return Response(data, media_type="application/msgpack")
 
     async def status(self, _: Request) -> Response:
+        """Return `state`."""
+        return JSONResponse(self.state())
+
+    def state(self) -> dict[str, Any]:
         """Return the ledger, and why the next batch is not ready."""
         encoded = self._encoded
-        return JSONResponse(
-            {
-                "version": self._groups.published_version,
-                "waiting_for": self._groups.waiting_for(),
-                "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
-                "ledger": asdict(self._groups.ledger()),
-            }
-        )
+        return {
+            "version": self._groups.published_version,
+            "waiting_for": self._groups.waiting_for(),
+            "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
+            "ledger": asdict(self._groups.ledger()),
+        }
 
     async def fail(self) -> None:
         """Raise the first internal error that a request met: it ends the process, not just the request."""
         await self._failed.wait()
         raise self._error
+
+    async def metrics(self, _: Request) -> Response:
+        """Return the metrics for Prometheus."""
+        return Response(self._metrics(), media_type="text/plain; version=0.0.4")
 
     def app(self) -> Starlette:
         """Build the app with its routes, behind the run's API key."""
@@ -158,6 +167,7 @@ class RolloutServer:
             Route("/evaluate", self.evaluate, methods=["POST"]),
             Route("/snapshot", self.snapshot, methods=["POST"]),
             Route("/status", self.status),
+            Route("/metrics", self.metrics),
             Route("/health", lambda _: Response()),
         ]
         guarded = [Route(route.path, self._guarded(route.endpoint), methods=route.methods) for route in routes]
@@ -165,9 +175,12 @@ class RolloutServer:
         return Starlette(routes=[*guarded, *spans])
 
     def _guarded(self, endpoint: Callable) -> Callable:
+        own = [metrics_key(self._api_key)] if endpoint == self.metrics else []
+        keys = [f"Bearer {key}".encode() for key in (self._api_key, *own)]
+
         async def guarded(request: Request) -> Response:
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
+            given = request.headers.get("authorization", "").encode()
+            if not any(hmac.compare_digest(given, key) for key in keys):
                 return PlainTextResponse("wrong or missing API key", status_code=401)
             try:
                 answer = endpoint(request)

@@ -66,7 +66,7 @@ def observer(run_dir: Path, warnings: list[str], **settings: Any) -> tuple[Obser
     addresses = Addresses(
         *(RUN, "api", run_dir, (), "", "http://127.0.0.1:1", 0, 0.0), spans=spans, trace_key="tracing"
     )
-    return Observer(config, addresses, run_dir, warnings.append), addresses
+    return Observer(config, addresses, run_dir, warnings.append, {}), addresses
 
 
 def test_engines_and_router_need_the_key_and_bad_messages_are_refused(
