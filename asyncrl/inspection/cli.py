@@ -26,16 +26,14 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from asyncrl.errors import AsyncRLError, visible
+from asyncrl.errors import AsyncRLError, RecordError, visible
 from asyncrl.inspection import render
 from asyncrl.inspection.page import page
-from asyncrl.inspection.rows import GroupFilter, rows_of
+from asyncrl.inspection.rows import Bounds, GroupFilter, bounds, rows_of
 from asyncrl.records.reading import Recording
 
 WIDTH = None if sys.stdout.isatty() else 200
 """Width of tables that are not shown in a terminal."""
-
-Bounds = tuple[float | None, float | None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,13 +111,10 @@ def _trained(run: Path) -> dict[int, dict[str, float]]:
 
 
 def _bounds(text: str) -> Bounds:
-    """Parse A:B, A: or :B, or one number."""
-    low, colon, high = text.partition(":")
     try:
-        bounds = (float(low) if low else None, float(high) if high else None)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range: write 0.5:1, 0.5: or :1") from None
-    return bounds if colon else (bounds[0], bounds[0])
+        return bounds(text)
+    except RecordError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:
