@@ -75,6 +75,7 @@ ALLOWED = {
     "convert": {"config", "weights", "models", "records", "inspection", "checkpoints"},
     "collect": set(),
     "inspection": {"records"},
+    "watch": {"records", "inspection", "observability"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
