@@ -33,6 +33,7 @@ from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
 from asyncrl.images.parts import images_in
 from asyncrl.network.addresses import Access
+from asyncrl.observability.intervals import RETRY
 from asyncrl.retries import pause
 from asyncrl.routing import RoutingShape
 from asyncrl.schema import Completion, Message
@@ -321,8 +322,8 @@ class GenerationClient:
             if ended := self._ended(begun, exchange.limit):  # it was complete, but its last chunk was lost
                 parts[-1].end_with(ended)
                 break
-            session.wait_for(f"another attempt ({reason})")
-            await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
+            with session.activity.spent(RETRY, reason):
+                await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
             self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
             sequence = [*token_ids, *begun]
             await self.inflight.stream(

@@ -11,12 +11,49 @@ group or step, the later one is of the run that went on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.errors import RecordError
+from asyncrl.observability.intervals import (  # names for readers of timelines
+    AGENT as AGENT,
+)
+from asyncrl.observability.intervals import (
+    DECODE as DECODE,
+)
+from asyncrl.observability.intervals import (
+    ENVIRONMENT as ENVIRONMENT,
+)
+from asyncrl.observability.intervals import (
+    PHASES as PHASES,
+)
+from asyncrl.observability.intervals import (
+    PREFILL as PREFILL,
+)
+from asyncrl.observability.intervals import (
+    QUEUED as QUEUED,
+)
+from asyncrl.observability.intervals import (
+    RETRY as RETRY,
+)
+from asyncrl.observability.intervals import (
+    REWARD as REWARD,
+)
+from asyncrl.observability.intervals import (
+    TEACHER as TEACHER,
+)
+from asyncrl.observability.intervals import (
+    TOOL as TOOL,
+)
+from asyncrl.observability.intervals import (
+    WAITING as WAITING,
+)
+from asyncrl.observability.intervals import (
+    Interval as Interval,
+)
 from asyncrl.records.frames import FramePosition, Frames, files
 from asyncrl.records.index import IndexEntry
 from asyncrl.records.writer import Writer
@@ -24,28 +61,8 @@ from asyncrl.records.writer import Writer
 FOLDER = "timeline"
 ROLLOUT, LAUNCHER, ENGINES = "rollout", "launcher", "engines"
 """Processes by the names of their folders; trainer ranks are trainer-0, trainer-1, ..."""
-QUEUED, PREFILL, DECODE, RETRY = "queued", "prefill", "decode", "retry"
-AGENT, TOOL, ENVIRONMENT, REWARD, TEACHER, WAITING = "agent", "tool", "environment", "reward", "teacher", "waiting"
-PHASES = (QUEUED, PREFILL, DECODE, RETRY, AGENT, TOOL, ENVIRONMENT, REWARD, TEACHER, WAITING)
 LINGER = 0.5
 """Seconds that records are collected for one frame. Readers of a running run are behind by this much."""
-
-
-class Interval(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A stretch of an episode's time. Intervals of one episode do not overlap, except where its agent makes several
-    requests or calls several tools at once."""
-
-    phase: str  # of PHASES
-    start: float
-    end: float
-    name: str = ""  # of the tool, environment, reward or role; the reason of a retry
-    version: int = -1  # of the weights that generated; DECODE has one interval for each version
-    outcome: str = ""  # the error, if there was one
-
-    @property
-    def seconds(self) -> float:
-        """Duration."""
-        return self.end - self.start
 
 
 class EpisodeTimeline(msgspec.Struct, frozen=True, array_like=True):
@@ -141,6 +158,59 @@ def folder_of(run: Path, process: str) -> Path:
 def writer(run: Path, process: str) -> Writer[Record]:
     """Return a writer of the timeline of a process, which appends to that of an earlier start."""
     return Writer(folder_of(run, process), decode=decode, entry=index_entry, linger=LINGER)
+
+
+class TimelineWriter:
+    """Writes the timeline of a process, if that is enabled. If it fails, the run goes on without it, and `warn` is
+    called once."""
+
+    def __init__(self, run: Path, process: str, warn: Callable[[str], None], *, enabled: bool = True) -> None:
+        self._process, self._warn = process, warn
+        self._writer: Writer[Record] | None = None
+        try:
+            self._writer = writer(run, process) if enabled else None
+        except (OSError, RecordError) as error:
+            self._fail(error)
+
+    def __call__(self, record: Record) -> None:
+        """Write a record, in the writer's thread."""
+        if self._writer:
+            self._writer.write(record)
+            if self._writer.failed:
+                self._fail(self._writer.failed)
+
+    def phase(self, name: str, step: int, start: float, end: float) -> None:
+        """Write a phase of the process."""
+        self(ProcessSpan(self._process, name, start, end, step))
+
+    @property
+    def seconds(self) -> float:
+        """CPU seconds of the writer's thread so far."""
+        return self._writer.seconds if self._writer else 0.0
+
+    def close(self) -> None:
+        """Write the remaining records."""
+        if self._writer:
+            self._writer.close()
+
+    def _fail(self, error: Exception) -> None:
+        self._writer = None
+        self._warn(f"the timeline ends here: {error}. The run continues without it.")
+
+
+def in_sample(uid: str, share: float) -> bool:
+    """Return whether a group is among the share whose timelines are recorded."""
+    return share >= 1.0 or zlib.crc32(uid.encode()) < share * 2**32
+
+
+def sampled(write: Callable[[Record], None], share: float) -> Callable[[Record], None]:
+    """Return a function that writes all records but those of groups outside of the share."""
+
+    def listen(record: Record) -> None:
+        if not isinstance(record, GroupTimeline) or in_sample(record.uid, share):
+            write(record)
+
+    return listen
 
 
 def processes(run: Path) -> list[str]:

@@ -31,8 +31,9 @@ from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import READY, Access, Addresses
 from asyncrl.network.tls import signed
+from asyncrl.observability.timeline import TimelineWriter, sampled
 from asyncrl.progress import Progress
-from asyncrl.records.events import Began
+from asyncrl.records.events import Began, Event
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
@@ -53,6 +54,7 @@ from asyncrl.rollout.reporters import FailureReporter, RunReporter
 from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.teacher import TeacherScorer
+from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.vision import vision_of
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.schema import Prompt
@@ -87,9 +89,12 @@ async def main(run_dir: Path) -> None:
     failures = FailureReporter(reporter.warn)
     timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
-    evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated)
+    timeline = TimelineWriter(run_dir, "rollout", reporter.warn, enabled=config.metrics.timeline)
+    timelines = Timelines([sampled(timeline, config.metrics.timeline_share)])
+    evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, timelines)
     limiter = _concurrency_limiter(rollout)
-    writer, resumed = Writer(run_dir / RECORDS) if config.record else None, _resumed(addresses)
+    writer: Writer[Event] | None = Writer(run_dir / RECORDS) if config.record else None
+    resumed = _resumed(addresses)
     recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
     groups = GroupLifecycle(
         build_buffer(rollout),
@@ -97,13 +102,12 @@ async def main(run_dir: Path) -> None:
         limiter=limiter,
         publish=reporter.publish,
         figures=lambda: {
-            **(teacher.take_figures() if teacher else {}),
-            **recorder.take_figures(),
-            **player.take_figures(),
+            **_taken(teacher, recorder, player),
             **figures(players.values()),
             **prompts.figures(),
         },
         recorder=recorder,
+        timelines=timelines,
     )
     worker = Worker(
         groups,
@@ -127,12 +131,9 @@ async def main(run_dir: Path) -> None:
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
-        await wait_until_ready(addresses, config.engine.start_timeout, attached=config.mode == "rollout_only")
+        await _until_ready(config, addresses, teachers)
         for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
             client.narrow(int(engine.capacity))
-        if teachers:
-            await teachers.wait_until_ready(config.engine.start_timeout)
-        await wait_until_healthy(addresses.judges, addresses.access, config.engine.start_timeout, "the judge's engines")
         await each(players.values(), "start")
         (run_dir / READY).touch()
         if _trainer_sends_first(config, addresses):
@@ -156,12 +157,26 @@ async def main(run_dir: Path) -> None:
         await each(players.values(), "close")
         await each(scores.values(), "close")
         await close_shared()
-        await client.close()
-        await loads.close()
-        if teachers:
-            await teachers.close()
+        for connected in (client, loads, teachers):
+            if connected:
+                await connected.close()
+        timeline.close()
         if writer:
             writer.close()
+
+
+async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEngines | None) -> None:
+    """Wait until the engines of the policy, the teacher and the judge can answer."""
+    timeout = config.engine.start_timeout
+    await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only")
+    if teachers:
+        await teachers.wait_until_ready(timeout)
+    await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
+
+
+def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | None) -> dict[str, float]:
+    """Return what these parts counted since the last batch."""
+    return {name: value for part in parts if part for name, value in part.take_figures().items()}
 
 
 def _resumed(addresses: Addresses) -> Snapshot | None:

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.observability import timeline
+from asyncrl.observability.intervals import DECODE, Interval
 from asyncrl.observability.timeline import (
-    DECODE,
     BatchTimeline,
     EngineSpan,
     EpisodeTimeline,
     GroupTimeline,
-    Interval,
     ProcessSpan,
     PublishTimeline,
     Record,
