@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup bubblewrap run test unit slurm integration campaign peers te-stub cuda-stub container fresh check bench clean
+.PHONY: docs help setup bubblewrap run test unit slurm prometheus integration campaign peers te-stub cuda-stub container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,7 +43,10 @@ unit: setup  ## the tests that start nothing
 slurm: setup  ## a Slurm for its tests, unpacked into .venv, where Debian's packages can be had
 	$(BIN)/python scripts/debian_tools.py slurm .venv/slurm
 
-integration: setup slurm bubblewrap  ## the tests on the real engine, router and Megatron
+prometheus: setup  ## a Prometheus for its tests, unpacked into .venv, where Debian's package can be had
+	$(BIN)/python scripts/debian_tools.py prometheus .venv/prometheus
+
+integration: setup slurm bubblewrap prometheus  ## the tests on the real engine, router and Megatron
 	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests/integration tests/envs tests/sandbox tests/rewards \
 	-m "integration and not campaign and not gpu and not multi_gpu"
 

@@ -49,6 +49,7 @@ RENAMED = {
     "algo.distill_coefficient": "algo.distillation.coefficient",
     "algo.distill_place": "algo.distillation.place",
     "algo.distill_discount": "algo.distillation.discount",
+    "metrics.tensorboard": "metrics.sinks",
 }
 """Every old name of a setting, and its new one."""
 MOVED = {

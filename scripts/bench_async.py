@@ -225,7 +225,7 @@ def measure(settings: list[str]) -> dict[str, float]:
             "-m",
             "asyncrl.launch.main",
             f"run.dir={run_dir}",
-            "metrics.tensorboard=false",
+            "metrics.sinks=[]",
             *settings,
         ]
         done = subprocess.run(command, capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
     python3 scripts/debian_tools.py slurm .venv/slurm              # for the Slurm tests
     python3 scripts/debian_tools.py bubblewrap .venv/bubblewrap    # for sandboxes; asyncrl looks for it there
+    python3 scripts/debian_tools.py prometheus .venv/prometheus    # for the tests of ops/
 
 It installs nothing: apt-get simulates the installation and downloads the packages that it would add, and dpkg unpacks
 them into the folder. If the programs are already installed or unpacked, it does nothing. If they are not available, it
@@ -45,7 +46,13 @@ BUBBLEWRAP = Tool(
     programs=("bwrap",),
     without="there are no sandboxes and their tests are skipped",
 )
-TOOLS = {"slurm": SLURM, "bubblewrap": BUBBLEWRAP}
+PROMETHEUS = Tool(
+    name="Prometheus",
+    packages=("prometheus",),
+    programs=("prometheus", "promtool"),
+    without="the tests that need one are skipped",
+)
+TOOLS = {"slurm": SLURM, "bubblewrap": BUBBLEWRAP, "prometheus": PROMETHEUS}
 COMPLETE = ".complete"
 """File in the folder that lists the unpacked packages. It is written last."""
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

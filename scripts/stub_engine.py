@@ -250,6 +250,14 @@ class Stub:
         }
         return web.json_response({"loads": [load]})
 
+    async def metrics(self, _: web.Request) -> web.Response:
+        """Return the counters, as SGLang's /metrics does with --enable-metrics."""
+        engine = self._engine
+        tokens = {"decode": engine.decoded, "prefill_compute": engine.prefilled, "prefill_cache": 0}
+        lines = [f'sglang:realtime_tokens_total{{mode="{mode}"}} {count}' for mode, count in tokens.items()]
+        lines.append(f'sglang:num_retracted_requests_total{{tp_rank="0"}} {engine.retractions}')
+        return web.Response(text="\n".join(lines) + "\n")
+
     async def figures(self, _: web.Request) -> web.Response:
         """Return the figures of the simulated engine."""
         engine = self._engine
@@ -281,6 +289,7 @@ class Stub:
                 web.post("/cut", self.cut),
                 web.get("/model_info", self.model),
                 web.get("/v1/loads", self.loads),
+                web.get("/metrics", self.metrics),
                 web.get("/figures", self.figures),
                 web.get("/health", self.well),
                 web.get("/server_info", self.well),

@@ -6,17 +6,18 @@ weights.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 from asyncrl import jsonl
-from asyncrl.config import Config, read
+from asyncrl.config import read
 from asyncrl.engine.fleet import build_fleet
 from asyncrl.engine.update import Update
 from asyncrl.metrics.record import StepLog
-from asyncrl.metrics.sinks import TensorBoard
+from asyncrl.metrics.sinks import Sinks
 from asyncrl.network.addresses import Addresses
 from asyncrl.schema import decode_batch
 from asyncrl.trainer.batch_source import RolloutClient
@@ -29,7 +30,9 @@ def main(run_dir: Path) -> None:
     fleet = build_fleet(config, addresses, run_dir, decides=True)
     update = Update(fleet, mode=config.weights.pause_mode)
     source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
-    log = StepLog(_sinks(config, run_dir), started_at=addresses.started_at, tasks=tuple(config.mixture))
+    sinks = Sinks(config, run_dir, addresses.model, partial(_warn, run_dir))
+    records = [partial(jsonl.append, run_dir / "metrics.jsonl")]
+    log = StepLog(records, started_at=addresses.started_at, tasks=tuple(config.mixture), outputs=sinks)
     stop = StopRule(config.run)
 
     def publish(version: int) -> dict[str, float]:
@@ -53,13 +56,12 @@ def main(run_dir: Path) -> None:
             break
     summary = {"reason": reason, **log.summary(config.run.reward_window), "ledger": source.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
+    if not log.close():
+        os._exit(0)  # the packages of sinks would wait for their servers at the end of the process
 
 
-def _sinks(config: Config, run_dir: Path) -> list:
-    return [
-        partial(jsonl.append, run_dir / "metrics.jsonl"),
-        *([TensorBoard(run_dir / "tb")] if config.metrics.tensorboard else []),
-    ]
+def _warn(run_dir: Path, text: str, version: int) -> None:
+    jsonl.append(run_dir / "warnings.jsonl", {"version": version, "warning": text})
 
 
 if __name__ == "__main__":

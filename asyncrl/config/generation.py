@@ -38,6 +38,9 @@ class EngineConfig(Section):
     """Additional SGLang arguments, as name: value (true for a bare flag)."""
     request_fields: Parameters
     """Additional fields of every request to /generate. The router forwards them unchanged."""
+    metrics: bool
+    """Start the engines with SGLang's counters (--enable-metrics), from which the run takes tokens per second, cache
+    hits and preemptions of each. Engines of engine.urls that have them are asked, too."""
     router_policy: Literal["manual", "random", "round_robin", "cache_aware", "power_of_two"]
     """Load-balancing policy of the router. manual: a new group goes to the engine with the fewest requests, and all of
     its requests and turns stay on that engine, which holds their shared prefix cache."""

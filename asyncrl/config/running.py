@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from asyncrl.config.secret_values import Parameters, Secret
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Natural, Positive, Section, Share
 
@@ -232,17 +233,47 @@ class ClusterConfig(Section):
         return self
 
 
+SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
 class MetricsConfig(Section):
-    """Metric outputs in addition to metrics.jsonl and summary.json, which are always written."""
+    """Metric outputs in addition to metrics.jsonl and summary.json, which are always written: docs/observability.md."""
 
     console: bool
-    """Print one line per step to the terminal."""
-    tensorboard: bool
-    """Write TensorBoard event files to tb/."""
+    """Show the progress of the run on the terminal: a live table, or one line per step where the output is no
+    terminal."""
+    sinks: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
+    """Where the metrics of each step, held-out accuracies and sampled episodes are also sent. tensorboard: event files
+    in tb/; wandb: Weights & Biases; trackio: its local database; mlflow: a tracking server, or a folder."""
+    episodes: Natural
+    """Number of episodes of each batch, chosen at random, whose texts the sinks receive."""
+    wandb: Parameters
+    """Arguments of wandb.init, such as project, entity, tags and mode=offline, and api_key; unset: the environment
+    variable WANDB_API_KEY."""
+    trackio: Parameters
+    """Arguments of trackio.init, such as project and space_id."""
+    mlflow: Parameters
+    """experiment: name of the experiment; tracking_uri: address of the server; unset: the environment variable
+    MLFLOW_TRACKING_URI, or mlruns/ in the run folder. Credentials are MLflow's environment variables."""
     timeline: bool
     """Record in timeline/ what every episode and process did, and when (docs/observability.md)."""
     timeline_share: Share
     """Share of the groups whose timelines are recorded and traced; which ones they are depends on their uids alone."""
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _was_tensorboard(cls, value: Any) -> Any:
+        """Accept the values of metrics.tensorboard, the old name of the field."""
+        return ["tensorboard"] * value if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _keys_are_secret(self) -> MetricsConfig:
+        for sink in SINKS[1:]:
+            for name, value in getattr(self, sink).items():
+                if name in ("api_key", "token", "password") and not isinstance(value, Secret):
+                    remedy = "It would be written to config.json: export it as a variable, and set ${oc.env:VARIABLE}."
+                    raise ConfigError(f"metrics.{sink}.{name}", "a plain text", remedy)
+        return self
 
 
 class TracingConfig(Section):

@@ -79,6 +79,7 @@ def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed:
             "incremental_streaming_output": True,
             "stream_interval": engine.stream_interval,
             "random_seed": seed,
+            "enable_metrics": engine.metrics,
             **more,
         },
     )

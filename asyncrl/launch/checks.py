@@ -306,9 +306,18 @@ def check_devices(config: Config, gpus: int) -> None:
         )
 
 
+def check_sinks(config: Config) -> None:
+    """Refuse sinks whose package is not installed."""
+    for name in config.metrics.sinks:
+        if find_spec(name) is None:
+            remedy = f"The package {name} is not installed: pip install 'asyncrl[sinks]', or remove it."
+            raise ConfigError("metrics.sinks", name, remedy)
+
+
 def check_files(config: Config) -> list[LocalSandboxes]:
-    """Refuse tasks that cannot be built and a missing chat template. Return the sandboxes in which their code would
-    run, not yet started."""
+    """Refuse tasks that cannot be built, sinks without their package, and a missing chat template. Return the sandboxes
+    in which the tasks' code would run, not yet started."""
+    check_sinks(config)
     with noted() as sandboxes:
         rewards(config, tasks.build_all(config))
     template = config.model.chat_template

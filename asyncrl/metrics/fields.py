@@ -182,10 +182,54 @@ STEP_ADAPTIVE = {
     "concurrency/limit": "number of episodes that may run at the same time",
     "concurrency/in_play": "number of episodes that were running when the batch was taken",
     "concurrency/cuts": "number of times the limit was lowered to relieve the engines, since the start of the run",
+    "engines/prefill_wasted": "fraction of the engines' time spent on prefilling tokens that they had prefilled before",
+}
+
+# The same file, if engines answer; as they were when the batch was taken
+STEP_ENGINES = {
     "engines/running": "number of requests that the engines were processing",
     "engines/queued": "number of requests in the engines' queues",
     "engines/cache_use": "fraction of the engines' KV cache that running requests occupy",
-    "engines/prefill_wasted": "fraction of the engines' time spent on prefilling tokens that they had prefilled before",
+}
+
+# The same file, with engine.metrics; over the last two seconds or more
+STEP_ENGINE_COUNTERS = {
+    "engines/tokens_per_s": "number of tokens that the engines generated per second",
+    "engines/tokens_per_s/lowest": "the same, of the engine that generated fewest",
+    "engines/cache_hit": "fraction of prompt tokens found in prefix caches, as a mean over the engines",
+    "engines/preemptions": "number of requests that engines have retracted because their cache was full, since they "
+    "were started",
+}
+
+# The same file; over the training episodes that ended since the previous batch. <phase> is one of those of
+# observability/intervals.py, <of> is mean, p50 or p99
+STEP_EPISODES = {
+    "episode_time/<phase>/<of>": "time that an episode spent in the phase: queued (held back for a publish, or waiting "
+    "in an engine), prefill, decode, agent, tool, environment (without its tools), reward, teacher, retry, or waiting "
+    "for its siblings",
+    "tool_time/<tool>/<of>": "time of a call of the tool",
+    "tool_calls/<tool>": "number of calls of the tool",
+    "tool_failures/<tool>": "number of these calls that failed",
+    "environment_time/<environment>/<of>": "time of a call of the environment, with the tools in it",
+    "pass_rate/<task>": "fraction of the task's episodes whose reward is that of a correct answer",
+    "difficulty/<solved>": "fraction of groups in which all episodes are correct, or at least two thirds (easy), a "
+    "third (medium), one (hard), or none",
+    "straggler/time": "time that the batch waited for its last group alone",
+    "straggler/share": "the same, as a fraction of the time since the previous batch was taken",
+    "straggler/task/<task>": "the same time, under the task of the last group",
+    "straggler/tool/<tool>": "the same time, if the group's slowest episode spent most of its time in this tool",
+    "straggler/phase/<phase>": "the same time, if it spent most of its time in this phase",
+}
+
+# The same file, for each reason for which groups were rejected
+STEP_BY_REASON = {"groups/rejected/<reason>": "number of groups rejected for the reason since the start of the run"}
+
+# The same file, for each of the first 16 engines; <engine> is its host and port
+STEP_BY_ENGINE = {
+    "engine/<engine>/running": "number of requests that the engine was processing",
+    "engine/<engine>/queued": "number of requests in its queue",
+    "engine/<engine>/cache_use": "fraction of its KV cache that running requests occupy",
+    "engine/<engine>/tokens_per_s": "number of tokens that it generated per second (engine.metrics)",
 }
 
 # The same file, for each task if there are several; <task> is its name

@@ -7,9 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.schema import Batch, Group, Trajectory
+
+if TYPE_CHECKING:
+    from asyncrl.metrics.sinks import Sinks
 
 Step = dict[str, float]
 
@@ -19,17 +22,19 @@ class StepLog:
 
     def __init__(
         self,
-        sinks: list[Callable[[Step], None]],
+        sinks: Sequence[Callable[[Step], None]],
         *,
         started_at: float,
         tasks: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
         begins: Callable[[str, int], None] = lambda span, step: None,
         ended: Callable[[str, int, float, float], None] = lambda span, batch, start, end: None,
+        outputs: Sinks | None = None,
     ) -> None:
         """Create the log. `started_at` is the wall-clock time (time.time) of the command; `tasks` are the training
         tasks; `begins` is called with the name of every span and its step, and `ended` with the number of
-        the batch and the wall-clock times."""
+        the batch and the wall-clock times; `outputs` also receive the batches."""
+        self._outputs = outputs
         self._sinks, self._tasks, self._clock, self._begins, self._ended = sinks, tasks, clock, begins, ended
         self._offset = time.time() - started_at - clock()
         self._before = 0.0  # seconds spent by earlier runs that this one resumes
@@ -108,7 +113,13 @@ class StepLog:
         self.steps.append(record)
         for sink in self._sinks:
             sink(record)
+        if self._outputs:
+            self._outputs.write(record, batch)
         return record
+
+    def close(self) -> bool:
+        """Send what is left to the outputs. Return whether all of them have ended."""
+        return self._outputs is None or self._outputs.close()
 
     def _by_task(self, groups: Sequence[Group]) -> Step:
         """Return the metrics of each task in the batch; none if training has only one task."""

@@ -81,6 +81,11 @@ class Activity:
             return "the end of a publish" if last.name == PUBLISH else _WAITS_FOR[last.phase].format(name=last.name)
         return "" if self.ended else "its agent"
 
+    @property
+    def phase(self) -> str:
+        """What the episode does now."""
+        return self.open[-1].phase if self.open else WAITING if self.ended else AGENT
+
     def begin(self, phase: str, name: str = "") -> Ongoing:
         """Begin an interval."""
         one = Ongoing(phase, time.time(), name)

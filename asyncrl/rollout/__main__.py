@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import READY, Access, Addresses
 from asyncrl.network.tls import signed
+from asyncrl.observability.episodes import EpisodeFigures
 from asyncrl.observability.timeline import TimelineWriter, sampled
 from asyncrl.progress import Progress
 from asyncrl.records.events import Began, Event
@@ -45,6 +47,7 @@ from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.rollout.exposition import PrometheusMetrics
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
 from asyncrl.rollout.player import EpisodePlayer
@@ -53,6 +56,7 @@ from asyncrl.rollout.recorder import Recorder, WritingRecorder
 from asyncrl.rollout.reporters import FailureReporter, RunReporter
 from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
+from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.vision import vision_of
@@ -80,7 +84,7 @@ async def main(run_dir: Path) -> None:
     prompts = Prompts(config, tasks, template, hf["max_position_embeddings"], RunReporter(run_dir).warn, vision)
     cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
     client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), hf, cache, vision)
-    rollout, loads = config.rollout, Loads(addresses.router, addresses.access)
+    rollout, loads = config.rollout, Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
     teachers = _teacher_engines(config, addresses)
     teacher = TeacherScorer(teachers) if teachers else None
     reporter = RunReporter(run_dir, lambda: client.inflight.version)
@@ -90,7 +94,9 @@ async def main(run_dir: Path) -> None:
     timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
     timeline = TimelineWriter(run_dir, "rollout", reporter.warn, enabled=config.metrics.timeline)
-    timelines = Timelines([sampled(timeline, config.metrics.timeline_share)])
+    episodes = EpisodeFigures({name: task.correct for name, task in tasks.items()})
+    exposed = PrometheusMetrics(run_dir, addresses, config.run.name)
+    timelines = Timelines([sampled(timeline, config.metrics.timeline_share), episodes, exposed])
     evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, timelines)
     limiter = _concurrency_limiter(rollout)
     writer: Writer[Event] | None = Writer(run_dir / RECORDS) if config.record else None
@@ -102,9 +108,8 @@ async def main(run_dir: Path) -> None:
         limiter=limiter,
         publish=reporter.publish,
         figures=lambda: {
-            **_taken(teacher, recorder, player),
-            **figures(players.values()),
-            **prompts.figures(),
+            **_taken(teacher, recorder, player, episodes),
+            **dict(ChainMap(figures(players.values()), prompts.figures(), loads.figures())),
         },
         recorder=recorder,
         timelines=timelines,
@@ -127,26 +132,31 @@ async def main(run_dir: Path) -> None:
         addresses.api_key,
         drain=config.weights.pause_mode == "drain",
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
+        metrics=exposed.render,
     )
+    status = StatusFile(run_dir, server.state, groups, client.inflight, loads, addresses)
+    exposed.now = status.now
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
-        await _until_ready(config, addresses, teachers)
-        for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
-            client.narrow(int(engine.capacity))
-        await each(players.values(), "start")
-        (run_dir / READY).touch()
-        if _trainer_sends_first(config, addresses):
-            await groups.released()
-        if resumed is None:
-            await evaluations.now()  # has the engines to itself: version 0, before the first rollout
-        elif resumed.evaluating:
-            evaluations.begin()
         async with asyncio.TaskGroup() as working:
+            working.create_task(status.follow())
+            await _until_ready(config, addresses, teachers)
+            for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
+                client.narrow(int(engine.capacity))
+            await each(players.values(), "start")
+            (run_dir / READY).touch()
+            if _trainer_sends_first(config, addresses):
+                await groups.released()
+            if resumed is None:
+                await evaluations.now()  # has the engines to itself: version 0, before the first rollout
+            elif resumed.evaluating:
+                evaluations.begin()
             working.create_task(worker.run(outstanding))
             if isinstance(limiter, AdaptiveConcurrency):
-                inflight = client.inflight
-                working.create_task(limiter.watch(loads.ask, inflight.take_needed, lambda: inflight.holding))
+                working.create_task(
+                    limiter.watch(loads.ask, client.inflight.take_needed, lambda: client.inflight.holding)
+                )
 
     following = asyncio.create_task(progress.follow())
     try:
@@ -154,12 +164,9 @@ async def main(run_dir: Path) -> None:
     finally:
         following.cancel()
         progress.doing("ending", within=config.cluster.stop_grace)
-        await each(players.values(), "close")
-        await each(scores.values(), "close")
+        await each([*players.values(), *scores.values()], "close")
         await close_shared()
-        for connected in (client, loads, teachers):
-            if connected:
-                await connected.close()
+        await each([client, loads, teachers], "close")
         timeline.close()
         if writer:
             writer.close()
@@ -174,7 +181,7 @@ async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEn
     await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
 
 
-def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | None) -> dict[str, float]:
+def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | EpisodeFigures | None) -> dict[str, float]:
     """Return what these parts counted since the last batch."""
     return {name: value for part in parts if part for name, value in part.take_figures().items()}
 

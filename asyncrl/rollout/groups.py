@@ -252,7 +252,7 @@ class GroupLifecycle:
             ]
             self._playing[one.ticket] = _Group(one.prompt, sessions)
         self.ledger()
-        return [(ticket, group.prompt, group.siblings) for ticket, group in self._playing.items()]
+        return self.running()
 
     async def released(self) -> None:
         """Wait until the trainer reports that every engine serves its version."""
@@ -277,6 +277,10 @@ class GroupLifecycle:
         ledger.check()
         self._checked = time.monotonic()
         return ledger
+
+    def running(self) -> list[tuple[Ticket, PromptName, Sequence[GenerationSession]]]:
+        """Return the running groups."""
+        return [(ticket, group.prompt, group.siblings) for ticket, group in self._playing.items()]
 
     def waiting_for(self) -> str:
         """Say why the next batch is not ready, and what the groups that have been silent longest are waiting for."""
@@ -308,6 +312,7 @@ class GroupLifecycle:
             "groups/running": ledger.groups.running,
             "groups/ready": ledger.groups.ready,
             "groups/rejected": sum(ledger.groups.rejected.values()),
+            **{f"groups/rejected/{reason}": count for reason, count in ledger.groups.rejected.items()},
             "groups/requeued": events.requeued,
             "time/engine_busy": seen.seconds_busy,
             **self._audit.figures(),

@@ -83,7 +83,6 @@ class AdaptiveConcurrency:
 
     def __init__(self, window: ConcurrencyWindow) -> None:
         self.window = window
-        self.loads: list[Load] = []
         self._changed = asyncio.Event()
 
     async def acquire(self, episodes: int) -> None:
@@ -118,7 +117,7 @@ class AdaptiveConcurrency:
         before = loop.time()
         while True:
             try:
-                self.loads = await ask()
+                loads = await ask()
             except EngineError as error:
                 print(f"asyncrl: rollout.max_running_groups=auto has no effect: {error}", file=sys.stderr, flush=True)
                 self.window.open()
@@ -126,20 +125,16 @@ class AdaptiveConcurrency:
                 return
             if not holding():
                 now = loop.time()
-                self.window.observe(self.loads, now - before, needed())
+                self.window.observe(loads, now - before, needed())
                 before = now
                 self._changed.set()
             await asyncio.sleep(PERIOD)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl."""
-        capacity = sum(load.capacity for load in self.loads)
         return {
             "concurrency/limit": min(self.window.limit, 1e9),
             "concurrency/in_play": self.window.in_play,
             "concurrency/cuts": self.window.cuts,
-            "engines/running": sum(load.running for load in self.loads),
-            "engines/queued": sum(load.waiting for load in self.loads),
-            "engines/cache_use": sum(load.used for load in self.loads) / capacity if capacity else 0.0,
             "engines/prefill_wasted": self.window.wasted,
         }

@@ -9,6 +9,7 @@
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
     GET  /status            the ledger, and what the next batch waits for
+    GET  /metrics           metrics for Prometheus (rollout/exposition.py), which has a key of its own for them
     GET  /health            200 once rollouts run
 
 Back-pressure: one batch is encoded at a time, because the next can be taken only after the version that this one makes
@@ -41,6 +42,7 @@ from asyncrl.engine.inflight import InFlight
 from asyncrl.errors import AsyncRLError
 from asyncrl.network.tls import Signed
 from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.rollout.exposition import metrics_key
 from asyncrl.rollout.groups import GroupLifecycle, WrongBatch
 from asyncrl.rollout.snapshot import GroupsState
 from asyncrl.schema import encode
@@ -70,8 +72,11 @@ class RolloutServer:
         *,
         drain: bool = False,
         save: Callable[[GroupsState], bytes] | None = None,
+        metrics: Callable[[], bytes] = bytes,
     ) -> None:
-        """`drain` makes a hold wait for the requests in flight; `save` encodes a snapshot that includes the state."""
+        """`drain` makes a hold wait for the requests in flight; `save` encodes a snapshot that includes the state;
+        `metrics` returns those for Prometheus."""
+        self._metrics = metrics
         self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
         self._api_key, self._drain, self._save = api_key, drain, save
         self._encoded: _Encoded | None = None
@@ -129,21 +134,27 @@ class RolloutServer:
         return Response(data, media_type="application/msgpack")
 
     async def status(self, _: Request) -> Response:
+        """Return `state`."""
+        return JSONResponse(self.state())
+
+    def state(self) -> dict[str, Any]:
         """Return the ledger, and why the next batch is not ready."""
         encoded = self._encoded
-        return JSONResponse(
-            {
-                "version": self._groups.published_version,
-                "waiting_for": self._groups.waiting_for(),
-                "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
-                "ledger": asdict(self._groups.ledger()),
-            }
-        )
+        return {
+            "version": self._groups.published_version,
+            "waiting_for": self._groups.waiting_for(),
+            "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
+            "ledger": asdict(self._groups.ledger()),
+        }
 
     async def fail(self) -> None:
         """Raise the first internal error that a request met: it ends the process, not just the request."""
         await self._failed.wait()
         raise self._error
+
+    async def metrics(self, _: Request) -> Response:
+        """Return the metrics for Prometheus."""
+        return Response(self._metrics(), media_type="text/plain; version=0.0.4")
 
     def app(self) -> Starlette:
         """Build the app with its routes, behind the run's API key."""
@@ -154,6 +165,7 @@ class RolloutServer:
             Route("/evaluate", self.evaluate, methods=["POST"]),
             Route("/snapshot", self.snapshot, methods=["POST"]),
             Route("/status", self.status),
+            Route("/metrics", self.metrics),
             Route("/health", lambda _: Response()),
         ]
         return Starlette(
@@ -161,9 +173,12 @@ class RolloutServer:
         )
 
     def _guarded(self, endpoint: Callable) -> Callable:
+        own = [metrics_key(self._api_key)] if endpoint == self.metrics else []
+        keys = [f"Bearer {key}".encode() for key in (self._api_key, *own)]
+
         async def guarded(request: Request) -> Response:
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._api_key}".encode()):
+            given = request.headers.get("authorization", "").encode()
+            if not any(hmac.compare_digest(given, key) for key in keys):
                 return PlainTextResponse("wrong or missing API key", status_code=401)
             try:
                 answer = endpoint(request)

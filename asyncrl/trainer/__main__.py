@@ -36,7 +36,7 @@ from asyncrl.engine.hand_over import HandOver  # noqa: E402
 from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
-from asyncrl.metrics.sinks import GapWatch, TensorBoard  # noqa: E402
+from asyncrl.metrics.sinks import GapWatch, Sinks  # noqa: E402
 from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.observability.timeline import TimelineWriter  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
@@ -97,10 +97,8 @@ def main(run_dir: Path) -> None:
         build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source)
         publisher, why = build.publisher(hand_over.update if hand_over else None)
     warn = partial(_warn, run_dir)
-    sinks = _sinks(config, addresses, run_dir, parallel, warn)
     timeline = _timeline(config, run_dir, parallel, warn)
-    tasks = tuple(config.mixture)
-    log = StepLog(sinks, started_at=addresses.started_at, tasks=tasks, begins=begins, ended=timeline.phase)
+    log = _log(config, addresses, run_dir, parallel, begins, timeline)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
     publisher = turns or publisher
     stop = StopRule(config.run, end)
@@ -168,9 +166,12 @@ def main(run_dir: Path) -> None:
     if parallel.is_first:
         facts = {"reason": reason, "transport": why, **checkpoints.figures()}
         _tell_the_end(config, run_dir, source, log, facts)
+    closed = log.close()
     dist.barrier()  # the first process to leave ends the run: all ranks wait here until rank 0 has written the summary
     dist.destroy_process_group()
     progress.end()
+    if not closed:
+        os._exit(0)  # the packages of sinks would wait for their servers at the end of the process
 
 
 def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tuple[Progress, Callable[[str, int], None]]:
@@ -228,17 +229,29 @@ def _timeline(config: Config, run_dir: Path, parallel: Parallel, warn: Callable[
     return TimelineWriter(run_dir, process, lambda text: warn(text, 0), enabled=config.metrics.timeline)
 
 
-def _sinks(
-    config: Config, addresses: Addresses, run_dir: Path, parallel: Parallel, warn: Callable[[str, int], None]
-) -> list:
-    if not parallel.is_first:
-        return []
-    first = manifest.read(addresses.resume).version + 1 if addresses.resume else None
-    return [
-        partial(jsonl.append, run_dir / "metrics.jsonl"),
-        GapWatch(warn),
-        *([TensorBoard(run_dir / "tb", first)] if config.metrics.tensorboard else []),
-    ]
+def _log(
+    config: Config,
+    addresses: Addresses,
+    run_dir: Path,
+    parallel: Parallel,
+    begins: Callable[[str, int], None],
+    timeline: TimelineWriter,
+) -> StepLog:
+    """Return the log of this rank. That of rank 0 also writes and sends the metrics."""
+    sinks, outputs = list[Callable[[dict[str, float]], None]](), None
+    if parallel.is_first:
+        warn = partial(_warn, run_dir)
+        first = manifest.read(addresses.resume).version + 1 if addresses.resume else None
+        sinks = [partial(jsonl.append, run_dir / "metrics.jsonl"), GapWatch(warn)]
+        outputs = Sinks(config, run_dir, addresses.model, warn, first)
+    return StepLog(
+        sinks,
+        started_at=addresses.started_at,
+        tasks=tuple(config.mixture),
+        begins=begins,
+        ended=timeline.phase,
+        outputs=outputs,
+    )
 
 
 def _tell_the_end(config: Config, run_dir: Path, source: BatchSource, log: StepLog, facts: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ from asyncrl.algo.table import build_table
 from asyncrl.jsonl import append
 from asyncrl.metrics.fields import EVAL, EVAL_BY_K, STEP, STEP_BY_ROLE, STEP_BY_TASK, SUMMARY, SUMMARY_BY_SET, unknown
 from asyncrl.metrics.record import StepLog, accuracies
-from asyncrl.metrics.sinks import TensorBoard
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle
@@ -219,14 +218,3 @@ def test_sinks_get_every_record_and_jsonl_can_be_followed(tmp_path: Path) -> Non
         records.append(stepped(log, clock, version, GROUPS))
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == records
-
-
-def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    log = log_of(clock := Clock(), TensorBoard(tmp_path / "tb"))
-    stepped(log, clock, 1, GROUPS)
-    events = EventAccumulator(str(tmp_path / "tb"))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == STEP.keys()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.75)]

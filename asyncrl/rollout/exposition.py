@@ -1,0 +1,210 @@
+"""Metrics of a run in Prometheus' format, which the rollout process serves at /metrics (ops/README.md).
+
+    histograms, counters    of episodes, tools, batches and publishes, from the timelines (a listener of Timelines)
+    gauges                  what the run does now, as in status.json, and the load of the engines
+    asyncrl_step_*          the newest record of metrics.jsonl: the field reward/mean is asyncrl_step_reward_mean, and
+                            reward/mean/<task> is asyncrl_step_reward_mean_by_task{task="..."}
+    asyncrl_eval_*          the newest line of eval.jsonl of each set
+
+Gauges and records are read when Prometheus asks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from asyncrl.jsonl import Tail
+from asyncrl.metrics import fields
+from asyncrl.network.addresses import Addresses
+from asyncrl.observability.episodes import durations
+from asyncrl.observability.intervals import ENVIRONMENT, TOOL
+from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline, Record
+
+TOKEN = "metrics.token"
+"""File in the run folder with the key of /metrics, for Prometheus. It opens no other route."""
+BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+"""Upper bounds of the histograms in seconds: an episode takes milliseconds in tests and an hour in practice."""
+
+
+def metrics_key(api_key: str) -> str:
+    """Return the key of /metrics. It does not tell the run's API key."""
+    return hmac.new(api_key.encode(), b"metrics", hashlib.sha256).hexdigest()
+
+
+class PrometheusMetrics(Collector):
+    """All metrics of a run."""
+
+    def __init__(self, run_dir: Path, addresses: Addresses, name: str) -> None:
+        """Write the key's file, readable by the owner only. `name` is the name of the run."""
+        descriptor = os.open(run_dir / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(metrics_key(addresses.api_key))
+        self.now: Callable[[], Mapping[str, Any]] = dict
+        """Returns the content of status.json."""
+        self._info = {"name": name, "run_id": addresses.run_id, "model": addresses.model.name}
+        self._steps, self._evaluations, self._warnings = (
+            Tail(run_dir / file) for file in ("metrics.jsonl", "eval.jsonl", "warnings.jsonl")
+        )
+        self._step: dict[str, float] = {}
+        self._accuracies: dict[str, dict[str, Any]] = {}
+        self._warned = 0
+        self._registry = CollectorRegistry()
+        histogram = lambda name, text, *labels: Histogram(  # noqa: E731
+            f"asyncrl_{name}_seconds", text, labels, buckets=BUCKETS, registry=self._registry
+        )
+        self._phases = histogram("episode_phase", "Time that an episode spent in a phase.", "purpose", "phase")
+        self._calls = histogram("call", "Time of a call of a tool or an environment.", "kind", "name")
+        self._failures = Counter("asyncrl_call_failures", "Failed calls.", ["kind", "name"], registry=self._registry)
+        self._groups = Counter(
+            "asyncrl_groups_ended", "Groups by outcome.", ["purpose", "task", "outcome"], registry=self._registry
+        )
+        self._waits = histogram("batch_wait", "Time that the trainer waited for a batch.")
+        self._holds = histogram("publish_hold", "Time for which requests were held back for a publish.")
+        self._registry.register(self)
+
+    def __call__(self, record: Record) -> None:
+        """Count a record of the timeline."""
+        if isinstance(record, GroupTimeline):
+            self._groups.labels(record.purpose, record.task, record.outcome).inc()
+            for episode in record.episodes:
+                for phase, seconds in durations(episode).items():
+                    if seconds:
+                        self._phases.labels(record.purpose, phase).observe(seconds)
+                for one in episode.intervals:
+                    if one.phase in (TOOL, ENVIRONMENT):
+                        self._calls.labels(one.phase, one.name).observe(one.seconds)
+                        if one.outcome:
+                            self._failures.labels(one.phase, one.name).inc()
+        elif isinstance(record, BatchTimeline):
+            self._waits.observe(record.taken - record.asked)
+        elif isinstance(record, PublishTimeline):
+            self._holds.observe(record.released - record.held)
+
+    def render(self) -> bytes:
+        """Return everything as text."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what is read at the moment."""
+        yield _gauge("run", "Always 1; its labels name the run.", (self._info, 1.0))
+        if now := self.now():
+            yield from _state(now)
+            yield from _engines(now["engines"])
+        yield from self._newest()
+
+    def _newest(self) -> Iterator[Metric]:
+        """Yield the newest records of the run's files."""
+        for record in self._steps():
+            self._step = record
+        for line in self._evaluations():
+            self._accuracies[line["set"]] = line
+        self._warned += len(self._warnings())
+        yield _counter("warnings", "Lines of warnings.jsonl.", ({}, self._warned))
+        by_name: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
+        for field, value in self._step.items():
+            name, labels = exposed(field)
+            by_name[f"step_{name}"].append((labels, value))
+        for line in self._accuracies.values():
+            for field, value in line.items():
+                if isinstance(value, int | float):
+                    by_name[f"eval_{_plain(field)}"].append(({"set": line["set"]}, value))
+        for name, values in by_name.items():
+            yield _gauge(name, "Newest value (asyncrl/metrics/fields.py).", *values)
+
+
+def _state(now: Mapping[str, Any]) -> Iterator[Metric]:
+    ledger = now["ledger"]
+    yield _gauge("version", "Version of the weights that the engines serve.", ({}, now["version"]))
+    yield _gauge("holding", "1 while requests are held back because the weights change.", ({}, now["holding"]))
+    episodes = [({"phase": phase}, count) for phase, count in now["episodes"].items()]
+    yield _gauge("episodes_running", "Running episodes by what they do.", *episodes)
+    states = ("running", "ready", "training")
+    yield _gauge("groups", "Groups by state.", *(({"state": state}, ledger["groups"][state]) for state in states))
+    yield _counter("groups_trained", "Groups that were trained.", ({}, ledger["groups"]["trained"]))
+    rejected = [({"reason": reason}, count) for reason, count in ledger["groups"]["rejected"].items()]
+    yield _counter("groups_rejected", "Rejected groups by reason.", *rejected)
+    for state in ("generated", "trained", "rejected", "discarded"):
+        yield _counter(f"tokens_{state}", f"Tokens that were {state}.", ({}, ledger["tokens"][state]))
+    retried = [({"cause": cause}, count) for cause, count in ledger["events"]["retried"].items()]
+    yield _counter("requests_continued", "Requests that were sent again, by cause.", *retried)
+
+
+def _engines(engines: list[Mapping[str, Any]]) -> Iterator[Metric]:
+    def each(field: str) -> list[tuple[dict[str, str], float]]:
+        return [({"engine": one["url"]}, one[field]) for one in engines if one.get(field) is not None]
+
+    up = [({"engine": one["url"]}, float(one["state"] == "serving")) for one in engines]
+    yield _gauge("engine_up", "1 if the engine answers.", *up)
+    yield _gauge("engine_requests_running", "Requests that the engine processes.", *each("running"))
+    yield _gauge("engine_requests_queued", "Requests in the engine's queue.", *each("waiting"))
+    yield _gauge("engine_cache_tokens", "Tokens in the KV cache that running requests hold.", *each("used"))
+    yield _gauge("engine_cache_capacity_tokens", "Size of the KV cache.", *each("capacity"))
+    yield _gauge("engine_tokens_per_second", "Tokens generated per second.", *each("tokens_per_s"))
+    yield _gauge("engine_cache_hit_ratio", "Fraction of prompt tokens found in the prefix cache.", *each("cache_hit"))
+    yield _counter("engine_preemptions", "Requests retracted because the cache was full.", *each("preemptions"))
+
+
+Value = tuple[Mapping[str, str], float]
+
+
+def _gauge(name: str, text: str, *values: Value) -> Metric:
+    return _filled(GaugeMetricFamily(f"asyncrl_{name}", text, labels=_labels(values)), values)
+
+
+def _counter(name: str, text: str, *values: Value) -> Metric:
+    return _filled(CounterMetricFamily(f"asyncrl_{name}", text, labels=_labels(values)), values)
+
+
+def _labels(values: tuple[Value, ...]) -> list[str]:
+    return list(values[0][0]) if values else []
+
+
+def _filled(family: Any, values: tuple[Value, ...]) -> Metric:
+    for labels, value in values:
+        family.add_metric(list(labels.values()), value)
+    return family
+
+
+@cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    """Return a pattern for each documented field that has placeholders, and its name here."""
+    tables = [table for name, table in vars(fields).items() if name.startswith("STEP") and isinstance(table, dict)]
+    found = []
+    for field in (field for table in tables for field in table if "<" in field):
+        names = re.findall(r"<(\w+)>", field)
+        pattern = re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(field).replace(r"\<", "<").replace(r"\>", ">"))
+        plain = _plain(re.sub(r"<\w+>", "", field))
+        found.append((re.compile(pattern), f"{plain}_by_{'_and_'.join(names)}"))
+    return found
+
+
+@cache
+def exposed(field: str) -> tuple[str, dict[str, str]]:
+    """Return name and labels of a field of metrics.jsonl."""
+    for pattern, name in _patterns() if field not in _documented() else ():
+        if found := pattern.fullmatch(field):
+            return name, found.groupdict()
+    return _plain(field), {}
+
+
+@cache
+def _documented() -> frozenset[str]:
+    """Return the fields without placeholders."""
+    tables = [table for name, table in vars(fields).items() if name.startswith("STEP") and isinstance(table, dict)]
+    return frozenset(field for table in tables for field in table if "<" not in field)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\W+", "_", name.replace("@", "_at_")).strip("_")

@@ -1,0 +1,122 @@
+"""status.json in the run folder: what the run does now, replaced once a second, for pages and people that read files.
+
+    time, version, waiting_for, batch, ledger   as GET /status returns them, and when
+    holding         whether requests are held back because the weights change
+    episodes        number of running episodes by phase
+    groups          the running groups that have been silent longest: uid, task, born, tokens, seconds of silence, and
+                    each episode's phase, what it waits for, since how many seconds, and its tokens
+    groups_left_out number of running groups beyond MOST_GROUPS
+    engines         url, state ("serving", or "silent": dead, restarting or not yet in the fleet), version and load
+
+waits for     the engines' loads (engine/loads.py), and the disk, in a thread
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from asyncrl import jsonl
+from asyncrl.engine.inflight import InFlight
+from asyncrl.engine.loads import Load, Loads
+from asyncrl.engine.session import GenerationSession
+from asyncrl.errors import EngineError
+from asyncrl.network.addresses import Addresses
+from asyncrl.rollout.activity import silence
+from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.groups import GroupLifecycle
+from asyncrl.rollout.snapshot import PromptName
+
+FILE = "status.json"
+PERIOD = 1.0
+MOST_GROUPS = 200
+"""Number of groups in the file; a run may have ten thousand."""
+SHARE = 0.02
+"""Largest share of the event loop's time: with very many groups the file is replaced less often."""
+
+
+class StatusFile:
+    """Writer of the file."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        state: Callable[[], dict[str, Any]],
+        groups: GroupLifecycle,
+        inflight: InFlight,
+        loads: Loads,
+        addresses: Addresses,
+    ) -> None:
+        """`state` returns what GET /status does."""
+        self._path, self._state, self._groups = run_dir / FILE, state, groups
+        self._inflight, self._loads = inflight, loads
+        self._engines = (*addresses.engines, *addresses.attached)
+
+    async def follow(self) -> None:
+        """Replace the file every PERIOD seconds until cancelled. A disk that refuses it is reported once."""
+        told = False
+        while True:
+            try:
+                loads = await self._loads.recent(PERIOD)
+            except EngineError:
+                loads = []  # engines without the endpoint, of which rollout.max_running_groups=auto says more
+            began = time.monotonic()
+            now = self.now(loads)
+            spent = time.monotonic() - began
+            try:
+                await asyncio.to_thread(jsonl.replace, self._path, now)
+            except OSError as error:
+                if not told:
+                    print(f"asyncrl: {self._path} cannot be written: {error}", file=sys.stderr, flush=True)
+                told = True
+            await asyncio.sleep(max(PERIOD, spent / SHARE))
+
+    def now(self, loads: Sequence[Load] | None = None) -> dict[str, Any]:
+        """Return the content of the file, by default with the newest loads."""
+        loads = self._loads.latest if loads is None else loads
+        state, groups = self._state(), self._groups.running()
+        return {
+            "time": time.time(),
+            **state,
+            "holding": self._inflight.holding,
+            "episodes": Counter(one.activity.phase for _, _, siblings in groups for one in siblings),
+            **_silent(groups),
+            "engines": self._fleet(loads, state["version"]),
+        }
+
+    def _fleet(self, loads: Sequence[Load], version: int) -> list[dict[str, Any]]:
+        serving = [{"url": one.url, "state": "serving", "version": version, **asdict(one)} for one in loads]
+        silent = sorted(set(self._engines) - {one.url for one in loads})
+        return [*serving, *({"url": url, "state": "silent"} for url in silent)]
+
+
+def _silent(groups: Sequence[tuple[Ticket, PromptName, Sequence[GenerationSession]]]) -> dict[str, Any]:
+    """Return the groups that have been silent longest, and the number of the others."""
+    now = time.monotonic()
+    ranked = sorted(groups, key=lambda group: -silence(group[2], now))[:MOST_GROUPS]
+    named = [
+        {
+            "uid": ticket.uid,
+            "task": prompt.task,
+            "born": ticket.born,
+            "tokens": sum(one.received for one in siblings),
+            "seconds": round(silence(siblings, now), 3),
+            "episodes": [
+                {
+                    "phase": one.activity.phase,
+                    "waits_for": one.waits_for,
+                    "seconds": round(now - one.since, 3),
+                    "tokens": one.received,
+                }
+                for one in siblings
+            ],
+        }
+        for ticket, prompt, siblings in ranked
+    ]
+    return {"groups": named, "groups_left_out": len(groups) - len(named)}

@@ -1,0 +1,142 @@
+"""A real Prometheus scrapes a rollout server, and every query of the board finds data there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from asyncrl.engine.loads import load_of
+from asyncrl.jsonl import append
+from asyncrl.metrics import fields
+from asyncrl.network.ports import free_port
+from asyncrl.network.tls import Authority, signed
+from asyncrl.observability.intervals import PHASES
+from asyncrl.observability.timeline import BatchTimeline, Interval, PublishTimeline
+from asyncrl.rollout.exposition import PrometheusMetrics
+from tests.engine.test_loads import RANK
+from tests.fakes import addresses
+from tests.observability.test_episodes import episode, group
+from tests.ops.programs import found
+from tests.rollout.test_server import Site
+from tests.rollout.test_status import file_of
+
+OPS = Path(__file__).parents[2] / "ops"
+pytestmark = pytest.mark.integration
+
+
+@contextmanager
+def prometheus(folder: Path, *runs: Path) -> Iterator[httpx.Client]:
+    """Start Prometheus with the configuration of these runs, and return a client of its API."""
+    port = free_port("127.0.0.1")
+    command = [sys.executable, str(OPS / "prometheus" / "scrape_config.py"), "--seconds", "1", *map(str, runs)]
+    config = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (folder / "prometheus.yml").write_text(config)
+    subprocess.run([found("promtool"), "check", "config", str(folder / "prometheus.yml")], check=True)
+    data = [f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+    with (folder / "prometheus.log").open("w") as log:
+        server = subprocess.Popen(
+            [found("prometheus"), *data, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log
+        )
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", trust_env=False, timeout=10) as client:
+                yield client
+        finally:
+            server.terminate()
+            server.wait(20)
+
+
+def result(client: httpx.Client, query: str) -> list[Any]:
+    """Return what a query finds; nothing while Prometheus starts."""
+    try:
+        answer = client.get("/query", params={"query": query})
+    except httpx.TransportError:
+        return []
+    return list(answer.json()["data"]["result"]) if answer.status_code == 200 else []
+
+
+def without_data(client: httpx.Client, queries: list[str], seconds: float) -> list[str]:
+    """Return the queries that find nothing within so many seconds."""
+    deadline, left = time.monotonic() + seconds, list(queries)
+    while left and time.monotonic() < deadline:
+        left = [query for query in left if not result(client, query)]
+        time.sleep(0.3 if left else 0.0)
+    return left
+
+
+class Busy:
+    """Engine with counters."""
+
+    async def recent(self, age: float) -> list[Any]:
+        load = load_of([RANK], addresses().engines[0])
+        return [replace(load, tokens_per_s=5.0, cache_hit=0.5, preemptions=1.0)]
+
+
+def played(metrics: PrometheusMetrics, number: int) -> None:
+    """Record a group that used every phase, its batch and the publish."""
+    intervals = [Interval(phase, 0.0, 1.0, "search", outcome="down") for phase in PHASES]
+    metrics(group(f"g{number}", episode(1.0, *intervals)))
+    metrics(BatchTimeline(number, asked=0.0, taken=1.0, uids=[f"g{number}"]))
+    metrics(PublishTimeline(number, held=0.0, released=0.5))
+
+
+def authority_file(run_dir: Path, url: str) -> dict[str, Any]:
+    """Create the certificate of a server and return it as an argument of uvicorn."""
+    authority = Authority.create(run_dir)
+    authority.sign([url])
+    certificate = signed(run_dir, url)
+    assert certificate
+    return {"ssl_certfile": certificate.server}
+
+
+def test_every_query_of_the_board_finds_data_in_a_prometheus_that_scrapes_a_run(tmp_path: Path) -> None:
+    board = pytest.importorskip("ops.grafana.board", reason="grafana-foundation-sdk is not installed")
+    port = free_port("127.0.0.1")
+    where = addresses(rollout=f"https://127.0.0.1:{port}")
+    where.write(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "a run"}}))
+    documented = [name for table in vars(fields) if table.startswith("STEP") for name in getattr(fields, table)]
+    append(tmp_path / "metrics.jsonl", dict.fromkeys(documented, 0.5))
+    append(tmp_path / "eval.jsonl", dict.fromkeys(fields.EVAL, 0.5) | {"set": "sum"})
+    metrics = PrometheusMetrics(tmp_path, where, "a run")
+    queries = [query for row in board.ROWS for query in board.expressions(row)]
+
+    async def main() -> None:
+        site = Site()
+        site.begin(await site.groups.ticket())
+        status = file_of(site, tmp_path)
+        loads = await Busy().recent(0.0)
+        metrics.now = lambda: status.now(loads)
+        site.server._metrics = metrics.render
+
+        async def play() -> None:
+            for number in range(10**6):
+                played(metrics, number)
+                await asyncio.sleep(0.2)
+
+        playing = asyncio.create_task(play())
+        certificate = authority_file(tmp_path, where.rollout)
+        server = uvicorn.Server(uvicorn.Config(site.server.app(), port=port, log_level="error", **certificate))
+        serving = asyncio.create_task(server.serve())
+        with prometheus(tmp_path, tmp_path) as client:
+            missing = await asyncio.to_thread(without_data, client, queries, 30.0)
+            up = await asyncio.to_thread(result, client, 'up{run="a run"}')
+        server.should_exit = True
+        await serving
+        playing.cancel()
+        assert [one["value"][1] for one in up] == ["1"]
+        assert missing == []
+
+    found("prometheus")
+    asyncio.run(main())
