@@ -25,6 +25,8 @@ WAITS = 0.1
 """Share of the time above which a trainer that waits for batches is not what binds."""
 OUTSIDE = 0.5
 """Share of the episodes' time outside the engines above which the environment binds."""
+INSIDE = ("queued", "prefill", "decode", "retry")
+"""Phases of an episode in the engines."""
 FULL = 0.9
 """Share of the KV cache above which memory binds."""
 
@@ -89,19 +91,19 @@ def binding(evidence: Evidence) -> Advice | None:
     if len(evidence.recent) < 2:
         return None
     figures = {name: evidence.share(f"time/{name}") for name in ("wait_batch", "train", "publish", "engine_busy")}
+    if figures["publish"] > max(figures["wait_batch"], figures["train"]):
+        return _binds(
+            "publishing weights",
+            "Publishing takes more time than training and than waiting for batches. Use a faster transport, or larger "
+            "batches, so that versions change less often.",
+            ("weights.transport", "rollout.batch_groups"),
+            figures,
+        )
     if figures["wait_batch"] < WAITS:
-        if figures["publish"] > figures["train"]:
-            return _binds(
-                "publishing weights",
-                "Publishing takes more time than training. Use a faster transport, or "
-                "larger batches, so that versions change less often.",
-                ("weights.transport", "rollout.batch_groups"),
-                figures,
-            )
         return _binds(
             "the trainer",
-            "Batches are ready before the trainer asks for them. More trainer ranks shorten "
-            "the step; so do fewer engines in favour of the trainer, or less recomputation.",
+            "Batches are ready before the trainer asks for them. More trainer ranks shorten the step; so do fewer "
+            "engines in favour of the trainer, or less recomputation.",
             ("trainer.data_parallel", "trainer.micro_batch_tokens", "trainer.recompute.granularity"),
             figures,
         )
@@ -189,7 +191,7 @@ def _bound(evidence: Evidence, figures: Mapping[str, float]) -> Advice | None:
 
 
 def tail(evidence: Evidence) -> Advice | None:
-    """Return what batches wait for last, if it is usually the same and costs much time."""
+    """Return what batches wait for last, if that costs much of the time."""
     late = evidence.stragglers[-WINDOW:]
     waited, total = (
         sum(one.waited for one in late),
@@ -203,16 +205,16 @@ def tail(evidence: Evidence) -> Advice | None:
         spent[key] = spent.get(key, 0.0) + one.seconds
     worst = max(spent, key=lambda key: spent[key])
     share = spent[worst] / max(1e-9, sum(one.total for one in late))
-    figures = {"waited": waited, "steps": total, worst: spent[worst], "share of the last episodes": share}
+    inside = worst.partition(" ")[0] in INSIDE
+    remedy = "Spare groups or a higher staleness bound" if inside else "A faster one, a deadline, or spare groups"
     return Advice(
         "tail",
         "warning",
         f"Batches wait for {worst}",
-        f"The last episodes of {len(late)} batches spent {share:.0%} of their time in {worst}, and the "
-        f"trainer waited {waited:.0f} s for these batches. A deadline, faster tools, or spare groups shorten "
-        "the tail.",
-        ("rollout.oversample", "rollout.episode_timeout", "rollout.max_staleness"),
-        figures,
+        f"The last episodes of {len(late)} batches spent {share:.0%} of their time in {worst}, and the trainer waited "
+        f"{waited:.1f} s for these batches, {waited / total:.0%} of its time. {remedy} would shorten the tail.",
+        ("rollout.oversample", "rollout.max_staleness" if inside else "rollout.episode_timeout"),
+        {"waited": waited, "steps": total, worst: spent[worst], "share of the last episodes": share},
     )
 
 

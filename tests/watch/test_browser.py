@@ -129,9 +129,9 @@ def test_runs_side_by_side_share_charts_and_show_the_settings_that_differ(page: 
     page.wait_for_selector("table.settings th:has-text('second')")
     rows = page.eval_on_selector_all("table.settings tbody tr", "all => all.map(one => one.innerText)")
     assert rows == ["trainer.threads\t1\t2"]
-    reward = page.locator("figure[data-chart=Reward] output").inner_text()
-    assert "first" in reward
-    assert "second" in reward
+    lines = page.eval_on_selector_all("figure[data-chart=Reward] .key", "all => all.map(one => one.title)")
+    assert lines == ["first", "second"]
+    assert page.evaluate("document.querySelector('figure[data-chart=Reward] .plot').chart.data.length") == 3
 
 
 def test_episodes_show_the_recording_and_what_models_wrote_stays_text(page: Any, runs: Path) -> None:

@@ -66,7 +66,8 @@ export class Chart {
       while (found > 0 && (values[found] === null || values[found] === undefined)) found -= 1;
       const mark = make("i", { class: "key" });
       mark.style.background = style(INKS[number % INKS.length]);
-      const label = columns.length > 1 ? ` ${this.labels[number]} ` : " ";
+      mark.title = this.labels[number];
+      const label = columns.length > 1 && !this.options.unnamed ? ` ${this.labels[number]} ` : " ";
       return make("span", {}, columns.length > 1 ? mark : null, label, make("b", {}, short(values[found])));
     });
     this.told.replaceChildren(...parts, place === null || place === undefined ? "" : make("span", { class: "faint" }, ` at ${xs[at]}`));

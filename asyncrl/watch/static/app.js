@@ -1,4 +1,4 @@
-import { make, short } from "./dom.js";
+import { INKS, make, short } from "./dom.js";
 import { api, compared, follow, go, state } from "./store.js";
 import { Overview } from "./overview.js";
 import { Episodes } from "./episodes.js";
@@ -12,6 +12,7 @@ let view = null;
 let shown = "";
 
 function showRuns() {
+  const several = [state.run, ...compared()]; // the dots are then the colours of their lines
   const list = runs.map((run) => {
     const figures = make("span", { class: "faint" }, run.steps ? `${run.step} / ${run.steps}` : String(run.step), run.reward === null ? "" : ` · reward ${short(run.reward)}`);
     const button = make("button", { class: "run", "aria-current": run.name === state.run ? "true" : null, onclick: () => go({ run: run.name, with: "", step: "", uid: "", beside: "" }) },
@@ -19,6 +20,8 @@ function showRuns() {
     const box = make("input", { type: "checkbox", "aria-label": `compare ${run.name}`, title: "show beside the selected run", onchange: (event) => toggle(run.name, event.target.checked) });
     box.checked = run.name === state.run || compared().includes(run.name);
     box.disabled = run.name === state.run;
+    const ink = several.indexOf(run.name);
+    if (several.length > 1 && ink >= 0) button.querySelector(".dot").style.background = `var(${INKS[ink % INKS.length]})`;
     return make("div", { class: "entry" }, runs.length > 1 ? box : null, button);
   });
   document.getElementById("runs").replaceChildren(...list);

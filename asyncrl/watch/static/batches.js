@@ -182,6 +182,7 @@ export class Batches {
     this.drawRows(context, height);
     this.drawHead(context);
     this.drawMoments(context, height);
+    this.canvas.dataset.rows = this.drawn.join();
     this.canvas.drawn = { rows: this.drawn, milliseconds: performance.now() - began };
   }
 

@@ -36,6 +36,7 @@ export class Episodes {
     if (!(await this.overview())) return;
     if (state.step) this.inputs.step.value = state.step;
     await this.search();
+    if (!state.uid && this.rows.length) go({ uid: this.rows[0].uid }, true);
     await this.moved();
   }
 

@@ -23,7 +23,7 @@ export class Fleet {
 
   now(status, age) {
     const phases = Object.entries(status.episodes ?? {});
-    const cells = [["version", status.version], ["episodes", phases.reduce((sum, [, count]) => sum + count, 0)], ["requests", status.holding ? "held for a publish" : "flowing"], ["told", age === null ? "–" : `${seconds(Math.max(0, age))} ago`]];
+    const cells = [["version", status.version], ["episodes", phases.reduce((sum, [, count]) => sum + count, 0)], ["requests", status.holding ? "held for a publish" : "flowing"], ["updated", age === null ? "–" : `${seconds(Math.max(0, age))} ago`]];
     return [
       make("div", { class: "cells" }, ...cells.map(([name, value]) => make("div", {}, make("span", { class: "faint" }, name), make("b", {}, String(value))))),
       make("p", { class: "waits" }, status.waiting_for ?? ""),

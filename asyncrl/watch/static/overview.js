@@ -85,7 +85,7 @@ export class Overview {
     let chart = this.charts.find((one) => one.title === definition.title);
     if (!parts.length || keep === false || !filled.some(Boolean)) return;
     if (!chart || chart.labels.join() !== labels.join()) {
-      const made = Object.assign(new Chart(definition.title, labels, definition.options), { title: definition.title });
+      const made = Object.assign(new Chart(definition.title, labels, { ...definition.options, unnamed: this.runs.length > 1 }), { title: definition.title });
       if (definition.extra) made.node.querySelector("b").after(make("button", { class: "quiet", title: "remove", onclick: () => this.drop(made) }, "×"));
       if (chart) { chart.node.replaceWith(made.node); this.charts.splice(this.charts.indexOf(chart), 1, made); chart.remove(); }
       else { this.charts.push(made); this.place(made); }
