@@ -22,13 +22,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from asyncrl.errors import AsyncRLError, RecordError, visible
 from asyncrl.inspection import render
-from asyncrl.inspection.page import page
+from asyncrl.inspection.page import estimator_of, page
 from asyncrl.inspection.rows import Bounds, GroupFilter, bounds, rows_of
 from asyncrl.records.reading import Recording
 
@@ -61,7 +62,8 @@ def _show(recording: Recording, options: argparse.Namespace, console: Console) -
     rows = [row for row in groups if wanted.fits(row)][: options.limit]
     if options.html:
         title = f"asyncrl {options.run.resolve().name}"
-        text = page(title, recording, steps, rows, _trained(options.run), render.decoder(options.run))
+        estimator = estimator_of(_config(options.run))
+        text = page(title, recording, steps, rows, _trained(options.run), render.decoder(options.run), estimator)
         options.html.write_text(text)
         print(f"{options.html}: {len(steps)} batches, {len(rows)} of {len(groups)} groups")
         return
@@ -97,10 +99,16 @@ def _overview(recording: Recording, options: argparse.Namespace, console: Consol
 
 def _adapters(run: Path) -> str:
     """Return a line with the adapter of each role; empty if roles share one."""
-    file = run / "config.json"
-    roles = json.loads(file.read_text()).get("agents", {}).get("roles", {}) if file.exists() else {}
+    roles = _config(run).get("agents", {}).get("roles", {})
     plays = (f"{name} {one['adapter']}{', past versions' if one['past'] else ''}" for name, one in roles.items())
     return "adapters: " + "; ".join(plays) if roles else ""
+
+
+def _config(run: Path) -> dict[str, Any]:
+    """Read config.json; empty if there is none."""
+    file = run / "config.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
 
 
 def _trained(run: Path) -> dict[int, dict[str, float]]:

@@ -6,7 +6,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,11 @@ def group_content(
             for number, (one, own) in enumerate(_with_scores(group, scores))
         ],
     }
+
+
+def estimator_of(config: Mapping[str, Any]) -> str:
+    """Return the run's advantage estimator."""
+    return str(config.get("algo", {}).get("advantage", {}).get("name", "grpo"))
 
 
 def advantages(rewards: Sequence[float], estimator: str) -> tuple[list[float], str]:

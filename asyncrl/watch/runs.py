@@ -42,6 +42,7 @@ class WatchedRun:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
         self.lock = threading.RLock()
+        self._marks, self._marked = dict[str, float](), 0.0
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -58,7 +59,11 @@ class WatchedRun:
 
     def rows(self, name: str) -> list[Row]:
         """Return all lines of metrics, eval or warnings."""
-        self._rows[name] += self._tails[name]()
+        try:
+            self._rows[name] += self._tails[name]()
+        except ValueError:  # the run is being started again, so that another file continues in the middle of a line
+            self._start_anew()
+            self._rows[name] += self._tails[name]()
         return self._rows[name]
 
     @property
@@ -99,7 +104,11 @@ class WatchedRun:
         }
 
     def marks(self) -> dict[str, float]:
-        """Return numbers that change when a part of the run has changed."""
+        """Return numbers that change when a part of the run has changed. A run that has ended is not looked at as
+        often."""
+        now = time.monotonic()
+        if self._marks.get("summary") and now - self._marked < DISCOVER_SECONDS:
+            return self._marks
         marks = {name: float(_size(self.folder / f"{name}.jsonl")[0]) for name in LINES}
         records = folder_of(self.folder)
         marks["records"] = float(_newest_bytes(records) + _newest_bytes(records / TRAINER))
@@ -107,6 +116,7 @@ class WatchedRun:
         marks["status"] = _size(self.folder / STATUS)[1]
         marks["config"] = _size(self.folder / CONFIG)[1]
         marks["summary"] = _size(self.folder / SUMMARY)[1]
+        self._marks, self._marked = marks, now
         return marks
 
 

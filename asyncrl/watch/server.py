@@ -49,6 +49,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.errors import RecordError
 from asyncrl.inspection.page import STATIC as SHARED
+from asyncrl.inspection.page import estimator_of
 from asyncrl.inspection.rows import GroupFilter, bounds
 from asyncrl.leases import SUFFIX
 from asyncrl.progress import FOLDER as PROGRESS
@@ -104,7 +105,9 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str]) -> Starlette:
         Middleware(Guard, token=token),
         Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3),
     ]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers={RecordError: _refused})
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={RecordError: _refused, OSError: _refused}
+    )
 
 
 class Guard:
@@ -191,8 +194,8 @@ def _groups(run: WatchedRun, asked: Request) -> dict[str, Any]:
 
 def _group(run: WatchedRun, asked: Request) -> dict[str, Any]:
     first, count = _number(asked, "first", 0), _number(asked, "count", 4)
-    estimator = str(run.config.get("algo", {}).get("advantage", {}).get("name", "grpo"))
-    return run.episodes.content(asked.query_params.get("uid", ""), range(first, first + count), estimator)
+    shown = range(first, first + count)
+    return run.episodes.content(asked.query_params.get("uid", ""), shown, estimator_of(run.config))
 
 
 def _batches(run: WatchedRun, _: Request) -> list[dict[str, Any]]:
@@ -228,9 +231,14 @@ def _fleet(run: WatchedRun, _: Request) -> dict[str, Any]:
     for file in sorted((run.folder / PROGRESS).glob(f"*{SUFFIX}")):
         doing = run.document(f"{PROGRESS}/{file.name}") or {}
         processes.append({"name": file.name.removesuffix(SUFFIX), **doing})
+    run.timelines.refresh()
+    restarts = [
+        {"process": one.attributes.get("process", ""), "how": one.attributes.get("how", ""), "ended": one.end}
+        for one in run.timelines.restarts
+    ]
     status = run.document(STATUS)
     age = time.time() - status["time"] if status and "time" in status else None
-    return {"status": _finite(status), "age": age, "processes": processes}
+    return {"status": _finite(status), "age": age, "processes": processes, "restarts": restarts}
 
 
 def _image(folder: RunFolder, asked: Request) -> Response:

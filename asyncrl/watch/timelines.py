@@ -11,7 +11,6 @@ from asyncrl.observability import timeline
 from asyncrl.observability.timeline import (
     ROLLOUT,
     BatchTimeline,
-    EngineSpan,
     GroupTimeline,
     ProcessSpan,
     PublishTimeline,
@@ -19,6 +18,8 @@ from asyncrl.observability.timeline import (
 )
 from asyncrl.records.frames import FramePosition
 
+RESTART = "restart"
+"""Name of the launcher's spans for engines and routers that it starts again."""
 KEPT_FRAMES = 64
 """Number of decoded frames in the cache."""
 Place = tuple[str, FramePosition]
@@ -36,6 +37,7 @@ class TimelineIndex:
         self._decoded: OrderedDict[Place, list[Record]] = OrderedDict()
         self.batches: dict[int, BatchTimeline] = {}
         self.publishes: dict[int, PublishTimeline] = {}
+        self.restarts: list[ProcessSpan] = []
 
     def refresh(self) -> None:
         """Read the frames that were written since the last call. Raises RecordError on damage."""
@@ -63,7 +65,10 @@ class TimelineIndex:
         """Yield the records of all processes that overlap a period."""
         for first, last, place in self._covers:
             if first < end and last > start:
-                yield from (one for one in self._frame(place) if _begins(one) < end and _ends(one) > start)
+                for record in self._frame(place):
+                    times = _times(record)
+                    if times and times[0] < end and times[1] > start:
+                        yield record
 
     # -- internals -----------------------------------------------------------------------------------------
 
@@ -72,12 +77,20 @@ class TimelineIndex:
             if isinstance(record, GroupTimeline) and place[0] == ROLLOUT:
                 self._groups[record.uid] = place
             elif isinstance(record, BatchTimeline):
+                self._forget_from(record.step)
                 self.batches[record.step] = record
             elif isinstance(record, PublishTimeline):
                 self.publishes[record.version] = record
-        spans = [record for record in records if not isinstance(record, EngineSpan)]
-        if spans:
-            self._covers.append((min(map(_begins, spans)), max(map(_ends, spans)), place))
+            elif isinstance(record, ProcessSpan) and record.name == RESTART:
+                self.restarts.append(record)
+        times = [found for record in records if (found := _times(record))]
+        if times:
+            self._covers.append((min(start for start, _ in times), max(end for _, end in times), place))
+
+    def _forget_from(self, step: int) -> None:
+        """Forget batches that a resumed run takes again."""
+        if self.batches and next(reversed(self.batches)) >= step:
+            self.batches = {number: batch for number, batch in self.batches.items() if number < step}
 
     def _frame(self, place: Place) -> list[Record]:
         if place not in self._decoded:
@@ -89,25 +102,16 @@ class TimelineIndex:
         return self._decoded[place]
 
 
-def _begins(record: Record) -> float:
+def _times(record: Record) -> tuple[float, float] | None:
+    """Return when something began and ended; None for records that are not drawn."""
     match record:
         case GroupTimeline():
-            return record.admitted
+            return record.admitted, record.ended
         case BatchTimeline():
-            return record.asked
+            return record.asked, record.taken
         case PublishTimeline():
-            return record.held
-        case ProcessSpan() | EngineSpan():
-            return record.start
-
-
-def _ends(record: Record) -> float:
-    match record:
-        case GroupTimeline():
-            return record.ended
-        case BatchTimeline():
-            return record.taken
-        case PublishTimeline():
-            return record.released
-        case ProcessSpan() | EngineSpan():
-            return record.end
+            return record.held, record.released
+        case ProcessSpan():
+            return record.start, record.end
+        case _:
+            return None

@@ -98,3 +98,17 @@ def test_index_finds_groups_in_all_files_and_follows_new_ones(tmp_path: Path, mo
     again = TimelineIndex(tmp_path)
     again.refresh()
     assert [one.uid for batch in again.batches.values() for one in again.groups(batch)] == [f"g{n}" for n in range(6)]
+
+
+def test_batches_that_a_resumed_run_takes_again_replace_those_that_were_rolled_back(tmp_path: Path) -> None:
+    writer = timeline.writer(tmp_path, ROLLOUT)
+    for step in (0, 1, 2, 1):
+        writer.write(BatchTimeline(step, 0.0, 1.0, [f"g{step}"]))
+    writer.close()
+    launcher = timeline.writer(tmp_path, timeline.LAUNCHER)
+    launcher.write(ProcessSpan("launcher", "restart", 1.0, 2.0, attributes={"process": "engine 0"}))
+    launcher.close()
+    index = TimelineIndex(tmp_path)
+    index.refresh()
+    assert list(index.batches) == [0, 1]
+    assert [one.attributes["process"] for one in index.restarts] == ["engine 0"]

@@ -216,7 +216,7 @@ def test_runs_without_recording_or_timelines_say_so(tmp_path: Path) -> None:
         assert "record=true" in client.get("/api/groups?run=run").json()["error"]
         assert "metrics.timeline" in client.get("/api/anatomy?run=run&step=0").json()["error"]
         assert get(client, "batches") == get(client, "advice") == []
-        assert get(client, "fleet") == {"status": None, "age": None, "processes": []}
+        assert get(client, "fleet") == {"status": None, "age": None, "processes": [], "restarts": []}
 
 
 def test_changes_are_told_within_two_seconds_and_once(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ export class Fleet {
   async changed(names) { if (names.has("status") || names.has("metrics")) await this.show(); }
 
   async show() {
-    const { status, age, processes } = await api("fleet", { run: this.run });
+    const { status, age, processes, restarts } = await api("fleet", { run: this.run });
     const parts = [];
     if (!status) parts.push(make("p", { class: "empty" }, "This run has not written status.json: it has not started, or was made by an older version."));
     else parts.push(...this.now(status, age), ...this.engines(status.engines ?? []));
-    parts.push(...this.processes(processes));
+    parts.push(...this.processes(processes), ...this.restarts(restarts));
     if (status) parts.push(...this.groups(status));
     this.node.replaceChildren(...parts);
   }
@@ -46,6 +46,12 @@ export class Fleet {
     if (!processes.length) return [];
     const body = processes.map((one) => [one.name, one.doing ?? "", seconds(one.seconds), make("span", { class: one.seconds > 0.5 * one.within ? "bad" : "faint" }, `deadline ${seconds(one.within)}`)]);
     return [make("h2", {}, "Processes"), table(["process", "does", "since", ""], body)];
+  }
+
+  restarts(restarts) {
+    if (!restarts.length) return [];
+    const body = restarts.slice(-20).reverse().map((one) => [one.process, one.how, new Date(1000 * one.ended).toLocaleString()]);
+    return [make("h2", {}, `Restarts: ${restarts.length}`), table(["process", "after", "at"], body)];
   }
 
   groups(status) {

@@ -62,19 +62,29 @@ export function metricsOf(run) {
   return kept.get(run);
 }
 
-// Calls `changed(run, names)` with the names of the parts that have changed, and `live(whether)`.
+// Calls `changed(run, names)` with the names of the parts that have changed, and `live(whether)`. A hidden tab closes its
+// connection, because browsers allow only few to one server.
 export function follow(changed, live) {
   const marks = {};
-  const source = new EventSource("/api/events");
-  source.onopen = () => live(true);
-  source.onerror = () => live(false);
-  source.onmessage = (event) => {
-    for (const [run, told] of Object.entries(JSON.parse(event.data))) {
+  const told = (event) => {
+    for (const [run, now] of Object.entries(JSON.parse(event.data))) {
       const before = marks[run] ?? {};
-      const names = Object.keys(told).filter((name) => told[name] !== before[name]);
-      if (before.metrics > told.metrics || (before.config && names.includes("config"))) metricsOf(run).reset();
-      marks[run] = told;
+      const names = Object.keys(now).filter((name) => now[name] !== before[name]);
+      if (before.metrics > now.metrics || (before.config && names.includes("config"))) metricsOf(run).reset();
+      marks[run] = now;
       if (names.length) changed(run, new Set(names));
     }
   };
+  let source = null;
+  const connect = () => {
+    source?.close();
+    source = null;
+    if (document.hidden) return;
+    source = new EventSource("/api/events");
+    source.onopen = () => live(true);
+    source.onerror = () => live(false);
+    source.onmessage = told;
+  };
+  document.addEventListener("visibilitychange", connect);
+  connect();
 }
