@@ -1,5 +1,7 @@
 """What the live page takes in a real browser, for scripts/bench_observe.py.
 
+    python scripts/page_parts.py [--quick]
+
 page_first_paint_s        from the address to the first chart, of a run of 10,000 steps
 page_recording_s          from the address to the newest groups of a recording of 1 GB
 page_scan_s               until all of its groups were read, so that every filter is complete
@@ -10,12 +12,14 @@ page_frames_per_s         frames of the browser meanwhile
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +33,7 @@ from asyncrl.records.reading import RECORDS
 from asyncrl.records.writer import Writer
 from asyncrl.schema import VersionSpan
 from asyncrl.watch.timelines import TimelineIndex
+from scripts import machine
 from scripts.synthetic_run import Plan, make
 
 STEPS, EPISODES, RECORDED = 10_000, 10_000, 1 << 30
@@ -141,3 +146,17 @@ def _turn(length: int) -> PackedTurn:
     ids = (np.frombuffer(os.urandom(2 * length), "<u2") % 50_000).astype("<i4").tobytes()
     logprobs = (-np.frombuffer(os.urandom(2 * length), "<u2") / 65_536.0).astype("<f4").tobytes()
     return PackedTurn(b"", ids, logprobs, [VersionSpan(0, 0, length)], "stop", 0.0, b"", b"", None)
+
+
+def main() -> None:
+    """Measure, and print one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"one {QUICK}th of the steps, episodes and bytes")
+    this = machine.report()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-page-") as folder:
+        figures = measure(Path(folder), parser.parse_args().quick)
+    print(json.dumps({**{name: round(value, 4) for name, value in figures.items()}, "machine": this}))
+
+
+if __name__ == "__main__":
+    main()

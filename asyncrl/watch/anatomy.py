@@ -46,6 +46,22 @@ class Straggler:
     """Seconds that the trainer waited for the batch."""
 
 
+@dataclass(frozen=True)
+class BatchFacts:
+    """What advice needs to know of a batch."""
+
+    episodes: int
+    late: Straggler | None
+    seconds: dict[tuple[str, str], float]
+    """Of its episodes, by phase and name."""
+
+    @classmethod
+    def of(cls, batch: BatchTimeline, groups: Sequence[GroupTimeline]) -> BatchFacts:
+        """Compute the facts."""
+        episodes = [episode for group in groups for episode in group.episodes]
+        return cls(len(episodes), straggler(batch, groups), phase_seconds(episodes))
+
+
 def straggler(batch: BatchTimeline, groups: Sequence[GroupTimeline]) -> Straggler | None:
     """Return the episode that ended last, of the group that the batch waited for; None without timelines."""
     group = next((group for group in groups if group.uid == batch.last), None)

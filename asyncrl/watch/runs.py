@@ -19,6 +19,7 @@ from asyncrl.jsonl import Tail
 from asyncrl.observability.timeline import FOLDER as TIMELINE
 from asyncrl.records import frames
 from asyncrl.records.reading import TRAINER, folder_of
+from asyncrl.watch.anatomy import BatchFacts
 from asyncrl.watch.episodes import EpisodeIndex
 from asyncrl.watch.timelines import TimelineIndex
 
@@ -32,6 +33,8 @@ DISCOVER_SECONDS = 5.0
 """Between two searches for new runs."""
 SILENT_SECONDS = 60.0
 """A run that has neither ended nor written for so long is shown as silent."""
+MOST_EPISODES = 20_000
+"""Episodes of the latest batches that advice looks at, which takes a second."""
 LAST_BYTES = 1 << 15
 """Bytes at the end of a file in which its last line is looked for."""
 
@@ -51,6 +54,7 @@ class WatchedRun:
         self._rows: dict[str, list[Row]] = {name: [] for name in LINES}
         self._episodes: EpisodeIndex | None = None
         self.timelines = TimelineIndex(self.folder)
+        self._facts: dict[tuple[int, float], BatchFacts] = {}
 
     def refresh(self) -> None:
         """Forget everything if the run was started again or resumed, which rewrites its files."""
@@ -65,6 +69,23 @@ class WatchedRun:
             self._start_anew()
             self._rows[name] += self._tails[name]()
         return self._rows[name]
+
+    def latest_batches(self, most: int) -> list[BatchFacts]:
+        """Return what happened in the latest batches, the oldest first: at most this many, and fewer of many episodes.
+        Each batch is read once. Raises RecordError on damage."""
+        self.timelines.refresh()
+        kept: dict[tuple[int, float], BatchFacts] = {}
+        episodes = 0
+        for step in sorted(self.timelines.batches, reverse=True)[:most]:
+            batch = self.timelines.batches[step]
+            key = step, batch.taken
+            facts = self._facts.get(key) or BatchFacts.of(batch, self.timelines.groups(batch))
+            kept[key] = facts
+            episodes += facts.episodes
+            if episodes >= MOST_EPISODES:
+                break
+        self._facts = kept
+        return list(reversed(kept.values()))
 
     @property
     def episodes(self) -> EpisodeIndex:

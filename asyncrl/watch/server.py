@@ -28,6 +28,7 @@ import hmac
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict
 from http.cookies import SimpleCookie
@@ -55,7 +56,7 @@ from asyncrl.leases import SUFFIX
 from asyncrl.progress import FOLDER as PROGRESS
 from asyncrl.watch import advice
 from asyncrl.watch.advice import WINDOW, Evidence
-from asyncrl.watch.anatomy import anatomy, phase_seconds, straggler
+from asyncrl.watch.anatomy import anatomy
 from asyncrl.watch.runs import STATUS, RunFolder, WatchedRun
 
 STATIC = Path(__file__).with_name("static")
@@ -147,11 +148,11 @@ class Guard:
 
 def evidence(run: WatchedRun) -> Evidence:
     """Collect what advice is based on."""
-    run.timelines.refresh()
-    batches = [run.timelines.batches[step] for step in sorted(run.timelines.batches)[-WINDOW:]]
-    groups = [run.timelines.groups(batch) for batch in batches]
-    late = [found for batch, own in zip(batches, groups, strict=True) if (found := straggler(batch, own))]
-    seconds = phase_seconds(episode for own in groups for group in own for episode in group.episodes)
+    batches = run.latest_batches(WINDOW)
+    late = [one.late for one in batches if one.late]
+    seconds: Counter[tuple[str, str]] = Counter()
+    for one in batches:
+        seconds.update(one.seconds)  # adds
     engines = (run.document(STATUS) or {}).get("engines", [])
     gpus = int((run.document("addresses.json") or {}).get("gpus", 0))
     return Evidence(run.rows("metrics"), run.rows("eval"), run.config, engines, seconds, late, gpus)
