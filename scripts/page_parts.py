@@ -1,6 +1,6 @@
 """What the live page takes in a real browser, for scripts/bench_observe.py.
 
-    python scripts/page_parts.py [--quick]
+    python -m scripts.page_parts [--quick]
 
 page_first_paint_s        from the address to the first chart, of a run of 10,000 steps
 page_recording_s          from the address to the newest groups of a recording of 1 GB

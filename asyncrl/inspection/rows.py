@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from pathlib import Path
 
 from asyncrl.errors import RecordError
 from asyncrl.records.events import (
@@ -107,41 +106,49 @@ def _some(values: list[float] | list[int], wanted: Bounds) -> bool:
 
 
 class RecordedRows:
-    """The rows of a recording, from its events in order. Events that are added again change nothing."""
+    """The rows of a recording, from its events in any order. Events that are added again change nothing."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` is named in errors."""
-        self._folder, self._oldest = folder, dict[str, list[int]]()
+    def __init__(self) -> None:
         self.groups: dict[str, GroupRow] = {}
-        """Every group with content by its uid, in the order in which they ended."""
-        self.steps: dict[int, StepRow] = {}
+        """Every group with content by its uid."""
+        self.batches: dict[int, Taken] = {}
+        self._oldest: dict[str, list[int]] = {}
+        self._taken: dict[str, int] = {}
 
     def add(self, event: Event) -> None:
-        """Add an event. Raises RecordError if it is a batch of groups that are missing."""
+        """Add an event."""
         if isinstance(event, Committed | Rejected) and event.group:
             row = _row(event.group, event.reason if isinstance(event, Rejected) else READY)
             self.groups[row.uid] = row
             spans = [[span for turn in turns for span in turn.versions] for turns, _ in event.group.trajectories]
             self._oldest[row.uid] = [min((span.version for span in own), default=0) for own in spans]
+            self._place(row.uid)
         elif isinstance(event, Taken):
-            if missing := [uid for uid in event.uids if uid not in self.groups]:
-                raise RecordError(
-                    f"{self._folder}: batch {event.step} names groups that the recording lacks: {missing[:4]}"
-                )
-            taken = [self.groups[uid] for uid in event.uids]
-            for row in taken:
-                row.place = str(event.step)
-                row.staleness = [event.step - version for version in self._oldest[row.uid]]
-            self.steps[event.step] = StepRow(event.step, taken, event.figures)
+            self.batches[event.step] = event
+            for uid in event.uids:
+                self._taken[uid] = event.step
+                self._place(uid)
+
+    def _place(self, uid: str) -> None:
+        """Note the batch of a group, as soon as both are known."""
+        if uid in self._taken and uid in self.groups:
+            row, step = self.groups[uid], self._taken[uid]
+            row.place = str(step)
+            row.staleness = [step - version for version in self._oldest[uid]]
 
 
 def rows_of(recording: Recording) -> tuple[list[GroupRow], list[StepRow]]:
     """Return every group with content, in the order in which they ended, and every batch, ascending. Reads the
     recording once. Raises RecordError if it is damaged."""
-    rows = RecordedRows(recording.folder)
+    rows = RecordedRows()
     for event in recording.events():
         rows.add(event)
-    return list(rows.groups.values()), [rows.steps[step] for step in sorted(rows.steps)]
+    steps = []
+    for step, taken in sorted(rows.batches.items()):
+        if missing := [uid for uid in taken.uids if uid not in rows.groups]:
+            raise RecordError(f"{recording.folder}: batch {step} names groups that the recording lacks: {missing[:4]}")
+        steps.append(StepRow(step, [rows.groups[uid] for uid in taken.uids], taken.figures))
+    return list(rows.groups.values()), steps
 
 
 def _row(group: PackedGroup, place: str) -> GroupRow:

@@ -59,6 +59,16 @@ class Recording:
         """Uids of its groups, in the order in which they ended."""
         return list(self._groups)
 
+    @property
+    def places(self) -> list[FramePosition]:
+        """Positions of the frames that hold groups and batches, in order."""
+        found = {*self._groups.values(), *self._steps.values()}
+        return sorted(found, key=lambda place: (place.file, place.offset))
+
+    def at(self, place: FramePosition) -> list[Event]:
+        """Return the events of a frame. Raises RecordError on damage."""
+        return events.decode(frames.read(self.folder, place).data)
+
     def refresh(self) -> None:
         """Find what was written since the recording was opened. A resumed run is to be opened again instead. Raises
         RecordError on damage."""
@@ -158,7 +168,7 @@ class Recording:
 
     def _frame(self, place: FramePosition) -> list[Event]:
         if place not in self._decoded:
-            self._decoded[place] = events.decode(frames.read(self.folder, place).data)
+            self._decoded[place] = self.at(place)
             if len(self._decoded) > KEPT_FRAMES:
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end(place)

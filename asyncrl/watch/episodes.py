@@ -15,9 +15,9 @@ from asyncrl.errors import RecordError
 from asyncrl.inspection import render
 from asyncrl.inspection.page import group_content
 from asyncrl.inspection.rows import GroupFilter, GroupRow, RecordedRows
-from asyncrl.records import events, images
+from asyncrl.records import images
 from asyncrl.records.events import Committed, Taken, packed
-from asyncrl.records.frames import FramePosition, Frames
+from asyncrl.records.frames import FramePosition
 from asyncrl.records.reading import Recording
 
 SLICE_SECONDS = 0.6
@@ -44,29 +44,30 @@ class EpisodeIndex:
 
     def _open(self) -> None:
         self.recording = Recording(self._run)
-        self._rows = RecordedRows(self.recording.folder)
+        self._rows = RecordedRows()
         self._decode = lru_cache(maxsize=1 << 17)(render.decoder(self._run))
-        self._scanned: FramePosition | None = None
+        self._read: set[FramePosition] = set()
         if self.recording.began > 1:  # what was rolled back is left out, which takes all of the events
             for event in self.recording.events():
                 self._rows.add(event)
-            self._scanned = self.recording.after
+            self._read.update(self.recording.places)
 
-    def advance(self, seconds: float = SLICE_SECONDS) -> float:
-        """Scan on, and return the share of the groups that were found. Raises RecordError on damage."""
+    def advance(self) -> float:
+        """Scan on from the newest frame to the oldest, and return the share of the frames that were read: a group's
+        batch is in its own frame or in a newer one. Raises RecordError on damage."""
         began = self.recording.began
         self.recording.refresh()
         if self.recording.began > max(1, began):
             self._open()
-        until = time.monotonic() + seconds
-        for frame in Frames(self.recording.folder, self._scanned):
-            for event in events.decode(frame.data):
-                self._rows.add(event)
-            self._scanned = FramePosition(frame.place.file, frame.end)
-            if time.monotonic() > until:
-                break
-        found, held = len(self._rows.groups), len(self.recording.uids)
-        return 1.0 if self._scanned == self.recording.after else min(0.99, found / max(1, held))
+        until, places = time.monotonic() + SLICE_SECONDS, self.recording.places
+        for place in reversed(places):
+            if place not in self._read:
+                for event in self.recording.at(place):
+                    self._rows.add(event)
+                self._read.add(place)
+                if time.monotonic() > until:
+                    break
+        return len(self._read) / max(1, len(places))
 
     def overview(self) -> dict[str, Any]:
         """Return the batches, and what can be filtered by."""
@@ -79,16 +80,18 @@ class EpisodeIndex:
     def groups(self, wanted: GroupFilter, text: str = "", cursor: int | None = None, limit: int = 50) -> GroupPage:
         """Return a page of the groups that match, and whose prompt or answers contain the text."""
         scanned = self.advance()
-        if wanted.step is not None and wanted.step not in self._rows.steps:
-            self._read_batch(wanted.step)
-        uids, found = self.recording.uids, list[GroupRow]()
+        uids, found = self._candidates(wanted.step), list[GroupRow]()
         place = len(uids) if cursor is None else min(cursor, len(uids))
         until = time.monotonic() + SLICE_SECONDS
-        while place and len(found) < limit and time.monotonic() < until:
+        while place and len(found) < limit:
+            row = self._rows.groups.get(uids[place - 1])
+            if row is None and scanned < 1:
+                break  # the scan has not come so far
             place -= 1
-            row = self._rows.groups.get(uids[place])
             if row and wanted.fits(row) and (not text or self._contains(row.uid, text.lower())):
                 found.append(row)
+            if time.monotonic() > until:
+                break
         return GroupPage(found, place or None, scanned)
 
     def row(self, uid: str) -> GroupRow:
@@ -109,13 +112,16 @@ class EpisodeIndex:
 
     # -- internals -----------------------------------------------------------------------------------------
 
-    def _read_batch(self, step: int) -> None:
-        if step not in self.recording.steps:
-            return
-        batch = self.recording.batch(step)
-        for group in batch.groups:
-            self._rows.add(Committed(group.slot, 0, packed(group), 0))
-        self._rows.add(Taken(step, [group.uid for group in batch.groups], batch.rollout))
+    def _candidates(self, step: int | None) -> list[str]:
+        """Return the groups of a batch, which are read if the scan has not come to them; without a batch, all."""
+        if step is None:
+            return self.recording.uids
+        if step in self.recording.steps and step not in self._rows.batches:
+            batch = self.recording.batch(step)
+            self._rows.add(Taken(step, [group.uid for group in batch.groups], batch.rollout))
+            for group in batch.groups:
+                self._rows.add(Committed(group.slot, 0, packed(group), 0))
+        return self._rows.batches[step].uids if step in self._rows.batches else []
 
     def _contains(self, uid: str, words: str) -> bool:
         group = self.recording.group(uid)

@@ -182,12 +182,21 @@ def test_a_group_is_shown_as_it_was_recorded(client: TestClient, run: Path) -> N
     ]
 
 
-def test_a_batch_is_read_before_the_scan_has_reached_it(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recording of gigabytes is scanned in slices; here a slice is one frame."""
-    monkeypatch.setattr("asyncrl.watch.episodes.EpisodeIndex.advance", lambda self: 0.1)
-    page = get(client, "groups", step=4)
-    assert [(row["uid"], row["place"]) for row in page["rows"]] == [(f"g{n:06d}", "4") for n in (19, 18, 17, 16)]
-    assert page["scanned"] == 0.1
+def test_a_scan_in_slices_lists_the_newest_groups_first_and_loses_none(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording of gigabytes is scanned in slices; here a slice is one frame, which holds one step."""
+    monkeypatch.setattr("asyncrl.watch.episodes.SLICE_SECONDS", 0.0)
+    early = get(client, "groups", step=1)["rows"]  # far behind the scan
+    assert [(row["uid"], row["place"], row["staleness"]) for row in early[:1]] == [("g000007", "1", [1, 1, 1, 1])]
+    found, shares, cursor = [], [], ""
+    while cursor is not None:
+        page = get(client, "groups", cursor=cursor)
+        found, cursor = found + page["rows"], page["cursor"]
+        shares.append(page["scanned"])
+    assert [row["uid"] for row in found] == [f"g{number:06d}" for number in reversed(range(24))]
+    assert [row["place"] for row in found] == [str(step) for step in reversed(range(6)) for _ in range(4)]
+    assert shares[0] < shares[2] < shares[-1] == 1.0
 
 
 def test_planted_straggler_is_found(client: TestClient) -> None:
