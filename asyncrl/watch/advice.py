@@ -151,7 +151,7 @@ def _memory(evidence: Evidence, figures: Mapping[str, float]) -> Advice | None:
     """The KV cache: requests queue in the engines, or are prefilled again because the cache is full."""
     use, queued = evidence.mean("engines/cache_use") or 0.0, evidence.mean("engines/queued") or 0.0
     wasted = evidence.mean("engines/prefill_wasted") or 0.0
-    if use < FULL and wasted < 0.1:
+    if use < FULL and (use < 0.5 or wasted < 0.1):  # an empty cache is prefilled again for new versions
         return None
     figures = {**figures, "engines/cache_use": use, "engines/queued": queued, "engines/prefill_wasted": wasted}
     return _binds(

@@ -93,7 +93,7 @@ def anatomy(
     publishes: Mapping[int, PublishTimeline],
 ) -> dict[str, Any]:
     """Return what the page draws of a batch. `nearby` are all records that overlap its time."""
-    start = min((group.admitted for group in groups), default=batch.asked)
+    start = min(map(begins, groups), default=batch.asked)
     spans, others = list[ProcessSpan](), dict[str, GroupTimeline]()
     for record in nearby:
         if isinstance(record, ProcessSpan):
@@ -121,6 +121,11 @@ def anatomy(
         ],
         "load": load({**others, **{group.uid: group for group in groups}}.values(), start, end),
     }
+
+
+def begins(group: GroupTimeline) -> float:
+    """Return when a group was admitted; its episodes may have begun some milliseconds before that was noted."""
+    return min([group.admitted, *(one.start for episode in group.episodes for one in episode.intervals[:1])])
 
 
 def told(late: Straggler) -> str:

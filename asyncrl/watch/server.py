@@ -56,7 +56,7 @@ from asyncrl.leases import SUFFIX
 from asyncrl.progress import FOLDER as PROGRESS
 from asyncrl.watch import advice
 from asyncrl.watch.advice import WINDOW, Evidence
-from asyncrl.watch.anatomy import anatomy
+from asyncrl.watch.anatomy import anatomy, begins
 from asyncrl.watch.runs import STATUS, RunFolder, WatchedRun
 
 STATIC = Path(__file__).with_name("static")
@@ -222,7 +222,7 @@ def _anatomy(run: WatchedRun, asked: Request) -> dict[str, Any]:
         raise RecordError(f"batch {step} has no timeline: is metrics.timeline set?")
     groups = run.timelines.groups(batch)
     following = run.timelines.batches.get(step + 1)
-    start = min((group.admitted for group in groups), default=batch.asked)
+    start = min(map(begins, groups), default=batch.asked)
     end = following.taken if following else time.time()
     return anatomy(batch, groups, run.timelines.between(start, end), run.timelines.publishes)
 

@@ -63,6 +63,7 @@ def test_a_healthy_run_is_told_what_binds_and_nothing_else() -> None:
         ("the engines", {**WAITING, "engines/running": 400.0, "engines/cache_use": 0.8}),
         ("the engines' memory", {**WAITING, "engines/cache_use": 0.95, "engines/queued": 30.0}),
         ("the engines' memory", {**WAITING, "engines/prefill_wasted": 0.3}),
+        ("the engines", {**WAITING, "engines/prefill_wasted": 0.3, "engines/cache_use": 0.04}),
         (
             "the staleness bound",
             {**WAITING, "engines/running": 40.0, "engines/cache_use": 0.1, "time/engine_busy": 6.0},

@@ -2,6 +2,7 @@ import { INKS, make, short, style } from "./dom.js";
 
 // A figure with a caption, the values under the cursor, and a uPlot chart. Cursors of all charts move together.
 const HEIGHT = 128;
+const WHOLE = [1, 10, 100, 1000, 1e4, 1e5, 1e6].flatMap((unit) => [unit, 2 * unit, 5 * unit]);
 const known = new Set();
 const resized = new ResizeObserver((entries) => {
   for (const { target, contentRect } of entries) target.chart?.setSize({ width: Math.max(80, contentRect.width), height: HEIGHT });
@@ -39,7 +40,7 @@ export class Chart {
       legend: { show: false },
       cursor: { sync: { key: "steps" }, points: { size: 6 }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
-      axes: [{ ...axis, size: 24, space: 60 }, { ...axis, size: 46, space: 28, values: (_, values) => values.map(short) }],
+      axes: [{ ...axis, size: 24, space: 60, incrs: WHOLE }, { ...axis, size: 46, space: 28, values: (_, values) => values.map(short) }],
       series: [{}, ...this.labels.map((_, number) => this.series(number))],
       hooks: { setCursor: [(chart) => this.tell(chart.cursor.idx)] },
     };

@@ -19,6 +19,8 @@ export class Batches {
   constructor(run) {
     this.run = run;
     this.rowHeight = 12;
+    this.steps = [];
+    this.asked = 0;
     this.step = make("select", { "aria-label": "batch", onchange: () => go({ step: this.step.value }) });
     this.sort = make("select", { "aria-label": "order", onchange: () => this.arrange() }, ...Object.keys(SORTS).map((name) => make("option", { value: name }, `by ${name}`)));
     this.told = make("span", { class: "faint" });
@@ -72,7 +74,10 @@ export class Batches {
     this.scroller.hidden = none;
     if (none) { this.empty.textContent = "No batch has a timeline yet: they are recorded with metrics.timeline=true."; return; }
     this.step.value = wanted;
-    this.batch = await api("anatomy", { run: this.run, step: wanted });
+    const asked = ++this.asked;
+    const batch = await api("anatomy", { run: this.run, step: wanted });
+    if (asked !== this.asked) return; // another batch was chosen meanwhile
+    this.batch = batch;
     this.batch.intervals = Int32Array.from(this.batch.intervals);
     this.rows = this.batch.episodes.map(([group, sibling, reward, tokens], number) => {
       const [from, to] = [this.batch.first[number], this.batch.first[number + 1] ?? this.batch.intervals.length / FIELDS];
@@ -109,8 +114,8 @@ export class Batches {
     const phases = this.batch.phases.filter((name, number) => used.has(number) && name !== "decode").map((name) => mark(`var(--${name})`, name));
     const versions = new Set();
     for (let at = 0; at < this.batch.intervals.length; at += FIELDS) if (this.batch.phases[this.batch.intervals[at]] === "decode") versions.add(this.batch.intervals[at + 3]);
-    const decodes = [...versions].sort((one, other) => one - other).slice(-12).map((version) => mark(this.ofVersion(version), `decode v${version}`));
-    this.legend.replaceChildren(...decodes, ...phases, make("span", { class: "faint" }, "shift + wheel: zoom; drag of the wheel: move; double click: all; click: the episode"));
+    const decodes = [...versions].sort((one, other) => one - other).slice(-12).map((version) => mark(this.ofVersion(version), version < 0 ? "decode" : `decode v${version}`));
+    this.legend.replaceChildren(...decodes, ...phases, make("span", { class: "faint" }, "shift + wheel zooms, a double click shows all, a click opens the episode"));
   }
 
   ofVersion(version) { return version < 0 ? style("--accent") : `hsl(${versionHue(version)} 52% ${isDark() ? 52 : 58}%)`; }

@@ -3,7 +3,7 @@ import { api, go, state } from "./store.js";
 import { SCALES, paint, prompt, scale, trajectory } from "./tokens.js";
 
 // Groups of the recording: a list that is filtered and paged by the server, and panels with the groups that were opened.
-const TEXTS = [["text", "search prompts and answers"], ["reward", "reward: 0.5:1"], ["length", "length: 100:"], ["staleness", "staleness: 2:"]];
+const TEXTS = [["text", "search prompts and answers"], ["reward", "reward 0.5:1"], ["length", "length 100:"], ["staleness", "staleness 2:"]];
 const AT_ONCE = 4;
 const COLOUR = "asyncrl-watch-colour";
 
@@ -28,7 +28,7 @@ export class Episodes {
   input(name, hint) {
     let soon;
     const typed = () => { clearTimeout(soon); soon = setTimeout(() => this.search(), 250); };
-    return make("input", { type: "search", name, placeholder: hint, "aria-label": hint, size: name === "text" ? 26 : 12, oninput: typed });
+    return make("input", { type: "search", name, placeholder: hint, "aria-label": hint, size: name === "text" ? 22 : 10, oninput: typed });
   }
 
   async opened() {
