@@ -72,6 +72,9 @@ export function trajectory(one, number, source) {
   return make("article", { class: "trajectory" }, told, text);
 }
 
+// The question stands at the end of a prompt with examples, so that the end is shown.
 export function prompt(group, source) {
-  return make("div", {}, make("div", { class: "prompt" }, group.prompt), ...pictures(group.images, source));
+  const text = make("div", { class: "prompt", tabindex: "0" }, group.prompt);
+  requestAnimationFrame(() => { text.scrollTop = text.scrollHeight; });
+  return make("div", {}, text, ...pictures(group.images, source));
 }

@@ -65,6 +65,7 @@ export class Batches {
     const batches = await api("batches", { run: this.run });
     this.steps = batches.map((one) => one.step);
     this.step.replaceChildren(...batches.map((one) => make("option", { value: one.step }, `batch ${one.step}, waited ${seconds(one.waited)}`)).reverse());
+    if (this.batch) this.step.value = this.batch.step;
   }
 
   async show() {

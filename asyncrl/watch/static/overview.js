@@ -12,7 +12,7 @@ const CHARTS = [
   { title: "Staleness, versions", series: { mean: "staleness/mean", max: "staleness/max" } },
   { title: "Gap to engines, nats", series: { mean: "logprob_gap/mean", p99: "logprob_gap/p99" } },
   { title: "Generated tokens/s", series: { rate: ["tokens/generated", "time/step"] }, compute: rate("tokens/generated") },
-  { title: "Step time, s", series: { all: "time/step", wait: "time/wait_batch", train: "time/train", publish: "time/publish" } },
+  { title: "Step, s", series: { all: "time/step", wait: "time/wait_batch", train: "time/train", publish: "time/publish" } },
   { title: "Groups with a signal", series: { share: "groups/signal" } },
   { title: "Loss", series: { loss: "loss" }, options: { fromZero: false } },
   { title: "Gradient norm", series: { norm: "grad_norm" } },
