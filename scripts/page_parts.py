@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ SCROLL = """async () => {
 }"""
 
 
-def measure(folder: Path, quick: bool) -> dict[str, float]:
-    """Return the figures. Needs playwright and Chromium."""
+def page(folder: Path, *, quick: bool, settings: Sequence[str] = ()) -> dict[str, float]:
+    """Measure the page in Chromium, by playwright. It starts no run, which `settings` could change."""
     from playwright.sync_api import sync_playwright
 
     share = QUICK if quick else 1
@@ -64,16 +64,16 @@ def measure(folder: Path, quick: bool) -> dict[str, float]:
     make(folder / "wide", Plan(steps=1, groups=EPISODES // 8 // share, siblings=8, turns=3, tokens=6))
     with serving(folder) as address, sync_playwright() as started:
         browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.goto(address)
-        page.wait_for_selector(".run")
-        figures = {"page_first_paint_s": _open(page, "view=overview&run=long", "figure[data-chart=Reward] canvas")}
+        tab = browser.new_page()
+        tab.goto(address)
+        tab.wait_for_selector(".run")
+        figures = {"page_first_paint_s": _open(tab, "view=overview&run=long", "figure[data-chart=Reward] canvas")}
         began = time.perf_counter()
-        figures["page_recording_s"] = _open(page, "view=episodes&run=recorded", ".panel .token")
-        page.wait_for_selector("p.told:not(:has-text('reading'))", timeout=300_000)
+        figures["page_recording_s"] = _open(tab, "view=episodes&run=recorded", ".panel .token")
+        tab.wait_for_selector("p.told:not(:has-text('reading'))", timeout=300_000)
         figures["page_scan_s"] = time.perf_counter() - began
-        figures["page_events_per_s"] = intervals(folder / "wide") / _open(page, "view=batches&run=wide", DRAWN)
-        figures |= _scrolled(page)
+        figures["page_events_per_s"] = intervals(folder / "wide") / _open(tab, "view=batches&run=wide", DRAWN)
+        figures |= _scrolled(tab)
         browser.close()
         return figures
 
@@ -85,18 +85,18 @@ def intervals(run: Path) -> int:
     return sum(len(one.intervals) for group in index.groups(index.batches[0]) for one in group.episodes)
 
 
-def _open(page: Any, state: str, selector: str) -> float:
+def _open(tab: Any, state: str, selector: str) -> float:
     """Load the page anew with something to show, and return the seconds until it is there."""
-    address = page.url.partition("#")[0]
-    page.goto("about:blank")
+    address = tab.url.partition("#")[0]
+    tab.goto("about:blank")
     began = time.perf_counter()
-    page.goto(f"{address}#{state}")
-    page.wait_for_selector(selector, timeout=120_000)
+    tab.goto(f"{address}#{state}")
+    tab.wait_for_selector(selector, timeout=120_000)
     return time.perf_counter() - began
 
 
-def _scrolled(page: Any) -> dict[str, float]:
-    found = page.evaluate(SCROLL)
+def _scrolled(tab: Any) -> dict[str, float]:
+    found = tab.evaluate(SCROLL)
     times = sorted(found["times"])
     return {
         "page_frame_ms/p50": statistics.median(times),
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help=f"one {QUICK}th of the steps, episodes and bytes")
     this = machine.report()
     with tempfile.TemporaryDirectory(prefix="asyncrl-page-") as folder:
-        figures = measure(Path(folder), parser.parse_args().quick)
+        figures = page(Path(folder), quick=parser.parse_args().quick)
     print(json.dumps({**{name: round(value, 4) for name, value in figures.items()}, "machine": this}))
 
 

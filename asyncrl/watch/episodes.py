@@ -1,4 +1,4 @@
-"""Groups of a recording, searched and paged. A recording may hold gigabytes: it is scanned in slices of SLICE_SECONDS,
+"""Groups of a recording, searched and paged. A recording may hold gigabytes: it is scanned in slices of SCAN_SECONDS,
 one for each request, and a batch that is asked for before the scan has reached it is read by itself."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.frames import FramePosition
 from asyncrl.records.reading import Recording
 
-SLICE_SECONDS = 0.6
-"""Time of a request that may be spent on the scan, and on the search of texts."""
+SCAN_SECONDS, SEARCH_SECONDS = 0.5, 0.5
+"""Time of a request that may be spent on the scan, and on the search."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class EpisodeIndex:
         self.recording.refresh()
         if self.recording.began > max(1, began):
             self._open()
-        until, places = time.monotonic() + SLICE_SECONDS, self.recording.places
+        until, places = time.monotonic() + SCAN_SECONDS, self.recording.places
         for place in reversed(places):
             if place not in self._read:
                 for event in self.recording.at(place):
@@ -82,7 +82,7 @@ class EpisodeIndex:
         scanned = self.advance()
         uids, found = self._candidates(wanted.step), list[GroupRow]()
         place = len(uids) if cursor is None else min(cursor, len(uids))
-        until = time.monotonic() + SLICE_SECONDS
+        until = time.monotonic() + SEARCH_SECONDS
         while place and len(found) < limit:
             row = self._rows.groups.get(uids[place - 1])
             if row is None and scanned < 1:

@@ -43,10 +43,7 @@ class TimelineIndex:
         """Read the frames that were written since the last call. Raises RecordError on damage."""
         for process in timeline.processes(self._run):
             for after, records in timeline.read(self._run, process, self._after.get(process)):
-                place = process, self._after.get(process, FramePosition(0, 0))
-                if after.file != place[1].file:  # the first frame of the next file
-                    place = process, FramePosition(after.file, 0)
-                self._note(place, records)
+                self._note((process, self._after.get(process, FramePosition(0, 0))), records)
                 self._after[process] = after
 
     def groups(self, batch: BatchTimeline) -> list[GroupTimeline]:

@@ -39,7 +39,8 @@ SLOW = group(
     [Interval(DECODE, 1.0, 3.0, version=0), Interval(TOOL, 3.0, 3.5, "calculator"), Interval(WAITING, 3.5, 8.0)],
     [
         *(Interval(PREFILL, 0.5, 1.0), Interval(DECODE, 1.0, 2.0, version=0), Interval(TOOL, 2.0, 4.0, "search")),
-        *(Interval(DECODE, 4.0, 5.5, version=1), Interval(TOOL, 5.5, 7.0, "search"), Interval(REWARD, 7.0, 8.0)),
+        *(Interval(DECODE, 4.0, 5.5, version=1), Interval(TOOL, 5.5, 7.0, "search")),
+        *(Interval(REWARD, 7.0, 8.0), Interval(WAITING, 8.0, 20.0)),
     ],
     ended=8.0,
 )

@@ -186,14 +186,15 @@ def test_a_scan_in_slices_lists_the_newest_groups_first_and_loses_none(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recording of gigabytes is scanned in slices; here a slice is one frame, which holds one step."""
-    monkeypatch.setattr("asyncrl.watch.episodes.SLICE_SECONDS", 0.0)
+    monkeypatch.setattr("asyncrl.watch.episodes.SCAN_SECONDS", 0.0)
     early = get(client, "groups", step=1)["rows"]  # far behind the scan
     assert [(row["uid"], row["place"], row["staleness"]) for row in early[:1]] == [("g000007", "1", [1, 1, 1, 1])]
-    found, shares, cursor = [], [], ""
-    while cursor is not None:
-        page = get(client, "groups", cursor=cursor)
-        found, cursor = found + page["rows"], page["cursor"]
-        shares.append(page["scanned"])
+    page = get(client, "groups")
+    found, shares = page["rows"], [page["scanned"]]
+    assert [row["uid"] for row in found[:4]] == ["g000023", "g000022", "g000021", "g000020"]
+    while page["cursor"] is not None:
+        page = get(client, "groups", cursor=page["cursor"])
+        found, shares = found + page["rows"], [*shares, page["scanned"]]
     assert [row["uid"] for row in found] == [f"g{number:06d}" for number in reversed(range(24))]
     assert [row["place"] for row in found] == [str(step) for step in reversed(range(6)) for _ in range(4)]
     assert shares[0] < shares[2] < shares[-1] == 1.0
