@@ -111,8 +111,10 @@ def serving(folder: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "asyncrl.watch.cli", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
         assert served.stdout
-        yield served.stdout.readline().split()[-1]
-        served.terminate()
+        try:
+            yield served.stdout.readline().split()[-1]
+        finally:
+            served.terminate()
 
 
 def large_run(folder: Path, steps: int) -> None:

@@ -64,8 +64,10 @@ def address(runs: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "asyncrl.watch.cli", str(runs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
         assert served.stdout
-        yield served.stdout.readline().split()[-1]
-        served.terminate()
+        try:
+            yield served.stdout.readline().split()[-1]
+        finally:
+            served.terminate()
         assert served.wait(10) in (0, -15)
 
 
