@@ -122,7 +122,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _metrics() -> Iterator[str]:
-    yield "# Metrics\n\nFields of `metrics.jsonl`, `eval.jsonl` and `summary.json`, and of TensorBoard.\n"
+    yield "# Metrics\n\nFields of `metrics.jsonl`, `eval.jsonl` and `summary.json`, and of the sinks.\n"
     for table, rows in vars(fields).items():
         if table.isupper() and isinstance(rows, dict):
             yield f"## {table.lower().replace('_', ' ')}\n\n| field | meaning |\n|---|---|"

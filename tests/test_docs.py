@@ -18,7 +18,14 @@ from asyncrl.metrics.fields import unknown
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *RECIPES]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "ops/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *RECIPES,
+]
 ids = [str(page.relative_to(ROOT).with_suffix("")) for page in PAGES]
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -34,7 +41,7 @@ SETTINGS = set(field_names()) | {
 }
 FREE = {name for name in SETTINGS if name.rsplit(".")[-1].endswith("params")} | {
     *("engine.server_args", "engine.request_fields", "teacher.server_args", "judge.server_args", "cluster.sbatch"),
-    *("eval.sets", "tasks", "task"),
+    *("eval.sets", "tasks", "task", "metrics.wandb", "metrics.trackio", "metrics.mlflow"),
 }
 """Settings whose keys are the user's own, or those of another program."""
 SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}

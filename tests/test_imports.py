@@ -47,7 +47,7 @@ ALLOWED = {
     "backends": {"models", "algo"},
     "models": set(),
     "launch": {
-        *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox"),
+        *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox", "observability"),
         *(
             "install",
             "planner",
@@ -75,7 +75,7 @@ ALLOWED = {
     "planner": {"config", "rollout", "engine"},
     "convert": {"config", "weights", "models", "records", "inspection", "checkpoints"},
     "collect": set(),
-    "inspection": {"records"},
+    "inspection": {"records", "observability"},
     "watch": {"records", "inspection", "observability"},
 }
 # Within a package, where only some modules are meant.
@@ -101,6 +101,7 @@ ONLY = {
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},
+    ("launch", "observability"): {"observability.timeline"},
     ("envs", "observability"): {"observability.intervals"},
     ("trainer", "models"): {"models.architectures", "models.vision"},
     ("weights", "models"): {"models.vision"},

@@ -237,7 +237,7 @@ SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
 class MetricsConfig(Section):
-    """Metric outputs in addition to metrics.jsonl and summary.json, which are always written: docs/observability.md."""
+    """Metric outputs in addition to metrics.jsonl and summary.json, which are always written: docs/metrics.md."""
 
     console: bool
     """Show the progress of the run on the terminal: a live table, or one line per step where the output is no
@@ -256,7 +256,7 @@ class MetricsConfig(Section):
     """experiment: name of the experiment; tracking_uri: address of the server; unset: the environment variable
     MLFLOW_TRACKING_URI, or mlruns/ in the run folder. Credentials are MLflow's environment variables."""
     timeline: bool
-    """Record in timeline/ what every episode and process did, and when (docs/observability.md)."""
+    """Record in timeline/ what every episode and process did, and when (docs/timelines.md)."""
     timeline_share: Share
     """Share of the groups whose timelines are recorded and traced; which ones they are depends on their uids alone."""
 
@@ -277,7 +277,7 @@ class MetricsConfig(Section):
 
 
 class TracingConfig(Section):
-    """OpenTelemetry traces of episodes, across all processes (docs/observability.md)."""
+    """OpenTelemetry traces of episodes, across all processes (docs/timelines.md)."""
 
     endpoint: str | None
     """Address of a collector that receives every span as OTLP over HTTP, as http://HOST:4318/v1/traces; headers and

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
@@ -73,6 +73,7 @@ class GenerationClient:
         agents: AgentsConfig = ONE_ADAPTER,
         past_versions: PastVersions = no_past,
         vision: Vision | None = None,
+        trace: Callable[[str, str, int], str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Create a client of the router at `router`.
@@ -83,6 +84,7 @@ class GenerationClient:
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
         agents, past_versions: adapters of roles, and the past versions that play some (Config.past_versions)
         vision: how the model reads images, if it does
+        trace: makes the header `traceparent` (engine/inflight.py)
         """
         self._http = httpx.AsyncClient(
             base_url=router,
@@ -101,6 +103,7 @@ class GenerationClient:
             routing=routing is not None,
             names=names,
             past_versions=past_versions,
+            trace=trace,
         )
         self.roles = RoleAdapters(agents, self.inflight, versions=names is not None, per=adapter_per)
         self._routing = routing

@@ -58,6 +58,7 @@ class Listener(Protocol):
     """The session that receives a sample of a request."""
 
     group: str
+    sample: str
     temperature: float
     closed: bool
     cached: tuple[str, int]
@@ -121,11 +122,14 @@ class InFlight:
         routing: bool = False,
         names: AdapterName | None = None,
         past_versions: PastVersions = no_past,
+        trace: Callable[[str, str, int], str] | None = None,
     ) -> None:
         """Create the tracker. With `routing`, training requests return the experts of every token that is read. With
-        `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles."""
+        `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles. `trace`
+        makes the header `traceparent` of a request from its group, its first sample, and its number among the requests
+        of that sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
-        self._routing, self._names = routing, names
+        self._routing, self._names, self._trace = routing, names, trace
         self.adapters = AdapterUse(past_versions)
         self._cache_key, self._pause_mode = cache_key, pause_mode
         self._serial = itertools.count()
@@ -136,7 +140,7 @@ class InFlight:
         self._busy_since = 0.0
         self.version = 0
         self.held = 0.0
-        """Time since which requests are held back, or were when they last were."""
+        """Time since which requests are held back; 0 if they are not."""
         self._changed: dict[int, float] = {}
         self.figures = EngineStats()
         self.tokens: Counter[str] = Counter()
@@ -164,7 +168,7 @@ class InFlight:
         When the caches are not flushed, a request that was in transit or in an engine's queue during the pause may run
         under the new weights and find its prompt in the cache of the old ones. Such a request is sent again.
         """
-        self.version = version
+        self.version, self.held = version, 0.0
         self._changed[version] = time.time()
         self._changed.pop(version - KNOWN_PUBLISHES, None)
         self._open.set()
@@ -240,7 +244,9 @@ class InFlight:
             sample.exchange.live = answer
         why = "the stream ended before its last chunk"
         try:
-            async for chunk in stream_chunks(self._http, request, samples[0].session.group or request["rid"]):
+            first = samples[0].session
+            header = self._trace(first.group, first.sample, first.activity.requests) if self._trace else ""
+            async for chunk in stream_chunks(self._http, request, first.group or request["rid"], header):
                 if not 0 <= chunk.index < len(answers):
                     raise EngineError(
                         f"the engine returned sample {chunk.index} for a request of {len(answers)} samples"

@@ -1,7 +1,8 @@
 """Program that runs one SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
 
 This is the stock server, with in-place pauses that complete the step in flight (overlap.py), adapters that can be
-unloaded after any request (unloading.py), a warm-up for GPUs (warmup.py), and the CPU shim where there is no CUDA. The
+unloaded after any request (unloading.py), a warm-up for GPUs (warmup.py), metrics that require the key as its other
+routes do (they name the model's folder), and the CPU shim where there is no CUDA. The
 run's API key and ports come from the environment, because every user of the machine can read a command line. The module
 is not a `__main__.py`, because multiprocessing would not re-import that in spawned children, which need the shim too.
 """
@@ -12,13 +13,25 @@ from asyncrl import importing
 import os
 import shlex
 import sys
+from typing import Any
 
 from asyncrl.backends.cpu.sglang_shim import install
 from asyncrl.engine import overlap, unloading, warmup
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS
 
+
+def guard_metrics(module: Any) -> None:
+    """Patch SGLang's decision on requests, the only function that looks at this path."""
+    decide = module.decide_request_auth
+    module.decide_request_auth = lambda *, path, **given: decide(path=path.replace("/metrics", "/guarded"), **given)
+
+
+if "--enable-trace" not in sys.argv:  # SGLang would import the exporters, which takes 0.1 s
+    sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 install()
+sys.modules["megatron"] = None  # type: ignore[assignment]  # a debugging tool of SGLang would import it, in 0.5 s
+importing.after_import("sglang.srt.utils.auth", guard_metrics)
 overlap.install()
 unloading.install()
 warmup.install()

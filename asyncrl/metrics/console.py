@@ -1,10 +1,11 @@
-"""Terminal output of a run: one line per step, read from metrics.jsonl, and the summary at the end."""
+"""Terminal output of a run, read from its files: a live view on a terminal, otherwise one line per step, and the
+summary at the end."""
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from asyncrl.config import Config
 from asyncrl.errors import visible
 from asyncrl.jsonl import Tail
+from asyncrl.metrics.live import LiveView
 
 
 class Console:
@@ -22,7 +24,8 @@ class Console:
 
     def __init__(self, config: Config, run_dir: Path, out: rich.console.Console | None = None) -> None:
         self._config, self._run_dir = config, run_dir
-        self._out = out or rich.console.Console(highlight=False, soft_wrap=True)
+        self._out = out or rich.console.Console(highlight=False)
+        self._view: LiveView | None = None
         names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl")
         self._evaluations, self._warnings, self._steps = (Tail(run_dir / name, new=True) for name in names)
         self._first: tuple[int, float] | None = None  # step and time from which the remaining time is extrapolated
@@ -55,18 +58,38 @@ class Console:
         for line in notes:
             self._print(escape(line))
         self._print(f"run folder {escape(str(self._run_dir))}")
+        redraws = self._out.is_terminal and not self._out.is_dumb_terminal
+        if redraws and self._config.metrics.console:
+            self._view = LiveView(self._config, self._run_dir, self._out)
 
     def follow(self) -> None:
-        """Print the records written since the last call."""
+        """Show the records written since the last call."""
         for record in self._evaluations():
             self._print(self._evaluation(record))
+            if self._view:
+                self._view.evaluated(record)
         for record in self._warnings():
             self._print(f"[yellow]warning[/]  version {record['version']}: {escape(record['warning'])}")
+            if self._view:
+                self._view.warned()
         for record in self._steps():
-            self._print(self._line(record))
+            left, samples = self._seconds_left(record), self._samples_per_second(record)
+            if self._view:
+                self._view.step(record, left, samples)
+            else:
+                self._print(self._line(record, left, samples))
+        if self._view:
+            self._view.draw()
+
+    def end(self) -> None:
+        """Show the last records, and end the live view, however the run has ended."""
+        if self._view:
+            self.follow()
+            self._view.close()
+            self._view = None
 
     def closing(self) -> None:
-        """Print the summary as a table."""
+        """Print the summary as a table, and where to look next."""
         summary = json.loads((self._run_dir / "summary.json").read_text())
         table = Table(show_header=False, box=None)
         for name, value in summary.items():
@@ -74,6 +97,21 @@ class Console:
                 table.add_row(name, f"{value:.4g}" if isinstance(value, float) else escape(str(value)))
         if self._config.metrics.console:
             self._out.print(table)
+        for what, where in self._next():
+            self._print(f"[dim]{what:<18}[/] {escape(where)}")
+
+    def _next(self) -> Iterator[tuple[str, str]]:
+        """Yield what a finished run offers, and how to get there."""
+        run, sinks = str(self._run_dir), self._config.metrics.sinks
+        yield "the run as a page", f"asyncrl-watch {run}"
+        if self._config.record:
+            yield "groups and tokens", f"asyncrl-inspect {run}"
+        if "tensorboard" in sinks:
+            yield "curves", f"tensorboard --logdir {run}/tb"
+        if "mlflow" in sinks and (self._run_dir / "mlruns").exists():
+            yield "curves", f"mlflow ui --backend-store-uri {run}/mlruns"
+        if (self._run_dir / "hf").exists():
+            yield "trained model", f"{run}/hf"
 
     def _evaluation(self, r: dict[str, Any]) -> str:
         several = f"{r['set']}, " if len(self._config.eval_sets) > 1 else ""
@@ -87,15 +125,15 @@ class Console:
             + (f"; {r['skipped']} evaluations skipped meanwhile" if r["skipped"] else "")
         )
 
-    def _line(self, r: dict[str, Any]) -> str:
-        left, trained = self._seconds_left(r), ""
+    def _line(self, r: dict[str, Any], left: float, samples_per_second: float) -> str:
+        trained = ""
         if "loss" in r:
             trained = f"loss {r['loss']:+.4f}  grad {r['grad_norm']:.2f}  gap {r['logprob_gap/mean']:.3f}  "
         return (
             f"step {r['step']:>4}/{self._config.run.max_steps}  [bold green]reward {r['reward/mean']:.3f}[/]  "
             f"{trained}stale {r['staleness/mean']:.1f}≤{r['staleness/max']}  "
             f"{r['time/step']:.1f}s (wait {r['time/wait_batch']:.1f} train {r.get('time/train', 0.0):.1f} "
-            f"publish {r['time/publish']:.1f})  {self._samples_per_second(r):.0f} samples/s  "
+            f"publish {r['time/publish']:.1f})  {samples_per_second:.0f} samples/s  "
             f"left {left // 60:.0f}:{left % 60:02.0f}"
             + ("  [bold red]bad step: gradient not applied[/]" if r.get("step/bad") else "")
         )
@@ -114,7 +152,7 @@ class Console:
 
     def _print(self, text: str) -> None:
         if self._config.metrics.console:
-            self._out.print(text)
+            self._out.print(text, soft_wrap=True)
 
 
 def escape(text: str) -> str:

@@ -87,6 +87,8 @@ STEP = {
     "time/verify": "time of comparing the engines' checksums with those of the sent weights; 0 if no check was due",
     "engines/serving": "number of engines that serve the published version",
     "time/engine_busy": "time since the previous step with at least one request in flight",
+    "time/timeline": "CPU time of composing and writing timelines in the rollout process since the previous step",
+    "time/metrics": "time of computing the metrics of episodes in the rollout process since the previous step",
     "time/since_start": "time since the command was started",
     "bytes/published": "bytes of weights sent by this rank",
 }
@@ -223,6 +225,12 @@ STEP_EPISODES = {
 
 # The same file, for each reason for which groups were rejected
 STEP_BY_REASON = {"groups/rejected/<reason>": "number of groups rejected for the reason since the start of the run"}
+
+# The same file, for each GPU of the rollout process's machine; <gpu> is its number in NVML
+STEP_GPUS = {
+    "gpu/<gpu>/utilization": "fraction of the time since the previous step in which the GPU was busy",
+    "gpu/<gpu>/memory": "mean number of bytes in use on the GPU, by all processes",
+}
 
 # The same file, for each of the first 16 engines; <engine> is its host and port
 STEP_BY_ENGINE = {

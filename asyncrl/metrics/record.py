@@ -39,6 +39,7 @@ class StepLog:
         self._offset = time.time() - started_at - clock()
         self._before = 0.0  # seconds spent by earlier runs that this one resumes
         self._spans: dict[str, float] = {}
+        self._started: dict[str, float] = {}
         self._last_end: float | None = None
         self._first_batch: float | None = None
         self.steps: list[Step] = []
@@ -64,6 +65,7 @@ class StepLog:
         finally:
             seconds = self._clock() - began
             self._spans[f"time/{name}"] = self._spans.get(f"time/{name}", 0.0) + seconds
+            self._started[name] = started
             self._ended(name, batch, started, started + seconds)
 
     def step(self, version: int, batch: Batch, figures: dict[str, float], sent: dict[str, float]) -> Step:
@@ -109,6 +111,9 @@ class StepLog:
             "time/step": now - self._last_end,
             "time/since_start": now + self._offset + self._before,
         }
+        if "fill" in sent:
+            began = self._started["publish"]
+            self._ended("gather", len(self.steps), began, began + sent["fill"])
         self._last_end, self._spans = now, {}
         self.steps.append(record)
         for sink in self._sinks:

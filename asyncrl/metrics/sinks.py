@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl import jsonl
 from asyncrl.config import Config
+from asyncrl.config.secret_values import secrets
 from asyncrl.errors import visible
 from asyncrl.jsonl import Tail
 from asyncrl.schema import Batch
@@ -128,12 +129,7 @@ class Wandb:
     def show(self, step: int, episodes: Sequence[EpisodeText]) -> None:
         """Log the episodes as a table."""
         rows = [asdict(one) for one in episodes]
-        if self._module.__name__ == "trackio":
-            import pandas  # trackio depends on it
-
-            table = self._module.Table(dataframe=pandas.DataFrame(rows))
-        else:
-            table = self._module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        table = self._module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"episodes": table, "step": step})
 
     def close(self) -> None:
@@ -245,7 +241,14 @@ class Sinks:
             "mlflow": lambda: MLflow(config, run_dir, partial(self._known, "mlflow")),
         }
         self._lock = threading.Lock()
-        self._sinks = [BackgroundSink(name, builds[name], warn) for name in dict.fromkeys(config.metrics.sinks)]
+        keys = [str.__str__(key) for _, key in secrets(config.metrics)]
+
+        def tell(text: str, step: int) -> None:
+            for key in keys:
+                text = text.replace(key, "***")  # an address with a password may stand in an exception
+            warn(text, step)
+
+        self._sinks = [BackgroundSink(name, builds[name], tell) for name in dict.fromkeys(config.metrics.sinks)]
 
     def write(self, record: Figures, batch: Batch) -> None:
         """Queue the record of a step, a few episodes of its batch, and the evaluations since the last call."""

@@ -22,7 +22,8 @@ PUBLISH, ENGINE = "publish", "engine"
 """Names of QUEUED intervals: requests are held back for a publish, or wait in an engine; otherwise an environment."""
 SHORTEST = 0.001
 """Gaps between intervals that are shorter, in seconds, are not the agent's."""
-LONGEST_OUTCOME = 200
+LONGEST = 200
+"""Maximum length of a name or an outcome."""
 _WAITS_FOR = {
     QUEUED: "a place in {name}",
     PREFILL: "the first chunk of an engine",
@@ -88,7 +89,7 @@ class Activity:
 
     def begin(self, phase: str, name: str = "") -> Ongoing:
         """Begin an interval."""
-        one = Ongoing(phase, time.time(), name)
+        one = Ongoing(phase, time.time(), text(name))
         self.open.append(one)
         self.since = time.monotonic()
         return one
@@ -166,7 +167,13 @@ def outcome(error: BaseException | None) -> str:
         return ""
     if isinstance(error, asyncio.CancelledError):
         return "cancelled"
-    return (str(error) or type(error).__name__)[:LONGEST_OUTCOME]
+    return text(str(error) or type(error).__name__)
+
+
+def text(value: str) -> str:
+    """Return a text that can be written: it is not too long, and has no surrogates, which a tool may have put there."""
+    value = value if len(value) <= LONGEST else value[:LONGEST]
+    return value if value.isascii() else value.encode(errors="replace").decode()
 
 
 def request(
@@ -184,16 +191,15 @@ def request(
     changed: when the engines got each version
     queued: seconds that it waited in its engine
     """
-    first = one.first or end
+    first, outcome = one.first or end, text(outcome)
     begun = min(one.start + queued, first)
     found = [Interval(QUEUED, one.start, begun, ENGINE)] if queued else []
     found.append(Interval(PREFILL, begun, first, one.name, -1, "" if one.first else outcome))
     if one.first:
         bounds = [*_bounds(first, end, spans, changed or {}), end]
-        found += [
-            Interval(DECODE, start, stop, one.name, version, outcome if stop is end else "")
-            for (start, stop), (version, _) in zip(pairwise(bounds), spans, strict=True)
-        ]
+        for number, (version, _) in enumerate(spans, 1):
+            last = outcome if number == len(spans) else ""
+            found.append(Interval(DECODE, bounds[number - 1], bounds[number], one.name, version, last))
     return found
 
 

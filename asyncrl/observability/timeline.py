@@ -55,7 +55,7 @@ from asyncrl.observability.intervals import (
     Interval as Interval,
 )
 from asyncrl.records.frames import FramePosition, Frames, files
-from asyncrl.records.index import IndexEntry
+from asyncrl.records.index import IndexEntry, usable
 from asyncrl.records.writer import Writer
 
 FOLDER = "timeline"
@@ -63,6 +63,13 @@ ROLLOUT, LAUNCHER, ENGINES = "rollout", "launcher", "engines"
 """Processes by the names of their folders; trainer ranks are trainer-0, trainer-1, ..."""
 LINGER = 0.5
 """Seconds that records are collected for one frame. Readers of a running run are behind by this much."""
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """The rollout process has started or was resumed; the following records are of this run_id."""
+
+    run_id: str
+    time: float
 
 
 class EpisodeTimeline(msgspec.Struct, frozen=True, array_like=True):
@@ -130,7 +137,7 @@ class EngineSpan(msgspec.Struct, frozen=True, tag="engine"):
     attributes: dict[str, str | float] = {}
 
 
-Record = GroupTimeline | BatchTimeline | PublishTimeline | ProcessSpan | EngineSpan
+Record = Started | GroupTimeline | BatchTimeline | PublishTimeline | ProcessSpan | EngineSpan
 _decoder = msgspec.msgpack.Decoder(list[Record])
 
 
@@ -235,6 +242,12 @@ class TimelineReader:
         self._run = run
         self.positions: dict[str, FramePosition] = {}
         """Where each process's next frame begins."""
+
+    def skip(self) -> None:
+        """Begin with what is written from now on."""
+        for process in processes(self._run):
+            if lines := usable(folder_of(self._run, process)):
+                self.positions[process] = lines[-1].after
 
     def new(self) -> Iterator[Record]:
         """Yield the records since the last call, process by process."""

@@ -32,8 +32,6 @@ from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import READY, Access, Addresses
 from asyncrl.network.tls import signed
-from asyncrl.observability.episodes import EpisodeFigures
-from asyncrl.observability.timeline import TimelineWriter, sampled
 from asyncrl.progress import Progress
 from asyncrl.records.events import Began, Event
 from asyncrl.records.reading import RECORDS, Recording
@@ -47,9 +45,9 @@ from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Evaluations
-from asyncrl.rollout.exposition import PrometheusMetrics
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.observer import Observer, trace_header
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.recorder import Recorder, WritingRecorder
@@ -58,7 +56,6 @@ from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.teacher import TeacherScorer
-from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.vision import vision_of
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.schema import Prompt
@@ -93,14 +90,13 @@ async def main(run_dir: Path) -> None:
     failures = FailureReporter(reporter.warn)
     timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
-    timeline = TimelineWriter(run_dir, "rollout", reporter.warn, enabled=config.metrics.timeline)
-    episodes = EpisodeFigures({name: task.correct for name, task in tasks.items()})
-    exposed = PrometheusMetrics(run_dir, addresses, config.run.name)
-    timelines = Timelines([sampled(timeline, config.metrics.timeline_share), episodes, exposed])
-    evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, timelines)
+    correct = {name: task.correct for name, task in tasks.items()}
+    observer = Observer(config, addresses, run_dir, reporter.warn, correct)
+    evaluations = Evaluations(
+        *(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, observer.timelines)
+    )
     limiter = _concurrency_limiter(rollout)
-    writer: Writer[Event] | None = Writer(run_dir / RECORDS) if config.record else None
-    resumed = _resumed(addresses)
+    writer, resumed = _writer(config, run_dir), _resumed(addresses)
     recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
     groups = GroupLifecycle(
         build_buffer(rollout),
@@ -108,34 +104,25 @@ async def main(run_dir: Path) -> None:
         limiter=limiter,
         publish=reporter.publish,
         figures=lambda: {
-            **_taken(teacher, recorder, player, episodes),
+            **_taken(teacher, recorder, player, observer),
             **dict(ChainMap(figures(players.values()), prompts.figures(), loads.figures())),
         },
         recorder=recorder,
-        timelines=timelines,
+        timelines=observer.timelines,
     )
-    worker = Worker(
-        groups,
-        client,
-        player,
-        mixer,
-        limiter,
-        failures,
-        Patience(rollout.max_failures, rollout.max_rejections),
-        group_sizes={name: config.group_size(name) for name in config.mixture},
-        accept=load(rollout.accept, "rollout.accept"),
-    )
+    worker = Worker(groups, client, player, mixer, limiter, failures, **_rules(config))
     server = RolloutServer(
         groups,
         client.inflight,
         evaluations,
         addresses.api_key,
         drain=config.weights.pause_mode == "drain",
+        receive=observer.receive,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
-        metrics=exposed.render,
+        metrics=observer.exposed.render,
     )
-    status = StatusFile(run_dir, server.state, groups, client.inflight, loads, addresses)
-    exposed.now = status.now
+    status = StatusFile(run_dir, server.state, groups, client.inflight, loads, addresses, observer.gpus)
+    observer.exposed.now = status.now
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
@@ -145,7 +132,7 @@ async def main(run_dir: Path) -> None:
             for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
                 client.narrow(int(engine.capacity))
             await each(players.values(), "start")
-            (run_dir / READY).touch()
+            _ready(run_dir, observer, addresses)
             if _trainer_sends_first(config, addresses):
                 await groups.released()
             if resumed is None:
@@ -167,9 +154,18 @@ async def main(run_dir: Path) -> None:
         await each([*players.values(), *scores.values()], "close")
         await close_shared()
         await each([client, loads, teachers], "close")
-        timeline.close()
+        observer.close()
         if writer:
             writer.close()
+
+
+def _rules(config: Config) -> dict[str, Any]:
+    """Return the settings of the worker."""
+    return {
+        "patience": Patience(config.rollout.max_failures, config.rollout.max_rejections),
+        "group_sizes": {name: config.group_size(name) for name in config.mixture},
+        "accept": load(config.rollout.accept, "rollout.accept"),
+    }
 
 
 async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEngines | None) -> None:
@@ -181,9 +177,19 @@ async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEn
     await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
 
 
-def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | EpisodeFigures | None) -> dict[str, float]:
+def _ready(run_dir: Path, observer: Observer, addresses: Addresses) -> None:
+    """Tell the other processes that everything has started."""
+    (run_dir / READY).touch()
+    observer.ready(addresses.started_at)
+
+
+def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | Observer | None) -> dict[str, float]:
     """Return what these parts counted since the last batch."""
     return {name: value for part in parts if part for name, value in part.take_figures().items()}
+
+
+def _writer(config: Config, run_dir: Path) -> Writer[Event] | None:
+    return Writer(run_dir / RECORDS) if config.record else None
 
 
 def _resumed(addresses: Addresses) -> Snapshot | None:
@@ -227,6 +233,7 @@ def _client(
         agents=config.agents,
         past_versions=config.past_versions,
         vision=vision,
+        trace=trace_header(config, addresses),
     )
 
 

@@ -15,14 +15,16 @@ import hashlib
 import hmac
 import os
 import re
-from collections import defaultdict
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from asyncrl.jsonl import Tail
@@ -32,7 +34,7 @@ from asyncrl.observability.episodes import durations
 from asyncrl.observability.intervals import ENVIRONMENT, TOOL
 from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline, Record
 
-TOKEN = "metrics.token"
+TOKEN = "prometheus.token"
 """File in the run folder with the key of /metrics, for Prometheus. It opens no other route."""
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 """Upper bounds of the histograms in seconds: an episode takes milliseconds in tests and an hour in practice."""
@@ -41,6 +43,31 @@ BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 def metrics_key(api_key: str) -> str:
     """Return the key of /metrics. It does not tell the run's API key."""
     return hmac.new(api_key.encode(), b"metrics", hashlib.sha256).hexdigest()
+
+
+class Durations:
+    """A histogram of seconds. prometheus_client's own takes four times as long to observe a value."""
+
+    def __init__(self, name: str, text: str, *labels: str) -> None:
+        self._name, self._text, self._labels = f"asyncrl_{name}_seconds", text, labels
+        self._counts: dict[tuple[str, ...], list[int]] = {}
+        self._sums: dict[tuple[str, ...], float] = {}
+
+    def observe(self, seconds: float, *labels: str) -> None:
+        """Count a value."""
+        if (counts := self._counts.get(labels)) is None:
+            counts = self._counts[labels] = [0] * (len(BUCKETS) + 1)
+            self._sums[labels] = 0.0
+        counts[bisect_left(BUCKETS, seconds)] += 1
+        self._sums[labels] += seconds
+
+    def metric(self) -> Metric:
+        """Return the metric with all values so far."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        bounds = [*map(str, BUCKETS), "+Inf"]
+        for labels, counts in self._counts.items():
+            family.add_metric(labels, list(zip(bounds, accumulate(counts), strict=True)), self._sums[labels])
+        return family
 
 
 class PrometheusMetrics(Collector):
@@ -61,32 +88,27 @@ class PrometheusMetrics(Collector):
         self._accuracies: dict[str, dict[str, Any]] = {}
         self._warned = 0
         self._registry = CollectorRegistry()
-        histogram = lambda name, text, *labels: Histogram(  # noqa: E731
-            f"asyncrl_{name}_seconds", text, labels, buckets=BUCKETS, registry=self._registry
-        )
-        self._phases = histogram("episode_phase", "Time that an episode spent in a phase.", "purpose", "phase")
-        self._calls = histogram("call", "Time of a call of a tool or an environment.", "kind", "name")
-        self._failures = Counter("asyncrl_call_failures", "Failed calls.", ["kind", "name"], registry=self._registry)
-        self._groups = Counter(
-            "asyncrl_groups_ended", "Groups by outcome.", ["purpose", "task", "outcome"], registry=self._registry
-        )
-        self._waits = histogram("batch_wait", "Time that the trainer waited for a batch.")
-        self._holds = histogram("publish_hold", "Time for which requests were held back for a publish.")
+        self._phases = Durations("episode_phase", "Time that an episode spent in a phase.", "purpose", "phase")
+        self._calls = Durations("call", "Time of a call of a tool or an environment.", "kind", "name")
+        self._waits = Durations("batch_wait", "Time that the trainer waited for a batch.")
+        self._holds = Durations("publish_hold", "Time for which requests were held back for a publish.")
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._groups: Counter[tuple[str, str, str]] = Counter()
         self._registry.register(self)
 
     def __call__(self, record: Record) -> None:
         """Count a record of the timeline."""
         if isinstance(record, GroupTimeline):
-            self._groups.labels(record.purpose, record.task, record.outcome).inc()
+            self._groups[record.purpose, record.task, record.outcome] += 1
             for episode in record.episodes:
                 for phase, seconds in durations(episode).items():
                     if seconds:
-                        self._phases.labels(record.purpose, phase).observe(seconds)
+                        self._phases.observe(seconds, record.purpose, phase)
                 for one in episode.intervals:
                     if one.phase in (TOOL, ENVIRONMENT):
-                        self._calls.labels(one.phase, one.name).observe(one.seconds)
+                        self._calls.observe(one.seconds, one.phase, one.name)
                         if one.outcome:
-                            self._failures.labels(one.phase, one.name).inc()
+                            self._failures[one.phase, one.name] += 1
         elif isinstance(record, BatchTimeline):
             self._waits.observe(record.taken - record.asked)
         elif isinstance(record, PublishTimeline):
@@ -98,10 +120,19 @@ class PrometheusMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield what is read at the moment."""
+        yield from (one.metric() for one in (self._phases, self._calls, self._waits, self._holds))
+        ended = [({"purpose": p, "task": t, "outcome": o}, count) for (p, t, o), count in self._groups.items()]
+        yield _counter("groups_ended", "Groups by outcome.", *ended)
+        failed = [({"kind": kind, "name": name}, count) for (kind, name), count in self._failures.items()]
+        yield _counter("call_failures", "Failed calls.", *failed)
         yield _gauge("run", "Always 1; its labels name the run.", (self._info, 1.0))
         if now := self.now():
             yield from _state(now)
             yield from _engines(now["engines"])
+            busy = [({"gpu": str(one["gpu"])}, one["utilization"]) for one in now["gpus"]]
+            yield _gauge("gpu_utilization_ratio", "Of the GPUs of the rollout process's machine.", *busy)
+            memory = [({"gpu": str(one["gpu"])}, one["memory"]) for one in now["gpus"]]
+            yield _gauge("gpu_memory_bytes", "Memory in use on these GPUs.", *memory)
         yield from self._newest()
 
     def _newest(self) -> Iterator[Metric]:

@@ -195,8 +195,9 @@ class GroupLifecycle:
         if new:
             self._buffer.publish(version)
             self._batch = None
+        held = self._client.inflight.held
         self._client.inflight.release(version)
-        self._timelines.published(version, self._client.inflight.held)
+        self._timelines.published(version, held)
         self._released.set()
         ledger = self.ledger()
         if new:

@@ -8,6 +8,7 @@
                             use (engine/adapters.py)
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
+    POST /v1/traces         spans of engines as OTLP, under a key of their own (rollout/observer.py)
     GET  /status            the ledger, and what the next batch waits for
     GET  /metrics           metrics for Prometheus (rollout/exposition.py), which has a key of its own for them
     GET  /health            200 once rollouts run
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -73,10 +74,11 @@ class RolloutServer:
         drain: bool = False,
         save: Callable[[GroupsState], bytes] | None = None,
         metrics: Callable[[], bytes] = bytes,
+        receive: Callable[[Request], Awaitable[Response]] | None = None,
     ) -> None:
         """`drain` makes a hold wait for the requests in flight; `save` encodes a snapshot that includes the state;
-        `metrics` returns those for Prometheus."""
-        self._metrics = metrics
+        `metrics` returns those for Prometheus; `receive` takes the spans of engines, and checks their key."""
+        self._metrics, self._receive = metrics, receive
         self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
         self._api_key, self._drain, self._save = api_key, drain, save
         self._encoded: _Encoded | None = None
@@ -168,9 +170,9 @@ class RolloutServer:
             Route("/metrics", self.metrics),
             Route("/health", lambda _: Response()),
         ]
-        return Starlette(
-            routes=[Route(route.path, self._guarded(route.endpoint), methods=route.methods) for route in routes]
-        )
+        guarded = [Route(route.path, self._guarded(route.endpoint), methods=route.methods) for route in routes]
+        spans = [Route("/v1/traces", self._receive, methods=["POST"])] if self._receive else []
+        return Starlette(routes=[*guarded, *spans])
 
     def _guarded(self, endpoint: Callable) -> Callable:
         own = [metrics_key(self._api_key)] if endpoint == self.metrics else []

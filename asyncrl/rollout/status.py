@@ -6,6 +6,8 @@
     groups          the running groups that have been silent longest: uid, task, born, tokens, seconds of silence, and
                     each episode's phase, what it waits for, since how many seconds, and its tokens
     groups_left_out number of running groups beyond MOST_GROUPS
+    gpus            of the rollout process's machine: number, utilization, memory in use, capacity
+    seconds         CPU time that the event loop has spent on this file so far
     engines         url, state ("serving", or "silent": dead, restarting or not yet in the fleet), version and load
 
 waits for     the engines' loads (engine/loads.py), and the disk, in a thread
@@ -30,6 +32,7 @@ from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.activity import silence
 from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.gpus import Gpus
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.snapshot import PromptName
 
@@ -37,6 +40,8 @@ FILE = "status.json"
 PERIOD = 1.0
 MOST_GROUPS = 200
 """Number of groups in the file; a run may have ten thousand."""
+MOST_ENGINES = 64
+"""Number of engines that are asked in every period. More of them are asked less often."""
 SHARE = 0.02
 """Largest share of the event loop's time: with very many groups the file is replaced less often."""
 
@@ -52,10 +57,13 @@ class StatusFile:
         inflight: InFlight,
         loads: Loads,
         addresses: Addresses,
+        gpus: Gpus | None = None,
     ) -> None:
         """`state` returns what GET /status does."""
         self._path, self._state, self._groups = run_dir / FILE, state, groups
-        self._inflight, self._loads = inflight, loads
+        self._inflight, self._loads, self._gpus = inflight, loads, gpus
+        self._of_gpus: list[dict[str, Any]] = []
+        self._seconds = 0.0
         self._engines = (*addresses.engines, *addresses.attached)
 
     async def follow(self) -> None:
@@ -63,12 +71,14 @@ class StatusFile:
         told = False
         while True:
             try:
-                loads = await self._loads.recent(PERIOD)
+                loads = await self._loads.recent(PERIOD * max(1.0, len(self._loads.latest) / MOST_ENGINES))
             except EngineError:
                 loads = []  # engines without the endpoint, of which rollout.max_running_groups=auto says more
-            began = time.monotonic()
+            began = time.thread_time()
+            self._of_gpus = self._gpus.sample() if self._gpus else []
             now = self.now(loads)
-            spent = time.monotonic() - began
+            spent = time.thread_time() - began
+            self._seconds += spent
             try:
                 await asyncio.to_thread(jsonl.replace, self._path, now)
             except OSError as error:
@@ -87,6 +97,8 @@ class StatusFile:
             "holding": self._inflight.holding,
             "episodes": Counter(one.activity.phase for _, _, siblings in groups for one in siblings),
             **_silent(groups),
+            "seconds": self._seconds,
+            "gpus": self._of_gpus,
             "engines": self._fleet(loads, state["version"]),
         }
 

@@ -22,10 +22,14 @@ COMMITTED = "committed"
 class Timelines:
     """Composes the record of everything that ends, and passes it to the listeners. None of them may block or raise."""
 
-    def __init__(self, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
-        self._listeners = listeners
+    def __init__(
+        self, listeners: Sequence[Callable[[Record], None]] = (), metrics: Sequence[Callable[[Record], None]] = ()
+    ) -> None:
+        """`metrics` are listeners whose time is counted by itself."""
+        self._listeners, self._metrics = listeners, metrics
         self.seconds = 0.0
         """Time that composing and listening took from the event loop so far."""
+        self.metrics_seconds = 0.0
         self._asked: float | None = None
         self._last = ""
 
@@ -80,7 +84,11 @@ class Timelines:
     def _tell(self, record: Record, began: float) -> None:
         for listener in self._listeners:
             listener(record)
-        self.seconds += time.perf_counter() - began
+        listened = time.perf_counter()
+        self.seconds += listened - began
+        for listener in self._metrics:
+            listener(record)
+        self.metrics_seconds += time.perf_counter() - listened
 
 
 def _episodes(

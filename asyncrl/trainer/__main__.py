@@ -80,7 +80,8 @@ def main(run_dir: Path) -> None:
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
     progress, begins = watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2, gpu=gpu)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
-    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:  # a call, even with False, imports torch's compiler in 1 CPU second
+        torch.use_deterministic_algorithms(True)
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     colocated = config.cluster.placement == "colocated"
     hand_over = _first_turn(config, run_dir, fleet, parallel) if colocated else None
@@ -164,8 +165,7 @@ def main(run_dir: Path) -> None:
     if scores:
         scores.close()
     if parallel.is_first:
-        facts = {"reason": reason, "transport": why, **checkpoints.figures()}
-        _tell_the_end(config, run_dir, source, log, facts)
+        _tell_the_end(config, run_dir, source, log, {"reason": reason, "transport": why, **checkpoints.figures()})
     closed = log.close()
     dist.barrier()  # the first process to leave ends the run: all ranks wait here until rank 0 has written the summary
     dist.destroy_process_group()

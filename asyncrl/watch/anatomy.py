@@ -11,10 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.observability.episodes import durations
 from asyncrl.observability.timeline import (
     DECODE,
+    ENVIRONMENT,
     PHASES,
     PREFILL,
+    TOOL,
     WAITING,
     BatchTimeline,
     EpisodeTimeline,
@@ -63,27 +66,31 @@ class BatchFacts:
 
 
 def straggler(batch: BatchTimeline, groups: Sequence[GroupTimeline]) -> Straggler | None:
-    """Return the episode that ended last, of the group that the batch waited for; None without timelines."""
+    """Return the episode that ended last, of the group that the batch waited for, and the phase in which it spent most
+    of its time, as straggler/phase and straggler/tool of metrics.jsonl do; None without timelines."""
     group = next((group for group in groups if group.uid == batch.last), None)
     group = group or max(groups, key=lambda group: group.ended, default=None)
-    if group is None or not any(episode.intervals for episode in group.episodes):
+    if group is None or not any(map(_worked_until, group.episodes)):
         return None
     number, episode = max(enumerate(group.episodes), key=lambda one: _worked_until(one[1]))
-    seconds = phase_seconds([episode])
-    seconds = {key: spent for key, spent in seconds.items() if key[0] != WAITING} or seconds
-    phase, name = max(seconds, key=lambda key: seconds[key])
+    spent = durations(episode)
+    phase = max((phase for phase in PHASES if phase != WAITING), key=lambda phase: spent[phase])
+    named = {key: seconds for key, seconds in phase_seconds([episode]).items() if key[0] == phase}
+    _, name = max(named, key=lambda key: named[key])
     total = _worked_until(episode) - group.admitted
     waited = batch.taken - batch.asked
-    return Straggler(group.uid, number, group.task, phase, name, seconds[phase, name], total, waited)
+    return Straggler(group.uid, number, group.task, phase, name, named[phase, name], total, waited)
 
 
 def phase_seconds(episodes: Iterable[EpisodeTimeline]) -> dict[tuple[str, str], float]:
-    """Return the seconds of episodes by phase and name. Names count only for what runs outside the engines."""
+    """Return the seconds of episodes by phase and name. Time in tools is not counted as their environment's."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     for episode in episodes:
         for one in episode.intervals:
             found[one.phase, one.name] += one.seconds
-    return dict(found)
+    tools, around = (sum(found[key] for key in found if key[0] == phase) for phase in (TOOL, ENVIRONMENT))
+    own = max(0.0, 1 - tools / around) if around else 0.0
+    return {key: seconds * (own if key[0] == ENVIRONMENT else 1) for key, seconds in found.items()}
 
 
 def anatomy(
@@ -166,7 +173,7 @@ def _rows(groups: Sequence[GroupTimeline], start: float) -> dict[str, Any]:
         for sibling, episode in enumerate(group.episodes):
             first.append(len(intervals) // 5)
             episodes.append([number, sibling, episode.reward, episode.tokens])
-            for one in episode.intervals:
+            for one in sorted(episode.intervals, key=lambda one: (one.start, -one.end)):  # tools after what calls them
                 intervals += (PHASES.index(one.phase), _ms(one.start, start), _ms(one.end, start), one.version)
                 intervals.append(
                     names.setdefault(f"{one.name}: {one.outcome}" if one.outcome else one.name, len(names))

@@ -2,8 +2,8 @@
 
     python ops/prometheus/scrape_config.py RUN_FOLDER ... > prometheus.yml
 
-Every run is a job of its own, because it has its own key (metrics.token) and its own certificate authority. Prometheus
-must be able to read both files, as the run's user does.
+Every run is a job of its own, because it has its own key (prometheus.token) and its own certificate authority.
+Prometheus must be able to read both files, as the run's user does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def job(run: Path) -> dict[str, Any]:
     return {
         "job_name": f"asyncrl {run}",
         "scheme": address.scheme,
-        "authorization": {"credentials_file": str(run / "metrics.token")},
+        "authorization": {"credentials_file": str(run / "prometheus.token")},
         **({"tls_config": {"ca_file": str(run / "tls" / "ca.pem")}} if address.scheme == "https" else {}),
         "static_configs": [{"targets": [address.netloc], "labels": {"run": name, "folder": str(run)}}],
     }

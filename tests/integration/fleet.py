@@ -40,12 +40,13 @@ class Engines:
         self.config, self.addresses = config, addresses
         self._specs, self.folder = {spec.name: spec for spec in specs}, folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._own = {"PROMETHEUS_MULTIPROC_DIR": str(folder)}  # a run has a TMPDIR of its own for such files
 
     def start(self, name: str) -> None:
         spec = self._specs[name]
         with (self.folder / f"{name}.log").open("a") as log:
             self._running[name] = subprocess.Popen(
-                spec.argv, env={**os.environ, **spec.env}, stdout=log, stderr=log, start_new_session=True
+                spec.argv, env={**os.environ, **self._own, **spec.env}, stdout=log, stderr=log, start_new_session=True
             )
 
     def kill(self, name: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import httpx
 import pytest
 
+from asyncrl.engine import loads as loads_module
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.loads import Loads
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Access, Addresses
@@ -73,6 +76,30 @@ def test_the_runs_key_guards_router_engine_and_control(addresses: Addresses) -> 
 
     with pytest.raises(EngineError, match="401"):
         asyncio.run(ask())
+
+
+def test_counters_of_real_engines_tell_what_they_generated_and_only_with_the_key(
+    addresses: Addresses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads_module, "SCRAPE_SECONDS", 0.0)
+
+    async def main() -> None:
+        client, loads = _client(addresses), Loads(addresses.router, addresses.access, metrics=True)
+        await loads.ask()
+        began = time.monotonic()
+        answer = await client.generate(group="counted")([12, 1, 2, 11])
+        found = await loads.ask()
+        seconds = time.monotonic() - began
+        generated = sum(load.tokens_per_s or 0.0 for load in found) * seconds
+        assert 0.5 * len(answer.token_ids) <= generated <= 2 * len(answer.token_ids) + 2
+        assert [load.preemptions for load in found] == [0.0, 0.0]
+        await client.close()
+        await loads.close()
+
+    asyncio.run(main())
+    for engine in addresses.engines:
+        refused = httpx.get(f"{engine}/metrics", verify=addresses.access.context, trust_env=False)
+        assert (refused.status_code, "sglang" in refused.text) == (401, False)
 
 
 def test_engine_that_refuses_is_lost_with_its_own_words(addresses: Addresses) -> None:

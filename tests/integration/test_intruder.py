@@ -102,6 +102,7 @@ def answers(ports: list[int], servers: set[int]) -> list[tuple[int, str, int, by
         ways = [kind for kind in kinds if answer(kind, port, "GET", "/health", {}, seconds=seconds)]
         for kind in ways:
             asked = [(method, path) for method, paths in ASKED.items() for path in paths]
+            asked += [("GET", "/metrics")] if port in servers else []
             for (method, path), headers in product(asked, KEYS):
                 if said := answer(kind, port, method, path, headers):
                     found.append((port, path, *said))

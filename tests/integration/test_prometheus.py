@@ -27,13 +27,13 @@ from asyncrl.observability.timeline import BatchTimeline, Interval, PublishTimel
 from asyncrl.rollout.exposition import PrometheusMetrics
 from tests.engine.test_loads import RANK
 from tests.fakes import addresses
+from tests.integration.running import start, wait_for_step
 from tests.observability.test_episodes import episode, group
 from tests.ops.programs import found
 from tests.rollout.test_server import Site
 from tests.rollout.test_status import file_of
 
 OPS = Path(__file__).parents[2] / "ops"
-pytestmark = pytest.mark.integration
 
 
 @contextmanager
@@ -100,6 +100,7 @@ def authority_file(run_dir: Path, url: str) -> dict[str, Any]:
     return {"ssl_certfile": certificate.server}
 
 
+@pytest.mark.integration
 def test_every_query_of_the_board_finds_data_in_a_prometheus_that_scrapes_a_run(tmp_path: Path) -> None:
     board = pytest.importorskip("ops.grafana.board", reason="grafana-foundation-sdk is not installed")
     port = free_port("127.0.0.1")
@@ -140,3 +141,14 @@ def test_every_query_of_the_board_finds_data_in_a_prometheus_that_scrapes_a_run(
 
     found("prometheus")
     asyncio.run(main())
+
+
+@pytest.mark.campaign
+def test_every_query_finds_data_of_a_whole_run_that_has_no_tools(tmp_path: Path) -> None:
+    board = pytest.importorskip("ops.grafana.board", reason="grafana-foundation-sdk is not installed")
+    found("prometheus")
+    queries = [query for row in board.ROWS if row != board.OF_TOOLS for query in board.expressions(row)]
+    with start(tmp_path / "run", "run.max_steps=5000") as process:
+        wait_for_step(process, tmp_path / "run", 2)
+        with prometheus(tmp_path, tmp_path / "run") as client:
+            assert without_data(client, queries, 60.0) == []

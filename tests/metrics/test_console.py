@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rich.console
 
+from asyncrl.metrics import live
 from asyncrl.metrics.console import Console
 from asyncrl.metrics.fields import STEP
 from asyncrl.trainer.stop import StopRule
@@ -19,9 +22,16 @@ from tests.fakes import tiny_config, tiny_values
 class Screen:
     """A console that prints into a text."""
 
-    def __init__(self, run_dir: Path, **changes: Any) -> None:
+    def __init__(self, run_dir: Path, *, terminal: str = "", **changes: Any) -> None:
+        """`terminal` is its type (TERM); without one, the output is none."""
         self.out = io.StringIO()
-        plain = rich.console.Console(file=self.out, highlight=False, soft_wrap=True, width=80)
+        plain = rich.console.Console(
+            file=self.out,
+            highlight=False,
+            width=100 if terminal else 80,
+            force_terminal=bool(terminal),
+            _environ={"TERM": terminal},
+        )
         self.console = Console(tiny_config(**changes), run_dir, plain)
 
     def text(self) -> str:
@@ -59,8 +69,11 @@ def test_what_models_wrote_does_not_steer_the_terminal(tmp_path: Path) -> None:
     assert not set("\x1b\x07\x9b\u202e\r") & set(text)
 
 
-def test_line_shows_progress_reward_times_rate_and_what_is_left(tmp_path: Path) -> None:
-    screen = Screen(tmp_path)
+@pytest.mark.parametrize("terminal", ["", "dumb"])
+def test_line_shows_progress_reward_times_rate_and_what_is_left(terminal: str, tmp_path: Path) -> None:
+    screen = Screen(tmp_path, terminal=terminal)
+    screen.console.opening()
+    screen.text()
     append(tmp_path / "metrics.jsonl", record(1) + record(2))
     screen.console.follow()
     first, second = screen.text().splitlines()
@@ -153,6 +166,80 @@ def test_names_are_printed_as_they_are(name: str, tmp_path: Path) -> None:
     text = screen.text()
     assert name in text
     assert str(folder) in text
+
+
+# --- the live view ----------------------------------------------------------------------------------------
+
+
+def drawn(screen: Screen) -> list[str]:
+    """Return the lines of the last picture, without control sequences."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.out.getvalue()).replace("\r", "")
+    return plain[plain.rindex("progress") :].splitlines()
+
+
+def test_terminal_gets_a_live_view_of_progress_reward_episodes_and_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "REFRESH_SECONDS", 0.0)
+    screen = Screen(tmp_path, terminal="xterm")
+    screen.console.opening()
+    append(tmp_path / "metrics.jsonl", record(1, **{"reward/mean": 0.0}) + record(2, **{"reward/mean": 0.75}))
+    append(tmp_path / "warnings.jsonl", json.dumps({"version": 1, "warning": "\x1b]0;title\x07 [red]"}) + "\n")
+    line = {"set": "copy3", "version_min": 1, "version_max": 2, "accuracy": 0.25, "questions": 9, "failed": 0}
+    append(tmp_path / "eval.jsonl", json.dumps(line | {"skipped": 0}) + "\n")
+    engine = {"state": "serving", "running": 3, "waiting": 1, "used": 500, "capacity": 1000, "tokens_per_s": 80.0}
+    state = {
+        "episodes": {"tool": 1, "decode": 12},
+        "ledger": {"groups": {"running": 4, "ready": 2}},
+        "holding": True,
+        "waiting_for": "x",
+        "engines": [engine, {"state": "silent"}],
+    }
+    (tmp_path / "status.json").write_text(json.dumps(state))
+    screen.console.follow()
+    found = drawn(screen)
+    assert found[0].startswith("progress     2/200 ━")
+    assert found[0].rstrip().endswith("left 6:36")
+    assert found[1].split() == ["reward", "0.750", "▁█", "held", "out", "0.250", "(version", "2)"]
+    assert found[2].startswith(
+        "step         2.0 s (wait 0.5 train 0.5 publish 0.5)  32 samples/s  stale 0.5≤2  gap 0.500"
+    )
+    assert found[3].strip() == "episodes     12 decode, 1 tool  (4 groups running, 2 ready)  held back for a publish"
+    assert found[4].strip() == "engines      1 of 2 answer  3 requests, 1 queued  80 tokens/s  cache 50 %"
+    assert found[5].strip() == "warnings     1, in warnings.jsonl"
+    assert max(map(len, found)) <= 100
+    assert "\x1b]" not in screen.out.getvalue()
+    assert "version 1: \\x1b]0;title\\x07 [red]" in screen.out.getvalue()  # above the view
+    os.utime(tmp_path / "status.json", (0, 0))
+    screen.console.follow()
+    assert "episodes" not in "".join(drawn(screen))  # the rollout process has ended
+    append(tmp_path / "metrics.jsonl", record(3, **{"step/bad": 1.0}))
+    screen.console.end()
+    assert "bad step" in drawn(screen)[2]
+    length = len(screen.out.getvalue())
+    screen.console.follow()
+    screen.console.end()
+    assert len(screen.out.getvalue()) == length
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "bars"),
+    [([], 9, ""), ([1.0], 9, "▁"), ([0.0, 0.5, 1.0], 9, "▁▅█"), ([5.0, 0.0, 1.0], 2, "▁█"), ([2.0, 2.0], 9, "▁▁")],
+)
+def test_sparkline_spans_its_height(values: list[float], width: int, bars: str) -> None:
+    assert live.sparkline(values, width) == bars
+
+
+def test_finished_run_says_where_to_look_next(tmp_path: Path) -> None:
+    screen = Screen(tmp_path, record=True)
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "hf").mkdir()
+    screen.console.closing()
+    text = screen.text()
+    for command in ("asyncrl-watch", "asyncrl-inspect"):
+        assert f" {command} {tmp_path}\n" in text
+    assert f" tensorboard --logdir {tmp_path}/tb\n" in text
+    assert f"trained model      {tmp_path}/hf\n" in text
 
 
 # --- stopping -----------------------------------------------------------------------------------------------

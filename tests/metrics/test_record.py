@@ -35,7 +35,8 @@ def rollout_figures() -> dict[str, float]:
     """Return metrics as the rollout process makes them."""
     client: Any = FakeClient()
     groups = GroupLifecycle(CohortBuffer(1, 1), client)  # type: ignore[arg-type]
-    return groups._figures() | {"episodes/retried": 0.0}  # EpisodePlayer.take_figures
+    own = dict.fromkeys(("episodes/retried", "time/timeline", "time/metrics"), 0.0)  # of EpisodePlayer and Observer
+    return groups._figures() | own
 
 
 def written_keys(file: str, function: str) -> set[str]:
@@ -218,3 +219,25 @@ def test_sinks_get_every_record_and_jsonl_can_be_followed(tmp_path: Path) -> Non
         records.append(stepped(log, clock, version, GROUPS))
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line) for line in lines] == records
+
+
+def test_spans_are_told_with_their_batch_and_wall_clock_times() -> None:
+    told: list[tuple[str, int, float, float]] = []
+    now = time.time()
+    log = StepLog([], started_at=now, ended=lambda *span: told.append(span))
+    with log.span("wait_batch"):
+        pass
+    with log.span("publish"):
+        time.sleep(0.01)
+    log.step(1, Batch(0, GROUPS, rollout_figures()), policy_figures(), SENT)
+    with log.span("save"):
+        pass
+    assert [(name, batch) for name, batch, *_ in told] == [
+        ("wait_batch", 0),
+        ("publish", 0),
+        ("gather", 0),
+        ("save", 1),
+    ]
+    assert all(now <= start <= end < now + 60 for _, _, start, end in told)
+    assert told[1][3] - told[1][2] >= 0.01
+    assert (told[2][2], told[2][3] - told[2][2]) == (told[1][2], pytest.approx(SENT["fill"], abs=1e-4))

@@ -47,6 +47,8 @@ class Run:
 def test_each_sink_has_every_figure_the_evaluation_and_the_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for package in ("wandb", "mlflow"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install 'asyncrl[sinks]'")
     monkeypatch.setenv("A_KEY", KEY)
     monkeypatch.setattr(module, "CLOSE_SECONDS", 120.0)
     for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_TRACKING_URI"):
@@ -121,10 +123,11 @@ def test_sink_that_fails_or_hangs_warns_once_and_delays_nothing(
 ) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.3)
     monkeypatch.setattr(module, "WAITING", 3)
+    monkeypatch.setenv("A_KEY", KEY)
 
     class Broken:
         def __init__(self, *_: Any) -> None:
-            raise OSError("No space left on device")
+            raise OSError(f"No space left on device for {KEY}")
 
     class Hanging:
         def __init__(self, *_: Any) -> None:
@@ -132,7 +135,8 @@ def test_sink_that_fails_or_hangs_warns_once_and_delays_nothing(
 
     monkeypatch.setattr(module, "TensorBoard", Broken)
     monkeypatch.setattr(module, "MLflow", Hanging)
-    run = Run(tmp_path, tiny_config(**{"metrics.sinks": ["tensorboard", "mlflow"]}))
+    sinks = {"metrics.sinks": ["tensorboard", "mlflow"], "metrics.mlflow": {"tracking_uri": {"env": "A_KEY"}}}
+    run = Run(tmp_path, tiny_config(**sinks))
     began = time.monotonic()
     for version in range(1, 7):
         run.step(version)
@@ -141,18 +145,21 @@ def test_sink_that_fails_or_hangs_warns_once_and_delays_nothing(
     assert time.monotonic() - began < 5
     assert sorted(run.warned) == [
         "metrics.sinks=mlflow failed, and is tried again at each step: it is 3 calls behind",
-        "metrics.sinks=tensorboard failed, and is tried again at each step: OSError: No space left on device",
+        "metrics.sinks=tensorboard failed, and is tried again at each step: OSError: No space left on device for ***",
     ]
 
 
 def test_trackio_gets_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read at its import
     trackio = pytest.importorskip("trackio", reason="trackio is not installed: it needs pillow below 13")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     run = Run(tmp_path, tiny_config(**{"metrics.sinks": ["trackio"]}))
     run.step(1)
     assert (run.sinks.close(), run.warned) == (True, [])
     (found,) = trackio.Api().runs("asyncrl")
     assert found.name.startswith("tiny")
+    written = b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))
+    assert {name for name in STEP if name.encode() not in written} == set()
+    assert b"word12 word1 word11" in written  # the prompt, in the table of episodes
 
 
 def test_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,6 +102,10 @@ def test_outside_of_an_episode_nothing_is_recorded_and_what_fails_is_cut() -> No
         raise EpisodeFailed("judge", "x" * 1000)
     assert len(activity.closed[0].outcome) == 200
     assert activity.open == []
+    with pytest.raises(OSError), activity.spent(TOOL, "näme \ud800"):
+        raise OSError("caf\xe9 \udcff")
+    assert (activity.closed[1].name, activity.closed[1].outcome) == ("näme ?", "café ?")
+    msgspec.msgpack.encode(activity.closed)
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9), st.booleans()), max_size=6), st.floats(0, 12))

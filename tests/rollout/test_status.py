@@ -21,6 +21,8 @@ from tests.rollout.test_server import Site, at
 class FakeLoads:
     """Answers for the first engine alone."""
 
+    latest: tuple[Any, ...] = ()
+
     async def recent(self, age: float) -> list[Any]:
         return [load_of([RANK], addresses().engines[0])]
 

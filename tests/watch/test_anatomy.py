@@ -9,6 +9,7 @@ import pytest
 from asyncrl.observability import timeline
 from asyncrl.observability.timeline import (
     DECODE,
+    ENVIRONMENT,
     PHASES,
     PREFILL,
     REWARD,
@@ -24,7 +25,7 @@ from asyncrl.observability.timeline import (
     Record,
 )
 from asyncrl.records import frames
-from asyncrl.watch.anatomy import anatomy, load, straggler
+from asyncrl.watch.anatomy import anatomy, load, phase_seconds, straggler
 from asyncrl.watch.timelines import TimelineIndex
 
 
@@ -58,6 +59,19 @@ def test_batch_that_did_not_wait_has_the_group_that_ended_last() -> None:
     assert late
     assert (late.uid, late.waited) == ("slow", 0.0)
     assert straggler(BatchTimeline(0, 9.0, 9.0, ["lost"]), []) is None
+
+
+def test_time_in_tools_is_not_counted_as_their_environments_and_is_drawn_above_it() -> None:
+    """The metrics of a step count it so, too."""
+    played = EpisodeTimeline(1.0, 3, [Interval(TOOL, 2.0, 5.0, "search"), Interval(ENVIRONMENT, 1.0, 5.0, "shop")])
+    assert phase_seconds([played, played]) == {(TOOL, "search"): 6.0, (ENVIRONMENT, "shop"): 2.0}
+    own = GroupTimeline("g", 0, 0, "sum", "training", 0, 0.0, 5.0, "committed", [played])
+    batch = BatchTimeline(0, 5.0, 5.5, ["g"], "g")
+    late = straggler(batch, [own])
+    assert late
+    assert (late.phase, late.name, late.seconds) == (TOOL, "search", 3.0)
+    found = anatomy(batch, [own], [], {})
+    assert [PHASES[phase] for phase in found["intervals"][::5]] == [ENVIRONMENT, TOOL]
 
 
 def test_load_is_the_mean_number_of_requests_in_each_bin() -> None:
