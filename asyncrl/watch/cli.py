@@ -54,10 +54,10 @@ def _serve(folder: Path, host: str, token: str, listening: socket.socket) -> Non
     hosts = LOOPBACK if _is_loopback(host) else ("*",)  # elsewhere, the token alone protects
     shown = f"[{host}]" if ":" in host else host
     print(f"watching {folder}: http://{shown}:{port}/?token={token}", flush=True)
-    config = uvicorn.Config(
-        app(RunFolder(folder), token, hosts), log_level="warning", access_log=False, timeout_graceful_shutdown=1
-    )
-    uvicorn.Server(config).run(sockets=[listening])
+    watched = app(RunFolder(folder), token, hosts, ended=lambda: server.should_exit)
+    config = uvicorn.Config(watched, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    server.run(sockets=[listening])
 
 
 def _listen(host: str, port: int) -> socket.socket:

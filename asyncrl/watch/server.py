@@ -79,8 +79,9 @@ HEADERS = {
 }
 
 
-def app(folder: RunFolder, token: str, hosts: Sequence[str]) -> Starlette:
-    """Build the page's app. `hosts` are the accepted names of this server; "*" accepts all."""
+def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[], bool] = lambda: False) -> Starlette:
+    """Build the page's app. `hosts` are the accepted names of this server; "*" accepts all. Once `ended` returns True,
+    connections that wait for events are closed."""
     endpoints: dict[str, Callable[[WatchedRun, Request], Any]] = {
         "metrics": _metrics,
         "lines": lambda run, asked: _finite(run.rows(_one_of(asked, "file", ("eval", "warnings")))),
@@ -95,7 +96,7 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str]) -> Starlette:
     routes = [
         Route("/", lambda _: Response((STATIC / "index.html").read_bytes(), media_type="text/html")),
         Route("/api/runs", lambda _: JSONResponse([run.summary() for run in folder.runs().values()])),
-        Route("/api/events", lambda _: StreamingResponse(_events(folder), media_type="text/event-stream")),
+        Route("/api/events", lambda _: StreamingResponse(_events(folder, ended), media_type="text/event-stream")),
         Route("/api/settings", lambda asked: _settings(folder, asked)),
         Route("/api/image", lambda asked: _image(folder, asked)),
         *(Route(f"/api/{name}", _of_run(folder, one)) for name, one in endpoints.items()),
@@ -256,11 +257,11 @@ def _settings(folder: RunFolder, asked: Request) -> Response:
     return JSONResponse([row for row in rows if len(flat) < 2 or any(value != row[1] for value in row[2:])])
 
 
-async def _events(folder: RunFolder) -> AsyncIterator[str]:
+async def _events(folder: RunFolder, ended: Callable[[], bool] = lambda: False) -> AsyncIterator[str]:
     """Yield the marks of each run that has changed, and a comment when nothing does for a while."""
     told: dict[str, dict[str, float]] = {}
     beat = time.monotonic()
-    while True:
+    while not ended():
         marks = await run_in_threadpool(lambda: {name: run.marks() for name, run in folder.runs().items()})
         changed = {name: own for name, own in marks.items() if told.get(name) != own}
         told = marks

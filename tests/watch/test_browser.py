@@ -59,24 +59,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def address(runs: Path) -> Iterator[str]:
-    """The command serves the folder; this is the address that it prints."""
-    command = [sys.executable, "-m", "asyncrl.watch.cli", str(runs)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
-        assert served.stdout
-        try:
-            yield served.stdout.readline().split()[-1]
-        finally:
-            served.terminate()
-        assert served.wait(10) in (0, -15)
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         launched = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield launched
         launched.close()
+
+
+@pytest.fixture(scope="module")
+def address(runs: Path, browser: Any) -> Iterator[str]:
+    """The command serves the folder; this is the address that it prints. It ends quietly, though pages are open."""
+    command = [sys.executable, "-m", "asyncrl.watch.cli", str(runs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as served:
+        assert served.stdout
+        assert served.stderr
+        try:
+            address = served.stdout.readline().split()[-1]
+            yield address
+            browser.new_page().goto(address)  # follows events until the server ends
+        finally:
+            served.terminate()
+        assert served.wait(10) in (0, -15)
+        assert served.stderr.read() == ""
 
 
 @pytest.fixture
