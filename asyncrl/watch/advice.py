@@ -354,8 +354,8 @@ def gap(evidence: Evidence) -> Advice | None:
 
 def bad_steps(evidence: Evidence) -> Advice | None:
     """Return a warning if updates were not applied."""
-    skipped = evidence.mean("step/skipped") or 0.0
-    if skipped < 0.1:
+    skipped, bad = evidence.mean("step/skipped") or 0.0, evidence.mean("step/bad") or 0.0
+    if skipped < 0.25 and bad < 0.05:
         return None
     return Advice(
         "bad_steps",
@@ -363,7 +363,7 @@ def bad_steps(evidence: Evidence) -> Advice | None:
         f"{skipped:.0%} of the latest updates were not applied",
         "No group had a signal, or the gradient was not finite or above its bound.",
         ("trainer.bad_grad_norm", "trainer.optimizer.lr", "rollout.accept"),
-        {"step/skipped": skipped, "step/bad": evidence.mean("step/bad") or 0.0},
+        {"step/skipped": skipped, "step/bad": bad},
     )
 
 

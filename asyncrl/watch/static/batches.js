@@ -92,6 +92,7 @@ export class Batches {
     this.told.textContent = `${this.rows.length} episodes of ${this.batch.groups.length} groups over ${seconds(this.to / 1000)}; the trainer waited ${seconds((this.batch.taken - this.batch.asked) / 1000)}${this.batch.missing ? `; ${this.batch.missing} groups were not sampled` : ""}`;
     const late = this.batch.straggler;
     this.late.hidden = !late;
+    this.late.classList.toggle("calm", Boolean(late) && late.waited < 0.05 * late.total);
     this.late.textContent = late ? `▸ last: ${late.text}` : "";
     this.explain();
     this.arrange();
@@ -276,7 +277,8 @@ export class Batches {
     context.fillStyle = style("--bad");
     for (const [, held, released] of this.batch.publishes) context.fillRect(this.x(held), HEAD, Math.max(1, this.x(released) - this.x(held)), height);
     context.globalAlpha = 1;
-    for (const [moment, text] of [[this.batch.asked, "asked for"], [this.batch.taken, "taken"]]) {
+    const near = this.x(this.batch.taken) - this.x(this.batch.asked) < 64;
+    for (const [moment, text] of [[this.batch.asked, near ? "" : "asked for"], [this.batch.taken, near ? "asked for and taken" : "taken"]]) {
       context.fillStyle = style("--ink");
       context.fillRect(this.x(moment), HEAD, 1, height);
       context.fillText(text, this.x(moment) + 4, HEAD + 16);

@@ -125,7 +125,8 @@ export class Overview {
 
   async showAdvice() {
     const found = await api("advice", { run: state.run });
-    this.advice.replaceChildren(...found.slice(0, 3).map((one) => card(one, false)));
+    const [binding, others] = [found.filter((one) => one.rule === "binding"), found.filter((one) => one.rule !== "binding")];
+    this.advice.replaceChildren(...[...others.slice(0, 2), ...binding].map((one) => card(one, false)));
   }
 
   async showLines() {
