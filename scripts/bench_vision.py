@@ -36,9 +36,10 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from asyncrl.images import image_name  # noqa: E402
+from asyncrl.launch.plan import KEEP_MEMORY  # noqa: E402
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
 from scripts import machine  # noqa: E402
-from scripts.bench_train import Model, cpu_seconds  # noqa: E402
+from scripts.bench_train import BUDGET, Model, cpu_seconds  # noqa: E402
 
 SIDE, ANSWERS, LENGTH = 448, 16, 8
 """Pixels of an image's side (256 tokens), answers, and their tokens."""
@@ -101,7 +102,8 @@ IMAGE_SECONDS: list[float] = []
 
 def our_step(folder: Path, groups: list[Group], name: str) -> Callable[[], None]:
     """Return a step of the trainer that starts from what it receives."""
-    model = Model(folder, "float32", f"trainer.share_prompts={str(name != 'apart').lower()}")
+    shared = f"trainer.share_prompts={str(name != 'apart').lower()}"
+    model = Model(folder, "float32", shared, f"trainer.micro_batch_tokens={BUDGET}")
     import torch
 
     from asyncrl.algo.samples import build_samples
@@ -171,7 +173,10 @@ def main() -> None:
         for name in CASES:
             command = [sys.executable, __file__, "--case", f"{folder}/model", name]
             command += ["--quick"] if options.quick else []
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+            environment = {**os.environ, **KEEP_MEMORY}  # as the launcher starts trainers; here transformers, too
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False
+            )
             if done.returncode:
                 sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
             found[name] = json.loads(done.stdout.splitlines()[-1])

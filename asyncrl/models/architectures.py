@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.models.vision import REFUSED
 from asyncrl.routing import RoutingShape
 
 HF = dict[str, Any]
@@ -175,7 +176,8 @@ def check_architecture(hf: HF) -> None:
     config.json."""
     name = (hf.get("architectures") or ["none named"])[0]
     if name not in ARCHITECTURES:
-        raise ConfigError("model.path", name, f"Supported architectures: {sorted(ARCHITECTURES)}.")
+        why = f"It is not supported, because {REFUSED[name]}. " if name in REFUSED else ""
+        raise ConfigError("model.path", name, f"{why}Supported architectures: {sorted(ARCHITECTURES)}.")
     for found, remedy in _unsupported(name, hf):
         raise ConfigError("model.path", found, remedy)
 

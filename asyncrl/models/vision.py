@@ -31,6 +31,15 @@ TOWERS = {
 }
 """The models that see, by architecture."""
 
+INTERN = "SGLang 0.5.21 takes its images beside texts, not beside token ids, and rounds their pixels to bfloat16"
+REFUSED = {
+    "InternVLChatModel": INTERN,
+    "InternVLForConditionalGeneration": INTERN,
+    "Gemma3ForConditionalGeneration": "tokens of an image attend to each other in both directions, which the trainer's "
+    "packs do not",
+}
+"""Why other models that see are not supported (docs/vision.md)."""
+
 
 def flat(hf: HF) -> HF:
     """Return a config with the fields of the text model at the top, in either layout: transformers 5 writes them into

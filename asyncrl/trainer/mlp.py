@@ -23,6 +23,10 @@ class GatedMLP(MLP):
         return out
 
 
+CACHED_ROWS = 128
+"""Tokens whose gradients a CPU computes at a time, because their numbers then stay in its cache."""
+
+
 def swiglu(both: Tensor) -> Tensor:
     """Compute silu(gate) * up for [..., gate and up]. Only the input is kept for backward, which writes both gradients
     in place (autograd would concatenate them in another pass)."""
@@ -40,9 +44,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (both,) = ctx.saved_tensors
-        gate, up = both.chunk(2, -1)
-        found = torch.empty_like(both)
-        of_gate, of_up = found.chunk(2, -1)
-        torch.mul(grads[0], F.silu(gate), out=of_up)
-        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=of_gate)
+        found, rows = torch.empty_like(both), len(both) if both.is_cuda else CACHED_ROWS
+        for given, read, written in zip(*(one.split(rows) for one in (grads[0], both, found)), strict=True):
+            (gate, up), (of_gate, of_up) = read.chunk(2, -1), written.chunk(2, -1)
+            torch.ops.aten.silu.out(gate, out=of_up).mul_(given)
+            torch.mul(given, up, out=of_gate)
+            torch.ops.aten.silu_backward.grad_input(of_gate, gate, grad_input=of_gate)
         return found

@@ -12,7 +12,10 @@ from asyncrl.config.adapters import check_adapters
 from asyncrl.errors import ConfigError
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DENSE = (
+    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
+)
 """Architectures whose adapters the engines serve. Adapters of experts and of latent attention were not tried."""
 
 

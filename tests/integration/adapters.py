@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import load_file
@@ -27,20 +28,22 @@ SETTINGS = (f"trainer.lora.rank={RANK}", "trainer.lora.alpha=8", "weights.lora=v
 
 
 class SeededAdapters:
-    """Replacement of a Resharder's adapters: numbers that depend only on the version."""
+    """Replacement of a Resharder's adapters: numbers that depend only on the version and a seed."""
 
-    def __init__(self, fleet: Engines, targets: Sequence[str] = LINEARS) -> None:
+    def __init__(self, fleet: Engines, targets: Sequence[str] = LINEARS, *, seed: int = 0, size: float = 0.3) -> None:
         files = sorted(fleet.addresses.model.glob("*.safetensors"))
         self.base = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        self._linears = {name: t for name, t in self.base.items() if name.split(".")[-2] in targets}
+        weights = {name: tensor for name, tensor in self.base.items() if name.endswith("_proj.weight")}
+        self._linears = {n: t for n, t in weights.items() if n.split(".")[-2] in targets and "visual." not in n}
+        self._seed, self._size = seed, size
         self._rank, self.version = fleet.config.trainer.lora.rank or RANK, 0
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        draw = torch.Generator().manual_seed(self.version)
+        draw = torch.Generator().manual_seed(self._seed + self.version)
         for name, weight in self._linears.items():
             stem = name.removesuffix(".weight")
-            yield f"{stem}.lora_A.weight", 0.3 * torch.randn(self._rank, weight.shape[1], generator=draw)
-            yield f"{stem}.lora_B.weight", 0.3 * torch.randn(weight.shape[0], self._rank, generator=draw)
+            yield f"{stem}.lora_A.weight", self._size * torch.randn(self._rank, weight.shape[1], generator=draw)
+            yield f"{stem}.lora_B.weight", self._size * torch.randn(weight.shape[0], self._rank, generator=draw)
 
     def merged(self, version: int, scale: float) -> dict[str, Tensor]:
         """Return the weights of a version, with the adapter added."""
@@ -64,8 +67,10 @@ def publisher_of(
     run: str,
     announce: Callable[[int], InUse] = lambda version: InUse([], {}),
     tidy: bool = True,
+    others: Mapping[str, SeededAdapters] = MappingProxyType({}),
 ) -> Iterator[AdapterPublisher]:
-    """Yield a publisher of one rank, created as in trainer/__main__.py; its adapters are unloaded in the end."""
+    """Yield a publisher of one rank, created as in trainer/__main__.py; its adapters are unloaded in the end. `others`
+    are adapters beside that of the policy, by name."""
     router = RouterWorkers(addresses.router, addresses.access, config.weights.timeout)
     fleet = Fleet(addresses.engines, addresses.access, config.weights.timeout, router=router)
     build, _ = build_adapters(config, fleet, host=config.cluster.host or "", folder=folder)
@@ -74,7 +79,7 @@ def publisher_of(
     made = AdapterPublisher(
         Parallel(**ALONE),
         fleet,
-        {POLICY: weights.adapters},
+        {name: one.adapters for name, one in {POLICY: weights, **others}.items()},
         build,
         config.weights,
         getattr(torch, config.engine.dtype),

@@ -1,4 +1,5 @@
-"""Game that records which episodes its processes began, and starts a program of its own, as many environments do."""
+"""Games for tests: one that records which episodes its processes began, and starts a program of its own, as many
+environments do, and one with an image in every turn."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import os
 import random
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.envs.env import Question, Step
+from asyncrl.envs.toys import FindSquare
 
 TURNS = 3
 
@@ -51,3 +54,13 @@ class Noted:
         if self._program:
             self._program.kill()
             self._program.wait()
+
+
+class Wandering(FindSquare):
+    """FindSquare in which every text is a move and has a reward, so that a model that has learnt nothing yet sees many
+    images, and its answers decide what it learns."""
+
+    def step(self, action: str) -> Step:
+        """Move by what the text adds up to, and show the grid."""
+        number = sum(map(ord, action))
+        return replace(super().step("lrud"[number % 4]), reward=number % 5 / 5)

@@ -20,6 +20,7 @@ from torch import Tensor
 from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
+from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.weights.checksum import ExpectedChecksums
@@ -94,7 +95,7 @@ def make(
         config, fleet, host=config.cluster.host or "", alone=True, stage=0, gpu=device != "cpu", folder=folder
     )
     parallel = Parallel(**{**ALONE, "device": torch.device(device)})
-    hf = json.loads((addresses.model / "config.json").read_text())
+    hf = flat(json.loads((addresses.model / "config.json").read_text()))
     dtype = getattr(torch, config.engine.dtype)
     return Publisher(
         parallel,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,18 @@ import httpx
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.images import ImageTokens, data_url
 from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
 from asyncrl.models.tiny_vision import MARKS, TOKENS, write_random
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Completion
+from tests.integration import adapters, publisher
 from tests.integration.fleet import Engines, engines
 
 pytestmark = pytest.mark.integration
@@ -30,7 +35,12 @@ pytestmark = pytest.mark.integration
 START, END, PLACEHOLDER, VIDEO = (TOKENS.index(mark) for mark in MARKS)
 IMAGE = [START, PLACEHOLDER, END]
 ASK = [TOKENS.index(character) for character in "what?="]
-SETTINGS = ("model=tiny_vision", "engine.max_total_tokens=4096", "engine.max_running_requests=64")
+SETTINGS = (
+    *("model=tiny_vision", "engine.max_total_tokens=4096", "engine.max_running_requests=64"),
+    *("trainer.vision.tower=trained", *adapters.SETTINGS, "+agents.roles.checker.adapter=second"),
+    "+agents.roles.writer.adapter=policy",
+)
+"""Engines cache no images, and serve two adapters. (A run trains either a tower or adapters.)"""
 OF_ARCH: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {},
     "qwen3_vl": {
@@ -43,6 +53,7 @@ OF_ARCH: dict[str, dict[str, Any]] = {
         },
     },
 }
+ADAPTERS = ("policy", "second")
 Play = Callable[[GenerationClient], Awaitable[Any]]
 
 
@@ -105,9 +116,9 @@ def reference(folder: Path) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def expected(fleet: Engines, context: Sequence[int], images: Sequence[bytes], answer: Completion) -> torch.Tensor:
+def expected(folder: Path, context: Sequence[int], images: Sequence[bytes], answer: Completion) -> torch.Tensor:
     """Return transformers' log-probabilities of an answer, without the tokens that must not be sampled."""
-    model, processor = reference(fleet.addresses.model)
+    model, processor = reference(folder)
     opened = [Image.open(io.BytesIO(png)) for png in images]
     seen = processor(images=opened, return_tensors="pt") if opened else {}
     tokens = iter((seen["image_grid_thw"].prod(-1) // 4).tolist() if seen else [])
@@ -123,9 +134,20 @@ def expected(fleet: Engines, context: Sequence[int], images: Sequence[bytes], an
     return logits[-count - 1 : -1].log_softmax(-1).gather(1, ids[0, -count:, None])[:, 0]
 
 
-def difference(fleet: Engines, context: Sequence[int], images: Sequence[bytes], answer: Completion) -> float:
-    want = expected(fleet, context, images, answer)
+def difference(
+    fleet: Engines, context: Sequence[int], images: Sequence[bytes], answer: Completion, folder: Path | None = None
+) -> float:
+    """Return the largest difference of log-probabilities from those of transformers on a folder, the engine's first one
+    by default."""
+    want = expected(folder or fleet.addresses.model, context, images, answer)
     return (torch.tensor(answer.logprobs) - want).abs().max().item()
+
+
+def with_weights(fleet: Engines, folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a folder like the engine's with other weights, and return it."""
+    shutil.copytree(fleet.addresses.model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def test_log_probabilities_are_those_of_transformers(fleet: Engines) -> None:
@@ -230,5 +252,58 @@ def test_a_wrong_number_of_placeholders_from_elsewhere_costs_the_engine_nothing(
     async def play(client: GenerationClient) -> None:
         answer = await client.generate(group="g")([*IMAGE, *ASK], images=[image])
         assert difference(fleet, [*IMAGE, *ASK], [image], answer) < 1e-5
+
+    played(fleet, play)
+
+
+def test_adapters_of_roles_answer_with_their_own_weights(fleet: Engines, tmp_path: Path) -> None:
+    """Each of two roles reads the same image with its own adapter, and a third one without."""
+    context, image, run = [*IMAGE, *ASK], noise(9), "vision-roles"
+    seeded = {name: adapters.SeededAdapters(fleet, seed=100 * seed, size=0.1) for seed, name in enumerate(ADAPTERS)}
+    scale = fleet.config.trainer.lora.scale
+    folders = {name: with_weights(fleet, tmp_path / name, one.merged(1, scale)) for name, one in seeded.items()}
+
+    async def play(client: GenerationClient) -> None:
+        with adapters.publisher_of(
+            fleet.config, fleet.addresses, seeded["policy"], tmp_path, run=run, others={"second": seeded["second"]}
+        ) as publisher:
+            seeded["second"].version = 1
+            await asyncio.to_thread(adapters.publish, publisher, seeded["policy"], 1)
+            client.inflight.release(1)
+            session = client.generate(group="g")
+            for role, own, other in (("writer", "policy", "second"), ("checker", "second", "policy")):
+                answer = await session(context, images=[image], role=role)
+                assert difference(fleet, context, [image], answer, folders[own]) < 1e-5
+                assert difference(fleet, context, [image], answer, folders[other]) > 1e-3
+                assert difference(fleet, context, [image], answer) > 1e-3
+
+    names, agents = adapter_names(fleet.config, run), fleet.config.agents
+    played(fleet, play, run=run, names=names, agents=agents)
+
+
+def test_an_image_that_was_read_before_is_encoded_by_the_tower_of_the_newest_version(
+    fleet: Engines, tmp_path: Path
+) -> None:
+    """SGLang keeps the embeddings of images through updates unless SGLANG_VLM_CACHE_SIZE_MB is 0. This test changes the
+    engine's weights, so it is the last."""
+    context, image, weights = [*IMAGE, *ASK], noise(10), publisher.SeededWeights(fleet.addresses.model)
+    trained = {name: tensor for name, tensor in weights.at(1).items() if "visual." in name}
+    weights._base |= trained  # text model of version 0, tower of version 1
+    folder = with_weights(fleet, tmp_path / "trained", weights._base)
+    known = "qwen2_5_vl" in (folder / "config.json").read_text()  # how the engine lays its tower out
+    settings = fleet.config.weights.model_copy(update={"verify": known})
+    config = fleet.config.model_copy(update={"weights": settings})
+
+    async def play(client: GenerationClient) -> None:
+        session = client.generate(group="g")
+        answer = await session(context, images=[image])
+        assert difference(fleet, context, [image], answer) < 1e-5
+        publishing = publisher.make(config, fleet.addresses, weights, tmp_path)
+        with closing(publishing._fleet), closing(publishing._fleet._router._http):
+            await asyncio.to_thread(publishing.publish, 1)
+        client.inflight.release(1)
+        answer = await session(context, images=[image])
+        assert difference(fleet, context, [image], answer, folder) < 1e-5
+        assert difference(fleet, context, [image], answer) > 1e-3
 
     played(fleet, play)

@@ -1,53 +1,80 @@
-"""A whole run of a model that sees, over several turns with an image each: exact from the game to the trainer."""
+"""Whole runs of a model that sees, over several turns with an image each: exact from the game to the trainer."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.images import png_size
 from asyncrl.inspection.cli import main
 from asyncrl.records.reading import Recording
-from tests.integration.running import lines, nothing_is_left, run
+from tests.integration.running import finish, lines, nothing_is_left, output, run, start, wait_for_step
+from tests.integration.test_replay import trained, weights
+from tests.integration.test_resume import DETERMINISTIC, tensors
+from tests.integration.test_survival import wait_until
+from tests.integration.test_vision_engine import ADAPTERS
 
 pytestmark = pytest.mark.integration
 
-SMALL = [
-    *("task=find_square", "task.agent_params.max_turns=3", "rollout.max_new_tokens=16", "run.max_steps=2"),
-    *("rollout.batch_groups=4", "rollout.group_size=4", "eval.questions=2", "rollout.max_staleness=1"),
-]
-TRAINED = ("loss", "grad_norm", "entropy", "tokens/trained", "logprob_gap/mean", "reward/mean")
+GAME = (
+    *("task=find_square", "task.kind=tests.integration.noted_envs:Wandering", "task.agent_params.max_turns=3"),
+    *("rollout.max_new_tokens=4", "eval.questions=2"),
+)
+SMALL = ("run.max_steps=4", "rollout.batch_groups=4", "rollout.group_size=4")
 
 
-def weights(run_dir: Path) -> str:
-    files = sorted((run_dir / "hf").glob("*.safetensors"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+def train(run_dir: Path, *settings: str) -> list[dict[str, Any]]:
+    return run(run_dir, *GAME, *SMALL, *settings, experiment="tiny_vision")
 
 
-def test_images_of_every_turn_reach_the_trainer_and_a_replay_is_equal_to_the_bit(tmp_path: Path) -> None:
-    """The engine's log-probabilities are the trainer's, also behind the images of later turns; groups are recorded with
-    each image once; and the recording alone trains the same weights."""
-    live, again = tmp_path / "live", tmp_path / "again"
-    steps = run(live, *SMALL, "record=true", experiment="tiny_vision")
-    assert steps[0]["logprob_gap/max"] < 1e-5
-    recording = Recording(live)
+def check_images(run_dir: Path, page: Path) -> None:
+    """Check that every later turn has an image of its own, and that each image is recorded and shown once."""
+    recording = Recording(run_dir)
     groups = [group for step in recording.steps for group in recording.batch(step).groups]
     later = [turn for group in groups for one in group.trajectories for turn in one.turns[1:]]
     assert later
     assert all(len(turn.images) == 1 for turn in later)
     names = {name for group in groups for name in group.images}
     assert {png_size(png) for group in groups for png in group.images.values()} == {(56, 56)}
-    assert names <= {file.stem for file in (live / "records" / "images").iterdir()}
-    assert main([str(live), "--html", str(tmp_path / "page.html")]) == 0
-    page = (tmp_path / "page.html").read_text()
-    assert all(page.count(f'"{name}": "') == 1 for name in names)
+    assert names <= {file.stem for file in (run_dir / "records" / "images").iterdir()}
+    assert main([str(run_dir), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert all(text.count(f'"{name}": "') == 1 for name in names)
 
-    replayed = run(again, *SMALL, "mode=replay", f"replay.from={live}", experiment="tiny_vision")
-    assert [[step[name] for name in TRAINED] for step in replayed] == [
-        [step[name] for name in TRAINED] for step in steps
-    ]
-    assert weights(again) == weights(live)
-    assert len(lines(live / "metrics.jsonl")) == 2
-    nothing_is_left(again)
+
+def test_a_run_that_was_killed_is_the_run_that_was_not_and_its_recording_trains_the_same(tmp_path: Path) -> None:
+    """Results are equal bit for bit, with images that the game returns in later turns: those of an undisturbed run,
+    those of one whose launcher was killed and started again, and those of the training of its recording."""
+    whole, killed, again = tmp_path / "whole", tmp_path / "killed", tmp_path / "again"
+    steps = train(whole, *DETERMINISTIC)
+    assert steps[0]["logprob_gap/max"] < 1e-5
+    assert len({step["reward/mean"] for step in steps}) > 2  # its answers are no constant
+    kept = ("record=true", "resume=auto", "checkpoint.every=1", *DETERMINISTIC)
+    with start(killed, *GAME, *SMALL, *kept, experiment="tiny_vision") as launcher:
+        wait_for_step(launcher, killed, 2)
+        wait_until(lambda: bool(CheckpointStore(killed).versions()), launcher, killed, "a checkpoint")
+        launcher.kill()  # its children die with it
+        finish(launcher, killed)
+    assert len(lines(killed / "metrics.jsonl")) < len(steps)
+    resumed = train(killed, *kept)
+    assert "resuming from" in output(killed)
+    nothing_is_left(killed)
+    replayed = train(again, *DETERMINISTIC, "mode=replay", f"replay.from={killed}")
+    assert trained(steps) == trained(resumed) == trained(replayed)
+    assert weights(whole) == weights(killed) == weights(again)
+    check_images(killed, tmp_path / "page.html")
+
+
+@pytest.mark.campaign  # test_vision_engine.py asks an engine for both adapters
+def test_two_roles_read_images_with_an_adapter_each_and_train_it(tmp_path: Path) -> None:
+    """Every batch is on policy: with the adapter of the other role, log-probabilities would differ."""
+    adapters = ("trainer.lora.rank=4", "rollout.max_staleness=0", "agent=tests.integration.roles:two_that_see")
+    roles = ("+agents.roles.writer.adapter=policy", "+agents.roles.checker.adapter=second")
+    steps = run(tmp_path / "run", *SMALL, *adapters, *roles, "eval.questions=2", experiment="tiny_vision")
+    assert max(one["logprob_gap/max"] for one in steps) < 1e-5
+    assert all(one["grad_norm"] > 0 for one in steps)
+    first, second = (tensors(tmp_path / "run/hf" / name) for name in ADAPTERS)
+    assert not any(first[name].equal(second[name]) for name in first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -9,15 +10,16 @@ from asyncrl.backends.cpu.megatron_shim import enable
 
 enable()
 
-from asyncrl.trainer.mlp import swiglu  # noqa: E402
+from asyncrl.trainer.mlp import CACHED_ROWS, swiglu  # noqa: E402
 
 
-def test_swiglu_has_the_values_and_gradients_of_its_definition() -> None:
-    x = torch.randn(5, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("rows", [0, 5, 2 * CACHED_ROWS + 3])
+def test_swiglu_has_the_values_and_gradients_of_its_definition(rows: int) -> None:
+    x = torch.randn(rows, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mine, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
     gate, up = plain.chunk(2, -1)
     expected, found = F.silu(gate) * up, swiglu(mine)
-    weights = torch.arange(30.0, dtype=torch.float64).view(5, 1, 6)
+    weights = torch.arange(6.0 * rows, dtype=torch.float64).view(rows, 1, 6)
     (expected * weights).sum().backward()
     (found * weights).sum().backward()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)

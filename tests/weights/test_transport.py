@@ -53,6 +53,7 @@ def test_shared_memory_to_another_host_is_refused() -> None:
     [
         ({}, "Qwen3ForCausalLM", 0, "merged (on CPUs SGLang computes adapters slowly)"),
         ({}, "Qwen3ForCausalLM", 2, "versions (adapters load without a pause)"),
+        ({}, "Qwen2_5_VLForConditionalGeneration", 2, "versions (adapters load without a pause)"),
         ({}, "Qwen3MoeForCausalLM", 2, "merged (engines serve adapters of"),
         ({"trainer.lora.targets": ["q_proj"]}, "Qwen3ForCausalLM", 2, "merged (trainer.lora.targets="),
         ({"engine.urls": [HERE]}, "Qwen3ForCausalLM", 2, "merged (engine.urls"),
