@@ -76,11 +76,13 @@ assert model(torch.tensor([own[0]])).logits.isfinite().all()
     assert "PyTorch was not found" not in done.stderr
 
 
-def test_an_engine_imports_nothing_of_megatron() -> None:
-    """A debugging tool of SGLang would import it, and on GPUs TransformerEngine with it."""
+def test_an_engine_imports_nothing_of_megatron_and_no_exporters_unless_it_traces() -> None:
+    """A debugging tool of SGLang would import Megatron, and on GPUs TransformerEngine with it."""
     code = (
         "import asyncrl.engine.serve, importlib.util, sys; assert importlib.util.find_spec('megatron') is None\n"
-        "from sglang.srt.debug_utils import dumper; assert 'megatron.core' not in sys.modules"
+        "from sglang.srt.debug_utils import dumper; assert 'megatron.core' not in sys.modules\n"
+        "from sglang.srt.observability import trace; assert not trace.opentelemetry_imported\n"
+        "assert 'grpc' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

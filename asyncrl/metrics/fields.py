@@ -88,7 +88,7 @@ STEP = {
     "engines/serving": "number of engines that serve the published version",
     "time/engine_busy": "time since the previous step with at least one request in flight",
     "time/timeline": "CPU time of composing and writing timelines in the rollout process since the previous step",
-    "time/metrics": "time of computing the metrics of episodes in the rollout process since the previous step",
+    "time/metrics": "CPU time of computing the metrics of episodes in the rollout process since the previous step",
     "time/since_start": "time since the command was started",
     "bytes/published": "bytes of weights sent by this rank",
 }

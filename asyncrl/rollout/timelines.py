@@ -25,10 +25,10 @@ class Timelines:
     def __init__(
         self, listeners: Sequence[Callable[[Record], None]] = (), metrics: Sequence[Callable[[Record], None]] = ()
     ) -> None:
-        """`metrics` are listeners whose time is counted by itself."""
+        """`metrics` are listeners whose CPU time is counted by itself."""
         self._listeners, self._metrics = listeners, metrics
         self.seconds = 0.0
-        """Time that composing and listening took from the event loop so far."""
+        """CPU seconds of composing records and of the listeners so far."""
         self.metrics_seconds = 0.0
         self._asked: float | None = None
         self._last = ""
@@ -44,7 +44,7 @@ class Timelines:
     ) -> None:
         """Record a group that was committed, or rejected for a reason; `played` are its trajectories if it was played
         to its end."""
-        began, ended = time.perf_counter(), time.time()
+        began, ended = time.thread_time(), time.time()
         rewards: list[float | None] = [one.total for one in played] or [None for _ in siblings]
         episodes = _episodes(siblings, rewards, ended)
         record = GroupTimeline(
@@ -58,7 +58,7 @@ class Timelines:
         self, uid: str, prompt: Prompt, sessions: Sequence[GenerationSession], played: Sequence[Trajectory | Exception]
     ) -> None:
         """Record all attempts at a question of an evaluation."""
-        began, ended = time.perf_counter(), time.time()
+        began, ended = time.thread_time(), time.time()
         rewards = [one.total if isinstance(one, Trajectory) else None for one in played]
         admitted, born = sessions[0].activity.began, sessions[0].born
         episodes = _episodes(sessions, rewards, ended)
@@ -72,23 +72,23 @@ class Timelines:
 
     def taken(self, step: int, uids: list[str], *, waited: bool) -> None:
         """Record the composition of a batch, which the trainer had to wait for or not."""
-        began, now = time.perf_counter(), time.time()
+        began, now = time.thread_time(), time.time()
         self._tell(BatchTimeline(step, self._asked or now, now, uids, self._last if waited else ""), began)
         self._asked = None
 
     def published(self, version: int, held: float) -> None:
         """Record that every engine serves a version. Requests were held back since `held`."""
-        began, now = time.perf_counter(), time.time()
+        began, now = time.thread_time(), time.time()
         self._tell(PublishTimeline(version, held or now, now), began)
 
     def _tell(self, record: Record, began: float) -> None:
         for listener in self._listeners:
             listener(record)
-        listened = time.perf_counter()
-        self.seconds += listened - began
+        told = time.thread_time()
+        self.seconds += told - began
         for listener in self._metrics:
             listener(record)
-        self.metrics_seconds += time.perf_counter() - listened
+        self.metrics_seconds += time.thread_time() - told
 
 
 def _episodes(

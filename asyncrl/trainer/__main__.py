@@ -105,11 +105,7 @@ def main(run_dir: Path) -> None:
     stop = StopRule(config.run, end)
     store = CheckpointStore(run_dir)
     checkpoints = Checkpoints(
-        config,
-        store,
-        addresses.run_id,
-        parallel,
-        policy,
+        *(config, store, addresses.run_id, parallel, policy),
         counters=lambda: {"stop": stop.counters(), "log": log.counters()},
         snapshot=source.snapshot,
         warn=warn,

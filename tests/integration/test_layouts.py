@@ -25,11 +25,13 @@ from asyncrl.observability.timeline import (
     Started,
     TimelineReader,
 )
-from tests.integration.running import nothing_is_left, run
+from tests.integration.running import lines, nothing_is_left, run
+from tests.observability.collector import collector
 
 pytestmark = pytest.mark.integration
 
 TRACED = "tracing.engines=true"
+PROCESSES = ("rollout", "router", "engine-0", "engine-1", "trainer 0", "trainer 1")
 LAYOUTS = {
     "tp2-sp-two-engines-over-disk": [
         *("trainer.tensor_parallel=2", "trainer.sequence_parallel=true", "engine.count=2", "weights.transport=disk"),
@@ -62,7 +64,9 @@ SYNCHRONOUS = [
 
 @pytest.mark.parametrize("layout", CASES)
 def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layout: list[str], tmp_path: Path) -> None:
-    steps = run(tmp_path / "run", *SYNCHRONOUS, *layout)
+    with collector([200]) as (endpoint, taken):
+        collected = [f"tracing.endpoint={endpoint}"] if TRACED in layout else []
+        steps = run(tmp_path / "run", *SYNCHRONOUS, *layout, *collected)
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5]
     assert max(step["staleness/max"] for step in steps) == 0
     assert max(step["logprob_gap/max"] for step in steps) < 1e-4
@@ -71,6 +75,9 @@ def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layo
     nothing_is_left(tmp_path / "run")
     if TRACED in layout:
         everything_is_in_the_timeline(tmp_path / "run")
+        assert {service for service, _ in taken} == {*PROCESSES}
+        warnings = [line["warning"] for line in lines(tmp_path / "run" / "warnings.jsonl")]
+        assert not [text for text in warnings if "tracing" in text or "timeline" in text]
 
 
 def everything_is_in_the_timeline(run_dir: Path) -> None:
@@ -100,7 +107,7 @@ def everything_is_in_the_timeline(run_dir: Path) -> None:
     file = run_dir.with_suffix(".trace")
     assert cli.main([str(run_dir), "--trace", str(file)]) == 0
     rows = {one["args"]["name"] for one in json.loads(file.read_text())["traceEvents"] if one["name"] == "process_name"}
-    assert rows == {"rollout", "router", "engine-0", "engine-1", "trainer 0", "trainer 1"}
+    assert rows == {*PROCESSES}
 
 
 @pytest.mark.campaign

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,6 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs asyn
 
 import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from asyncrl.network import ports
 from asyncrl.network.addresses import Addresses
@@ -28,6 +23,7 @@ from asyncrl.observability.spans import Span, run_prefix, trace_id
 from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan, TimelineReader
 from asyncrl.rollout.observer import Observer
 from tests.fakes import tiny_config
+from tests.observability.collector import collector
 
 RUN = "run0"
 TRACE = trace_id(RUN, "g0")
@@ -121,32 +117,6 @@ def test_engines_and_router_need_the_key_and_bad_messages_are_refused(
 # -- the exporter ------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def collector(statuses: list[int]) -> Iterator[tuple[str, list[Any]]]:
-    """A collector that answers with these statuses, the last one from then on, and keeps the spans that it took."""
-    taken: list[Any] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            data = self.rfile.read(int(self.headers["content-length"]))
-            status = statuses.pop(0) if len(statuses) > 1 else statuses[0]
-            if status == 200:
-                for resource in ExportTraceServiceRequest.FromString(data).resource_spans:
-                    taken.extend(one for scope in resource.scope_spans for one in scope.spans)
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1/traces", taken
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def record(number: int) -> GroupTimeline:
     return GroupTimeline(f"g{number}", number, 0, "copy", "training", 0, 1.0, 2.0, "committed", [])
 
@@ -164,9 +134,10 @@ def test_collector_gets_the_spans_of_all_processes_once_and_none_of_an_earlier_s
         for writer in (rollout, trainer):
             writer.close()
         exporter.close()
-    assert sorted(one.name for one in taken) == ["forward", "group g1"]
+    assert sorted(one.name for _, one in taken) == ["forward", "group g1"]
     assert (exporter.sent, exporter.dropped, warnings) == (2, 0, [])
-    (group,) = [one for one in taken if one.name == "group g1"]
+    ((service, group),) = [one for one in taken if one[1].name == "group g1"]
+    assert service == "rollout"
     assert (group.trace_id.hex(), group.start_time_unix_nano) == (trace_id(RUN, "g1"), 10**9)
 
 
