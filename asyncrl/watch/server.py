@@ -31,18 +31,17 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict
-from http.cookies import SimpleCookie
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -131,14 +130,12 @@ class Guard:
         cookie = f"asyncrl_watch_{(scope.get('server') or ('', 0))[1]}"  # browsers share cookies among ports
         (given, *_) = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])
         if scope["path"] == "/" and self._right(given):
-            answer: ASGIApp = RedirectResponse("/", status_code=303)
-            assert isinstance(answer, RedirectResponse)
+            answer = RedirectResponse("/", status_code=303)
             answer.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             return await answer(scope, receive, protected)
-        headers = Headers(scope=scope)
-        held = SimpleCookie(headers.get("cookie", "")).get(cookie)
-        bearer = headers.get("authorization", "").removeprefix("Bearer ")
-        if not (self._right(bearer) or (held and self._right(held.value))):
+        request = HTTPConnection(scope)
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not (self._right(bearer) or self._right(request.cookies.get(cookie, ""))):
             text = "This page needs its token: open the address that asyncrl-watch printed."
             return await PlainTextResponse(text, status_code=401)(scope, receive, protected)
         return await self._app(scope, receive, protected)

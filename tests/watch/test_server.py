@@ -31,8 +31,15 @@ def get(client: TestClient, path: str, **parameters: Any) -> Any:
 
 @pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/runs", "/api/events", "/api/group?run=run&uid=g000000"])
 def test_nothing_is_served_without_the_token(client: TestClient, path: str) -> None:
-    for headers in ({"authorization": ""}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer "}):
-        answer = client.get(path, headers=headers)
+    wrong = [
+        ("authorization", ""),
+        ("authorization", "Bearer wrong"),
+        ("authorization", "Bearer "),
+        ("cookie", "(=;\\x=é"),
+    ]
+    client.headers.pop("authorization")
+    for name, value in wrong:
+        answer = client.get(path, headers={name: value.encode("latin-1")})
         assert (answer.status_code, "asyncrl-watch" in answer.text) == (401, True)
 
 
