@@ -170,13 +170,20 @@ export class Episodes {
     panel.append(more);
   }
 
-  // Shows the same question as it was answered first and last.
+  // Shows the same question as it was answered first and last, and all of its groups in the list.
   async sameQuestion(group) {
     for (const input of Object.values(this.inputs)) input.value = "";
-    go({ question: group.question }, true);
+    go({ question: group.question, step: "" }, true);
+    const asked = { run: this.run, question: group.question, limit: 200 };
+    let page = await api("groups", asked);
+    const found = page.rows;
+    while (page.cursor && this.node.isConnected) {
+      page = await api("groups", { ...asked, cursor: page.cursor });
+      found.push(...page.rows);
+    }
+    const batches = found.filter((row) => /^\d+$/.test(row.place)).sort((one, other) => one.place - other.place);
+    if (batches.length > 1) go({ uid: `${batches[0].uid}|${batches.at(-1).uid}` });
     await this.search();
-    const trained = this.rows.filter((row) => /^\d+$/.test(row.place)).sort((one, other) => one.place - other.place);
-    if (trained.length > 1) go({ uid: `${trained[0].uid}|${trained.at(-1).uid}` });
   }
 
   recolour() {
