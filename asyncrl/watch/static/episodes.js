@@ -90,8 +90,8 @@ export class Episodes {
 
   // Searches go on in slices until the list is filled.
   async more(asked = this.asked) {
-    if (!this.cursor || this.loading || !this.node.isConnected) return;
-    this.loading = true;
+    if (!this.cursor || this.loading === asked || !this.node.isConnected) return;
+    this.loading = asked;
     const wanted = this.rows.length + 50;
     try {
       while (this.cursor && this.rows.length < wanted && asked === this.asked && this.node.isConnected) {
@@ -103,7 +103,7 @@ export class Episodes {
         this.tell(page.scanned);
       }
     } finally {
-      this.loading = false;
+      if (this.loading === asked) this.loading = 0;
     }
   }
 
