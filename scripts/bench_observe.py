@@ -12,6 +12,7 @@ training, so that costs show). `--quick` shortens the runs. It prints a table an
     trace_join_share  share of the prompts whose trace holds spans of rollout process, router and engine
     engine_spans      spans that engines and router sent for one prompt
     metrics_overhead  CPU seconds of all code of metrics over those of all processes, and its parts (metrics_parts.py)
+    page_...          what the live page takes in a browser (page_parts.py)
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from asyncrl.observability.intervals import Activity, request  # noqa: E402
 from asyncrl.observability.otlp import ROUTER  # noqa: E402
 from asyncrl.observability.spans import trace_id  # noqa: E402
 from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan, Started, TimelineReader  # noqa: E402
-from scripts import machine, metrics_parts  # noqa: E402
+from scripts import machine, metrics_parts, page_parts  # noqa: E402
 
 TINY = ["experiment=tiny", "metrics.console=false", "eval.questions=16"]
 DEADLINE = 900.0
@@ -146,7 +147,12 @@ def metrics(folder: Path, *, quick: bool, settings: list[str]) -> Figures:
     return metrics_parts.measure(folder, spent / (steps - 1))
 
 
-PARTS: dict[str, Callable[..., Figures]] = {"overhead": overhead, "join": join, "metrics": metrics}
+PARTS: dict[str, Callable[..., Figures]] = {
+    "overhead": overhead,
+    "join": join,
+    "metrics": metrics,
+    "page": page_parts.page,
+}
 """Parts by name. Each gets an empty folder, `quick`, and further settings of asyncrl-train."""
 
 

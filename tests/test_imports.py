@@ -76,6 +76,7 @@ ALLOWED = {
     "convert": {"config", "weights", "models", "records", "inspection", "checkpoints"},
     "collect": set(),
     "inspection": {"records", "observability"},
+    "watch": {"records", "inspection", "observability"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {

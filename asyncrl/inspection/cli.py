@@ -24,22 +24,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
 
 from asyncrl.errors import AsyncRLError, RecordError, visible
 from asyncrl.inspection import render
-from asyncrl.inspection.page import page
-from asyncrl.inspection.rows import GroupFilter, rows_of
+from asyncrl.inspection.page import estimator_of, page
+from asyncrl.inspection.rows import Bounds, GroupFilter, bounds, rows_of
 from asyncrl.observability import perfetto, timeline
 from asyncrl.observability.spans import Span, TraceBuilder
 from asyncrl.records.reading import Recording
 
 WIDTH = None if sys.stdout.isatty() else 200
 """Width of tables that are not shown in a terminal."""
-
-Bounds = tuple[float | None, float | None]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +81,8 @@ def _show(recording: Recording, options: argparse.Namespace, console: Console) -
     rows = [row for row in groups if wanted.fits(row)][: options.limit]
     if options.html:
         title = f"asyncrl {options.run.resolve().name}"
-        text = page(title, recording, steps, rows, _trained(options.run), render.decoder(options.run))
+        estimator = estimator_of(_config(options.run))
+        text = page(title, recording, steps, rows, _trained(options.run), render.decoder(options.run), estimator)
         options.html.write_text(text)
         print(f"{options.html}: {len(steps)} batches, {len(rows)} of {len(groups)} groups")
         return
@@ -118,10 +118,16 @@ def _overview(recording: Recording, options: argparse.Namespace, console: Consol
 
 def _adapters(run: Path) -> str:
     """Return a line with the adapter of each role; empty if roles share one."""
-    file = run / "config.json"
-    roles = json.loads(file.read_text()).get("agents", {}).get("roles", {}) if file.exists() else {}
+    roles = _config(run).get("agents", {}).get("roles", {})
     plays = (f"{name} {one['adapter']}{', past versions' if one['past'] else ''}" for name, one in roles.items())
     return "adapters: " + "; ".join(plays) if roles else ""
+
+
+def _config(run: Path) -> dict[str, Any]:
+    """Read config.json; empty if there is none."""
+    file = run / "config.json"
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found
 
 
 def _trained(run: Path) -> dict[int, dict[str, float]]:
@@ -132,13 +138,10 @@ def _trained(run: Path) -> dict[int, dict[str, float]]:
 
 
 def _bounds(text: str) -> Bounds:
-    """Parse A:B, A: or :B, or one number."""
-    low, colon, high = text.partition(":")
     try:
-        bounds = (float(low) if low else None, float(high) if high else None)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a range: write 0.5:1, 0.5: or :1") from None
-    return bounds if colon else (bounds[0], bounds[0])
+        return bounds(text)
+    except RecordError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -171,6 +171,19 @@ def unpacked(group: PackedGroup, images: Mapping[str, bytes] | None = None) -> G
         raise RecordError(f"group {group.uid} is damaged: {error}") from None
 
 
+def num_tokens(turn: PackedTurn) -> int:
+    """Return the number of tokens that the policy wrote in a turn."""
+    return len(turn.token_ids) // 4
+
+
+def token_rewards(turn: PackedTurn) -> list[float]:
+    """Return the rewards of its tokens. Raises RecordError if they do not fit the tokens."""
+    try:
+        return _floats_of(turn.token_rewards, num_tokens(turn))
+    except ValueError as error:
+        raise RecordError(f"a turn is damaged: {error}") from None
+
+
 def scored(step: int, logprobs: Sequence[float]) -> Scored:
     """Pack the log-probabilities of a batch."""
     return Scored(step, np.array(logprobs, "<f4").tobytes())

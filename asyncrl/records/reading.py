@@ -41,6 +41,8 @@ class Recording:
         """Bytes at the end that were being written when the run was killed, and are skipped."""
         self.began = 0
         """Number of times that the run was started or resumed."""
+        self.after: FramePosition | None = None
+        """Where the next frame will begin."""
         self._scores: Recording | None = None
         self._groups: dict[str, FramePosition] = {}
         self._steps: dict[int, FramePosition] = {}
@@ -56,6 +58,23 @@ class Recording:
     def uids(self) -> list[str]:
         """Uids of its groups, in the order in which they ended."""
         return list(self._groups)
+
+    @property
+    def places(self) -> list[FramePosition]:
+        """Positions of the frames that hold groups and batches, in order."""
+        found = {*self._groups.values(), *self._steps.values()}
+        return sorted(found, key=lambda place: (place.file, place.offset))
+
+    def at(self, place: FramePosition) -> list[Event]:
+        """Return the events of a frame. Raises RecordError on damage."""
+        return events.decode(frames.read(self.folder, place).data)
+
+    def refresh(self) -> None:
+        """Find what was written since the recording was opened. A resumed run is to be opened again instead. Raises
+        RecordError on damage."""
+        self._read_on()
+        if self._scores:
+            self._scores.refresh()
 
     def events(self) -> Iterator[Event]:
         """Yield the events in order, as if the run had never been interrupted: those that were rolled back are left out
@@ -122,12 +141,17 @@ class Recording:
         lines = usable(self.folder)
         for line in lines:
             self._note(line)
-        rest = Frames(self.folder, lines[-1].after if lines else None)
-        for frame in rest:
-            self._note(IndexEntry.of(frame.place, frame.end, events.decode(frame.data)))
-        self.torn = rest.torn
+        self.after = lines[-1].after if lines else None
+        self._read_on()
         if self.began > 1:
             self._leave_out_what_was_rolled_back()
+
+    def _read_on(self) -> None:
+        rest = Frames(self.folder, self.after)
+        for frame in rest:
+            self._note(IndexEntry.of(frame.place, frame.end, events.decode(frame.data)))
+            self.after = FramePosition(frame.place.file, frame.end)
+        self.torn = rest.torn
 
     def _note(self, line: IndexEntry) -> None:
         """Add an index entry; a later group or batch of the same name replaces the earlier one."""
@@ -144,7 +168,7 @@ class Recording:
 
     def _frame(self, place: FramePosition) -> list[Event]:
         if place not in self._decoded:
-            self._decoded[place] = events.decode(frames.read(self.folder, place).data)
+            self._decoded[place] = self.at(place)
             if len(self._decoded) > KEPT_FRAMES:
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end(place)

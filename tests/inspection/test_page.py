@@ -108,7 +108,7 @@ def test_page_holds_every_token_with_its_logprob_gap_and_version(run: Path) -> N
 def test_page_needs_nothing_and_what_models_write_stays_text(run: Path) -> None:
     text = made(run, decode=lambda token: HOSTILE)
     assert not re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:http|//)", text)
-    assert text.count("</script>") == 1
+    assert text.count("</script>") == 2  # of the page itself
     assert "<!--" not in text
     assert held(text.replace("<\\!--", "<!--"))["groups"][0]["prompt"].startswith(HOSTILE)
 
@@ -142,7 +142,7 @@ def test_browser_shows_it(run: Path, tmp_path: Path) -> None:
     command = [str(BROWSER), *options, f"--user-data-dir={tmp_path / 'profile'}", f"file://{file}"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     assert "<title>a &lt;b&gt;run&lt;/b&gt;</title>" in shown
-    assert shown.count("<figure>") == 4  # reward, length, staleness, loss: no more figures were given
+    assert shown.count("<figure data-chart=") == 4  # reward, length, staleness, loss: no more figures were given
     (backgrounds,) = re.findall(r'data-backgrounds="([^"]*)"', shown)
     assert "rgb" in backgrounds
     assert 'data-found="g2"' in shown

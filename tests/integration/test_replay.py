@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from asyncrl.records.events import Published, Taken, decode
 from asyncrl.records.frames import Frames, path_of
 from asyncrl.records.reading import Recording
 from asyncrl.schema import encode
+from asyncrl.watch.runs import RunFolder
+from asyncrl.watch.server import app
 from tests.integration.running import finish, lines, nothing_is_left, run, start
 
 pytestmark = pytest.mark.integration
@@ -55,6 +58,32 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("recorded") / "live"
     run(folder, *SMALL, *SLACK, "record=true")
     return folder
+
+
+def test_live_page_shows_every_batch_of_a_run_with_all_of_its_episodes(live: Path) -> None:
+    """Recording and timelines of a real run agree: rewards, tokens, and the versions that generated them."""
+    recording = Recording(live)
+    headers = {"authorization": "Bearer " + "t" * 16}
+    with TestClient(app(RunFolder(live), "t" * 16, ["*"]), headers=headers) as client:
+        asked = {"run": live.name}
+        assert [one["step"] for one in client.get("/api/batches", params=asked).json()] == recording.steps
+        for step in recording.steps:
+            shown, groups = (
+                client.get("/api/anatomy", params={**asked, "step": step}).json(),
+                recording.batch(step).groups,
+            )
+            assert [one[0] for one in shown["groups"]] == [group.uid for group in groups]
+            episodes = [one for group in groups for one in group.trajectories]
+            assert [one[2] for one in shown["episodes"]] == [one.total for one in episodes]
+            written = [(one[3], other.num_tokens) for one, other in zip(shown["episodes"], episodes, strict=True)]
+            assert all(generated >= kept for generated, kept in written)
+            assert "forward" in {span[0] for lane in shown["lanes"] for span in lane["spans"]}
+            rows = [shown["intervals"][at : at + 5] for at in range(0, len(shown["intervals"]), 5)]
+            versions = {row[3] for row in rows if shown["phases"][row[0]] == "decode" and row[3] >= 0}
+            spans = [span for one in episodes for turn in one.turns for span in turn.completion.versions]
+            assert versions <= {span.version for span in spans}
+            assert shown["straggler"]["uid"] in {group.uid for group in groups}
+            assert all(0 <= row[1] <= row[2] <= shown["end"] for row in rows)
 
 
 def test_replay_repeats_a_run_to_the_last_bit(live: Path, tmp_path: Path) -> None:

@@ -1,0 +1,254 @@
+"""The page's server answers from the files what they hold, to those with its token, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from asyncrl.records.reading import Recording
+from asyncrl.watch.cli import main
+from asyncrl.watch.runs import RunFolder
+from asyncrl.watch.server import POLICY, _events, app
+from scripts.synthetic_run import Plan, SyntheticRun, make
+from tests.watch.conftest import TOKEN
+
+
+def get(client: TestClient, path: str, **parameters: Any) -> Any:
+    answer = client.get(f"/api/{path}", params={"run": "run", **parameters})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# -- access ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/", "/static/app.js", "/api/runs", "/api/events", "/api/group?run=run&uid=g000000"])
+def test_nothing_is_served_without_the_token(client: TestClient, path: str) -> None:
+    wrong = [
+        ("authorization", ""),
+        ("authorization", "Bearer wrong"),
+        ("authorization", "Bearer "),
+        ("cookie", "(=;\\x=é"),
+    ]
+    client.headers.pop("authorization")
+    for name, value in wrong:
+        answer = client.get(path, headers={name: value.encode("latin-1")})
+        assert (answer.status_code, "asyncrl-watch" in answer.text) == (401, True)
+
+
+def test_token_of_the_address_becomes_a_cookie_that_scripts_cannot_read(client: TestClient) -> None:
+    client.headers.pop("authorization")
+    assert client.get("/?token=wrong", follow_redirects=False).status_code == 401
+    answer = client.get("/", params={"token": TOKEN}, follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert {"HttpOnly", "SameSite=strict"} <= set(answer.headers["set-cookie"].split("; "))
+    assert client.get("/api/runs").status_code == 200
+
+
+def test_other_hosts_are_refused(client: TestClient) -> None:
+    """A name of another site that was made to resolve to this machine (DNS rebinding)."""
+    assert client.get("/api/runs", headers={"host": "evil.example"}).status_code == 400
+
+
+def test_every_answer_forbids_inline_scripts_and_other_sites(client: TestClient) -> None:
+    for path in ("/", "/static/app.js", "/api/runs", "/nothing"):
+        headers = client.get(path).headers
+        assert headers["content-security-policy"] == POLICY
+        assert headers["x-content-type-options"] == "nosniff"
+    assert "unsafe" not in POLICY
+    page = client.get("/").text
+    assert page.count("<script") == page.count('src="/static/') == 2
+    assert "http" not in page
+
+
+@pytest.mark.parametrize(
+    "path", ["/static/../server.py", "/static/%2e%2e/server.py", "/static/..%2f..%2fpyproject.toml"]
+)
+def test_files_outside_the_static_folder_are_not_served(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["../run", "run/../run", "/", "", "."])
+def test_names_of_runs_are_not_paths(client: TestClient, name: str) -> None:
+    for path in ("metrics", "group", "image", "settings"):
+        answer = client.get(f"/api/{path}", params={"run": name})
+        assert (answer.status_code, "there is no run" in answer.json()["error"]) == (404, True)
+
+
+@pytest.mark.parametrize("name", ["../../config", "x" * 64, "a" * 64])
+def test_images_are_named_by_their_hash_alone(client: TestClient, name: str) -> None:
+    assert client.get("/api/image", params={"run": "run", "name": name}).status_code == 404
+
+
+def test_key_of_the_run_is_never_served(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "addresses.json").write_text(json.dumps({"api_key": "the secret", "model": "/model", "gpus": 0}))
+    with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        for path in ("runs", "settings", "fleet", "advice", "recording", "metrics"):
+            assert "the secret" not in client.get(f"/api/{path}", params={"run": "run"}).text
+
+
+@pytest.mark.parametrize("parameters", [{"step": "x"}, {"reward": "high"}, {"uid": "g", "first": "1e3"}])
+def test_wrong_parameters_are_told(client: TestClient, parameters: dict[str, str]) -> None:
+    path = "group" if "first" in parameters else "groups"
+    answer = client.get(f"/api/{path}", params={"run": "run", **parameters})
+    assert (answer.status_code, next(reversed(parameters.values())) in answer.json()["error"]) == (404, True)
+
+
+def test_other_machines_need_a_token_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path), "--host", "0.0.0.0"]) == 1
+    assert "protect it with --token-file" in capsys.readouterr().err
+    (tmp_path / "token").write_text("short")
+    assert main([str(tmp_path), "--token-file", str(tmp_path / "token")]) == 1
+    assert "at least 16" in capsys.readouterr().err
+
+
+# -- content --------------------------------------------------------------------------------------------------
+
+
+def test_runs_of_a_folder_are_listed_and_a_new_one_appears(client: TestClient, run: Path) -> None:
+    (one,) = client.get("/api/runs").json()
+    assert (one["name"], one["step"], one["steps"], one["state"]) == ("run", 6, 6, "running")
+
+
+def test_metrics_are_continued_from_where_they_were_read(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", Plan())
+    run.advance()
+    with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        first = get(client, "metrics", fields="loss,absent")
+        assert first["columns"] == {"step": [1], "loss": [-0.1], "absent": [None]}
+        run.advance()
+        assert get(client, "metrics", fields="loss", after=first["after"])["columns"] == {"step": [2], "loss": [-0.1]}
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 9, "loss": NaN}\n')  # started again
+        time.sleep(0.01)
+        (tmp_path / "run" / "config.json").write_text("{}")
+        assert get(client, "metrics", fields="loss")["columns"] == {"step": [9], "loss": [None]}
+    run.close()
+
+
+def test_settings_of_two_runs_show_where_they_differ(tmp_path: Path) -> None:
+    for name, lr in (("a", 1), ("b", 2)):
+        make(tmp_path / name, Plan(steps=1, config={"trainer": {"optimizer": {"lr": lr}, "threads": 1}}))
+    with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        assert get(client, "settings", run=["a", "b"]) == [["trainer.optimizer.lr", 1, 2]]
+        assert ["trainer.threads", 1] in get(client, "settings", run="a")
+
+
+def test_groups_are_filtered_and_paged_newest_first(client: TestClient) -> None:
+    def uids(**parameters: Any) -> list[str]:
+        return [row["uid"] for row in get(client, "groups", **parameters)["rows"]]
+
+    everything = [f"g{number:06d}" for number in reversed(range(24))]
+    assert uids() == everything
+    assert uids(step=2) == everything[12:16]
+    assert uids(task="sort", step=5) == ["g000023", "g000021"]
+    assert uids(uid="g00001") == everything[4:14]
+    assert uids(reason="no_signal") == []
+    first = get(client, "groups", limit=5)
+    rest = get(client, "groups", limit=50, cursor=first["cursor"])
+    assert [row["uid"] for row in first["rows"] + rest["rows"]] == everything
+    assert (rest["cursor"], rest["scanned"]) == (None, 1.0)
+    row = get(client, "groups", uid="g000003")["rows"][0]
+    assert uids(question=row["question"]) == everything[::4]  # the same prompt in each batch
+    low = uids(reward="0:0")
+    rewards = {row["uid"]: row["rewards"] for row in get(client, "groups")["rows"]}
+    assert low == [uid for uid in everything if 0.0 in rewards[uid]]
+
+
+def test_text_of_answers_is_searched(client: TestClient) -> None:
+    """Without a tokenizer, the text is the token ids; those of the last episode of slot n begin with n + 3."""
+    found = get(client, "groups", text=" 26 27 28 29 30 31 7 8")["rows"]
+    assert [row["uid"] for row in found] == ["g000023"]
+
+
+def test_a_group_is_shown_as_it_was_recorded(client: TestClient, run: Path) -> None:
+    shown, group = get(client, "group", uid="g000009", first=1, count=2), Recording(run).group("g000009")
+    assert [one["turns"] is None for one in shown["trajectories"]] == [True, False, False, True]
+    for number in (1, 2):
+        one, recorded = shown["trajectories"][number], group.trajectories[number]
+        assert (one["reward"], one["length"], one["staleness"]) == (recorded.total, recorded.num_tokens, 1)
+        for turn, original in zip(one["turns"], recorded.turns, strict=True):
+            answer = original.completion
+            assert [token[0].strip() for token in turn["tokens"]] == [str(token) for token in answer.token_ids]
+            assert [token[1] for token in turn["tokens"]] == [pytest.approx(x, abs=1e-4) for x in answer.logprobs]
+            assert [token[2] for token in turn["tokens"]] == [pytest.approx(-0.01, abs=1e-3)] * 6
+            assert [token[3] for token in turn["tokens"]] == [1] * 3 + [2] * 3
+    rewards = [one.total for one in group.trajectories]
+    mean = sum(rewards) / 4
+    deviation = (sum((one - mean) ** 2 for one in rewards) / 3) ** 0.5
+    assert [one["advantage"] for one in shown["trajectories"]] == [
+        pytest.approx((one - mean) / (deviation + 1e-6), abs=1e-3) for one in rewards
+    ]
+
+
+def test_a_scan_in_slices_lists_the_newest_groups_first_and_loses_none(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording of gigabytes is scanned in slices; here a slice is one frame, which holds one step."""
+    monkeypatch.setattr("asyncrl.watch.episodes.SCAN_SECONDS", 0.0)
+    early = get(client, "groups", step=1)["rows"]  # far behind the scan
+    assert [(row["uid"], row["place"], row["staleness"]) for row in early[:1]] == [("g000007", "1", [1, 1, 1, 1])]
+    page = get(client, "groups")
+    found, shares = page["rows"], [page["scanned"]]
+    assert [row["uid"] for row in found[:4]] == ["g000023", "g000022", "g000021", "g000020"]
+    while page["cursor"] is not None:
+        page = get(client, "groups", cursor=page["cursor"])
+        found, shares = found + page["rows"], [*shares, page["scanned"]]
+    assert [row["uid"] for row in found] == [f"g{number:06d}" for number in reversed(range(24))]
+    assert [row["place"] for row in found] == [str(step) for step in reversed(range(6)) for _ in range(4)]
+    assert shares[0] < shares[2] < shares[-1] == 1.0
+
+
+def test_planted_straggler_is_found(client: TestClient) -> None:
+    late = get(client, "anatomy", step=3)["straggler"]
+    assert (late["uid"], late["episode"], late["phase"], late["name"]) == ("g000015", 3, "tool", "search")
+    assert late["seconds"] > 0.5 * late["total"]
+    other = get(client, "anatomy", step=2)["straggler"]
+    assert other["phase"] == "decode"
+
+
+def test_planted_slow_engine_is_found(client: TestClient) -> None:
+    found = {one["rule"]: one for one in get(client, "advice")}
+    assert "http://127.0.0.1:30001" in found["slow_engine"]["title"]
+    assert found["slow_engine"]["figures"] == {"tokens/s of a request": 10.0, "of the others": 50.0}
+
+
+def test_fleet_is_what_the_status_file_says(client: TestClient, run: Path) -> None:
+    assert get(client, "fleet")["status"] == json.loads((run / "status.json").read_text())
+
+
+def test_runs_without_recording_or_timelines_say_so(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        assert "record=true" in client.get("/api/groups?run=run").json()["error"]
+        assert "metrics.timeline" in client.get("/api/anatomy?run=run&step=0").json()["error"]
+        assert get(client, "batches") == get(client, "advice") == []
+        assert get(client, "fleet") == {"status": None, "age": None, "processes": [], "restarts": []}
+
+
+def test_changes_are_told_within_two_seconds_and_once(tmp_path: Path) -> None:
+    run = SyntheticRun(tmp_path / "run", Plan())
+
+    async def follow() -> None:
+        events = _events(RunFolder(tmp_path))
+        first = json.loads((await anext(events)).removeprefix("data: "))["run"]
+        began = time.monotonic()
+        run.advance()
+        second = json.loads((await anext(events)).removeprefix("data: "))["run"]
+        assert time.monotonic() - began < 2
+        assert {name for name in first if first[name] != second[name]} == {"metrics", "records", "timeline", "status"}
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(events), 1)
+
+    asyncio.run(follow())
+    run.close()
