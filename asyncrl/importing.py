@@ -9,7 +9,8 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,36 @@ def done() -> None:
 def after_import(name: str, patch: Callable[[Any], None]) -> None:
     """Run `patch` on a module right after the module's own code, when it is imported."""
     sys.meta_path.insert(0, _AfterImport(name, patch))
+
+
+@contextmanager
+def hidden(package: str) -> Iterator[None]:
+    """Hide an installed package in the block, so that libraries which can do without it do not import it. No-op if it
+    is imported already."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]  # `import` then raises ImportError, and find_spec finds nothing
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
+@contextmanager
+def imported_without(package: str, library: str) -> Iterator[None]:
+    """Let the block import `library` without `package`, which it can do without.
+
+    What the block creates stays as it is. A later `import` of the library imports it anew, with the package. No-op if
+    either of them is imported already.
+    """
+    if package in sys.modules or library in sys.modules:
+        yield
+        return
+    with hidden(package):
+        yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        del sys.modules[name]
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

@@ -41,6 +41,7 @@ from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.envs.env import EnvSpec, Step  # noqa: E402
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings  # noqa: E402
 from asyncrl.models import tiny  # noqa: E402
+from asyncrl.observability.intervals import Activity  # noqa: E402
 from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest  # noqa: E402
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts  # noqa: E402
 from asyncrl.rollout.prompts import load_tokenizer  # noqa: E402
@@ -152,8 +153,8 @@ async def turn_overhead(template: ChatTemplate, episodes: int) -> float:
         async def __call__(self, token_ids: list[int], most: int | None = None, images: Any = ()) -> Any:
             return await generate(token_ids)
 
-        def wait_for(self, event: str) -> None:
-            """No-op."""
+        def __init__(self) -> None:
+            self.activity = Activity()
 
     session: Any = Session()
     began = time.process_time()

@@ -47,7 +47,7 @@ gpu() { # cpu.txt's versions are kept wherever SGLang's own metadata admits them
   local target=(--python-platform x86_64-manylinux_2_34) quiet=(--quiet --no-annotate --no-header)
   "$WORK/venv/bin/pip" install --quiet uv==0.13.9
   # wheel builds the sdists: the image installs without build isolation.
-  { table "p['dependencies'] + p['optional-dependencies']['agents'] + p['optional-dependencies']['gpu']"
+  { table "p['dependencies'] + [line for extra in ('agents', 'tracing', 'gpu') for line in p['optional-dependencies'][extra]]"
     echo wheel; } > "$WORK/gpu.in"
   printf '%s\n' "${OVERRIDES[@]}" > "$WORK/overrides"
   target+=(--override "$WORK/overrides")
@@ -93,7 +93,7 @@ case "${1:-all}" in
   gpu | check) "$1"; exit ;;
 esac
 
-table "p['dependencies'] + p['optional-dependencies']['agents']" > "$WORK/core.in"
+table "p['dependencies'] + p['optional-dependencies']['agents'] + p['optional-dependencies']['tracing']" > "$WORK/core.in"
 table "p['optional-dependencies']['dev']" > "$WORK/dev.in"
 "$WORK/venv/bin/pip" install --quiet -r "$WORK/core.in" "${ENGINE_NEEDS[@]}"
 "$WORK/venv/bin/pip" install --quiet --no-deps "${ENGINE_ALONE[@]}"

@@ -246,7 +246,7 @@ class FakeClient:
         self.delay = delay
         self._answer, self._waste = answer or (lambda _: completion()), waste
         self.calls: list[object] = []
-        self.in_flight = 0
+        self.in_flight, self.held = 0, 0.0
         self.inflight = self
         self.tokens: Counter[str] = Counter()
         self.late_tokens = 0

@@ -1,4 +1,5 @@
-"""Processes that import much do so without garbage collections, and have them again when they begin to work."""
+"""Processes that import much do so without garbage collections, which they have again when they begin to work, and
+without packages that they do not need."""
 
 from __future__ import annotations
 
@@ -31,3 +32,55 @@ def test_nothing_else_stops_the_collector() -> None:
     users = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "importing" in path.read_text()}
     entries = {path for path in users if "import importing" in (PACKAGE / path).read_text()}
     assert entries == {"engine/serve.py", "rollout/__main__.py", "trainer/__main__.py"}
+
+
+def test_a_hidden_package_is_found_again_afterwards() -> None:
+    code = (
+        "import sys, importlib.util; from asyncrl.importing import hidden\n"
+        "with hidden('json.tool'):\n"
+        "    assert importlib.util.find_spec('json.tool') is None\n"
+        "    try: import json.tool\n"
+        "    except ImportError: pass\n"
+        "    else: raise SystemExit('it was imported')\n"
+        "import json.tool\n"
+        "with hidden('json.tool'): assert json.tool is importlib.import_module('json.tool')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_tokenizer_is_loaded_without_torch_and_models_of_users_with_it() -> None:
+    """A rollout process needs no torch, but its agents and rewards may."""
+    code = """
+import sys
+from pathlib import Path
+from asyncrl.agents.template import ChatTemplate
+from asyncrl.models import catalog
+from asyncrl.rollout.prompts import load_tokenizer
+
+folder = catalog.resolve("builtin:tiny")
+template = ChatTemplate(load_tokenizer(folder, None))
+chat = [{"role": "user", "content": "2+2"}]
+own = [template.begin(chat), template.extend(chat, last=None), template.encode("2+2", begins=True)]
+assert template.decode(own[0]) and template.end
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(folder)
+theirs = ChatTemplate(AutoTokenizer.from_pretrained(folder))
+assert own == [theirs.begin(chat), theirs.extend(chat, last=None), theirs.encode("2+2", begins=True)]
+import torch
+assert model(torch.tensor([own[0]])).logits.isfinite().all()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "PyTorch was not found" not in done.stderr
+
+
+def test_an_engine_imports_nothing_of_megatron() -> None:
+    """A debugging tool of SGLang would import it, and on GPUs TransformerEngine with it."""
+    code = (
+        "import asyncrl.engine.serve, importlib.util, sys; assert importlib.util.find_spec('megatron') is None\n"
+        "from sglang.srt.debug_utils import dumper; assert 'megatron.core' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

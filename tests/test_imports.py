@@ -47,7 +47,7 @@ ALLOWED = {
     "backends": {"models", "algo"},
     "models": set(),
     "launch": {
-        *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox"),
+        *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox", "observability"),
         *(
             "install",
             "planner",
@@ -56,16 +56,18 @@ ALLOWED = {
             "renamed",
         ),  # the last four: for the preflight
     },
-    "engine": {"config", "backends"},
+    "engine": {"config", "backends", "observability"},
     "agents": {"envs"},
     "sandbox": set(),
-    "envs": {"sandbox"},
+    "envs": {"sandbox", "observability"},
     "rewards": {"sandbox"},
     "tasks": {"config", "envs", "rewards"},
     "records": set(),
+    "observability": {"records"},
     "checkpoints": set(),
     "rollout": {
-        *("config", "engine", "agents", "envs", "sandbox", "rewards", "records", "checkpoints", "tasks", "models")
+        *("config", "engine", "agents", "envs", "sandbox", "rewards", "records", "checkpoints", "tasks", "models"),
+        "observability",
     },
     "algo": {"config", "settings"},
     "weights": {"config", "engine", "models"},
@@ -73,7 +75,7 @@ ALLOWED = {
     "planner": {"config", "rollout", "engine"},
     "convert": {"config", "weights", "models", "records", "inspection", "checkpoints"},
     "collect": set(),
-    "inspection": {"records"},
+    "inspection": {"records", "observability"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
@@ -97,6 +99,9 @@ ONLY = {
         "engine.session",
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
+    ("engine", "observability"): {"observability.intervals"},
+    ("launch", "observability"): {"observability.timeline"},
+    ("envs", "observability"): {"observability.intervals"},
     ("trainer", "models"): {"models.architectures", "models.vision"},
     ("weights", "models"): {"models.vision"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.update"},

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ["cpu.txt", "dev.txt", "docs.txt"]
 SCRIPTS = ("lock.sh", "container_check.py", "clean_root.py", "debian_tools.py")
 ELSEWHERE = ("../pyproject.toml", "../Dockerfile", *(f"../scripts/{name}" for name in SCRIPTS))
-PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[a-z,]+\])?==(?P<version>[A-Za-z0-9.]+)")
+PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[a-z,]+\])?==(?P<version>[A-Za-z0-9.!]+)")
 
 
 def pins(lines: list[str]) -> dict[str, str]:

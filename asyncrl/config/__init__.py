@@ -34,6 +34,7 @@ from asyncrl.config.running import (
     MetricsConfig,
     ReplayConfig,
     RunConfig,
+    TracingConfig,
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
@@ -61,6 +62,7 @@ __all__ = [
     "ShapingConfig",
     "TaskConfig",
     "TeacherConfig",
+    "TracingConfig",
     "TrainerConfig",
     "WeightsConfig",
     "cache_tokens",
@@ -116,6 +118,7 @@ class Config(Section):
     weights: WeightsConfig
     cluster: ClusterConfig
     metrics: MetricsConfig
+    tracing: TracingConfig
 
     @model_validator(mode="before")
     @classmethod

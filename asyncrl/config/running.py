@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from asyncrl.errors import ConfigError
-from asyncrl.settings import Count, Natural, Positive, Section
+from asyncrl.settings import Count, Natural, Positive, Section, Share
 
 
 class RunConfig(Section):
@@ -239,3 +239,25 @@ class MetricsConfig(Section):
     """Print one line per step to the terminal."""
     tensorboard: bool
     """Write TensorBoard event files to tb/."""
+    timeline: bool
+    """Record in timeline/ what every episode and process did, and when (docs/timelines.md)."""
+    timeline_share: Share
+    """Share of the groups whose timelines are recorded and traced; which ones they are depends on their uids alone."""
+
+
+class TracingConfig(Section):
+    """OpenTelemetry traces of episodes, across all processes (docs/timelines.md)."""
+
+    endpoint: str | None
+    """Address of a collector that receives every span as OTLP over HTTP, as http://HOST:4318/v1/traces; headers and
+    certificates are those of OpenTelemetry's own environment variables. Needs asyncrl[tracing]. unset: none; spans can
+    still be made of the recorded timelines, by asyncrl-inspect RUN --trace FILE."""
+    engines: bool
+    """Make engines and router trace requests and send their spans to the rollout process, which records them in
+    timeline/engines. Needs asyncrl[tracing], and costs the engines time for every request."""
+
+    @model_validator(mode="after")
+    def _has_an_address(self) -> TracingConfig:
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise ConfigError("tracing.endpoint", self.endpoint, "Must be as http://HOST:4318/v1/traces.")
+        return self

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import httpx
@@ -33,6 +33,7 @@ from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
 from asyncrl.images.parts import images_in
 from asyncrl.network.addresses import Access
+from asyncrl.observability.intervals import RETRY
 from asyncrl.retries import pause
 from asyncrl.routing import RoutingShape
 from asyncrl.schema import Completion, Message
@@ -72,6 +73,7 @@ class GenerationClient:
         agents: AgentsConfig = ONE_ADAPTER,
         past_versions: PastVersions = no_past,
         vision: Vision | None = None,
+        trace: Callable[[str, str, int], str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         """Create a client of the router at `router`.
@@ -82,6 +84,7 @@ class GenerationClient:
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
         agents, past_versions: adapters of roles, and the past versions that play some (Config.past_versions)
         vision: how the model reads images, if it does
+        trace: makes the header `traceparent` (engine/inflight.py)
         """
         self._http = httpx.AsyncClient(
             base_url=router,
@@ -100,6 +103,7 @@ class GenerationClient:
             routing=routing is not None,
             names=names,
             past_versions=past_versions,
+            trace=trace,
         )
         self.roles = RoleAdapters(agents, self.inflight, versions=names is not None, per=adapter_per)
         self._routing = routing
@@ -321,8 +325,8 @@ class GenerationClient:
             if ended := self._ended(begun, exchange.limit):  # it was complete, but its last chunk was lost
                 parts[-1].end_with(ended)
                 break
-            session.wait_for(f"another attempt ({reason})")
-            await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
+            with session.activity.spent(RETRY, reason):
+                await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
             self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
             sequence = [*token_ids, *begun]
             await self.inflight.stream(

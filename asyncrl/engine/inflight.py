@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -24,10 +26,12 @@ from asyncrl.engine.partial_completion import Exchange, PartialCompletion
 from asyncrl.engine.stream import StreamBroken, stream_chunks
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
+from asyncrl.observability import intervals
+from asyncrl.observability.intervals import PREFILL, PUBLISH, QUEUED, Activity, Ongoing
 
 CacheKey = Literal["version", "group"]
-HELD, FIRST, NEXT = "the end of a publish", "the first chunk of an engine", "the next chunk of an engine"
-"""Events that a session waits for."""
+KNOWN_PUBLISHES = 64
+"""Number of versions whose publish is remembered, for answers that several versions generated."""
 CAUSES = ("aborted", "broken", "overtaken")
 """Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, or a publish overtook
 it."""
@@ -54,13 +58,11 @@ class Listener(Protocol):
     """The session that receives a sample of a request."""
 
     group: str
+    sample: str
     temperature: float
     closed: bool
     cached: tuple[str, int]
-
-    def wait_for(self, event: str) -> None:
-        """Record what the session is waiting for."""
-        ...
+    activity: Activity
 
     def hear(self, tokens: int) -> None:
         """Count the tokens of a chunk that arrived."""
@@ -76,6 +78,23 @@ class PendingSample:
     hand_over: Callable[[], object] = lambda: None
     """Called as soon as the sample has ended, complete or not, so that siblings do not wait for the longest of them."""
     answered: bool = False
+    doing: Ongoing | None = None
+
+    def begin(self) -> None:
+        """Record that the request is sent."""
+        self.session.activity.requests += 1
+        self.doing = self.session.activity.begin(PREFILL, self.exchange.role)
+
+    def end(self, outcome: str, changed: Mapping[int, float], answer: PartialCompletion | None = None) -> None:
+        """Record that the sample has ended, unless that is recorded. `changed` says when the engines got each
+        version."""
+        if self.doing is None:
+            return
+        spans = [(span.version, span.end - span.start) for span in answer.spans()] if answer else []
+        queued = (answer.last.queue_time if answer and answer.last else None) or 0.0
+        found = intervals.request(self.doing, time.time(), spans or [(-1, 1)], changed, queued=queued, outcome=outcome)
+        self.session.activity.close(self.doing, found)
+        self.doing = None
 
 
 @dataclass(eq=False)
@@ -103,11 +122,14 @@ class InFlight:
         routing: bool = False,
         names: AdapterName | None = None,
         past_versions: PastVersions = no_past,
+        trace: Callable[[str, str, int], str] | None = None,
     ) -> None:
         """Create the tracker. With `routing`, training requests return the experts of every token that is read. With
-        `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles."""
+        `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles. `trace`
+        makes the header `traceparent` of a request from its group, its first sample, and its number among the requests
+        of that sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
-        self._routing, self._names = routing, names
+        self._routing, self._names, self._trace = routing, names, trace
         self.adapters = AdapterUse(past_versions)
         self._cache_key, self._pause_mode = cache_key, pause_mode
         self._serial = itertools.count()
@@ -117,6 +139,9 @@ class InFlight:
         self._idle.set()
         self._busy_since = 0.0
         self.version = 0
+        self.held = 0.0
+        """Time since which requests are held back; 0 if they are not."""
+        self._changed: dict[int, float] = {}
         self.figures = EngineStats()
         self.tokens: Counter[str] = Counter()
         """Tokens received so far, by purpose."""
@@ -128,6 +153,8 @@ class InFlight:
 
     def hold(self) -> None:
         """Hold back new requests because the weights are about to change."""
+        if not self.holding:
+            self.held = time.time()
         self._open.clear()
         for sent in self._requests:
             sent.overtaken = not sent.answered
@@ -141,7 +168,9 @@ class InFlight:
         When the caches are not flushed, a request that was in transit or in an engine's queue during the pause may run
         under the new weights and find its prompt in the cache of the old ones. Such a request is sent again.
         """
-        self.version = version
+        self.version, self.held = version, 0.0
+        self._changed[version] = time.time()
+        self._changed.pop(version - KNOWN_PUBLISHES, None)
         self._open.set()
         if self._pause_mode == "in_place" and self._cache_key == "version":
             for sent in self._requests:
@@ -183,9 +212,13 @@ class InFlight:
         """
         while waiting := [sample for sample in samples if not sample.answered]:
             sessions = [sample.session for sample in waiting]
-            _all_wait_for(HELD, sessions)
-            await self._open.wait()
-            _all_wait_for(FIRST, sessions)
+            if self.holding:
+                with ExitStack() as held:
+                    for session in sessions:
+                        held.enter_context(session.activity.spent(QUEUED, PUBLISH))
+                    await self._open.wait()
+            for sample in waiting:
+                sample.begin()
             sent = _Request(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added)
             self._opened(sent)
             try:
@@ -199,6 +232,8 @@ class InFlight:
                 self.figures.continued["overtaken"] += 1
             finally:
                 self._closed(sent)
+                for sample in waiting:
+                    sample.end("overtaken" if sent.scope.expired() else "cut off", self._changed)
 
     async def _read(self, sent: _Request, samples: Sequence[PendingSample], request: dict[str, Any]) -> None:
         routed_from = request.get("routed_experts_start_len", 0)
@@ -209,7 +244,9 @@ class InFlight:
             sample.exchange.live = answer
         why = "the stream ended before its last chunk"
         try:
-            async for chunk in stream_chunks(self._http, request, samples[0].session.group or request["rid"]):
+            first = samples[0].session
+            header = self._trace(first.group, first.sample, first.activity.requests) if self._trace else ""
+            async for chunk in stream_chunks(self._http, request, first.group or request["rid"], header):
                 if not 0 <= chunk.index < len(answers):
                     raise EngineError(
                         f"the engine returned sample {chunk.index} for a request of {len(answers)} samples"
@@ -217,6 +254,8 @@ class InFlight:
                 sample, answer = samples[chunk.index], answers[chunk.index]
                 new = answer.add(chunk)
                 self._count(sample, new)
+                if new and sample.doing and not sample.doing.first:
+                    sample.session.activity.heard(sample.doing)
                 sent.answered = True
                 sent.tokens += new
                 if answer.last:
@@ -236,6 +275,7 @@ class InFlight:
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
+        sample.end(answer.cut or "", self._changed, answer)
         sample.answered = True
         sample.exchange.live = None
         sample.exchange.parts.append(answer)
@@ -320,8 +360,3 @@ def _needed(sessions: Sequence[Listener], request: dict[str, Any], begun: int) -
     key, known = sessions[0].cached
     found = known if key == request["extra_key"] and not begun else 0
     return len(request["input_ids"]) - found + len(sessions) - 1  # each sample prefills its last token itself
-
-
-def _all_wait_for(event: str, sessions: Sequence[Listener]) -> None:
-    for session in sessions:
-        session.wait_for(event)

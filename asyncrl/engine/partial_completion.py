@@ -36,6 +36,7 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    queue_time: float | None = None  # seconds in the engine's queue, if the engine measures (--enable-metrics)
     routed_experts: bytes | None = None  # base64 on the wire; only the last chunk has them
 
 

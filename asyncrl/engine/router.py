@@ -29,8 +29,10 @@ ACCEPTED = (200, 201, 202, 409)
 """Status codes of success. 409 means that the router is already adding this engine."""
 
 
-def router_argv(engine: EngineConfig, url: str, metrics_port: int, signed: Signed | None = None) -> list[str]:
-    """Return the router's command line.
+def router_argv(
+    engine: EngineConfig, url: str, metrics_port: int, signed: Signed | None = None, spans: str = ""
+) -> list[str]:
+    """Return the router's command line. It sends the spans of requests to HOST:PORT, if that is given.
 
     Retries are left to the client: if the router retried, it would hide duplicates and reasons from the client.
     """
@@ -79,6 +81,7 @@ def router_argv(engine: EngineConfig, url: str, metrics_port: int, signed: Signe
         "--log-level",
         "warn",
         *(_tls(signed) if signed else []),
+        *(["--enable-trace", "--otlp-traces-endpoint", spans] if spans else []),
     ]
 
 

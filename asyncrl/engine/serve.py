@@ -18,7 +18,10 @@ from asyncrl.engine import overlap, unloading, warmup
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS
 
+if "--enable-trace" not in sys.argv:  # SGLang would import the exporters, which takes 0.1 s
+    sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 install()
+sys.modules["megatron"] = None  # type: ignore[assignment]  # a debugging tool of SGLang would import it, in 0.5 s
 overlap.install()
 unloading.install()
 warmup.install()

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncrl.engine.inflight import NEXT
 from asyncrl.engine.partial_completion import Exchange, Purpose
+from asyncrl.observability.intervals import Activity
 from asyncrl.schema import Completion, Message
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class GenerationSession:
         self.exchanges: list[Exchange] = []
         self.recalled: list[SavedCompletion] = []
         """Completions from the saved state of a resumed run, for requests that the agent makes again."""
-        self.waits_for, self.since = "", time.monotonic()
+        self.activity = Activity()
 
     @property
     def trained_at(self) -> float:
@@ -100,14 +100,20 @@ class GenerationSession:
         self.exchanges.append(exchange)
         return exchange
 
-    def wait_for(self, event: str) -> None:
-        """Record what the session is waiting for, and since when."""
-        self.waits_for, self.since = event, time.monotonic()
+    @property
+    def waits_for(self) -> str:
+        """What the episode is waiting for; "" once it has ended."""
+        return self.activity.waits_for
+
+    @property
+    def since(self) -> float:
+        """Time of the last activity (time.monotonic)."""
+        return self.activity.since
 
     def hear(self, tokens: int) -> None:
         """Count the tokens of a chunk that arrived."""
         self.received += tokens
-        self.wait_for(NEXT)
+        self.activity.since = time.monotonic()
 
     def said(self) -> list[SavedCompletion]:
         """Return every request and its completion so far, for the saved state of the run.
@@ -139,6 +145,7 @@ class GenerationSession:
         that the agent left in flight end: their adapters could not be unloaded.
         """
         self.closed = True
+        self.activity.finish()
         self._client.closed(self)
         return self.received
 

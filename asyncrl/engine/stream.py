@@ -32,10 +32,12 @@ class StreamBroken(Exception):
 
 
 async def stream_chunks(
-    http: httpx.AsyncClient, request: dict[str, Any], routing_key: str
+    http: httpx.AsyncClient, request: dict[str, Any], routing_key: str, traceparent: str = ""
 ) -> AsyncIterator[StreamChunk]:
     """Yield the events of one request as they arrive. Raises StreamBroken, or EngineError if it is refused."""
     headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
+    if traceparent:
+        headers["traceparent"] = traceparent
     try:
         async with http.stream("POST", "/generate", content=msgspec.json.encode(request), headers=headers) as response:
             if response.status_code != 200:

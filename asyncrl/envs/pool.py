@@ -19,6 +19,7 @@ from asyncrl.envs.breaker import Breaker
 from asyncrl.envs.env import Env, EnvSpec, Question, Step
 from asyncrl.envs.hosted import Host, HostedEnv
 from asyncrl.errors import EpisodeFailed, raised_by
+from asyncrl.observability.intervals import ENVIRONMENT, QUEUED, spent
 from asyncrl.schema import Message, number
 
 OUTSIDE = ("environment_", "tool", "sandbox")
@@ -65,14 +66,16 @@ class EnvironmentPool:
     async def __call__(self) -> AsyncIterator[Env]:
         """Yield an environment for one episode."""
         if self._room:
-            await self._room.acquire()
+            with spent(QUEUED, self.name):
+                await self._room.acquire()
         try:
             await self._breaker.enter()
             verdict = False
             try:
-                env = await self._next()
+                with spent(ENVIRONMENT, f"{self.name}.start"):
+                    env = await self._next()
                 try:
-                    yield _Guarded(env, self._settings)
+                    yield _Guarded(env, self._settings, self.name)
                 finally:
                     self._later(self._end(env), self._ending)
                 verdict = True
@@ -173,8 +176,8 @@ class EnvironmentPool:
 class _Guarded:
     """Wrapper of an environment that turns its faults into typed failures and checks its answers."""
 
-    def __init__(self, env: Env, settings: PoolSettings) -> None:
-        self._env, self._settings = env, settings
+    def __init__(self, env: Env, settings: PoolSettings, name: str) -> None:
+        self._env, self._settings, self._name = env, settings, name
 
     async def reset(self, question: Question) -> list[Message]:
         """Call the environment's reset."""
@@ -198,12 +201,12 @@ class _Guarded:
             return number(found, "the reward of finish")
 
     async def _call(self, method: str, seconds: float, limit: str, *arguments: Any) -> Any:
+        limited = None if isinstance(self._env, HostedEnv) else seconds  # hosts apply their own limit
         try:
-            async with asyncio.timeout(
-                None if isinstance(self._env, HostedEnv) else seconds
-            ):  # hosts apply their own limit
-                with raised_by("environment_error", retry=True):
-                    return await _awaited(getattr(self._env, method)(*arguments))
+            with spent(ENVIRONMENT, f"{self._name}.{method}"):
+                async with asyncio.timeout(limited):
+                    with raised_by("environment_error", retry=True):
+                        return await _awaited(getattr(self._env, method)(*arguments))
         except TimeoutError:
             detail = f"{method} did not return within {seconds:g} s (task.environments.{limit})"
             raise EpisodeFailed("environment_timeout", detail) from None

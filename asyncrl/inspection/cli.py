@@ -8,10 +8,12 @@
     asyncrl-inspect RUN --uid g00000012 --text --gap   the same, coloured by the gap between trainer and engine
     asyncrl-inspect RUN --json ...                     the same information as lines of JSON
     asyncrl-inspect RUN --html page.html ...           a page with curves, and these groups token by token
+    asyncrl-inspect RUN --trace trace.json             what every episode and process did, and when, for ui.perfetto.dev
 
-RUN is the folder of a run with record=true, which may still be under way. The colour of a token shows how likely the
-engine that generated it found it, from white (certain) to red. With --gap, it shows how much the trainer's
-log-probability differs from the engine's. ⟨v7⟩ marks where version 7 of the weights takes over.
+RUN is the folder of a run with record=true (for --trace: metrics.timeline=true), which may still be under way. The
+colour of a token shows how likely the engine that generated it found it, from white (certain) to red. With --gap, it
+shows how much the trainer's log-probability differs from the engine's. ⟨v7⟩ marks where version 7 of the weights takes
+over.
 """
 
 from __future__ import annotations
@@ -19,17 +21,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from asyncrl.errors import AsyncRLError, visible
+from asyncrl.errors import AsyncRLError, RecordError, visible
 from asyncrl.inspection import render
 from asyncrl.inspection.page import page
 from asyncrl.inspection.rows import GroupFilter, rows_of
+from asyncrl.observability import perfetto, timeline
+from asyncrl.observability.spans import Span, TraceBuilder
 from asyncrl.records.reading import Recording
 
 WIDTH = None if sys.stdout.isatty() else 200
@@ -42,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Show what is requested. Returns 0, or 1 after one line on stderr."""
     options = _parser().parse_args(argv)
     try:
+        if options.trace:
+            print(f"{options.trace}: {perfetto.write(options.trace, _spans(options.run))} spans")
+            return 0
         recording = Recording(options.run)
         _show(recording, options, Console(highlight=False, soft_wrap=True, width=WIDTH))
     except (AsyncRLError, OSError) as error:
@@ -50,6 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`
         return 0
     return 0
+
+
+def _spans(run: Path) -> Iterator[Span]:
+    """Yield the spans of all processes. Those of the rollout process come first, since they tell the run's id."""
+    folders = sorted(timeline.processes(run), key=lambda folder: folder != timeline.ROLLOUT)
+    if not folders:
+        raise RecordError(f"{run} holds no timeline: was it made with metrics.timeline=true?")
+    build = TraceBuilder()
+    for folder in folders:
+        for _, records in timeline.read(run, folder):
+            for record in records:
+                yield from build.spans(record)
 
 
 def _show(recording: Recording, options: argparse.Namespace, console: Console) -> None:
@@ -145,6 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gap", action="store_true", help="colour the text by the gap between trainer and engine")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace in Chrome's JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained HTML page")
     return parser
 

@@ -306,9 +306,30 @@ def check_devices(config: Config, gpus: int) -> None:
         )
 
 
+def check_tracing(config: Config) -> None:
+    """Refuse traces if OpenTelemetry's packages are not installed, or nothing records what they are made of."""
+    for field, value, package in (
+        ("tracing.endpoint", config.tracing.endpoint, "opentelemetry.exporter.otlp.proto.http"),
+        ("tracing.engines", config.tracing.engines, "opentelemetry.exporter.otlp.proto.grpc"),
+    ):
+        if value and not config.metrics.timeline:
+            raise ConfigError(field, value, "Traces are made of timelines: set metrics.timeline=true.")
+        if value and not installed(package):
+            raise ConfigError(field, value, f"{package} is not installed: pip install 'asyncrl[tracing]'.")
+
+
+def installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing more than its parents."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def check_files(config: Config) -> list[LocalSandboxes]:
     """Refuse tasks that cannot be built and a missing chat template. Return the sandboxes in which their code would
     run, not yet started."""
+    check_tracing(config)
     with noted() as sandboxes:
         rewards(config, tasks.build_all(config))
     template = config.model.chat_template

@@ -35,7 +35,7 @@ class Seat:
     node: Node
     gpus: tuple[int, ...] = ()  # indices of its GPUs among those of the node
     port: int = 0
-    meeting: int = 0  # rendezvous port of its ranks; for the router, its metrics port
+    meeting: int = 0  # rendezvous port of its ranks; for the router, its metrics port; for rollouts, that of spans
     scheme: str = "http"  # https if servers authenticate as the run's (tls.py)
 
     @property
@@ -103,7 +103,7 @@ class _Room:
 
 def ports_wanted(config: Config) -> int:
     """Return the number of free ports that suffices for a node, whatever is placed on it."""
-    return 2 * (config.engine.count + config.teacher.started + config.judge.started) + 4
+    return 2 * (config.engine.count + config.teacher.started + config.judge.started) + 4 + config.tracing.engines
 
 
 def place(config: Config, nodes: Sequence[Node]) -> Placement:
@@ -118,7 +118,7 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
         raise ConfigError("cluster.nodes", len(nodes), remedy)
     each = len(working[0].node.gpus)
     head = rooms[0]
-    router, rollout = head.seat(ports=2), head.seat(ports=1)
+    router, rollout = head.seat(ports=2), head.seat(ports=1 + config.tracing.engines)
     trainers = _trainers(config, working, each) if config.mode != "rollout_only" else []
     used = len({seat.node.name for seat in trainers})
     others = working[used:] or working

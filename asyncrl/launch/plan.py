@@ -15,23 +15,24 @@ from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
     DELTA_LOADER,
     DETERMINISTIC_ENV,
+    NO_PROXY,
+    ROUTER_TRACE_ENV,
     adapter_args,
     deterministic_args,
     judge_argv,
     server_argv,
     server_env,
     teacher_argv,
+    trace_args,
+    trace_env,
 )
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.network.addresses import ARGUMENTS, Addresses
 from asyncrl.network.tls import signed
 
-PORTS = ("--port", "--nccl-port", "--dist-init-addr", "--prometheus-port")
+PORTS = ("--port", "--nccl-port", "--dist-init-addr", "--prometheus-port", "--otlp-traces-endpoint")
 """Arguments that are passed through the environment: every user of the machine can read a command line, seconds before
 its process listens."""
-NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
-"""Disables proxies: the router's HTTP client would otherwise use a proxy from the environment for requests to engines,
-which carry the run's API key."""
 CUMEM = "NCCL_CUMEM_ENABLE"
 NO_HEALTH_TOKENS = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 """Makes /health answer without generating a token, which an engine without weights could not do. The launcher's own
@@ -76,14 +77,16 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
         again = [_rollout("asyncrl.rollout.schedule_replay", addresses, placement.rollout, run_dir)]
         return [*(again if config.replay.schedule else []), *trainers]
     shown = signed(run_dir, addresses.router)
-    router, hidden = _without_ports(router_argv(config.engine, addresses.router, placement.router.meeting, shown))
+    argv = router_argv(config.engine, addresses.router, placement.router.meeting, shown, spans=addresses.spans)
+    router, hidden = _without_ports(argv)
+    traced = {**trace_env(addresses), **ROUTER_TRACE_ENV} if addresses.spans else {}
     return [
         *engines(config, addresses, placement.engines, run_dir),
         *_frozen(config, addresses, placement, run_dir),
         ProcessSpec(
             "router",
             router,
-            {**_shared_env(addresses, placement.router), **NO_PROXY, **hidden},
+            {**_shared_env(addresses, placement.router), **NO_PROXY, **hidden, **traced},
             node=placement.router.node.name,
             restarts=_restarts(config),
             watch=f"{addresses.router}/health",
@@ -175,6 +178,7 @@ def engines(
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **adapter_args(config, gpu=gpu),
                 **_shown(run_dir, seat.url),
+                **trace_args(addresses, f"engine-{label}{number}"),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
                 **(deterministic_args(gpu=gpu) if config.deterministic else {}),
             )
@@ -184,6 +188,7 @@ def engines(
                 **hidden,
                 **({} if gpu else KEEP_MEMORY),
                 **server_env(config.engine, gpu=gpu),
+                **trace_env(addresses, _authority(run_dir, seat.url)),
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
                 **(NO_HEALTH_TOKENS if colocated else {}),
@@ -226,6 +231,11 @@ def _shown(run_dir: Path, url: str) -> dict[str, object]:
     if not files:
         return {}
     return {"ssl_certfile": files.server, "ssl_keyfile": files.server, "ssl_ca_certs": files.authority}
+
+
+def _authority(run_dir: Path, url: str) -> Path | None:
+    files = signed(run_dir, url)
+    return files.authority if files else None
 
 
 def _spanning(seats: list[Seat], place: int) -> dict[str, object]:

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from asyncrl.engine.registry import Registry
@@ -43,8 +44,9 @@ LEAVE_SECONDS = 600.0
 
 class RestartPolicy:
     """The restarts of one run. `forget` makes the router forget an engine, or raises EngineError; `watches` are by
-    process name; `has_machine` tells whether a machine still belongs to the job. `newcomers` is a word unique to this
-    launcher if its engines join a run in progress, and need its weights from the start."""
+    process name; `has_machine` tells whether a machine still belongs to the job; `restarted` is told of each restart.
+    `newcomers` is a word unique to this launcher if its engines join a run in progress, and need its weights from the
+    start."""
 
     def __init__(
         self,
@@ -54,13 +56,15 @@ class RestartPolicy:
         has_machine: Callable[[str], bool] | None = None,
         newcomers: str = "",
         leave_seconds: float = LEAVE_SECONDS,
+        restarted: Callable[[str, str, float], None] = lambda name, how, died: None,
     ) -> None:
         self._run_dir, self._forget = run_dir, forget
         self._has_machine = has_machine or (lambda node: True)
         self._watches = watches or {}
         self._tried: dict[str, float] = {}
         self._restarts: Counter[str] = Counter()
-        self._announced: set[str] = set()
+        self._announced: dict[str, float] = {}  # deaths that were reported, and when
+        self._restarted = restarted
         self._notes = Tail(run_dir / LOST, new=bool(newcomers))
         self._registry, self._newcomers, self._leave_seconds = Registry(run_dir), newcomers, leave_seconds
         self._asked_at: dict[str, float] = {}
@@ -92,7 +96,7 @@ class RestartPolicy:
         """Report a death once. Return whether the process may be restarted now, and count the restart; if not, ask
         again later."""
         if spec.name not in self._announced:
-            self._announced.add(spec.name)
+            self._announced[spec.name] = time.time()
             print(f"asyncrl: {spec.name} died ({how}); restarting it", file=sys.stderr, flush=True)
         if spec.url and (self._run_dir / TRAINING).exists():
             return False  # the trainers use its GPU
@@ -105,7 +109,7 @@ class RestartPolicy:
             if not self._due(spec.name):
                 return False
             self._tried[spec.name] = time.monotonic()
-        self._announced.discard(spec.name)
+        self._restarted(spec.name, how, self._announced.pop(spec.name))
         if not spec.step or self._began(spec.name):  # otherwise nothing has died: its machine does not answer
             self._restarts[spec.name] += 1
         for note in (begin_file, end_file):
@@ -170,11 +174,24 @@ def restart_policy(
     specs: Iterable[ProcessSpec],
     has_machine: Callable[[str], bool] | None = None,
     newcomers: str = "",
+    *,
+    timeline: bool = False,
 ) -> RestartPolicy:
-    """Return the restart policy of these processes, with the router and the watches of a run that is about to start."""
+    """Return the restart policy of these processes, with the router and the watches of a run that is about to start.
+    With `timeline`, restarts are recorded in its timeline."""
 
     def forget(url: str) -> None:  # creates its HTTP client late, so that a run need not wait for it to start
         RouterWorkers(addresses.router, addresses.access, FORGET_SECONDS).remove(url)
 
     watches = {spec.name: HealthWatch(spec.watch, addresses.access, spec.patience) for spec in specs if spec.watch}
-    return RestartPolicy(run_dir, forget, watches, has_machine, newcomers)
+    note = partial(_note, run_dir) if timeline else lambda name, how, died: None
+    return RestartPolicy(run_dir, forget, watches, has_machine, newcomers, restarted=note)
+
+
+def _note(run_dir: Path, name: str, how: str, died: float) -> None:
+    """Record a restart in the launcher's timeline."""
+    from asyncrl.observability.timeline import LAUNCHER, ProcessSpan, TimelineWriter  # slow, and rarely needed
+
+    timeline = TimelineWriter(run_dir, LAUNCHER, lambda text: print(f"asyncrl: {text}", file=sys.stderr, flush=True))
+    timeline(ProcessSpan(LAUNCHER, "restart", died, time.time(), attributes={"process": name, "how": how}))
+    timeline.close()

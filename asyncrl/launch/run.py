@@ -145,6 +145,8 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
         resume=origin.folder if origin else None,
         authority=authority.certificate if authority else "",
         attached=tuple(config.engine.urls) if config.mode != "replay" else (),
+        spans=f"127.0.0.1:{placement.rollout.meeting}" if config.tracing.engines else "",
+        trace_key=secrets.token_hex(16) if config.tracing.engines else "",
         trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
         **{**urls, "teachers": tuple(config.teacher.urls) or urls["teachers"]},
     )
@@ -184,7 +186,8 @@ def supervise(
     stalls: Stalls | None,
 ) -> None:
     """Start the processes and supervise them until all have ended. Raises the same errors as Supervisor.run."""
-    policy = restart_policy(run_dir, addresses, specs, job.has if job else None)
+    machines = job.has if job else None
+    policy = restart_policy(run_dir, addresses, specs, machines, timeline=config.metrics.timeline)
     registry = Registry(run_dir)
     registry.clear()
     facts = {"run_id": addresses.run_id, "host": socket.gethostname(), "job": job.id if job else ""}

@@ -25,13 +25,16 @@ class StepLog:
         tasks: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
         begins: Callable[[str, int], None] = lambda span, step: None,
+        ended: Callable[[str, int, float, float], None] = lambda span, batch, start, end: None,
     ) -> None:
         """Create the log. `started_at` is the wall-clock time (time.time) of the command; `tasks` are the training
-        tasks; `begins` is called with the name of every span and its step."""
-        self._sinks, self._tasks, self._clock, self._begins = sinks, tasks, clock, begins
+        tasks; `begins` is called with the name of every span and its step, and `ended` with the number of
+        the batch and the wall-clock times."""
+        self._sinks, self._tasks, self._clock, self._begins, self._ended = sinks, tasks, clock, begins, ended
         self._offset = time.time() - started_at - clock()
         self._before = 0.0  # seconds spent by earlier runs that this one resumes
         self._spans: dict[str, float] = {}
+        self._started: dict[str, float] = {}
         self._last_end: float | None = None
         self._first_batch: float | None = None
         self.steps: list[Step] = []
@@ -50,12 +53,15 @@ class StepLog:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Measure the duration of the block and add it to time/NAME of the current step."""
-        began = self._clock()
-        self._begins(name, len(self.steps) + 1)
+        began, started, batch = self._clock(), time.time(), len(self.steps)
+        self._begins(name, batch + 1)
         try:
             yield
         finally:
-            self._spans[f"time/{name}"] = self._spans.get(f"time/{name}", 0.0) + self._clock() - began
+            seconds = self._clock() - began
+            self._spans[f"time/{name}"] = self._spans.get(f"time/{name}", 0.0) + seconds
+            self._started[name] = started
+            self._ended(name, batch, started, started + seconds)
 
     def step(self, version: int, batch: Batch, figures: dict[str, float], sent: dict[str, float]) -> Step:
         """Close a step and pass its record to the sinks. The first step begins when its batch arrives, so that start-up
@@ -100,6 +106,9 @@ class StepLog:
             "time/step": now - self._last_end,
             "time/since_start": now + self._offset + self._before,
         }
+        if "fill" in sent:
+            began = self._started["publish"]
+            self._ended("gather", len(self.steps), began, began + sent["fill"])
         self._last_end, self._spans = now, {}
         self.steps.append(record)
         for sink in self._sinks:

@@ -122,8 +122,8 @@ _decoder = msgspec.msgpack.Decoder(list[Event])
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def encode(event: Event) -> bytes:
-    """Encode one event."""
+def encode(event: object) -> bytes:
+    """Encode one event, or one record of a timeline."""
     return _encode(event)
 
 

@@ -1,4 +1,4 @@
-"""Writer of a recording: a thread compresses and appends the events, so that the event loop does not.
+"""Writer of a recording or a timeline: a thread compresses and appends the events, so that the event loop does not.
 
 waits for     the disk; the event loop waits for it only while MOST_WAITING bytes are queued
 deadline      PATIENCE: a disk that accepts nothing for so long counts as failed
@@ -10,17 +10,22 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
 from asyncrl.errors import RecordError
 from asyncrl.records import events, frames, images
-from asyncrl.records.events import Event
-from asyncrl.records.frames import Frames
+from asyncrl.records.frames import FramePosition, Frames
 from asyncrl.records.index import IndexEntry, index_path, usable
+
+T = TypeVar("T")
+Decode = Callable[[bytes], Sequence[T]]
+"""Decodes the events of a frame."""
+Entry = Callable[[FramePosition, int, Sequence[T]], IndexEntry]
+"""Builds the index entry of a frame."""
 
 MOST_WAITING = 256 << 20
 FRAME_BYTES = 1 << 20
@@ -30,17 +35,27 @@ SPARE_BYTES = 16 << 20
 """Recording stops when the disk has less than this left: the run's other files matter more."""
 
 
-class Writer:
+class Writer(Generic[T]):
     """Appends to the recording in `folder`, which may be that of an earlier run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        decode: Decode[Any] = events.decode,
+        entry: Entry[Any] = IndexEntry.of,
+        linger: float = 0.0,
+    ) -> None:
+        """`decode` and `entry` are those of the events. An event waits up to `linger` seconds for others to share its
+        frame."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self.left_out = folder, repair(folder)
+        self._folder, self.left_out = folder, repair(folder, decode, entry)
         """`left_out` is the size in bytes of the torn tail that an earlier run left."""
+        self._entry, self._linger = entry, linger
         self._changed = threading.Condition()
-        self._waiting: list[tuple[Event, bytes, Mapping[str, bytes]]] = []
+        self._waiting: list[tuple[T, bytes, Mapping[str, bytes]]] = []
         self._bytes = 0
-        self._closing = self._done = False
+        self._hurry = self._closing = self._done = False
         self.failed: RecordError | None = None
         self.written, self.seconds = 0, 0.0
         """Bytes written to disk, and CPU seconds of the thread, so far."""
@@ -49,7 +64,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
         self._thread.start()
 
-    def write(self, event: Event, shown: Mapping[str, bytes] | None = None) -> None:
+    def write(self, event: T, shown: Mapping[str, bytes] | None = None) -> None:
         """Queue an event, to be written after all earlier ones, and the images that it names before it."""
         data = events.encode(event)
         with self._changed:
@@ -58,11 +73,14 @@ class Writer:
                 return
             self._waiting.append((event, data, shown or {}))
             self._bytes += _size(self._waiting[-1])
-            self._changed.notify_all()
+            if len(self._waiting) == 1 or self._bytes >= FRAME_BYTES:
+                self._changed.notify_all()
 
     def flush(self) -> None:
         """Wait until everything has reached the operating system."""
         with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
             self._wait_until(lambda: not self._bytes)
 
     def close(self) -> None:
@@ -96,19 +114,20 @@ class Writer:
             self._done = True
             self._changed.notify_all()
 
-    def _take(self) -> list[tuple[Event, bytes, Mapping[str, bytes]]]:
+    def _take(self) -> list[tuple[T, bytes, Mapping[str, bytes]]]:
         with self._changed:
-            while not self._waiting and not self._closing:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            self._changed.wait_for(lambda: self._closing or self._hurry or self._bytes >= FRAME_BYTES, self._linger)
             size = count = 0
             while count < len(self._waiting) and size < FRAME_BYTES:
                 size += len(self._waiting[count][1])
                 count += 1
             taken = self._waiting[:count]
             del self._waiting[:count]
+            self._hurry = self._hurry and bool(self._waiting)
             return taken
 
-    def _append(self, taken: list[tuple[Event, bytes, Mapping[str, bytes]]], index: BinaryIO) -> None:
+    def _append(self, taken: list[tuple[T, bytes, Mapping[str, bytes]]], index: BinaryIO) -> None:
         disk = os.statvfs(self._folder)
         if (free := disk.f_bavail * disk.f_frsize) < SPARE_BYTES:
             raise RecordError(f"the disk of {self._folder} has {free >> 20} MB left: recording ends here")
@@ -122,7 +141,7 @@ class Writer:
             place = frames.FramePosition(self._number, file.tell())
             file.write(frame)
             end = file.tell()
-        index.write(msgspec.json.encode(IndexEntry.of(place, end, [event for event, *_ in taken])) + b"\n")
+        index.write(msgspec.json.encode(self._entry(place, end, [event for event, *_ in taken])) + b"\n")
         index.flush()
         self.written += len(frame)
         if end >= frames.FILE_BYTES:
@@ -135,16 +154,16 @@ class Writer:
             self._changed.notify_all()
 
 
-def _size(waiting: tuple[Event, bytes, Mapping[str, bytes]]) -> int:
+def _size(waiting: tuple[Any, bytes, Mapping[str, bytes]]) -> int:
     return len(waiting[1]) + sum(map(len, waiting[2].values()))
 
 
-def repair(folder: Path) -> int:
+def repair(folder: Path, decode: Decode[Any] = events.decode, entry: Entry[Any] = IndexEntry.of) -> int:
     """Cut off a torn tail, after which nothing could be read, and return its size in bytes. Raises RecordError on
     damage."""
     lines = usable(folder)
     rest = Frames(folder, lines[-1].after if lines else None)
-    lines += [IndexEntry.of(frame.place, frame.end, events.decode(frame.data)) for frame in rest]
+    lines += [entry(frame.place, frame.end, decode(frame.data)) for frame in rest]
     if numbers := frames.files(folder):
         path = frames.path_of(folder, numbers[-1])
         whole = path.stat().st_size - rest.torn

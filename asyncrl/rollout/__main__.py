@@ -32,7 +32,7 @@ from asyncrl.models.vision import flat
 from asyncrl.network.addresses import READY, Access, Addresses
 from asyncrl.network.tls import signed
 from asyncrl.progress import Progress
-from asyncrl.records.events import Began
+from asyncrl.records.events import Began, Event
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
@@ -46,6 +46,7 @@ from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.observer import Observer, trace_header
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.rollout.recorder import Recorder, WritingRecorder
@@ -87,9 +88,12 @@ async def main(run_dir: Path) -> None:
     failures = FailureReporter(reporter.warn)
     timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
     player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
-    evaluations = Evaluations(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated)
+    observer = Observer(config, addresses, run_dir, reporter.warn)
+    evaluations = Evaluations(
+        *(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, observer.timelines)
+    )
     limiter = _concurrency_limiter(rollout)
-    writer, resumed = Writer(run_dir / RECORDS) if config.record else None, _resumed(addresses)
+    writer, resumed = _writer(config, run_dir), _resumed(addresses)
     recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
     groups = GroupLifecycle(
         build_buffer(rollout),
@@ -97,13 +101,12 @@ async def main(run_dir: Path) -> None:
         limiter=limiter,
         publish=reporter.publish,
         figures=lambda: {
-            **(teacher.take_figures() if teacher else {}),
-            **recorder.take_figures(),
-            **player.take_figures(),
+            **_taken(teacher, recorder, player, observer),
             **figures(players.values()),
             **prompts.figures(),
         },
         recorder=recorder,
+        timelines=observer.timelines,
     )
     worker = Worker(
         groups,
@@ -122,19 +125,17 @@ async def main(run_dir: Path) -> None:
         evaluations,
         addresses.api_key,
         drain=config.weights.pause_mode == "drain",
+        receive=observer.receive,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
     )
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
 
     async def roll_out() -> None:
-        await wait_until_ready(addresses, config.engine.start_timeout, attached=config.mode == "rollout_only")
+        await _until_ready(config, addresses, teachers)
         for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
             client.narrow(int(engine.capacity))
-        if teachers:
-            await teachers.wait_until_ready(config.engine.start_timeout)
-        await wait_until_healthy(addresses.judges, addresses.access, config.engine.start_timeout, "the judge's engines")
         await each(players.values(), "start")
-        (run_dir / READY).touch()
+        _ready(run_dir, observer, addresses)
         if _trainer_sends_first(config, addresses):
             await groups.released()
         if resumed is None:
@@ -156,12 +157,36 @@ async def main(run_dir: Path) -> None:
         await each(players.values(), "close")
         await each(scores.values(), "close")
         await close_shared()
-        await client.close()
-        await loads.close()
-        if teachers:
-            await teachers.close()
+        for connected in (client, loads, teachers):
+            if connected:
+                await connected.close()
+        observer.close()
         if writer:
             writer.close()
+
+
+async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEngines | None) -> None:
+    """Wait until the engines of the policy, the teacher and the judge can answer."""
+    timeout = config.engine.start_timeout
+    await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only")
+    if teachers:
+        await teachers.wait_until_ready(timeout)
+    await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
+
+
+def _ready(run_dir: Path, observer: Observer, addresses: Addresses) -> None:
+    """Tell the other processes that everything has started."""
+    (run_dir / READY).touch()
+    observer.ready(addresses.started_at)
+
+
+def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | Observer | None) -> dict[str, float]:
+    """Return what these parts counted since the last batch."""
+    return {name: value for part in parts if part for name, value in part.take_figures().items()}
+
+
+def _writer(config: Config, run_dir: Path) -> Writer[Event] | None:
+    return Writer(run_dir / RECORDS) if config.record else None
 
 
 def _resumed(addresses: Addresses) -> Snapshot | None:
@@ -205,6 +230,7 @@ def _client(
         agents=config.agents,
         past_versions=config.past_versions,
         vision=vision,
+        trace=trace_header(config, addresses),
     )
 
 

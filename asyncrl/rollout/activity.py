@@ -1,8 +1,8 @@
 """Diagnosis of running groups: what each one is waiting for, and since when.
 
-A session records what its episode waits for (engine/client.py): its agent, its reward, an engine's output, the end of a
-weight update. Which engine serves a group is the router's choice and is not reported here: the group's uid is its
-routing key.
+A session records what its episode waits for (observability/intervals.py): its agent, a tool, its reward, an engine's
+output, the end of a weight update. Which engine serves a group is the router's choice and is not reported here: the
+group's uid is its routing key.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import time
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
-AGENT, REWARD, TEACHER, NOTHING = "its agent", "its reward", "its teacher", ""
-"""What a session waits for between its requests; NOTHING once its episode has ended."""
 NAMED = 4
 """Number of groups that a diagnosis lists."""
 
@@ -21,8 +19,16 @@ class SiblingActivity(Protocol):
     """One running episode of a group."""
 
     received: int
-    waits_for: str
-    since: float
+
+    @property
+    def waits_for(self) -> str:
+        """What it is waiting for; "" once it has ended."""
+        ...
+
+    @property
+    def since(self) -> float:
+        """Time of its last activity (time.monotonic)."""
+        ...
 
 
 def silence(siblings: Collection[SiblingActivity], now: float) -> float:

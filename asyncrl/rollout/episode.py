@@ -20,7 +20,7 @@ from asyncrl.agents.linking import CompletedRequest, check, link
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.images import image_name
-from asyncrl.rollout.activity import AGENT, NOTHING, REWARD, TEACHER
+from asyncrl.observability.intervals import CURRENT, REWARD, TEACHER
 from asyncrl.rollout.agent import Agent, Played
 from asyncrl.schema import Completion, Message, Prompt, Template, Trajectory, Turn, number
 
@@ -84,6 +84,7 @@ class Episode:
     async def play(self, agent: Agent, prompt: Prompt, score: Score, teach: Teach | None = None) -> Trajectory:
         """Play the episode, then score it while the teacher scores it too. Raises EpisodeFailed, or the EngineError
         that the agent let through."""
+        CURRENT.set(self._session.activity)
         async with _within(self._limits.episode, "episode_timeout", "the episode did not end"):
             async with _within(self._limits.agent, "agent_timeout", "the agent made no request") as self._silence:
                 try:
@@ -92,17 +93,23 @@ class Episode:
                         trajectory = self._trajectory(await agent.run(prompt, self), prompt)
                 finally:
                     self._silence = None  # requests that it left in flight may end later
-            taught = asyncio.ensure_future(teach(trajectory)) if teach else None
+            taught = asyncio.ensure_future(self._taught(teach, trajectory)) if teach else None
             try:
-                self._session.wait_for(REWARD)
-                scored = trajectory if trajectory.reward is not None else await score(trajectory)
-                self._session.wait_for(TEACHER)
+                scored = trajectory if trajectory.reward is not None else await self._scored(score, trajectory, prompt)
                 turns = _with_teacher(scored.turns, await taught) if taught else scored.turns
             finally:
                 if taught and not taught.cancel() and not taught.cancelled():
                     taught.exception()  # mark as retrieved: the error raised first propagates
-            self._session.wait_for(NOTHING)
+            self._session.activity.finish()
             return Trajectory(turns, scored.reward)
+
+    async def _scored(self, score: Score, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
+        with self._session.activity.spent(REWARD, prompt.task):
+            return await score(trajectory)
+
+    async def _taught(self, teach: Teach, trajectory: Trajectory) -> list[Turn]:
+        with self._session.activity.spent(TEACHER):
+            return await teach(trajectory)
 
     def _trajectory(self, played: Played, prompt: Prompt) -> Trajectory:
         """Build the trajectory from the agent's result and its requests. Raises ValueError if they do not agree."""
@@ -138,8 +145,6 @@ class Episode:
 
     def _rest(self) -> None:
         """Restart the agent's timeout if no request is in flight, otherwise suspend it."""
-        if not self._asking:
-            self._session.wait_for(AGENT)
         if self._silence and not self._silence.expired():
             end = asyncio.get_running_loop().time() + self._limits.agent
             self._silence.reschedule(None if self._asking else end)

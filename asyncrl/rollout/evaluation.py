@@ -25,6 +25,7 @@ from asyncrl.config import EvalConfig
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
+from asyncrl.rollout.timelines import Timelines
 from asyncrl.schema import Prompt, Trajectory
 from asyncrl.tasks import Task
 
@@ -55,10 +56,11 @@ class Evaluations:
         sets: Mapping[str, Sequence[Prompt]],
         settings: EvalConfig,
         write: Callable[[Line], None],
+        timelines: Timelines | None = None,
     ) -> None:
         """`write` receives every line. Without evaluation sets there is nothing to do."""
         self._play, self._client, self._tasks, self._sets = play, client, tasks, sets
-        self._settings, self._write = settings, write
+        self._settings, self._write, self._timelines = settings, write, timelines or Timelines()
         self._room = asyncio.Semaphore(settings.max_running)
         self._serial = itertools.count()
         self._running: asyncio.Task[list[Line]] | None = None
@@ -128,7 +130,9 @@ class Evaluations:
                     for number, one in enumerate(temperatures)
                 ]
                 tasks = [group.create_task(self._attempt(prompt, session)) for session in sessions]
-        greedy, *sampled = (task.result() for task in tasks)
+        played = [task.result() for task in tasks]
+        self._timelines.evaluated(name, prompt, sessions, played)
+        greedy, *sampled = played
         return QuestionAttempts(greedy, sampled)
 
     async def _attempt(self, prompt: Prompt, session: GenerationSession) -> Attempt:

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from asyncrl.engine.client import GenerationClient
@@ -28,7 +28,8 @@ from asyncrl.rollout.ledger import Ledger, SourceCounts
 from asyncrl.rollout.limiter import ConcurrencyLimiter, UnboundedConcurrency
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.snapshot import GroupsState, Outstanding, PromptName, SiblingSnapshot
-from asyncrl.schema import Batch, Group, Prompt
+from asyncrl.rollout.timelines import COMMITTED, Timelines
+from asyncrl.schema import Batch, Group, Prompt, Trajectory
 
 CHECK_SECONDS = 5.0
 """The ledger is checked at every batch and version, and in between when a group ends, but at most once per this
@@ -46,6 +47,7 @@ class _Group:
 
     prompt: PromptName
     siblings: Sequence[GenerationSession]
+    admitted: float = field(default_factory=time.time)
 
 
 class GroupLifecycle:
@@ -60,6 +62,7 @@ class GroupLifecycle:
         publish: Callable[[dict[str, Any], list[str]], None] = lambda ledger, warnings: None,
         figures: Callable[[], dict[str, float]] = dict,
         recorder: Recorder | None = None,
+        timelines: Timelines | None = None,
     ) -> None:
         """`publish` receives the ledger and the warnings at every version; `figures` returns further figures for a
         batch."""
@@ -67,7 +70,7 @@ class GroupLifecycle:
         self._limiter, self._waited = limiter or UnboundedConcurrency(), False
         self._changed, self._released = asyncio.Condition(), asyncio.Event()
         self._audit, self._publish, self._more_figures = Audit(), publish, figures
-        self._recorder = recorder or Recorder()
+        self._recorder, self._timelines = recorder or Recorder(), timelines or Timelines()
         self._rewards: list[float] = []
         self._drawn, self._reused = 0, 0
         self._playing: dict[Ticket, _Group] = {}
@@ -99,7 +102,7 @@ class GroupLifecycle:
 
     async def commit(self, ticket: Ticket, group: Group) -> None:
         """Hand in a finished group; engines may have generated more tokens for it than its agent kept."""
-        discarded = sum(self._close(ticket)) - group.num_tokens
+        discarded = sum(self._close(ticket, COMMITTED, group.trajectories)) - group.num_tokens
         seated = self._buffer.commit(ticket, group, discarded=discarded)
         self._recorder.committed(ticket, group, discarded)
         rewards = [trajectory.total for trajectory in group.trajectories]
@@ -111,16 +114,19 @@ class GroupLifecycle:
     async def reject(self, ticket: Ticket, reason: str, group: Group | None = None) -> None:
         """Reject a group, with the tokens that engines generated for it; its slot will be replayed. Pass `group` if it
         was played to its end."""
-        received = self._close(ticket)
+        received = self._close(ticket, reason, group.trajectories if group else ())
         self._buffer.reject(ticket, reason, tokens=sum(received))
         self._recorder.rejected(ticket, reason, sum(received), group)
         rewards = [trajectory.total for trajectory in group.trajectories] if group else []
         self._audit.note(ticket.cohort, ticket.uid, received, rewards, trained=False)
         await self._ended()
 
-    def _close(self, ticket: Ticket) -> list[int]:
+    def _close(self, ticket: Ticket, outcome: str, played: Sequence[Trajectory]) -> list[int]:
         """Close the sessions and return the tokens that engines generated for each sibling."""
-        return [session.close() for session in self._playing.pop(ticket).siblings]
+        group = self._playing.pop(ticket)
+        received = [session.close() for session in group.siblings]
+        self._timelines.group(ticket, group.prompt.task, group.admitted, group.siblings, outcome, played)
+        return received
 
     async def _ended(self) -> None:
         if time.monotonic() - self._checked > CHECK_SECONDS:
@@ -153,6 +159,7 @@ class GroupLifecycle:
                 if version != self._buffer.step:
                     raise WrongBatch(f"batch {version} was requested, but the next one is {self._buffer.step}")
                 self._waited = True
+                self._timelines.asked()
                 await self._changed.wait()
         await self._wake()  # wakes other readers, and `unwanted` for groups that the batch left behind
         return batch
@@ -164,6 +171,7 @@ class GroupLifecycle:
         if version != self._buffer.step or not self.may_take() or (groups := self._buffer.take()) is None:
             return None
         self._limiter.taken(self._buffer.ready, len(groups), waited=self._waited)
+        self._timelines.taken(version, [group.uid for group in groups], waited=self._waited)
         self._waited = False
         for dropped in self._buffer.dropped():
             self._audit.drop(dropped.uid)
@@ -187,7 +195,9 @@ class GroupLifecycle:
         if new:
             self._buffer.publish(version)
             self._batch = None
+        held = self._client.inflight.held
         self._client.inflight.release(version)
+        self._timelines.published(version, held)
         self._released.set()
         ledger = self.ledger()
         if new:

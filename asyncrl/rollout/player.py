@@ -17,6 +17,7 @@ import msgspec
 
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EpisodeFailed
+from asyncrl.observability.intervals import RETRY
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
@@ -88,8 +89,8 @@ class EpisodePlayer:
                     raise
                 self._retried[failed.reason] += 1
                 self._failures.tell(failed.reason, f"{session.group}, which is retried,", failed)
-                session.wait_for(f"another attempt ({failed.reason})")
-                await asyncio.sleep(RETRY_DELAY * random.uniform(0.5, 1.0) * 2 ** (self._retries - left))
+                with session.activity.spent(RETRY, failed.reason):
+                    await asyncio.sleep(RETRY_DELAY * random.uniform(0.5, 1.0) * 2 ** (self._retries - left))
         raise AssertionError("the last attempt always returns or raises")
 
     def take_figures(self) -> dict[str, float]:

@@ -29,9 +29,9 @@ from asyncrl.engine.inflight import EngineStats
 from asyncrl.errors import RecordError
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
+from asyncrl.observability.intervals import Activity
 from asyncrl.records.events import Admitted, Began, Committed, Published, Rejected, Taken
 from asyncrl.records.reading import Recording
-from asyncrl.rollout.activity import NOTHING
 from asyncrl.rollout.buffer import CohortBuffer, build_buffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.groups import GroupLifecycle
@@ -48,8 +48,9 @@ class _Session:
     """Session of an episode whose answers are known."""
 
     received: int = 0
-    waits_for: str = NOTHING
+    waits_for: str = ""
     since: float = 0.0
+    activity: Activity = field(default_factory=Activity)
 
     def close(self) -> int:
         return self.received
@@ -63,6 +64,7 @@ class _InFlight:
     late_tokens: int = 0
     figures: EngineStats = field(default_factory=EngineStats)
     adapters: AdapterUse = field(default_factory=AdapterUse)
+    held: float = 0.0
 
     def take_figures(self) -> EngineStats:
         return EngineStats()

@@ -8,6 +8,7 @@
                             use (engine/adapters.py)
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
+    POST /v1/traces         spans of engines as OTLP, under a key of their own (rollout/observer.py)
     GET  /status            the ledger, and what the next batch waits for
     GET  /health            200 once rollouts run
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -70,8 +71,11 @@ class RolloutServer:
         *,
         drain: bool = False,
         save: Callable[[GroupsState], bytes] | None = None,
+        receive: Callable[[Request], Awaitable[Response]] | None = None,
     ) -> None:
-        """`drain` makes a hold wait for the requests in flight; `save` encodes a snapshot that includes the state."""
+        """`drain` makes a hold wait for the requests in flight; `save` encodes a snapshot that includes the state;
+        `receive` takes the spans of engines, and checks their key."""
+        self._receive = receive
         self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
         self._api_key, self._drain, self._save = api_key, drain, save
         self._encoded: _Encoded | None = None
@@ -156,9 +160,9 @@ class RolloutServer:
             Route("/status", self.status),
             Route("/health", lambda _: Response()),
         ]
-        return Starlette(
-            routes=[Route(route.path, self._guarded(route.endpoint), methods=route.methods) for route in routes]
-        )
+        guarded = [Route(route.path, self._guarded(route.endpoint), methods=route.methods) for route in routes]
+        spans = [Route("/v1/traces", self._receive, methods=["POST"])] if self._receive else []
+        return Starlette(routes=[*guarded, *spans])
 
     def _guarded(self, endpoint: Callable) -> Callable:
         async def guarded(request: Request) -> Response:

@@ -38,6 +38,7 @@ from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
 from asyncrl.metrics.sinks import GapWatch, TensorBoard  # noqa: E402
 from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
+from asyncrl.observability.timeline import TimelineWriter  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
@@ -79,7 +80,8 @@ def main(run_dir: Path) -> None:
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
     progress, begins = watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2, gpu=gpu)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
-    torch.use_deterministic_algorithms(config.deterministic)
+    if config.deterministic:  # a call, even with False, imports torch's compiler in 1 CPU second
+        torch.use_deterministic_algorithms(True)
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     colocated = config.cluster.placement == "colocated"
     hand_over = _first_turn(config, run_dir, fleet, parallel) if colocated else None
@@ -87,22 +89,19 @@ def main(run_dir: Path) -> None:
     if config.trainer.lora.base != "none" and config.checkpoint.every:
         origin = addresses.resume.parent.parent if addresses.resume else None
         packed_base.keep(run_dir, origin, policy.weights, config.trainer.lora.base, parallel)
-    source: BatchSource
-    publisher: VersionPublisher
-    if config.mode == "replay":
-        recorded = ReplaySource(config.replay)
-        first, end, why = recorded.first, recorded.end, "none (mode=replay)"
-        timeout = config.rollout.batch_timeout
-        source = RolloutClient(addresses.rollout, addresses.access, timeout) if config.replay.schedule else recorded
-        publisher = NoEngines(lambda version: source.announce(version, policy.reused), first=parallel.is_first)
-    else:
-        source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
+    recorded = ReplaySource(config.replay) if config.mode == "replay" else None
+    source = _source(config, addresses, recorded)
+    first, end = (recorded.first, recorded.end) if recorded else (0, None)
+    publisher: VersionPublisher = NoEngines(lambda v: source.announce(v, policy.reused), first=parallel.is_first)
+    why = "none (mode=replay)"
+    if not recorded:
         build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source)
         publisher, why = build.publisher(hand_over.update if hand_over else None)
-        first, end = 0, None
     warn = partial(_warn, run_dir)
     sinks = _sinks(config, addresses, run_dir, parallel, warn)
-    log = StepLog(sinks, started_at=addresses.started_at, tasks=tuple(config.mixture), begins=begins)
+    timeline = _timeline(config, run_dir, parallel, warn)
+    tasks = tuple(config.mixture)
+    log = StepLog(sinks, started_at=addresses.started_at, tasks=tasks, begins=begins, ended=timeline.phase)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
     publisher = turns or publisher
     stop = StopRule(config.run, end)
@@ -145,6 +144,8 @@ def main(run_dir: Path) -> None:
     def update(batch: Batch) -> dict[str, float]:
         with profiled(batch.version + 1, config.trainer.profile, run_dir, parallel):
             figures = turns.update(measured, batch) if turns else measured(batch)
+        for name, start, end in policy.network.meter.spans():
+            timeline.phase(name, batch.version, start, end)
         if scores:
             scores.write(batch.version, policy.started[: sum(group.num_tokens for group in batch.groups)])
         return figures
@@ -162,6 +163,7 @@ def main(run_dir: Path) -> None:
     if reason != ASKED:
         export(run_dir / "hf", version)
     checkpoints.finish()
+    timeline.close()
     if scores:
         scores.close()
     if parallel.is_first:
@@ -202,6 +204,13 @@ def _first_turn(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel)
     return hand_over
 
 
+def _source(config: Config, addresses: Addresses, recorded: ReplaySource | None) -> BatchSource:
+    """Return the source of batches: the rollout process, unless recorded batches are trained without one."""
+    if recorded and not config.replay.schedule:
+        return recorded
+    return RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
+
+
 def _go_on(folder: Path, run_dir: Path, policy: Policy, log: StepLog, stop: StopRule) -> int:
     """Restore the run from a checkpoint and return its version. The steps before it are read from the run folder."""
     counters = checkpoint.load(folder, policy)
@@ -213,6 +222,11 @@ def _go_on(folder: Path, run_dir: Path, policy: Policy, log: StepLog, stop: Stop
 def _warn(run_dir: Path, text: str, version: int) -> None:
     print(visible(text), file=sys.stderr, flush=True)
     jsonl.append(run_dir / "warnings.jsonl", {"version": version, "warning": text})
+
+
+def _timeline(config: Config, run_dir: Path, parallel: Parallel, warn: Callable[[str, int], None]) -> TimelineWriter:
+    process = f"trainer {parallel.rank}"
+    return TimelineWriter(run_dir, process, lambda text: warn(text, 0), enabled=config.metrics.timeline)
 
 
 def _sinks(

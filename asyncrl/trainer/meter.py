@@ -43,7 +43,7 @@ class StepMeter:
         self._open: list[tuple[str, Any]] = []
         self._closed: list[tuple[str, int, Any, Any]] = []
         self._operations: list[Tensor | float] = []
-        self._began = time.monotonic()
+        self._began, self._wall, self._zero = time.monotonic(), time.time(), self._now()
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
         """Return the timer of one of Megatron's names."""
@@ -58,7 +58,7 @@ class StepMeter:
     def begin(self) -> None:
         """Start a step."""
         self._open, self._closed, self._operations = [], [], []
-        self._began = time.monotonic()
+        self._began, self._wall, self._zero = time.monotonic(), time.time(), self._now()
         if self._gpu:
             torch.cuda.reset_peak_memory_stats()
 
@@ -94,7 +94,7 @@ class StepMeter:
         seconds, world = time.monotonic() - self._began, dist.get_world_size()
         times: defaultdict[str, float] = defaultdict(float)
         for purpose, sign, began, ended in self._closed:
-            times[purpose] += sign * (began.elapsed_time(ended) / 1e3 if self._gpu else ended - began)
+            times[purpose] += sign * self._seconds(began, ended)
         operations = sum(map(float, self._operations)) if self._parallel.counts else 0.0
         device = self._parallel.device
         sums = torch.tensor([operations, *(times[one] for one in PURPOSES)], dtype=torch.float64, device=device)
@@ -111,6 +111,16 @@ class StepMeter:
             "flops/rank": rate,
             **({"flops/utilization": rate / peak} if peak else {}),
         }
+
+    def spans(self) -> Iterator[tuple[str, float, float]]:
+        """Yield the spans of the step whose figures were returned last: purpose, start and end (time.time)."""
+        for purpose, sign, began, ended in self._closed:
+            if sign > 0:
+                start = self._wall + self._seconds(self._zero, began)
+                yield purpose, start, start + self._seconds(began, ended)
+
+    def _seconds(self, began: Any, ended: Any) -> float:
+        return float(began.elapsed_time(ended) / 1e3 if self._gpu else ended - began)
 
     def _now(self) -> Any:
         if not self._gpu:

@@ -14,7 +14,7 @@ from asyncrl.config import ReplayConfig
 from asyncrl.engine.adapters import InUse
 from asyncrl.errors import RecordError
 from asyncrl.imports import load
-from asyncrl.records.events import scored
+from asyncrl.records.events import Scored, scored
 from asyncrl.records.reading import RECORDS, TRAINER, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.schema import Batch, Group, VersionSpan, encode
@@ -114,7 +114,8 @@ class ScoreWriter:
     """Writes the scores, on rank 0. If writing fails, the run continues and warns once."""
 
     def __init__(self, run_dir: Path, warn: Callable[[str, int], None]) -> None:
-        self._writer, self._warn, self._warned = Writer(run_dir / RECORDS / TRAINER), warn, False
+        self._writer: Writer[Scored] = Writer(run_dir / RECORDS / TRAINER)
+        self._warn, self._warned = warn, False
 
     def write(self, step: int, logprobs: Tensor) -> None:
         """Write the log-probabilities of a batch's tokens, [N]."""

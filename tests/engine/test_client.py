@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -12,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.inflight import FIRST, HELD, NEXT
-from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EngineError
+from asyncrl.observability.intervals import DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
 from tests.fakes import FakeEngine, completion, echo, pieces, stream, until
@@ -338,20 +338,21 @@ def test_every_token_is_counted_where_it_comes_in_also_for_a_session_that_was_cl
     asked(FakeEngine(streamed_in_two(going_on)), play)
 
 
-def test_session_says_whether_it_waits_for_a_publish_or_for_which_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    going_on, seen = asyncio.Event(), list[str]()
-    monkeypatch.setattr(GenerationSession, "wait_for", lambda session, event: seen.append(event))
+def test_session_says_whether_it_waits_for_a_publish_or_for_which_piece() -> None:
+    going_on = asyncio.Event()
 
     async def play(client: GenerationClient) -> None:
         client.inflight.hold()
-        asking = asyncio.ensure_future(client.generate()(PROMPT))
-        await until(lambda: seen)
-        assert seen == [HELD]
+        session = client.generate()
+        asking = asyncio.ensure_future(session(PROMPT))
+        await until(lambda: session.waits_for == "the end of a publish")
         client.inflight.release(1)
-        await until(lambda: len(seen) == 3)
-        assert seen == [HELD, FIRST, NEXT]
+        await until(lambda: session.waits_for == "the next chunk of an engine")
         going_on.set()
         await asking
+        assert session.waits_for == "its agent"
+        found = [(one.phase, one.name, one.version) for one in session.activity.intervals(time.time())]
+        assert found[:3] == [(QUEUED, PUBLISH, -1), (PREFILL, "", -1), (DECODE, "", 0)]
 
     asked(FakeEngine(streamed_in_two(going_on)), play)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -81,8 +82,9 @@ def serve(prepare: Callable[[], None] = lambda: None) -> None:
 
     megatron_shim.enable()
     prepare()
-    import asyncrl.trainer.policy
-    import asyncrl.weights.export  # noqa: F401
+
+    import tests.fakes
+    import tests.integration.test_step  # noqa: F401  # with pytest, hydra and httpx, which several scripts need
 
     importing.done()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -129,6 +131,8 @@ def _fork(order: dict, rank: int) -> int:
     finally:
         if code:
             traceback.print_exc()
+        for child in multiprocessing.active_children():  # such as the process of a queue of Megatron's writer
+            child.kill()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

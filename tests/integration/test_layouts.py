@@ -8,17 +8,32 @@ loading, resharding, publishing, token alignment and temperature are all right, 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from asyncrl.inspection import cli
+from asyncrl.observability.spans import trace_id
+from asyncrl.observability.timeline import (
+    DECODE,
+    BatchTimeline,
+    EngineSpan,
+    GroupTimeline,
+    ProcessSpan,
+    PublishTimeline,
+    Started,
+    TimelineReader,
+)
 from tests.integration.running import nothing_is_left, run
 
 pytestmark = pytest.mark.integration
 
+TRACED = "tracing.engines=true"
 LAYOUTS = {
     "tp2-sp-two-engines-over-disk": [
-        *("trainer.tensor_parallel=2", "trainer.sequence_parallel=true", "engine.count=2", "weights.transport=disk")
+        *("trainer.tensor_parallel=2", "trainer.sequence_parallel=true", "engine.count=2", "weights.transport=disk"),
+        TRACED,
     ],
     "pp2-over-broadcast": ["trainer.pipeline_parallel=2", "weights.transport=distributed", "weights.staging=stream"],
 }
@@ -54,6 +69,38 @@ def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layo
     assert steps[0]["time/verify"] > 0  # every run's first publish is verified
     assert min(step["grad_norm"] for step in steps) > 0  # the weights did change between publishes
     nothing_is_left(tmp_path / "run")
+    if TRACED in layout:
+        everything_is_in_the_timeline(tmp_path / "run")
+
+
+def everything_is_in_the_timeline(run_dir: Path) -> None:
+    """Every prompt has a trace through router and engine, and every process its phases."""
+    records = list(TimelineReader(run_dir).new())
+    (run_id,) = [record.run_id for record in records if isinstance(record, Started)]
+    services = defaultdict[str, set[str]](set)
+    for span in (record for record in records if isinstance(record, EngineSpan)):
+        services[span.trace].add(span.service)
+    groups = [record for record in records if isinstance(record, GroupTimeline)]
+    traced = [services[trace_id(run_id, one.uid)] for one in groups]
+    assert sum("router" in found and len(found) > 1 for found in traced) >= 0.99 * len(groups)
+    assert set.union(*traced) == {"router", "engine-0", "engine-1"}
+    assert {one.purpose for one in groups} == {"training", "evaluation"}
+    for group in (one for one in groups if one.purpose == "training"):
+        assert {one.version for episode in group.episodes for one in episode.intervals if one.phase == DECODE} == {
+            group.born
+        }
+    batches = [record for record in records if isinstance(record, BatchTimeline)]
+    assert [one.step for one in batches] == [0, 1, 2, 3, 4]
+    assert {uid for one in batches for uid in one.uids} <= {one.uid for one in groups}
+    phases = {(one.process, one.name) for one in records if isinstance(one, ProcessSpan)}
+    names = ("wait_batch", "train", "publish", "gather", "forward", "backward", "optimizer")
+    assert {(f"trainer {rank}", name) for rank in (0, 1) for name in names} <= phases
+    assert ("rollout", "start_up") in phases
+    assert [record.version for record in records if isinstance(record, PublishTimeline)] == [1, 2, 3, 4, 5]
+    file = run_dir.with_suffix(".trace")
+    assert cli.main([str(run_dir), "--trace", str(file)]) == 0
+    rows = {one["args"]["name"] for one in json.loads(file.read_text())["traceEvents"] if one["name"] == "process_name"}
+    assert rows == {"rollout", "router", "engine-0", "engine-1", "trainer 0", "trainer 1"}
 
 
 @pytest.mark.campaign

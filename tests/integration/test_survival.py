@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl.observability.timeline import RETRY, GroupTimeline, ProcessSpan, TimelineReader
 from tests.integration.running import (
     TIMEOUT,
     evidence,
@@ -64,6 +65,11 @@ def test_the_only_engine_is_killed_and_comes_back(tmp_path: Path) -> None:
     assert sum(step["requests/broken"] for step in lines(run_dir / "metrics.jsonl")) > 0
     all_is_accounted_for(run_dir)
     nothing_is_left(run_dir)
+    records = list(TimelineReader(run_dir).new())
+    (restart,) = [one for one in records if isinstance(one, ProcessSpan) and one.name == "restart"]
+    assert restart.attributes["process"] == "engine-0"
+    episodes = (one for record in records if isinstance(record, GroupTimeline) for one in record.episodes)
+    assert any(one.phase == RETRY for episode in episodes for one in episode.intervals)
 
 
 @pytest.mark.campaign  # test_hangs.py stops an engine and kills the router, test_weight_faults.py has an engine hang

@@ -12,9 +12,10 @@ import pytest
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import EngineError
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.restarts import RestartPolicy
+from asyncrl.launch.restarts import RestartPolicy, restart_policy
 from asyncrl.launch.slurm.task import begin_file, end_file
-from asyncrl.network.addresses import LOST, READY
+from asyncrl.network.addresses import LOST, READY, Addresses
+from asyncrl.observability.timeline import ProcessSpan, TimelineReader
 
 ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")
 ROUTER = ProcessSpec("router", [], {}, restarts=2)
@@ -50,6 +51,15 @@ def test_a_process_that_dies_before_all_were_up_is_not_started_again(tmp_path: P
     assert policy.allows(ENGINE)
     assert policy.allows(ROUTER)
     assert not policy.allows(TRAINER)
+
+
+def test_restarts_are_in_the_timeline_from_the_death_on(run_dir: Path) -> None:
+    policy = restart_policy(run_dir, Addresses("run0", "", run_dir, (), "", "", 0, 0.0), [], timeline=True)
+    assert policy.may_start_now(ROUTER, "killed")
+    (found,) = TimelineReader(run_dir).new()
+    assert isinstance(found, ProcessSpan)
+    assert (found.name, found.attributes) == ("restart", {"process": "router", "how": "killed"})
+    assert 0 <= found.end - found.start < 60
 
 
 def test_restarts_are_bounded(run_dir: Path) -> None:

@@ -36,7 +36,8 @@ def rollout_figures() -> dict[str, float]:
     """Return metrics as the rollout process makes them."""
     client: Any = FakeClient()
     groups = GroupLifecycle(CohortBuffer(1, 1), client)  # type: ignore[arg-type]
-    return groups._figures() | {"episodes/retried": 0.0}  # EpisodePlayer.take_figures
+    own = {"episodes/retried": 0.0, "time/timeline": 0.0}  # EpisodePlayer.take_figures, Observer.take_figures
+    return groups._figures() | own
 
 
 def written_keys(file: str, function: str) -> set[str]:
@@ -230,3 +231,25 @@ def test_tensorboard_gets_every_figure(tmp_path: Path) -> None:
     events.Reload()
     assert set(events.Tags()["scalars"]) == STEP.keys()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(1, 0.75)]
+
+
+def test_spans_are_told_with_their_batch_and_wall_clock_times() -> None:
+    told: list[tuple[str, int, float, float]] = []
+    now = time.time()
+    log = StepLog([], started_at=now, ended=lambda *span: told.append(span))
+    with log.span("wait_batch"):
+        pass
+    with log.span("publish"):
+        time.sleep(0.01)
+    log.step(1, Batch(0, GROUPS, rollout_figures()), policy_figures(), SENT)
+    with log.span("save"):
+        pass
+    assert [(name, batch) for name, batch, *_ in told] == [
+        ("wait_batch", 0),
+        ("publish", 0),
+        ("gather", 0),
+        ("save", 1),
+    ]
+    assert all(now <= start <= end < now + 60 for _, _, start, end in told)
+    assert told[1][3] - told[1][2] >= 0.01
+    assert (told[2][2], told[2][3] - told[2][2]) == (told[1][2], pytest.approx(SENT["fill"], abs=1e-4))

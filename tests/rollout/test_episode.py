@@ -18,7 +18,6 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.rewards.reward import RewardInput, Score
 from asyncrl.rollout import scoring
-from asyncrl.rollout.activity import AGENT, NOTHING, REWARD
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.rollout.reporters import PER_MINUTE, FailureReporter
 from asyncrl.rollout.scoring import Scorer
@@ -84,7 +83,7 @@ def test_time_that_engines_take_is_not_the_agents() -> None:
 
     found, session = played(ask_on, agent=0.04)  # each answer takes 0.05 s
     assert found.reward == 1.0
-    assert session.waits_for == NOTHING
+    assert session.waits_for == ""
 
 
 def test_time_of_all_its_parts_is_the_episodes() -> None:
@@ -178,7 +177,7 @@ def test_session_says_whom_its_episode_waits_for() -> None:
         seen.append(session.waits_for)
 
     asyncio.run(main())
-    assert seen == [AGENT, REWARD, NOTHING]
+    assert seen == ["its agent", "its reward", ""]
 
 
 # --- rewards --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.client import GenerationClient
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.rollout.evaluation import Evaluations, QuestionAttempts, pass_at, summarize
+from asyncrl.rollout.timelines import Timelines
 from asyncrl.schema import Generate, Prompt, Trajectory
 from tests.fakes import FakeEngine, LengthTask, echo, tiny_config, trajectory, until
 
@@ -29,12 +30,19 @@ class Site:
         self.gate = asyncio.Event()
         self.gate.set()
         self.lines: list[dict[str, Any]] = []
+        self.records: list[Any] = []
         serial = itertools.count()
         names = ("near", "far")
         sets = {name: [Prompt("", [12, next(serial), 11], {}, name) for _ in range(questions)] for name in names}
         settings = tiny_config(**{f"eval.{name}": value for name, value in eval_.items()}).eval
         self.evaluations = Evaluations(
-            self.play, self.client, dict.fromkeys(names, LengthTask()), sets, settings, self.lines.append
+            self.play,
+            self.client,
+            dict.fromkeys(names, LengthTask()),
+            sets,
+            settings,
+            self.lines.append,
+            Timelines([self.records.append]),
         )
 
     async def play(self, prompt: Prompt, generate: Generate) -> Trajectory:
@@ -72,6 +80,22 @@ def test_every_set_has_its_line_and_its_own_questions() -> None:
         assert not any(name.startswith("pass@") for name in lines[0])
 
     at(play)
+
+
+def test_every_question_has_a_timeline_of_its_attempts() -> None:
+    def fault(number: int) -> Exception | None:
+        return EpisodeFailed("judge") if number == 0 else None
+
+    async def play(site: Site) -> None:
+        await site.evaluations.now()
+        assert [(one.purpose, one.slot, one.task) for one in site.records] == [("evaluation", -1, "near")] * 2 + [
+            ("evaluation", -1, "far")
+        ] * 2
+        assert sorted(one.outcome for one in site.records) == ["committed"] * 3 + ["failed"]
+        assert [len(one.episodes) for one in site.records] == [3] * 4
+        assert sum(episode.reward is None for one in site.records for episode in one.episodes) == 1
+
+    at(play, questions=2, fault=fault, samples=2)
 
 
 def test_samples_of_a_question_are_one_request_at_their_temperature_beside_the_greedy_one() -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import LedgerError
+from asyncrl.observability.intervals import PUBLISH, QUEUED, REWARD, TOOL
+from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline, Record
 from asyncrl.rollout import groups as groups_module
 from asyncrl.rollout import server as module
 from asyncrl.rollout.buffer import CohortBuffer
@@ -21,6 +23,7 @@ from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.ledger import Ledger, TokenCounts
 from asyncrl.rollout.limiter import UnboundedConcurrency
 from asyncrl.rollout.server import RolloutServer
+from asyncrl.rollout.timelines import Timelines
 from asyncrl.schema import decode_batch
 from tests.fakes import FakeClient, group, prompts
 
@@ -49,10 +52,12 @@ class Site:
         self.evaluations = FakeEvaluations()
         self.prompts = prompts()
         self.published: list[tuple[dict[str, Any], list[str]]] = []
+        self.records: list[Record] = []
         self.groups = GroupLifecycle(
             CohortBuffer(2, bound, **options),
             self.client,  # type: ignore[arg-type]
             publish=lambda ledger, warnings: self.published.append((ledger, warnings)),
+            timelines=Timelines([self.records.append]),
         )
         self.server = RolloutServer(
             self.groups,
@@ -329,17 +334,49 @@ def test_tokens_are_accounted_for_while_groups_run_and_when_they_come_too_late()
 def test_what_the_next_batch_waits_for_names_the_groups_and_what_they_do() -> None:
     async def play(site: Site) -> None:
         sessions = [site.begin(await site.groups.ticket()) for _ in range(4)]
-        ages = [(0, 10.0, "its agent"), (1, 63.0, "its reward"), (2, 500.0, "the end of a publish")]
-        for number, age, event in ages:
+        for number, age, phase, name in [(0, 10.0, TOOL, "search"), (1, 63.0, REWARD, ""), (2, 500.0, QUEUED, PUBLISH)]:
             site.receive(sessions[number][0], 7)
-            sessions[number][0].wait_for(event)
-            sessions[number][0].since -= age
-            sessions[number][1].wait_for("")
+            sessions[number][0].activity.begin(phase, name)
+            sessions[number][0].activity.since -= age
+            sessions[number][1].activity.finish()
         text = (await site.http.get("/batch", params={"version": 0})).text
         first = "g00000001a0000: 1 of 2 episodes left, 7 tokens, waits 63 s for its reward"
-        second = "g00000000a0000: 1 of 2 episodes left, 7 tokens, waits 10 s for its agent"
+        second = "g00000000a0000: 1 of 2 episodes left, 7 tokens, waits 10 s for its tool search"
         assert text.endswith(f"{first}; {second}")  # the groups that are due, not those of a later batch
         assert (await site.http.get("/status")).json()["waiting_for"] == text
+
+    at(play)
+
+
+def test_timelines_say_when_groups_end_and_which_one_a_batch_waited_for() -> None:
+    async def play(site: Site) -> None:
+        tickets = [await site.groups.ticket() for _ in range(4)]
+        await site.play(tickets[3], reject="judge")
+        await site.play(tickets[0], tokens=3)
+        assert (await site.http.get("/batch", params={"version": 0})).status_code == 202
+        await asyncio.sleep(0.05)
+        await site.play(tickets[1])
+        assert (await site.http.get("/batch", params={"version": 0})).status_code == 200
+        site.client.held = 5.0
+        assert (await site.http.post("/version", json={"version": 1})).status_code == 200
+        await site.play(tickets[2])
+        await site.play(await site.groups.ticket())
+        await site.http.get("/batch", params={"version": 1})
+        groups = [record for record in site.records if isinstance(record, GroupTimeline)]
+        assert [(one.slot, one.outcome, one.born) for one in groups[:3]] == [
+            (3, "judge", 0),
+            (0, "committed", 0),
+            (1, "committed", 0),
+        ]
+        assert [one.reward for one in groups[0].episodes] == [None, None]
+        assert [one.tokens for one in groups[1].episodes] == [3, 3]
+        assert all(one.admitted <= one.ended for one in groups)
+        first, second = [record for record in site.records if isinstance(record, BatchTimeline)]
+        assert (first.step, first.uids, first.last) == (0, [tickets[0].uid, tickets[1].uid], tickets[1].uid)
+        assert first.taken - first.asked >= 0.04
+        assert (second.step, second.last, second.asked) == (1, "", second.taken)
+        (published,) = [record for record in site.records if isinstance(record, PublishTimeline)]
+        assert (published.version, published.held) == (1, 5.0)
 
     at(play)
 

@@ -25,6 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncrl.backends.cpu import compiler
+from asyncrl.importing import hidden
+
 CPU = torch.device("cpu")
 
 
@@ -40,6 +43,7 @@ def enable() -> bool:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed.*")
     _hide_transformer_engine()
+    compiler.postpone()
     sys.meta_path.insert(0, _MegatronFinder(_torch_for_megatron()))
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     return True
@@ -195,7 +199,8 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
         run = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
-            run(module)
+            with hidden("wandb"):  # Megatron's inference engine imports it, which takes 0.3 CPU seconds
+                run(module)
             if module.__dict__.get("torch") is torch:
                 module.torch = self._view  # type: ignore[attr-defined]
             if name in _AFTER:

@@ -20,6 +20,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from asyncrl.backends.cpu import compiler
 from asyncrl.importing import after_import
 
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
@@ -59,30 +60,8 @@ def install() -> None:
 def _without_compiler(torch: Any) -> None:
     """Leave torch's compiler out, whose import takes a quarter of an engine's start-up: engines on a CPU run with
     TORCHDYNAMO_DISABLE, but transformers and SGLang use its decorators."""
-    if os.environ.get("TORCHDYNAMO_DISABLE") != "1" or "torch._dynamo" in sys.modules:
-        return
-    torch.compile = _unchanged
-    torch._dynamo = sys.modules["torch._dynamo"] = _AbsentCompiler("torch._dynamo")
-    torch._dynamo.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # its submodules can be imported
-
-
-def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
-    """Decorate a function by leaving it as it is, with or without arguments of the decorator."""
-    return function if callable(function) else lambda decorated: decorated
-
-
-class _AbsentCompiler(types.ModuleType):
-    """Stand-in for torch._dynamo with decorators that change nothing. The real package takes its place when another
-    name is looked up."""
-
-    allow_in_graph = assume_constant_result = disable = staticmethod(_unchanged)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if sys.modules[self.__name__] is self:
-            del sys.modules[self.__name__], sys.modules["torch"]._dynamo  # type: ignore[attr-defined]
-        return getattr(importlib.import_module(self.__name__), name)
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and compiler.postpone():
+        torch.compile = compiler.unchanged
 
 
 def _stub_triton(torch: Any) -> None:

@@ -23,6 +23,7 @@ from asyncrl.envs.tools.calls import ToolCall, known, malformed_calls, parse
 from asyncrl.envs.tools.output import cut
 from asyncrl.envs.tools.tool import REPORTED, OnFault, Tool, ToolOutput
 from asyncrl.errors import EpisodeFailed, raised_by
+from asyncrl.observability.intervals import TOOL, spent
 from asyncrl.schema import Message
 
 MOST_NESTED = 64
@@ -132,9 +133,10 @@ class ToolEnv:
     async def _call(self, tool: Tool, arguments: dict[str, Any]) -> ToolOutput:
         seconds = getattr(tool, "timeout", None) or self._timeout
         try:
-            async with asyncio.timeout(seconds):
-                with raised_by("tool"):
-                    found = await tool.call(arguments)
+            with spent(TOOL, tool.name):
+                async with asyncio.timeout(seconds):
+                    with raised_by("tool"):
+                        found = await tool.call(arguments)
         except TimeoutError:
             raise EpisodeFailed("tool", f"{tool.name} did not answer within {seconds:g} s") from None
         except EpisodeFailed as failed:

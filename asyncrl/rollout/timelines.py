@@ -1,0 +1,92 @@
+"""The timelines of groups, batches and publishes, as the rollout process sees them (observability/timeline.py)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from asyncrl.engine.session import GenerationSession
+from asyncrl.observability.timeline import (
+    BatchTimeline,
+    EpisodeTimeline,
+    GroupTimeline,
+    PublishTimeline,
+    Record,
+)
+from asyncrl.rollout.cohorts import Ticket
+from asyncrl.schema import Prompt, Trajectory
+
+COMMITTED = "committed"
+
+
+class Timelines:
+    """Composes the record of everything that ends, and passes it to the listeners. None of them may block or raise."""
+
+    def __init__(self, listeners: Sequence[Callable[[Record], None]] = ()) -> None:
+        self._listeners = listeners
+        self.seconds = 0.0
+        """Time that composing and listening took from the event loop so far."""
+        self._asked: float | None = None
+        self._last = ""
+
+    def group(
+        self,
+        ticket: Ticket,
+        task: str,
+        admitted: float,
+        siblings: Sequence[GenerationSession],
+        outcome: str,
+        played: Sequence[Trajectory] = (),
+    ) -> None:
+        """Record a group that was committed, or rejected for a reason; `played` are its trajectories if it was played
+        to its end."""
+        began, ended = time.perf_counter(), time.time()
+        rewards: list[float | None] = [one.total for one in played] or [None for _ in siblings]
+        episodes = _episodes(siblings, rewards, ended)
+        record = GroupTimeline(
+            ticket.uid, ticket.slot, ticket.attempt, task, "training", ticket.born, admitted, ended, outcome, episodes
+        )
+        if outcome == COMMITTED:
+            self._last = ticket.uid
+        self._tell(record, began)
+
+    def evaluated(
+        self, uid: str, prompt: Prompt, sessions: Sequence[GenerationSession], played: Sequence[Trajectory | Exception]
+    ) -> None:
+        """Record all attempts at a question of an evaluation."""
+        began, ended = time.perf_counter(), time.time()
+        rewards = [one.total if isinstance(one, Trajectory) else None for one in played]
+        admitted, born = sessions[0].activity.began, sessions[0].born
+        episodes = _episodes(sessions, rewards, ended)
+        outcome = COMMITTED if None not in rewards else "failed"
+        record = GroupTimeline(uid, -1, 0, prompt.task, "evaluation", born, admitted, ended, outcome, episodes)
+        self._tell(record, began)
+
+    def asked(self) -> None:
+        """Record that the trainer waits for the next batch; only the first call for a batch counts."""
+        self._asked = self._asked or time.time()
+
+    def taken(self, step: int, uids: list[str], *, waited: bool) -> None:
+        """Record the composition of a batch, which the trainer had to wait for or not."""
+        began, now = time.perf_counter(), time.time()
+        self._tell(BatchTimeline(step, self._asked or now, now, uids, self._last if waited else ""), began)
+        self._asked = None
+
+    def published(self, version: int, held: float) -> None:
+        """Record that every engine serves a version. Requests were held back since `held`."""
+        began, now = time.perf_counter(), time.time()
+        self._tell(PublishTimeline(version, held or now, now), began)
+
+    def _tell(self, record: Record, began: float) -> None:
+        for listener in self._listeners:
+            listener(record)
+        self.seconds += time.perf_counter() - began
+
+
+def _episodes(
+    siblings: Sequence[GenerationSession], rewards: Sequence[float | None], ended: float
+) -> list[EpisodeTimeline]:
+    return [
+        EpisodeTimeline(reward, one.received, one.activity.intervals(ended))
+        for one, reward in zip(siblings, rewards, strict=True)
+    ]

@@ -1,0 +1,69 @@
+"""Torch's compiler is imported only when something is compiled."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from asyncrl.backends.cpu import compiler
+
+ENGINE = """
+import sys, torch
+from asyncrl.backends.cpu import sglang_shim
+sglang_shim._without_compiler(torch)
+
+@torch.compile(dynamic=True)
+@torch._dynamo.allow_in_graph
+@torch.compiler.disable
+def double(x):
+    return 2 * x
+
+assert double(torch.ones(1)) == 2
+"""
+TRAINER = """
+import sys, torch
+from asyncrl.backends.cpu import megatron_shim
+assert megatron_shim.enable()
+import asyncrl.trainer.policy
+"""
+BOTH = """
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.AdamW([weight])
+torch.cat([weight, weight.to("meta").new_zeros(0, device="cpu")]).sum().backward()
+torch.cat([torch.empty(1, device="meta"), torch.empty(1, device="meta")])
+optimizer.step()
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+stub = torch._dynamo
+assert "torch._dynamo.convert_frame" not in sys.modules, "the compiler was imported"
+assert torch._dynamo.optimize.__module__ == "torch._dynamo.eval_frame"
+assert torch._dynamo is sys.modules["torch._dynamo"] is not stub
+assert stub.optimize is torch._dynamo.optimize
+"""
+
+
+@pytest.mark.parametrize("program", [ENGINE, TRAINER], ids=["engine", "trainer"])
+def test_a_process_on_a_cpu_imports_the_compiler_only_when_something_needs_it(program: str) -> None:
+    env = {**os.environ, "TORCHDYNAMO_DISABLE": "1" if program is ENGINE else "0"}
+    command = [sys.executable, "-c", program + BOTH]
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize("first", ["", "import torch._dynamo.utils\n", "import torch._dynamo.testing\n"])
+def test_a_trainer_on_a_cpu_can_still_compile(first: str) -> None:
+    """Whatever is imported first, no module exists twice."""
+    code = TRAINER + first + "assert torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(1)) == 2\n"
+    code += "from torch._dynamo import convert_frame, utils\n"
+    code += "assert utils.dynamo_timed is convert_frame.dynamo_timed and utils.__spec__.origin == utils.__file__"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_decorators_are_unchanged_with_and_without_arguments() -> None:
+    def function() -> None: ...
+
+    assert compiler.unchanged(function) is function
+    assert compiler.unchanged(dynamic=True)(function) is function

@@ -1,0 +1,201 @@
+"""Every moment of an episode is accounted for: what was done for it, its agent in between, and the wait at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.engine.client import GenerationClient
+from asyncrl.envs.env import EnvSpec
+from asyncrl.envs.pool import EnvironmentPool, PoolSettings
+from asyncrl.envs.tools.env import ToolEnv
+from asyncrl.errors import EpisodeFailed
+from asyncrl.observability.intervals import (
+    AGENT,
+    CURRENT,
+    DECODE,
+    ENVIRONMENT,
+    PREFILL,
+    QUEUED,
+    RETRY,
+    REWARD,
+    TOOL,
+    WAITING,
+    Activity,
+    Interval,
+    Ongoing,
+    request,
+)
+from tests.engine.asking import PROMPT, asked
+from tests.fakes import FakeEngine, completion, pieces, stream
+
+CALL = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+
+
+class Search:
+    """A tool that fails at its second call."""
+
+    name, description = "search", "Searches."
+
+    def __init__(self) -> None:
+        self.parameters: dict[str, Any] = {"type": "object", "properties": {}}
+        self.calls = 0
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        await asyncio.sleep(0.01)
+        self.calls += 1
+        if self.calls > 1:
+            raise OSError("the index is down")
+        return "found"
+
+
+class Searching(ToolEnv):
+    """An environment with this tool."""
+
+    def __init__(self) -> None:
+        super().__init__([Search()], on_fault="model")
+
+
+def inside(inner: Interval, outer: Interval) -> bool:
+    return outer.start <= inner.start <= inner.end <= outer.end
+
+
+def test_tools_nest_in_their_environment_and_faults_are_told_even_where_the_model_is_told_too() -> None:
+    async def play() -> list[Interval]:
+        activity = Activity()
+        CURRENT.set(activity)
+        pool = EnvironmentPool("shop", EnvSpec(f"{__name__}:Searching"), PoolSettings(concurrency=1))
+        async with pool() as env:
+            await env.reset({})  # type: ignore[misc]
+            for _ in range(2):
+                await asyncio.sleep(0.01)
+                assert activity.waits_for == "its agent"
+                await env.step(CALL)  # type: ignore[misc]
+        activity.finish()
+        await pool.close()
+        return activity.intervals(time.time())
+
+    found = [one for one in asyncio.run(play()) if one.seconds > 0.005]
+    assert [(one.phase, one.name) for one in found] == [
+        (AGENT, ""),
+        (ENVIRONMENT, "shop.step"),
+        (TOOL, "search"),
+        (AGENT, ""),
+        (ENVIRONMENT, "shop.step"),
+        (TOOL, "search"),
+    ]
+    assert inside(found[2], found[1])
+    assert inside(found[5], found[4])
+    assert [one.outcome for one in found] == [""] * 5 + ["tool: OSError: the index is down"]
+
+
+def test_outside_of_an_episode_nothing_is_recorded_and_what_fails_is_cut() -> None:
+    activity = Activity()
+    with pytest.raises(EpisodeFailed), activity.spent(REWARD, "math"):
+        raise EpisodeFailed("judge", "x" * 1000)
+    assert len(activity.closed[0].outcome) == 200
+    assert activity.open == []
+    with pytest.raises(OSError), activity.spent(TOOL, "näme \ud800"):
+        raise OSError("caf\xe9 \udcff")
+    assert (activity.closed[1].name, activity.closed[1].outcome) == ("näme ?", "café ?")
+    msgspec.msgpack.encode(activity.closed)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9), st.booleans()), max_size=6), st.floats(0, 12))
+def test_intervals_cover_an_episode_from_its_beginning_to_the_end_of_its_group(
+    spans: list[tuple[float, float, bool]], ended: float
+) -> None:
+    activity = Activity()
+    activity.began, activity.ended = 100.0, 100.0 + ended
+    for start, seconds, closed in spans:
+        if closed:
+            activity.closed.append(Interval(TOOL, 100 + start, 100 + start + seconds))
+        else:
+            activity.open.append(Ongoing(TOOL, 100 + start, "t"))
+    found = activity.intervals(120.0)
+    assert [one.start for one in found] == sorted(one.start for one in found)
+    covered = 100.0
+    for one in found:
+        assert one.start - covered <= 0.0011
+        covered = max(covered, one.end)
+    assert covered >= 119.99
+    assert sum(one.phase == WAITING for one in found) == (ended < 19.99)
+
+
+def test_decoding_is_split_at_the_publishes_between_its_versions() -> None:
+    one = Ongoing(PREFILL, 10.0, "guesser", first=12.0)
+    found = request(one, 20.0, [(3, 5), (4, 1), (5, 4)], {4: 13.0, 5: 11.0}, queued=1.5)
+    assert [(i.phase, i.start, i.end, i.version) for i in found] == [
+        (QUEUED, 10.0, 11.5, -1),
+        (PREFILL, 11.5, 12.0, -1),
+        (DECODE, 12.0, 13.0, 3),
+        (DECODE, 13.0, 13.0, 4),  # a publish that is told too early does not turn time back
+        (DECODE, 13.0, 20.0, 5),
+    ]
+    unknown = request(one, 20.0, [(3, 3), (4, 1)])
+    assert [(i.start, i.end) for i in unknown[1:]] == [(12.0, 18.0), (18.0, 20.0)]  # in proportion to the tokens
+    (refused,) = request(Ongoing(PREFILL, 10.0, ""), 11.0, outcome="503")
+    assert (refused.phase, refused.outcome) == (PREFILL, "503")
+
+
+def test_each_sibling_has_its_own_intervals_of_a_shared_request() -> None:
+    def answer(call: dict[str, Any]) -> bytes:
+        return stream(
+            event
+            for index in range(call["sampling_params"]["n"])
+            for event in pieces(completion(tokens=4, versions=(0, 1)), index, queue_time=0.5)
+        )
+
+    async def play(client: GenerationClient) -> list[list[Interval]]:
+        client.inflight.hold()
+        client.inflight.release(1)
+        sessions = [client.generate(group="g") for _ in range(2)]
+        await asyncio.gather(*(session(PROMPT) for session in sessions))
+        assert [session.activity.requests for session in sessions] == [1, 1]
+        return [session.activity.closed for session in sessions]
+
+    for found in asked(FakeEngine(answer), play):
+        assert [(one.phase, one.version) for one in found] == [(QUEUED, -1), (PREFILL, -1), (DECODE, 0), (DECODE, 1)]
+
+
+def test_a_broken_stream_is_two_requests_with_a_retry_between_them() -> None:
+    broken = iter([True])
+
+    def answer(call: dict[str, Any]) -> Any:
+        events = pieces(completion(tokens=4), size=2)
+        if next(broken, False):
+            return [stream(events[:1]).removesuffix(b"data: [DONE]\n\n"), httpx.ReadError("reset")]
+        return stream(pieces(completion(tokens=2)))
+
+    async def play(client: GenerationClient) -> list[Interval]:
+        session = client.generate()
+        await session(PROMPT)
+        return session.activity.closed
+
+    found = asked(FakeEngine(answer), play)
+    assert [one.phase for one in found] == [PREFILL, DECODE, RETRY, PREFILL, DECODE]
+    assert "reset" in found[1].outcome
+    assert found[2].name == found[1].outcome
+
+
+def test_siblings_that_are_cancelled_leave_no_open_request() -> None:
+    gate = asyncio.Event()
+
+    async def play(client: GenerationClient) -> list[Interval]:
+        session = client.generate()
+        asking = asyncio.ensure_future(session(PROMPT))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.sleep(0.05)
+        assert session.activity.open == []
+        return session.activity.closed
+
+    (found,) = asked(FakeEngine(lambda _: [gate]), play)
+    assert (found.phase, found.outcome) == (PREFILL, "cut off")
