@@ -301,12 +301,15 @@ class InFlight:
         if self._cache_key == "group":
             key = sessions[0].group if adapter is None else f"{sessions[0].group}-{key}"
         routed = {"return_routed_experts": True, "routed_experts_start_len": routed_from}
+        images: list[Any] = [data_url(png) for png in exchange.images]
+        if images and len(sessions) > 1:
+            images = [images]  # SGLang takes several samples for a batch, in which each prompt has a list of its own
         return {
             **self._fields,
             **(routed if self._routing and exchange.purpose == "training" else {}),
             **({"lora_path": name} if name else {}),
             "input_ids": token_ids,
-            **({"image_data": [data_url(png) for png in exchange.images]} if exchange.images else {}),
+            **({"image_data": images} if images else {}),
             "sampling_params": {
                 **self._sampling,
                 "max_new_tokens": exchange.limit - begun,

@@ -56,13 +56,14 @@ class HigherLower:
 
 class FindSquare:
     """Game of moving a blue square (l, r, u, d) onto a red one in `turns` moves; every turn shows a new image of the
-    grid. The reward is 1 for arriving. Other texts, and moves out of the grid, leave the square where it is."""
+    grid. The reward is 1 for arriving. Anything but a move ends the game, and costs `invalid` for each turn that is
+    left, so that every valid move is worth something; moves out of the grid leave the square where it is."""
 
     inline = True
     COLUMNS = 4
 
-    def __init__(self, *, turns: int = 6) -> None:
-        self._turns = turns
+    def __init__(self, *, turns: int = 6, invalid: float = -0.1) -> None:
+        self._turns, self._invalid = turns, invalid
 
     def question(self, index: int) -> Question:
         """Return the question of an index, from which both places follow."""
@@ -74,10 +75,16 @@ class FindSquare:
         """Start the game. Returns no messages: the question shows the grid."""
         (self._here, self._goal), self._left = question["places"], self._turns
 
+    def finish(self) -> float:
+        """Return the reward of an abandoned game: the turn of a truncated move is lost as well."""
+        return self._invalid * self._left
+
     def step(self, action: str) -> Step:
         """Move, and show the grid."""
         self._left -= 1
-        across, down = MOVES.get(action, (0, 0))
+        if action not in MOVES:
+            return Step(reward=self._invalid * self._left, done=True)
+        across, down = MOVES[action]
         x, y = self._here % self.COLUMNS + across, self._here // self.COLUMNS + down
         if x in range(self.COLUMNS) and y in range(self.COLUMNS):
             self._here = y * self.COLUMNS + x

@@ -60,13 +60,22 @@ def pixels(step: Step) -> Image.Image:
 def test_every_move_shows_where_the_square_is_and_arriving_wins() -> None:
     game = FindSquare(turns=4)
     game.reset({"places": [0, 6]})  # the goal is two to the right, and one down
-    moves = [game.step(action) for action in ("u", "rr", "r", "d")]
+    moves = [game.step(action) for action in ("u", "l", "r", "d")]
     assert [step.state for step in moves] == ["0", "0", "1", "5"]
     assert [step.done for step in moves] == [False, False, False, True]
     image = pixels(moves[-1])
     assert (image.getpixel((21, 21)), image.getpixel((35, 21))) == (BLUE, RED)
     game.reset({"places": [5, 6]})
     assert (game.step("r").reward, game.step("l").reward) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("action", ["", "rr", " r", "x"])
+def test_anything_but_a_move_ends_the_game_with_a_penalty_for_each_turn_that_is_left(action: str) -> None:
+    game = FindSquare(turns=4, invalid=-0.5)
+    game.reset({"places": [0, 6]})
+    assert not game.step("r").done
+    assert game.finish() == -1.5  # cut off in its second turn
+    assert game.step(action) == Step(reward=-1.0, done=True)
 
 
 def test_grids_are_functions_of_the_index() -> None:

@@ -169,16 +169,18 @@ def test_log_probabilities_are_those_of_transformers(fleet: Engines) -> None:
 
 
 def test_siblings_share_a_request_and_groups_with_other_images_do_not(fleet: Engines) -> None:
-    context, images = [*IMAGE, *ASK], [noise(3), noise(4)]
+    """One image, and two."""
+    images, second = [noise(3), noise(4)], noise(11)
 
     async def play(client: GenerationClient) -> None:
-        asking = [client.generate(group="same")(context, images=[image]) for image in images for _ in range(3)]
-        answers = await asyncio.gather(*asking)
-        assert await client.inflight.drained(5.0)
-        assert client.inflight.take_figures().requests == 2
-        for place, answer in enumerate(answers):
-            assert difference(fleet, context, [images[place // 3]], answer) < 1e-5
-            assert difference(fleet, context, [images[1 - place // 3]], answer) > 1e-3
+        for context, more in (([*IMAGE, *ASK], []), ([*IMAGE, *ASK, *IMAGE, *ASK], [second])):
+            asking = [client.generate(group="same")(context, images=[one, *more]) for one in images for _ in range(3)]
+            answers = await asyncio.gather(*asking)
+            assert await client.inflight.drained(5.0)
+            assert client.inflight.take_figures().requests == 2
+            for place, answer in enumerate(answers):
+                assert difference(fleet, context, [images[place // 3], *more], answer) < 1e-5
+                assert difference(fleet, context, [images[1 - place // 3], *more], answer) > 1e-3
 
     played(fleet, play)
 

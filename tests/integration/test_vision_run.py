@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 GAME = (
     *("task=find_square", "task.kind=tests.integration.noted_envs:Wandering", "task.agent_params.max_turns=3"),
-    *("rollout.max_new_tokens=4", "eval.questions=2"),
+    *("rollout.max_new_tokens=12", "eval.questions=2"),
 )
 SMALL = ("run.max_steps=4", "rollout.batch_groups=4", "rollout.group_size=4")
 
