@@ -141,6 +141,9 @@ class _Run:
         self._buffer = CohortBuffer(workload.batch_groups, setting.max_staleness, setting.lead, clock=lambda: self.now)
         self._engines = [SimulatedEngine(setting.shape) for _ in range(setting.engines)]
         self._open = dict.fromkeys(self._engines, 0)  # number of requests, as the router counts them
+        self._places = {engine: place for place, engine in enumerate(self._engines)}
+        self._due = [math.inf] * setting.engines  # time of each engine's next event
+        self._events: list[tuple[float, int]] = []  # (time, engine); entries that differ from _due are stale
         self._window = ConcurrencyWindow(workload.longest) if setting.in_play is None else None
         self._number = itertools.count()
         self._serial = itertools.count()
@@ -151,6 +154,7 @@ class _Run:
         self._training = self._draining = False
         self._asked_at = 0.0
         self._in_play = 0
+        self._size = len(workload.episodes(0))  # episodes of the latest group
         self._trained = self._busy = self._in_play_seconds = 0.0
         if self._window:
             self._observe()
@@ -178,8 +182,10 @@ class _Run:
 
     def _step(self) -> None:
         """Process the next event."""
-        engine = min(self._engines, key=SimulatedEngine.next_time)
-        due, timer = engine.next_time(), self._timers[0][0] if self._timers else math.inf
+        while self._events and self._events[0][0] != self._due[self._events[0][1]]:
+            heapq.heappop(self._events)
+        due, place = self._events[0] if self._events else (math.inf, 0)
+        timer = self._timers[0][0] if self._timers else math.inf
         time = min(due, timer)
         if time == math.inf:
             raise RuntimeError(f"the simulation cannot continue: {self._buffer.waiting_for()}")
@@ -188,17 +194,26 @@ class _Run:
         if timer <= due:
             heapq.heappop(self._timers)[2]()
         else:
-            for job in engine.advance(time):
+            for job in self._engines[place].advance(time):
                 self._written(job)
+            self._expect(self._engines[place])
+
+    def _expect(self, engine: SimulatedEngine) -> None:
+        """Note when an engine's next event is due, after every call that may change it."""
+        place, time = self._places[engine], engine.next_time()
+        if time != self._due[place]:
+            self._due[place] = time
+            if time < math.inf:
+                heapq.heappush(self._events, (time, place))
 
     # -- rollouts ------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        size = len(self.workload.episodes(0))
-        while self._may_start(size) and (ticket := self._buffer.admit()):
+        while self._may_start(self._size) and (ticket := self._buffer.admit()):
             episodes = self.workload.episodes(next(self._number))
             engine = min(self._open, key=self._open.__getitem__)  # like the router: the engine with the fewest requests
             size, tokens = len(episodes), sum(one.tokens for one in episodes)
+            self._size = size
             playing = _Playing(ticket, size, size, tokens, engine, -1, size)
             self._in_play += size
             if self._window:
@@ -229,6 +244,7 @@ class _Run:
         self._jobs[job] = (playing, episode, number)
         self._open[playing.engine] += number > 0
         playing.engine.submit(job, self.now)
+        self._expect(playing.engine)
 
     def _began(self, playing: _Playing) -> None:
         if playing.born < 0:
@@ -299,11 +315,13 @@ class _Run:
     def _publish(self) -> None:
         for engine in self._engines:
             engine.pause(self.now)
+            self._expect(engine)
         self._at(self.now + self.setting.pause, self._published)
 
     def _published(self) -> None:
         for engine in self._engines:
             engine.resume(self.now)
+            self._expect(engine)
         self._training = False
         self._asked_at = self.now
         self._buffer.publish(self._buffer.version + 1)
