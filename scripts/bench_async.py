@@ -38,9 +38,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from asyncrl.config import Config, read
 from asyncrl.launch.machine import count_gpus
 from asyncrl.planner.engine import EngineShape
+from asyncrl.planner.laws import bottleneck_bound
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Setting, SimulatedWorkload, SimulationResult, simulate
-from asyncrl.planner.sizing import bottleneck_bound
 from scripts import machine
 from scripts.dilated_run import DilatedRun, Measured
 

@@ -1,13 +1,16 @@
-"""No simulated run is faster than its resources allow, and a good one comes close."""
+"""No simulated run is faster than its resources allow, and the laws say how fast it is."""
 
 from __future__ import annotations
+
+import statistics
 
 import pytest
 
 from asyncrl.planner.engine import EngineShape
+from asyncrl.planner.laws import LengthSample, bottleneck_bound, engines_bound, predict, trainer_bound
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Setting, SimulatedWorkload, simulate
-from asyncrl.planner.sizing import bottleneck_bound, engines_bound, trainer_bound
+from scripts.bench_planner import law_errors
 
 
 def test_the_published_calibration() -> None:
@@ -32,3 +35,53 @@ def test_slack_everywhere_reaches_the_bound_and_nothing_exceeds_it() -> None:
         shares.append(found.tokens_per_s / bound)
     assert max(shares) > 0.93
     assert shares.index(max(shares)) + 1 == engines
+
+
+def test_laws_agree_with_the_simulation() -> None:
+    """The full grid is that of scripts/bench_planner.py."""
+    errors = law_errors(16, 60)
+    assert statistics.median(errors) <= 0.05
+    assert errors[int(0.9 * len(errors))] <= 0.15
+
+
+A = Lengths(8000, 0.9, 27_000, 16)
+PUBLISHED = [(22, 4, 4, 2.75), (20, 8, 8, 3.44), (24, 2, 2, 1.89), (20, 1, 1, 1.46), (20, 8, 4, 3.02)]
+"""Rows of the published simulation of 32 devices: engines, bound, lead, throughput over the synchronous run's."""
+
+
+@pytest.mark.parametrize(("engines", "bound", "lead", "ratio"), PUBLISHED)
+def test_published_ratios_to_the_synchronous_run(engines: int, bound: int, lead: int, ratio: float) -> None:
+    workload, sample = SimulatedWorkload(A.episodes(), 128), LengthSample.of(A.group, 1024)
+    shape = EngineShape(0.012, 0.00012, 256)
+    apart = Setting(engines, 10_000.0 * (32 - engines), bound, lead, 6.0, 3.0, in_play=0, shape=shape)
+    turns = Setting(32, 320_000.0, 0, 0, 6.0, 15.0, in_play=0, shape=shape)
+    synchronous = predict(sample, workload, turns)
+    assert 2048 / synchronous.samples_per_s == pytest.approx(461, rel=0.1)
+    assert predict(sample, workload, apart).samples_per_s / synchronous.samples_per_s == pytest.approx(ratio, rel=0.1)
+
+
+def test_the_law_that_binds_is_named_and_staleness_is_the_lead_less_what_waits() -> None:
+    shape, lengths = EngineShape(0.01, 0.0005, 16), Lengths(100, 0.5, 400, 4)
+    workload, sample = SimulatedWorkload(lengths.episodes(), 8), LengthSample.of(lengths.group)
+
+    def found(bound: int, lead: int, rate: float) -> tuple[str, float, float]:
+        setting = Setting(1, rate, bound, lead, in_play=0, shape=shape)
+        law = predict(sample, workload, setting)
+        return law.binds, law.staleness, simulate(workload, setting, 60, 20).staleness_mean
+
+    assert found(4, 4, 200.0)[:2] == ("trainer", 4.0)
+    assert found(2, 2, 1e9)[0] == "engines"
+    assert found(0, 0, 1e9)[0] == "order"
+    _, said, simulated = found(8, 8, 1e9)
+    assert said == pytest.approx(simulated, abs=0.5)
+    assert simulated < 7
+
+
+@pytest.mark.parametrize("in_play", [32, 64, 128])
+def test_a_limit_of_concurrency_lowers_throughput_and_staleness_as_simulated(in_play: int) -> None:
+    lengths = Lengths(400, 0.9, 3000, 4)
+    workload, sample = SimulatedWorkload(lengths.episodes(), 16), LengthSample.of(lengths.group)
+    setting = Setting(2, 1e9, 8, 4, in_play=in_play, shape=EngineShape(0.01, 0.0005, 32))
+    law, simulated = predict(sample, workload, setting), simulate(workload, setting, 60, 20)
+    assert law.tokens_per_s == pytest.approx(simulated.tokens_per_s, rel=0.1)
+    assert law.staleness == pytest.approx(simulated.staleness_mean, abs=1.0)
