@@ -27,6 +27,7 @@ OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./(?!reference/)[^)#]+)(?:#[^)]*)?\)")
 COMMANDS = {
     "asyncrl-train": "trains, records, replays and checks; `--help` lists every [setting](settings.md)",
     "asyncrl-engines": "adds engines to a running run, and takes them away ([engines](../engines.md))",
+    "asyncrl-plan": "chooses the split of GPUs, lead and bound ([planning](../planning.md))",
     "asyncrl-inspect": "shows a recorded run in the terminal, or as a page ([records](../records.md))",
     "asyncrl-watch": "serves a live page of runs from their files ([observability](../observability.md))",
     "asyncrl-convert": "converts weights between the formats of Megatron and HF ([conversion](../conversion.md))",

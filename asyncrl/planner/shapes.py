@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from asyncrl.models.architectures import megatron_arguments, rope
+from asyncrl.models.vision import tower_parameters
 from asyncrl.parallel import PipelineSplit
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -111,6 +113,44 @@ class Shape:
     def key_shards(self, layout: ParallelLayout) -> int:
         """Return the number of parts of the keys, of which each tensor-parallel rank holds one."""
         return layout.tensor if self.latent else min(layout.tensor, self.cache_heads)
+
+
+def shape_of(hf: dict[str, Any]) -> Shape:
+    """Return the shape of a model of a family that the trainer knows; `hf` is config.json. Raises ConfigError or
+    KeyError for other families."""
+    family = megatron_arguments(hf)
+    heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
+    width = hf.get("head_dim") or hidden // heads
+    queries, values = heads * width, hf.get("num_key_value_heads", heads) * width
+    keys, cached, parts, rotated = values, 2 * values, values // width, round(width * rope(hf)["partial_rotary_factor"])
+    latent = 0
+    if family.get("multi_latent_attention"):
+        queries = keys = heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
+        values = heads * hf["v_head_dim"]
+        rotated = hf["qk_rope_head_dim"]
+        cached, parts = hf["kv_lora_rank"] + rotated, 1
+        latent = hf["kv_lora_rank"] + (hf.get("q_lora_rank") or 0)
+    return Shape(
+        layers=hf["num_hidden_layers"],
+        hidden=hidden,
+        queries=queries,
+        keys=keys,
+        values=values,
+        inner=hf["intermediate_size"],
+        vocab=hf["vocab_size"],
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        rotated=rotated,
+        latent=latent,
+        normed=bool(family.get("qk_layernorm")),
+        sparse=sum(family.get("moe_layer_freq", [])),
+        experts=family.get("num_moe_experts") or 0,
+        chosen=family.get("moe_router_topk", 0),
+        expert_inner=family.get("moe_ffn_hidden_size", 0),
+        shared_inner=family.get("moe_shared_expert_intermediate_size") or 0,
+        cached=cached,
+        cache_heads=parts,
+        tower=tower_parameters(hf),
+    )
 
 
 class RankParameters(NamedTuple):

@@ -10,9 +10,9 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.launch.preflight.model_files import read_model
-from asyncrl.launch.preflight.shapes import layout_of, shape_of, training_of
+from asyncrl.launch.preflight.shapes import layout_of, training_of
 from asyncrl.planner import memory as planner
-from asyncrl.planner.shapes import counted
+from asyncrl.planner.shapes import counted, shape_of
 from tests.cuda_stub.fake import MODE
 
 STATE = ("weights", "frozen base", "gradients", "masters", "moments", "frozen weights", "gather buffer")

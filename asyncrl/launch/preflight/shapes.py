@@ -7,52 +7,12 @@ from typing import Any
 from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.config.adapters import engine_slots
 from asyncrl.config.lora import LoraConfig
-from asyncrl.models.architectures import megatron_arguments, rope
-from asyncrl.models.vision import tower_parameters
 from asyncrl.planner.activations import Recompute, Training
 from asyncrl.planner.adapters import Adapters
-from asyncrl.planner.shapes import ParallelLayout, Shape
+from asyncrl.planner.shapes import ParallelLayout
 
 LATENT_DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
 """Down projections of latent attention, which TransformerEngine's layers do not share over tensor-parallel ranks."""
-
-
-def shape_of(hf: dict[str, Any]) -> Shape:
-    """Return the shape of a model of a family that the trainer knows; `hf` is config.json. Raises ConfigError or
-    KeyError for other families."""
-    family = megatron_arguments(hf)
-    heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
-    width = hf.get("head_dim") or hidden // heads
-    queries, values = heads * width, hf.get("num_key_value_heads", heads) * width
-    keys, cached, parts, rotated = values, 2 * values, values // width, round(width * rope(hf)["partial_rotary_factor"])
-    latent = 0
-    if family.get("multi_latent_attention"):
-        queries = keys = heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
-        values = heads * hf["v_head_dim"]
-        rotated = hf["qk_rope_head_dim"]
-        cached, parts = hf["kv_lora_rank"] + rotated, 1
-        latent = hf["kv_lora_rank"] + (hf.get("q_lora_rank") or 0)
-    return Shape(
-        layers=hf["num_hidden_layers"],
-        hidden=hidden,
-        queries=queries,
-        keys=keys,
-        values=values,
-        inner=hf["intermediate_size"],
-        vocab=hf["vocab_size"],
-        tied=bool(hf.get("tie_word_embeddings", False)),
-        rotated=rotated,
-        latent=latent,
-        normed=bool(family.get("qk_layernorm")),
-        sparse=sum(family.get("moe_layer_freq", [])),
-        experts=family.get("num_moe_experts") or 0,
-        chosen=family.get("moe_router_topk", 0),
-        expert_inner=family.get("moe_ffn_hidden_size", 0),
-        shared_inner=family.get("moe_shared_expert_intermediate_size") or 0,
-        cached=cached,
-        cache_heads=parts,
-        tower=tower_parameters(hf),
-    )
 
 
 def layout_of(trainer: TrainerConfig) -> ParallelLayout:
