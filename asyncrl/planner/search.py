@@ -1,0 +1,200 @@
+"""Search for the split of GPUs between engines and trainer, lead, bound and concurrency: all by the laws, the best few
+in the simulation, under several seeds. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from asyncrl.errors import ConfigError
+from asyncrl.planner.engine import EngineShape
+from asyncrl.planner.laws import LengthSample, Prediction, predict
+from asyncrl.planner.simulation import Setting, SimulatedWorkload, SimulationResult, simulate
+
+NEAR = 0.02
+"""Difference in throughput below which the plan with less staleness is preferred."""
+FULL = 1.25
+"""Requests in flight, relative to what full batches of the engines take, that keep the batches full."""
+EPISODES = 200_000
+"""Episodes of a simulation beyond which it is not made longer."""
+BOUNDS = (0, 1, 2, 4, 8, 16, 32)
+"""Values of rollout.max_staleness that are considered."""
+
+
+@dataclass(frozen=True)
+class GpuSplit:
+    """GPUs of engines and trainer, and the speed of both."""
+
+    engines: int
+    engine_gpus: int
+    trainers: int
+    """GPUs of the trainer."""
+    shape: EngineShape
+    train_rate: float
+    """Tokens per second of the whole trainer."""
+    train_fixed: float = 0.0
+    pause: float = 0.0
+    colocated: bool = False
+    """Whether engines and trainer use the same GPUs in turns."""
+    overrides: tuple[str, ...] = ()
+    """Further settings of the layout."""
+    memory: dict[str, float] = field(default_factory=dict)
+    """Bytes on a GPU of the trainer and of an engine; empty if no model is given."""
+
+    def setting(self, bound: int, lead: int, in_play: int = 0) -> Setting:
+        """Return the setting that the laws and the simulation take."""
+        return Setting(
+            self.engines,
+            self.train_rate,
+            bound,
+            lead,
+            train_fixed=self.train_fixed,
+            pause=self.pause,
+            in_play=in_play,
+            shape=self.shape,
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A split with a setting, what the laws say about it, and its simulations."""
+
+    split: GpuSplit
+    setting: Setting
+    law: Prediction
+    batch_groups: int
+    siblings: int
+    simulated: Sequence[SimulationResult] = ()
+    """One for each seed."""
+
+    @property
+    def batch(self) -> int:
+        """Return the episodes of a batch."""
+        return self.batch_groups * self.siblings
+
+    @property
+    def rates(self) -> list[float]:
+        """Return the episodes per second of each simulation, or of the laws if there is none."""
+        return [self.batch / one.step for one in self.simulated] or [self.law.samples_per_s]
+
+    @property
+    def rate(self) -> float:
+        """Return the expected episodes per second."""
+        return statistics.fmean(self.rates)
+
+    @property
+    def spread(self) -> float:
+        """Return the standard deviation over seeds, as a fraction."""
+        return statistics.stdev(self.rates) / self.rate if len(self.rates) > 1 else 0.0
+
+    @property
+    def law_error(self) -> float:
+        """Return how far the laws are off the simulation, as a fraction."""
+        return self.law.samples_per_s / self.rate - 1
+
+    @property
+    def staleness(self) -> float:
+        """Return the expected mean staleness."""
+        simulated = [one.staleness_mean for one in self.simulated]
+        return statistics.fmean(simulated) if simulated else self.law.staleness
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Result of a search."""
+
+    best: Candidate
+    others: Sequence[Candidate]
+    colocated: Candidate | None
+    """The synchronous run on the same GPUs in turns."""
+    laws: Sequence[Candidate]
+    """All splits and settings, by the laws alone."""
+    more_engine: float
+    """Episodes per second that one more GPU of engines adds, by the laws."""
+    more_trainer: float
+
+    @property
+    def synchronous(self) -> bool:
+        """Return whether the colocated synchronous run is at least as fast."""
+        return self.colocated is not None and self.colocated.rate >= self.best.rate
+
+
+def search(
+    splits: Sequence[GpuSplit],
+    workload: Callable[[int], SimulatedWorkload],
+    max_staleness: int,
+    *,
+    few: int = 4,
+    seeds: int = 3,
+) -> Plan:
+    """Search all splits and settings up to a bound; `workload` returns the workload of a seed. The best `few` are
+    simulated (0: none). Raises ConfigError if there is no split."""
+    if not any(not split.colocated for split in splits):
+        raise ConfigError("gpus", 1, "Trainer and engines need GPUs of their own: at least one each.")
+    first = workload(0)
+    sample = LengthSample.of(first.episodes)
+
+    def weigh(split: GpuSplit, setting: Setting) -> Candidate:
+        law = predict(sample, first, setting)
+        return Candidate(split, setting, law, first.batch_groups, sample.tokens.shape[1])
+
+    def play(candidate: Candidate) -> Candidate:
+        warm = 2 + 2 * candidate.setting.max_staleness
+        steps = max(4, min(6 + warm, EPISODES // candidate.batch))
+        runs = [simulate(workload(seed), candidate.setting, steps, warm) for seed in range(seeds)]
+        return replace(candidate, simulated=runs)
+
+    apart = [
+        weigh(split, setting)
+        for split in splits
+        if not split.colocated
+        for setting in _settings(split, max_staleness, first, sample)
+    ]
+    ranked = _ranked(apart)
+    firsts: dict[tuple[int, int], Candidate] = {}  # the best setting of each split
+    for one in ranked:
+        firsts.setdefault((one.split.engine_gpus, one.split.engines), one)
+    tried = list(firsts.values())[: few or 4]
+    best = _ranked([play(one) for one in tried] if few else tried)
+    turns = [weigh(split, split.setting(0, 0)) for split in splits if split.colocated]
+    colocated = max(turns, key=lambda one: one.rate, default=None)
+    return Plan(
+        best[0],
+        best[1:],
+        play(colocated) if few and colocated else colocated,
+        apart,
+        *_more(best[0], weigh),
+    )
+
+
+def _settings(split: GpuSplit, max_staleness: int, first: SimulatedWorkload, sample: LengthSample) -> Iterator[Setting]:
+    """Yield bounds, leads, and limits of concurrency: none, and what keeps the engines full."""
+    siblings = sample.tokens.shape[1]
+    full = math.ceil(FULL * split.engines * split.shape.max_running / sample.kappa / siblings)
+    for bound in sorted({*(one for one in BOUNDS if one < max_staleness), max_staleness}):
+        for lead in sorted({bound, math.ceil(bound / 2), min(1, bound)}):
+            yield split.setting(bound, lead)
+            if full < lead * first.batch_groups:
+                yield split.setting(bound, lead, full * siblings)
+
+
+def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Sort by throughput; first those within NEAR of the fastest, by staleness."""
+    near = (1 - NEAR) * max(one.rate for one in candidates)
+
+    def key(one: Candidate) -> tuple[bool, float, float, float]:
+        if one.rate < near:
+            return True, -one.rate, 0, 0
+        return False, round(one.staleness, 1), one.setting.max_staleness, -one.rate
+
+    return sorted(candidates, key=key)
+
+
+def _more(best: Candidate, weigh: Callable[[GpuSplit, Setting], Candidate]) -> tuple[float, float]:
+    """Return what one more GPU of engines and one more of the trainer add, by the laws."""
+    split, setting, now = best.split, best.setting, best.law.samples_per_s
+    engines = weigh(split, replace(setting, engines=split.engines + 1)).rate
+    trainer = weigh(split, replace(setting, train_rate=split.train_rate * (1 + 1 / split.trainers))).rate
+    return (engines - now) / split.engine_gpus, trainer - now

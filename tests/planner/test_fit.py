@@ -1,0 +1,94 @@
+"""A plan from a recorded run uses the numbers that the run was made with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl.errors import RecordError
+from asyncrl.observability import timeline
+from asyncrl.observability.intervals import DECODE, PREFILL, TOOL, Interval
+from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
+from asyncrl.planner import inputs
+from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
+from asyncrl.planner.fit import fit
+from asyncrl.planner.lengths import Lengths
+from scripts import sizes
+
+SHAPE = EngineShape(0.02, 0.001, 64)
+LENGTHS = Lengths(300, 0.8, 4096, 8, alike=0.5)
+GROUPS, RATE, FIXED, PAUSE, TOOL_SECONDS = 240, 500.0, 2.0, 0.7, 3.0
+
+
+def generated() -> list[GroupTimeline]:
+    """Groups as one simulated engine generates them, at a concurrency that grows; odd ones end with a tool and one more
+    token."""
+    engine, now, left, found = SimulatedEngine(SHAPE), 0.0, {}, []
+    number = 0
+    while number < GROUPS or left:
+        while number < GROUPS and len(left) < 2 + number // 5:
+            for episode in LENGTHS.group(number):
+                job = SimulatedRequest(episode.tokens - 1)
+                left[job] = (number, now)
+                engine.submit(job, now)
+            number += 1
+        now = engine.next_time()
+        for job in engine.advance(now):
+            group, began = left.pop(job)
+            found.append((group, job.tokens, began, now))
+    by_group: dict[int, list[EpisodeTimeline]] = {}
+    for group, tokens, began, ended in found:
+        spans = [Interval(PREFILL, began, began), Interval(DECODE, began, ended)]
+        if group % 2:
+            later = ended + TOOL_SECONDS
+            spans += [Interval(TOOL, ended, later), Interval(PREFILL, later, later), Interval(DECODE, later, later)]
+        by_group.setdefault(group, []).append(EpisodeTimeline(0.0, int(tokens) + 1 + group % 2, spans))
+    return [
+        GroupTimeline(f"g{group}", group, 0, "t", "training", 0, 0.0, 1.0, "committed", episodes)
+        for group, episodes in sorted(by_group.items())
+    ]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    config = sizes.load("experiment=qwen3_8b", values=["engine.count=1", "trainer.data_parallel=2"])
+    (tmp_path / "config.json").write_text(config.model_dump_json(by_alias=True))
+    steps = []
+    for step in range(12):
+        tokens = 60_000 + 8_000 * (step % 4)
+        busy = tokens / RATE + FIXED
+        steps.append(
+            {"time/step": busy + 4 + PAUSE, "time/wait_batch": 4, "time/pause": PAUSE, "tokens/trained": tokens}
+        )
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+    return tmp_path
+
+
+def test_fit_returns_what_the_run_was_made_with(run: Path) -> None:
+    writer, groups = timeline.writer(run, timeline.ROLLOUT), generated()
+    for group in groups:
+        writer.write(group)
+    writer.close()
+    found = fit(run)
+    assert found["per_token"] == pytest.approx(SHAPE.per_token, rel=0.1)
+    assert found["per_request"] == pytest.approx(SHAPE.per_request, rel=0.1)
+    # all tokens of an episode count, and those without a signal cost nothing: the rate is of episodes' tokens
+    batch = 64 * 8 * sum(one.tokens for group in groups for one in group.episodes) / (GROUPS * 8)
+    trained = 60_000 + 8_000 * 1.5
+    assert found["train_rate"] * 4 == pytest.approx(RATE * batch / trained, rel=0.02)
+    assert found["train_fixed"] == pytest.approx(FIXED, rel=0.05)
+    assert found["pause"] == pytest.approx(PAUSE)
+    assert found["mean"] == pytest.approx(300, rel=0.1)
+    assert found["sigma"] == pytest.approx(0.8, rel=0.1)
+    assert found["alike"] == pytest.approx(0.5, abs=0.1)
+    assert found["turns"] == pytest.approx(1.5)
+    assert found["tool_seconds"] == pytest.approx(TOOL_SECONDS)
+    assert (found["gpus"], found["engine_gpus"], found["trainer_gpus"]) == (5, 1, 2)
+    assert inputs.splits(inputs.parse(found | {"gpus": 8}))
+
+
+def test_run_without_timelines_says_what_is_missing(run: Path) -> None:
+    with pytest.raises(RecordError, match=r"metrics\.timeline=true"):
+        fit(run)
