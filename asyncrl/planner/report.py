@@ -65,7 +65,7 @@ def findings(plan: Plan) -> Iterator[str]:
             "Inputs that are wrong weigh more."
         )
     else:
-        yield "Nothing was simulated: the laws alone are typically within 5 %, at worst some 20 %."
+        yield "Nothing was simulated: the laws alone are usually within 5 %, but can be far off (docs/planning.md)."
 
 
 def chosen(plan: Plan) -> Candidate:
