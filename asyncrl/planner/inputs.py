@@ -170,7 +170,7 @@ def _overridden(shape: EngineShape, given: PlanInput) -> EngineShape:
 # -- a model ------------------------------------------------------------------------------------------------------
 
 LAYOUTS = sorted(
-    ((t, p, e) for t in (1, 2, 4, 8) for p in (1, 2, 4, 8, 16) for e in (1, 8) if t * p <= 64),
+    ((t, p, e) for t in (1, 2, 4, 8) for p in (1, 2, 4, 8, 16) for e in (1, 8, 64) if t * p <= 64),
     key=lambda layout: (layout[0] * layout[1], layout[1], layout[2]),
 )
 """Tensor, pipeline and expert parallelism of the trainer, in the order in which they are tried."""
@@ -189,9 +189,10 @@ def _of_model(given: PlanInput) -> Iterator[GpuSplit]:
         engine, parts = _engine(given, weights, shape, tensor, hardware)
         layout, training, least = _trainer_that_fits(given, weights, shape, tensor, hardware)
         copy = layout.tensor * layout.pipeline
-        for trainers in (*_shares(given.gpus, tensor, copy), given.gpus):
+        step = math.lcm(copy, layout.pipeline * layout.expert)
+        for trainers in (*_shares(given.gpus, tensor, step), given.gpus):
             now = replace(layout, data=trainers // copy)
-            if trainers < least * copy or trainers % copy or now.tensor * now.data % now.expert:
+            if trainers < least * copy or trainers % step:
                 continue
             rank, colocated = memory.trainer_rank(weights, shape, now, training), trainers == given.gpus
             if colocated:
@@ -269,14 +270,15 @@ def _engine(
 def _trainer_that_fits(
     given: PlanInput, weights: list[Weight], shape: Shape, engine: int, hardware: Hardware
 ) -> tuple[ParallelLayout, Training, int]:
-    """Return the layout with the fewest GPUs per copy of the weights that fits, at best without recomputing activations
-    and inside of a machine, and how many copies it takes."""
+    """Return the layout with the fewest GPUs per copy of the weights that fits on half of the GPUs, at best without
+    recomputing activations and inside of a machine, and how many copies it takes; if there is none, on all GPUs."""
     longest = max(MICRO_BATCH, round(given.prompt + given.longest))
-    for recompute, (tensor, pipeline, expert) in itertools.product(("none", "full"), LAYOUTS):
-        copy, most = tensor * pipeline, (given.gpus - engine) // (tensor * pipeline)
+    for part, recompute, (tensor, pipeline, expert) in itertools.product((2, 1), ("none", "full"), LAYOUTS):
+        copy, each = tensor * pipeline, expert // math.gcd(expert, tensor)
+        most = (given.gpus - engine) // (copy * each * part) * each
         if not most or shape.layers % pipeline or (given.trainer_gpus or copy) != copy:
             continue
-        if (expert > 1) > bool(shape.experts) or tensor * most % expert or (recompute == "none" and copy > 8):
+        if (expert > 1 and (not shape.experts or shape.experts % expert)) or (recompute == "none" and copy > 8):
             continue
         training = Training(DTYPE, longest, LOGIT_ROWS, bucket=BUCKET, fused_norms=True, recompute=Recompute(recompute))
         layout = ParallelLayout(tensor, pipeline, data=most, expert=expert, sequence=tensor > 1)
@@ -289,7 +291,9 @@ def _trainer_that_fits(
 
         if fits(most):
             return layout, training, _fewest(fits, most)
-    raise ConfigError("gpus", given.gpus, "The trainer does not fit: add GPUs, or shorten `longest`.")
+    raise ConfigError(
+        "gpus", given.gpus, "The trainer fits in no layout that is tried: add GPUs, or shorten `longest`."
+    )
 
 
 def _fewest(fits: Callable[[int], bool], most: int) -> int:
@@ -302,12 +306,12 @@ def _overrides(layout: ParallelLayout, training: Training, tensor: int, engine: 
     yield f"trainer.tensor_parallel={layout.tensor}"
     yield f"trainer.sequence_parallel={str(layout.sequence).lower()}"
     yield f"trainer.pipeline_parallel={layout.pipeline}"
+    yield f"trainer.context_parallel={layout.context}"
     yield f"trainer.data_parallel={layout.data}"
     if layout.expert > 1:
         yield f"trainer.expert_parallel={layout.expert}"
         yield f"trainer.expert_tensor_parallel={layout.expert_tensor}"
-    if training.recompute.granularity != "none":
-        yield f"trainer.recompute.granularity={training.recompute.granularity}"
+    yield f"trainer.recompute.granularity={training.recompute.granularity}"
     yield f"engine.tensor_parallel={tensor}"
     yield f"engine.max_running_requests={engine.max_running}"
     yield f"engine.max_total_tokens={int(engine.kv_tokens)}"
