@@ -13,7 +13,7 @@ from asyncrl.observability.intervals import DECODE, PREFILL, TOOL, Interval
 from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
 from asyncrl.planner import inputs
 from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
-from asyncrl.planner.fit import fit
+from asyncrl.planner.fit import engine_times, fit
 from asyncrl.planner.lengths import Lengths
 from scripts import sizes
 
@@ -74,6 +74,7 @@ def test_fit_returns_what_the_run_was_made_with(run: Path) -> None:
     found = fit(run)
     assert found["per_token"] == pytest.approx(SHAPE.per_token, rel=0.1)
     assert found["per_request"] == pytest.approx(SHAPE.per_request, rel=0.1)
+    assert engine_times(groups, 2)[1] == pytest.approx(2 * found["per_request"])  # half as many requests in each
     # all tokens of an episode count, and those without a signal cost nothing: the rate is of episodes' tokens
     batch = 64 * 8 * sum(one.tokens for group in groups for one in group.episodes) / (GROUPS * 8)
     trained = 60_000 + 8_000 * 1.5

@@ -85,3 +85,12 @@ def test_a_limit_of_concurrency_lowers_throughput_and_staleness_as_simulated(in_
     law, simulated = predict(sample, workload, setting), simulate(workload, setting, 60, 20)
     assert law.tokens_per_s == pytest.approx(simulated.tokens_per_s, rel=0.1)
     assert law.staleness == pytest.approx(simulated.staleness_mean, abs=1.0)
+
+
+def test_with_slack_the_lead_limits_what_is_in_flight_as_simulated() -> None:
+    lengths = Lengths(400, 0.6, 3000, 4)
+    workload, sample = SimulatedWorkload(lengths.episodes(), 16), LengthSample.of(lengths.group)
+    setting = Setting(4, 1e9, 8, 1, in_play=0, shape=EngineShape(0.01, 0.0005, 64))
+    law = predict(sample, workload, setting)
+    assert law.binds == "concurrency"
+    assert law.tokens_per_s == pytest.approx(simulate(workload, setting, 60, 20).tokens_per_s, rel=0.1)
