@@ -120,6 +120,7 @@ def _row(one: Candidate) -> dict[str, Any]:
         "running_episodes": setting.in_play or None,
         "samples_per_s": one.rate,
         "spread": one.spread,
+        "simulated": bool(one.simulated),
         "law_samples_per_s": one.law.samples_per_s,
         "trainer_busy": statistics.fmean(run.trainer_busy for run in runs),
         "engines_busy": statistics.fmean(run.engines_busy for run in runs),
@@ -137,7 +138,7 @@ def _cells(name: str, row: dict[str, Any]) -> list[str]:
         f"{row['engines']} x {row['engine_gpus']}",
         str(row["trainer_gpus"]),
         f"{row['max_staleness']}, {row['lead']}",
-        f"{row['samples_per_s']:.4g} ± {row['spread']:.1%}",
+        f"{row['samples_per_s']:.4g}" + (f" ± {row['spread']:.1%}" if row["simulated"] else ""),
         f"{row['law_samples_per_s']:.4g}",
         f"{row['trainer_busy']:.0%}",
         f"{row['engines_busy']:.0%}",
@@ -167,10 +168,8 @@ def svg(plan: Plan) -> str:
         parts.append(f'<path d="M{MARGIN} {y:.1f}H{WIDTH - MARGIN}" stroke="#ddd"/>')
     for (bound, points), colour in zip(sorted(lines.items()), COLOURS * 2, strict=False):
         path = " ".join("{:.1f},{:.1f}".format(*place(*point)) for point in sorted(points.items()))
-        x, y = place(*max(points.items()))
-        parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{colour}"/>' + _text(x + 30, y + 4, f"bound {bound}")
-        )
+        x, y = place(*max(points.items(), key=lambda point: point[1]))  # the ends of the lines meet
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}"/>' + _text(x, y - 6, f"bound {bound}"))
     for one in dots:
         x, y = place(one.split.engines * one.split.engine_gpus, one.rate)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
