@@ -13,6 +13,8 @@ SIZED = {
     "qwen3_8b": Case("qwen3"),
     "qwen3_8b_lora": Case("qwen3"),
     "qwen3_32b_qlora": Case("qwen3"),
+    "qwen2_5_vl_7b": Case("qwen3"),  # the text side alone, in the experiment's layout
+    "qwen3_vl_8b": Case("qwen3"),
     "qwen3_30b_a3b": Case("qwen3_moe", fields={"num_experts": 16, "num_experts_per_tok": 4}),
     "qwen3_235b_a22b": Case("qwen3_moe", layers=2, fields={"num_experts": 128, "num_experts_per_tok": 8}),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,19 +66,21 @@ def write_model(folder: Path, case: Case, dtype: str) -> None:
     write_random_model(folder, kind, **shape | case.sizes, fields=case.fields, seed=0, dtype=dtype, max_positions=512)
 
 
-def batch(version: int, count: int, length: int) -> Batch:
-    """Return groups of four answers, of two turns each, with rewards that differ."""
+def batch(version: int, count: int, length: int, roles: Sequence[str] = ()) -> Batch:
+    """Return groups of four answers, of two turns each, with rewards that differ. Each group has one of the roles."""
     draw = random.Random(version)
 
     def tokens(low: int, high: int) -> list[int]:
         return [draw.randrange(VOCAB) for _ in range(draw.randint(low, high))]
 
-    def turn(observation: list[int]) -> Turn:
+    def turn(observation: list[int], role: str) -> Turn:
         ids = tokens(length // 4, length // 2)
-        return Turn(observation, Completion(ids, [-0.5] * len(ids), [VersionSpan(version, 0, len(ids))], "stop"))
+        answer = Completion(ids, [-0.5] * len(ids), [VersionSpan(version, 0, len(ids))], "stop")
+        return Turn(observation, answer, role=role)
 
     def group(number: int) -> Group:
-        played = [Trajectory([turn([]), turn(tokens(1, 4))], float(i % 2)) for i in range(4)]
+        role = roles[number % len(roles)] if roles else ""
+        played = [Trajectory([turn([], role), turn(tokens(1, 4), role)], float(i % 2)) for i in range(4)]
         return Group(f"g{version}-{number}", number, tokens(10, 20), played, "copy")
 
     return Batch(version, [group(number) for number in range(count)], {})
@@ -108,7 +111,7 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
         for version in range(case.updates):
             fake.MODE.ledger.restart()
             device.Synchronizations.count = 0
-            seen["figures"].append(policy.update(batch(version, count, case.answers)))
+            seen["figures"].append(policy.update(batch(version, count, case.answers, sorted(config.agents.roles))))
             seen["waits"].append({**fake.MODE.ledger.waits, "synchronize": device.Synchronizations.count})
         seen["passes"] = ranks.PASSES
         seen["memory"] = memory.held(policy, config, folder, parallel.pp_rank, max(map(max, ranks.PASSES)))
