@@ -27,6 +27,7 @@ from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.laws import LengthSample, predict
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Setting, SimulatedWorkload, simulate
+from scripts import machine
 
 DEVICES = 8
 
@@ -84,6 +85,7 @@ def main() -> None:
     parser.add_argument("--settings", type=int, help="settings of the grid (default 200, --quick 20)")
     parser.add_argument("--groups", type=int, default=60, help="simulated groups per engine (default 60)")
     options = parser.parse_args()
+    this = machine.report()
     errors = law_errors(options.settings or (20 if options.quick else 200), 60 if options.quick else 200)
     print(f"laws against simulation, {len(errors)} settings: worst {errors[-1]:.1%}", flush=True)
     fleets = (16, 64) if options.quick else (16, 64, 256, 1024)
@@ -99,7 +101,7 @@ def main() -> None:
         "events_per_s": requests / seconds,
         "growth_exponent": math.log(times[-1] / times[0]) / math.log(fleets[-1] / fleets[0]),
     }
-    print(json.dumps({name: round(value, 4) for name, value in found.items()}))
+    print(json.dumps({**{name: round(value, 4) for name, value in found.items()}, "machine": this}))
 
 
 if __name__ == "__main__":

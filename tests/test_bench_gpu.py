@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -38,8 +39,9 @@ def test_part_that_hangs_ends_at_its_deadline_with_all_that_it_started(tmp_path:
     outcome = execute(python("hangs", child, deadline=1.0), tmp_path / "log")
     assert time.monotonic() - began < 20.0
     assert outcome.status == "failed: not done after 1 s"
-    pid = int(outcome.tail[0])
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    with contextlib.suppress(psutil.NoSuchProcess):
+        left = psutil.Process(int(outcome.tail[0]))
+        assert left.status() == psutil.STATUS_ZOMBIE or left.wait(10.0) is None  # the signal may be on its way
 
 
 def test_every_part_is_there_once_and_knows_its_mode() -> None:
