@@ -14,19 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.observability import timeline
+from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, QUEUED, REWARD, TOOL, WAITING, Interval
 from asyncrl.observability.timeline import (
-    AGENT,
-    DECODE,
-    PREFILL,
-    QUEUED,
-    REWARD,
     ROLLOUT,
-    TOOL,
-    WAITING,
     BatchTimeline,
     EpisodeTimeline,
     GroupTimeline,
-    Interval,
     ProcessSpan,
     PublishTimeline,
     Record,

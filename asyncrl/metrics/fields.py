@@ -339,9 +339,14 @@ SUMMARY_BY_SET = {
 }
 
 
+def of_steps() -> list[str]:
+    """Return all documented fields of metrics.jsonl, with their placeholders."""
+    tables = [table for name, table in globals().items() if name.startswith("STEP") and isinstance(table, dict)]
+    return [field for table in tables for field in table]
+
+
 def unknown(names: Iterable[str]) -> list[str]:
     """Return the names that are not documented as fields of metrics.jsonl."""
-    tables = [table for name, table in globals().items() if name.startswith("STEP") and isinstance(table, dict)]
-    fields = [re.sub(r"<\w+>", ".+", re.escape(field).replace("\\<", "<")) for table in tables for field in table]
+    fields = [re.sub(r"<\w+>", ".+", re.escape(field).replace("\\<", "<")) for field in of_steps()]
     pattern = re.compile("|".join(fields))
     return [name for name in names if not pattern.fullmatch(name)]

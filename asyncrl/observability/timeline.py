@@ -18,42 +18,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import RecordError
-from asyncrl.observability.intervals import (  # names for readers of timelines
-    AGENT as AGENT,
-)
-from asyncrl.observability.intervals import (
-    DECODE as DECODE,
-)
-from asyncrl.observability.intervals import (
-    ENVIRONMENT as ENVIRONMENT,
-)
-from asyncrl.observability.intervals import (
-    PHASES as PHASES,
-)
-from asyncrl.observability.intervals import (
-    PREFILL as PREFILL,
-)
-from asyncrl.observability.intervals import (
-    QUEUED as QUEUED,
-)
-from asyncrl.observability.intervals import (
-    RETRY as RETRY,
-)
-from asyncrl.observability.intervals import (
-    REWARD as REWARD,
-)
-from asyncrl.observability.intervals import (
-    TEACHER as TEACHER,
-)
-from asyncrl.observability.intervals import (
-    TOOL as TOOL,
-)
-from asyncrl.observability.intervals import (
-    WAITING as WAITING,
-)
-from asyncrl.observability.intervals import (
-    Interval as Interval,
-)
+from asyncrl.observability.intervals import Interval
 from asyncrl.records.frames import FramePosition, Frames, files
 from asyncrl.records.index import IndexEntry, usable
 from asyncrl.records.writer import Writer

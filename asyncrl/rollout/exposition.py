@@ -211,9 +211,8 @@ def _filled(family: Any, values: tuple[Value, ...]) -> Metric:
 @cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
     """Return a pattern for each documented field that has placeholders, and its name here."""
-    tables = [table for name, table in vars(fields).items() if name.startswith("STEP") and isinstance(table, dict)]
     found = []
-    for field in (field for table in tables for field in table if "<" in field):
+    for field in (field for field in fields.of_steps() if "<" in field):
         names = re.findall(r"<(\w+)>", field)
         pattern = re.sub(r"<(\w+)>", r"(?P<\1>.+)", re.escape(field).replace(r"\<", "<").replace(r"\>", ">"))
         plain = _plain(re.sub(r"<\w+>", "", field))
@@ -233,8 +232,7 @@ def exposed(field: str) -> tuple[str, dict[str, str]]:
 @cache
 def _documented() -> frozenset[str]:
     """Return the fields without placeholders."""
-    tables = [table for name, table in vars(fields).items() if name.startswith("STEP") and isinstance(table, dict)]
-    return frozenset(field for table in tables for field in table if "<" not in field)
+    return frozenset(field for field in fields.of_steps() if "<" not in field)
 
 
 def _plain(name: str) -> str:

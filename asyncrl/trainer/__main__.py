@@ -35,8 +35,9 @@ from asyncrl.engine.fleet import Fleet, build_fleet  # noqa: E402
 from asyncrl.engine.hand_over import HandOver  # noqa: E402
 from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
+from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
-from asyncrl.metrics.sinks import GapWatch, Sinks  # noqa: E402
+from asyncrl.metrics.sinks import Sinks  # noqa: E402
 from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.observability.timeline import TimelineWriter  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402

@@ -12,13 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.observability.episodes import durations
+from asyncrl.observability.intervals import DECODE, ENVIRONMENT, PHASES, PREFILL, TOOL, WAITING
 from asyncrl.observability.timeline import (
-    DECODE,
-    ENVIRONMENT,
-    PHASES,
-    PREFILL,
-    TOOL,
-    WAITING,
     BatchTimeline,
     EpisodeTimeline,
     GroupTimeline,

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.inspection import cli
+from asyncrl.observability.intervals import DECODE
 from asyncrl.observability.spans import trace_id
 from asyncrl.observability.timeline import (
-    DECODE,
     BatchTimeline,
     EngineSpan,
     GroupTimeline,

@@ -22,8 +22,8 @@ from asyncrl.jsonl import append
 from asyncrl.metrics import fields
 from asyncrl.network.ports import free_port
 from asyncrl.network.tls import Authority, signed
-from asyncrl.observability.intervals import PHASES
-from asyncrl.observability.timeline import BatchTimeline, Interval, PublishTimeline
+from asyncrl.observability.intervals import PHASES, Interval
+from asyncrl.observability.timeline import BatchTimeline, PublishTimeline
 from asyncrl.rollout.exposition import PrometheusMetrics
 from tests.engine.test_loads import RANK
 from tests.fakes import addresses

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl.observability.timeline import RETRY, GroupTimeline, ProcessSpan, TimelineReader
+from asyncrl.observability.intervals import RETRY
+from asyncrl.observability.timeline import GroupTimeline, ProcessSpan, TimelineReader
 from tests.integration.running import (
     TIMEOUT,
     evidence,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.metrics.sinks import WINDOW, GapWatch
+from asyncrl.metrics.gap import WINDOW, GapWatch
 
 
 def told(gaps: list[float]) -> list[int]:

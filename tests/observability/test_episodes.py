@@ -6,7 +6,8 @@ import pytest
 
 from asyncrl.metrics.fields import unknown
 from asyncrl.observability.episodes import EpisodeFigures
-from asyncrl.observability.timeline import BatchTimeline, EpisodeTimeline, GroupTimeline, Interval
+from asyncrl.observability.intervals import Interval
+from asyncrl.observability.timeline import BatchTimeline, EpisodeTimeline, GroupTimeline
 
 DECODE, TOOL, ENVIRONMENT, WAITING = "decode", "tool", "environment", "waiting"
 

@@ -7,19 +7,12 @@ from pathlib import Path
 import pytest
 
 from asyncrl.observability import timeline
+from asyncrl.observability.intervals import DECODE, ENVIRONMENT, PHASES, PREFILL, REWARD, TOOL, WAITING, Interval
 from asyncrl.observability.timeline import (
-    DECODE,
-    ENVIRONMENT,
-    PHASES,
-    PREFILL,
-    REWARD,
     ROLLOUT,
-    TOOL,
-    WAITING,
     BatchTimeline,
     EpisodeTimeline,
     GroupTimeline,
-    Interval,
     ProcessSpan,
     PublishTimeline,
     Record,
