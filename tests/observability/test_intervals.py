@@ -199,3 +199,11 @@ def test_siblings_that_are_cancelled_leave_no_open_request() -> None:
 
     (found,) = asked(FakeEngine(lambda _: [gate]), play)
     assert (found.phase, found.outcome) == (PREFILL, "cut off")
+
+
+def test_time_inside_of_an_environment_is_not_the_agents_once_its_tool_has_ended() -> None:
+    activity = Activity()
+    activity.began, activity.ended = 0.0, 12.0
+    activity.closed = [Interval(ENVIRONMENT, 0.0, 10.0, "shell.step"), Interval(TOOL, 2.0, 3.0, "ls")]
+    agent = [(one.start, one.end) for one in activity.intervals(12.0) if one.phase == AGENT]
+    assert agent == [(10.0, 12.0)]
