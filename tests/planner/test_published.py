@@ -9,6 +9,9 @@ group, over 400 groups, to all digits. docs/planning.md says where and why the t
 
 from __future__ import annotations
 
+import statistics
+from dataclasses import replace
+
 import pytest
 
 from asyncrl.planner.engine import EngineShape
@@ -37,7 +40,7 @@ ROWS = {  # engines, bound, lead, throughput over the synchronous run's
         (20, 8, 4, 2.59),
     ],
     "heavy tail": [
-        *((20, 1, 1, 1.69), (22, 2, 2, 2.29), (22, 2, 1, 2.26), (24, 4, 4, 3.44), (26, 4, 2, 3.38), (22, 8, 8, 5.05)),
+        *((20, 1, 1, 1.69), (22, 2, 2, 2.29), (22, 2, 1, 2.26), (24, 4, 4, 3.44), (26, 4, 2, 3.17), (22, 8, 8, 5.05)),
         (20, 8, 4, 4.96),
     ],
     "agent": [
@@ -45,14 +48,17 @@ ROWS = {  # engines, bound, lead, throughput over the synchronous run's
         (20, 8, 4, 7.14),
     ],
 }
-"""Three rows of the agent (published: 1.69, 2.45, 6.46) are those of the same program with 12 steps, the first two over
-three seeds: one draw varies by 8 %."""
+"""Rows of which one draw varies by 4 to 8 % are those of the same program with 12 steps and several seeds: of the heavy
+tail bound 4, lead 2 (published: 3.38), of the agent bounds 1 and 2 (1.69, 2.45) and bound 8, lead 8 (6.46)."""
 BY_SIMULATION = {("short tail", 2, 1)}
 """The concurrency law is 11 % off here."""
 
 
-def apart(engines: int, bound: int, lead: int) -> Setting:
-    return Setting(engines, 10_000.0 * (32 - engines), bound, lead, 6.0, 3.0, in_play=0, shape=SHAPE)
+def apart(sample: LengthSample, engines: int, bound: int, lead: int) -> Setting:
+    """Their limit of concurrency is that of the engines' batches; it counts episodes that are not finished, and ours
+    those of unfinished groups."""
+    limit = round(256 * engines / sample.kappa)
+    return Setting(engines, 10_000.0 * (32 - engines), bound, lead, 6.0, 3.0, in_play=limit, shape=SHAPE)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -62,7 +68,7 @@ def test_laws_give_the_published_ratios(name: str) -> None:
     synchronous = predict(sample, workload, TURNS).tokens_per_s
     assert 2048 * sample.mean / synchronous == pytest.approx(SECONDS[name], rel=0.1)
     for engines, bound, lead, ratio in ROWS[name]:
-        setting = apart(engines, bound, lead)
+        setting = apart(sample, engines, bound, lead)
         if (name, bound, lead) in BY_SIMULATION:
             found = simulate(workload, setting, 12, 4).tokens_per_s / simulate(workload, TURNS, 6, 0).tokens_per_s
         else:
@@ -73,9 +79,14 @@ def test_laws_give_the_published_ratios(name: str) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", LENGTHS)
 def test_simulation_gives_the_published_ratios(name: str) -> None:
-    """Two minutes."""
-    workload = SimulatedWorkload(LENGTHS[name].episodes(), 128)
-    synchronous = simulate(workload, TURNS, 12, 0).tokens_per_s
+    """Five minutes. Like theirs, from the third step, when batches of the first cohorts are still early."""
+    sample, found = LengthSample.of(LENGTHS[name].group, 1024), []
+    for seed in (0, 1):
+        workload = SimulatedWorkload(replace(LENGTHS[name], seed=seed).episodes(), 128)
+        synchronous = simulate(workload, TURNS, 8, 0).tokens_per_s
+        rates = [simulate(workload, apart(sample, *row[:3]), 24, 2).tokens_per_s for row in ROWS[name]]
+        found.append([rate / synchronous for rate in rates])
     for *setting, ratio in ROWS[name]:
-        found = simulate(workload, apart(*setting), 24, 2 + setting[1]).tokens_per_s / synchronous
-        assert found == pytest.approx(ratio, rel=0.1), setting
+        simulated = statistics.fmean(ratios.pop(0) for ratios in found)
+        print(f"{name}, {setting}: published {ratio}, simulated {simulated:.2f} ({simulated / ratio - 1:+.0%})")
+        assert simulated == pytest.approx(ratio, rel=0.1), setting
