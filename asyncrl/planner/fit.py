@@ -45,8 +45,8 @@ def fit(run: Path) -> dict[str, Any]:
             "needed (metrics.timeline=true)."
         )
     engine, trainer, rollout = settings.engine, settings.trainer, settings.rollout
-    gpus = trainer.world_size + engine.count * engine.tensor_parallel
-    per_token, per_request = engine_times(groups, engine.count)
+    gpus = trainer.world_size + engine.started * engine.ranks
+    per_token, per_request = engine_times(groups, engine.started)
     lengths = length_fields(groups)
     steady = steps[len(steps) // 4 :]
     batch = (
@@ -55,7 +55,7 @@ def fit(run: Path) -> dict[str, Any]:
     rate, fixed = trainer_times(steady, batch)
     return {
         "gpus": gpus,
-        "engine_gpus": engine.tensor_parallel,
+        "engine_gpus": engine.ranks,
         "trainer_gpus": trainer.world_size // trainer.data_parallel,
         "batch_groups": rollout.batch_groups,
         "group_size": rollout.group_size,

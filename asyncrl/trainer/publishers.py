@@ -113,7 +113,7 @@ class PublisherBuilder:
             config.weights,
             expected=lambda: ExpectedChecksums(
                 policy.hf,
-                config.engine.tensor_parallel,
+                config.engine.parallel,
                 dtype=getattr(torch, config.engine.dtype),
                 device="cuda" if on_gpu(config.engine, gpus) else "cpu",
             ),
