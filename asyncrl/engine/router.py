@@ -80,10 +80,16 @@ def router_argv(
         "none",
         "--log-level",
         "warn",
-        *(["--pd-disaggregation"] if engine.disaggregated else []),
+        *(_apart(engine) if engine.disaggregated else []),
         *(_tls(signed) if signed else []),
         *(["--enable-trace", "--otlp-traces-endpoint", spans] if spans else []),
     ]
+
+
+def _apart(engine: EngineConfig) -> list[str]:
+    """Return the arguments for engines that only prefill or only decode. A request waits for room in the engine that
+    decodes, before either has it, for as long as its client does."""
+    return ["--pd-disaggregation", "--pd-admission-wait-secs", str(int(engine.request_timeout))]
 
 
 def _tls(signed: Signed) -> list[str]:
@@ -128,7 +134,8 @@ def _worker(url: str, api_key: str, duty: tuple[str, int]) -> dict[str, Any]:
     """
     kind, port = duty
     met = {"bootstrap_port": port} if port else {}
-    return {"url": url, "api_key": api_key, "worker_type": kind, **met, "health": {"drain_settle_secs": 0}}
+    named = {"runtime_type": "sglang", "worker_type": kind, **met}
+    return {"url": url, "api_key": api_key, **named, "health": {"drain_settle_secs": 0}}
 
 
 async def register(
