@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.models.tiny import VOCAB, write_random_model
+from asyncrl.models.tiny import write_random_model
 from tests.integration.fleet import engines
 from tests.integration.publisher import SeededWeights, make, publish
 from tests.integration.test_weights import PROMPT, ask, settings
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 SPARSE = {
     "arch": "qwen3_moe",
-    "vocab": VOCAB,
+    "vocab": 16,
     "hidden": 32,
     "layers": 3,
     "heads": 4,
