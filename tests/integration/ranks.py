@@ -83,7 +83,9 @@ def serve(prepare: Callable[[], None] = lambda: None) -> None:
     megatron_shim.enable()
     prepare()
 
-    import tests.fakes
+    import asyncrl.trainer.policy  # with megatron.core
+    import asyncrl.trainer.sharded  # with Megatron's checkpoints
+    import asyncrl.weights.export
     import tests.integration.test_step  # noqa: F401  # with pytest, hydra and httpx, which several scripts need
 
     importing.done()
