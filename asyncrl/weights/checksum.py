@@ -89,6 +89,7 @@ class CudaHash:
         if self._tail.numel():
             padding = self._tail.new_zeros(-self._tail.numel() % 4)
             self._mix(torch.cat([self._tail, padding]).view(torch.int32).view(1, -1))
+            self._tail = padding[:0]  # so that it may be called again, for another rank with the same bytes
         if not self._words:
             return f"{0:016x}"
         mixed = _fmix32(torch.cat(self._sums) ^ (self._words * 4 & MASK))
