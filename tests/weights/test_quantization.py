@@ -124,7 +124,9 @@ def test_simulated_values_are_those_that_the_codes_stand_for(kind: str) -> None:
         assert torch.equal(value, FORMATS[kind].dequantize(codes[name], scales, WIDE))
     lost = sum((values[n].float() - w.float()).square().sum() for n, w in large().items())
     whole = sum(w.float().square().sum() for w in large().values())
-    assert real.error() == simulated.error() == pytest.approx(float(lost / whole) ** 0.5, rel=0.05)  # values are rounded to bfloat16
+    assert (
+        real.error() == simulated.error() == pytest.approx(float(lost / whole) ** 0.5, rel=0.05)
+    )  # values are rounded to bfloat16
     assert 0.002 < real.error() < 0.03
 
 
