@@ -6,7 +6,8 @@
     lora          the same with all weights and with adapters of four ranks, each with three learning rates, of which
                   the figure shows the best (--steps 40)
     quantized     the tiny task with engines of 8 bits (engine.quantization), with and without truncated importance
-                  sampling, and by how much the log-probabilities of trainer and engine differ
+                  sampling, and by how much the log-probabilities of trainer and engine differ (--steps 60 --seeds 2).
+                  Without staleness, so that nothing else makes them differ
 
 Each setting is a complete run of asyncrl-train on real engines, about forty seconds on two cores (`default` and `lora`:
 some minutes). The script prints one line of JSON per run, and writes FOLDER/STUDY.svg and FOLDER/STUDY.jsonl. --steps
@@ -44,7 +45,7 @@ CORRECTIONS: dict[str, Overrides] = {
     "OPSM": ["algo.correction=null", "algo.mask.opsm=0.5"],
 }
 QUANTIZED: dict[str, Overrides] = {
-    f"{kind}, {name}": [f"engine.quantization={kind}", *CORRECTIONS[name]]
+    f"{kind}, {name}": ["rollout.max_staleness=0", f"engine.quantization={kind}", *CORRECTIONS[name]]
     for kind in ("none", "int8_simulated", "fp8_simulated")
     for name in ("none", "TIS")
 }
