@@ -223,7 +223,7 @@ def _composed(*overrides: str) -> Any:
 
 def size(config: Config, hf: dict[str, Any]) -> Sized:
     """Return the size of a run. Raises ConfigError if the configuration does not fit the model or the machines."""
-    check_model(config, hf)
+    check_model(config, hf, HARDWARE.per_machine)
     config, _ = choose_lora(config, hf, HARDWARE.per_machine)
     each = config.cluster.gpus or HARDWARE.per_machine
     machines = config.cluster.nodes or nodes_wanted(config, each)

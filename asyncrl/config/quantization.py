@@ -62,7 +62,7 @@ def check_codes(config: Config, model: dict[str, Any], *, gpu: bool, sees: bool)
     engine, kind = config.engine, config.engine.quantization
     if not engine.holds_codes:
         return
-    instead = f"set {kind}_simulated, which has the same values in {engine.dtype}"
+    instead = f"set {kind}_simulated, which has the same values in engine.dtype"
     if not gpu:
         raise ConfigError(FIELD, kind, f"SGLang's kernels for it need a GPU, and these engines run on CPUs: {instead}.")
     if sees:

@@ -86,7 +86,7 @@ def test_engines_that_cannot_hold_codes_are_told_what_can(where: dict[str, bool]
     real, simulated = (
         tiny_config(**{"engine.quantization": kind, "engine.dtype": "bfloat16"}) for kind in ("fp8", "fp8_simulated")
     )
-    with pytest.raises(ConfigError, match="set fp8_simulated, which has the same values in bfloat16") as caught:
+    with pytest.raises(ConfigError, match="set fp8_simulated, which has the same values in engine") as caught:
         check_codes(real, MODEL, **where)
     assert (caught.value.field, caught.value.value) == ("engine.quantization", "fp8")
     check_codes(simulated, MODEL, **where)

@@ -23,7 +23,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from asyncrl.backends.cpu.sglang_shim import install
-from asyncrl.engine import int8
+from asyncrl.engine import quantized
 
 install()
 
@@ -31,7 +31,7 @@ from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.distributed import bootstrap  # noqa: E402
 from sglang.srt.entrypoints.engine import _set_envs_and_config  # noqa: E402
 from sglang.srt.layers.moe import initialize_moe_config  # noqa: E402
-from sglang.srt.layers.quantization import fp8, w8a8_int8  # noqa: E402
+from sglang.srt.layers.quantization import fp8, kv_cache, w8a8_int8  # noqa: E402
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # noqa: E402
 from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
@@ -69,7 +69,8 @@ def wait_for(pids: list[int]) -> None:
 def as_on_a_gpu() -> None:
     """Let SGLang take its path for CUDA after loading quantized weights; the one for CPUs wants AMX. Nothing is
     multiplied here."""
-    int8.keep_parameters(w8a8_int8)
+    quantized.keep_parameters(w8a8_int8)
+    quantized.forget_scales(kv_cache)
     fp8._is_cpu = False
 
 

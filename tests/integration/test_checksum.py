@@ -30,8 +30,8 @@ from asyncrl.launch.main import CONF
 from asyncrl.network.ports import free_port
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, parse
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.quantization import FORMATS, QuantizedWeights
-from tests.integration.publisher import SeededWeights
+from asyncrl.weights.quantization import FORMATS
+from tests.integration.publisher import SeededWeights, quantized
 
 pytestmark = pytest.mark.integration
 
@@ -220,13 +220,13 @@ QUANTIZED = [
 def publishes(folder: Path, kind: Any, count: int) -> list[Path]:
     """Write what the trainers of this model publish, each version with other weights, as safetensors."""
     weights = SeededWeights(folder)
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    hf = json.loads((folder / "config.json").read_text())
     files = []
     for version in range(count):
         weights.version = version
-        sent = QuantizedWeights(weights, architecture, kind, torch.bfloat16)  # type: ignore[arg-type]
+        sent = quantized(weights, hf, kind, torch.bfloat16).stream()
         files.append(folder / f"{kind}-{version}.publish")
-        save_file({name: pieces.tensor() for name, pieces in sent.stream()}, files[-1])
+        save_file({name: pieces.tensor() for name, pieces in sent}, files[-1])
     return files
 
 
