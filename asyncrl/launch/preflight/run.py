@@ -210,7 +210,7 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
                 dtype=section.dtype,
                 tokens=tokens or config.rollout.max_new_tokens,
                 cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
-                **(served_adapters(config) if name == "engine" else {}),
+                **({"codes": config.engine.holds_codes, **served_adapters(config)} if name == "engine" else {}),
             )
             if tokens is None:  # it takes what fits; a run needs at least one answer's
                 parts["KV cache of one answer"] = parts.pop("KV cache")
