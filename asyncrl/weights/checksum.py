@@ -17,12 +17,14 @@ from torch import Tensor
 
 from asyncrl.errors import EngineError, WeightsError
 from asyncrl.parallel import EngineParallel
-from asyncrl.weights.engine_layout import HEAD, EngineLayout, ParameterTarget
+from asyncrl.weights.engine_layout import EMBEDDING, HEAD, EngineLayout, ParameterTarget
+from asyncrl.weights.quantization import FORMATS
 
 TOWER = "visual."
 """Beginning of the names of a vision tower's parameters in every engine."""
 AXES = ".rotary_emb.axis_map"
 """End of the names of what SGLang computes from the config: which of three positions turns each rotated pair."""
+FP8 = FORMATS["fp8"]
 Checksums = list[dict[str, str]]
 """A hash by engine parameter name, for each rank."""
 
@@ -88,6 +90,7 @@ class CudaHash:
         if self._tail.numel():
             padding = self._tail.new_zeros(-self._tail.numel() % 4)
             self._mix(torch.cat([self._tail, padding]).view(torch.int32).view(1, -1))
+            self._tail = padding[:0]  # so that it may be called again, for another rank with the same bytes
         if not self._words:
             return f"{0:016x}"
         mixed = _fmix32(torch.cat(self._sums) ^ (self._words * 4 & MASK))
@@ -140,6 +143,8 @@ class ExpectedChecksums:
 
     `hf` is the model's config.json. `dtype` is the dtype that the engine was started with (a weight sent in another
     dtype is converted, as the engine does). `device` is where the engine runs: hash and padding depend on it.
+
+    Codes of int8 and their scales are hashed as they are. Of codes of fp8, SGLang hashes the values in bfloat16.
     """
 
     def __init__(
@@ -147,6 +152,7 @@ class ExpectedChecksums:
     ) -> None:
         self._layout = EngineLayout(hf, shape, cpu=device == "cpu")
         self._dtype, self._new_hash = dtype, HASHES[device]
+        self._scales: dict[str, Tensor] = {}
         self._open: dict[str, _Parameter] = {}
         self._done: Checksums = [{} for _ in range(shape.ranks)]
 
@@ -154,13 +160,18 @@ class ExpectedChecksums:
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one full HF tensor. It may be overwritten afterwards: a tensor that arrives early is copied.
 
-        Raises WeightsError with the name of a tensor that the engine has no place for, that was added before, or that
-        is not divisible.
+        Codes of fp8 come after their scales. Raises WeightsError with the name of a tensor that the engine has no place
+        for, that was added before, or that is not divisible.
         """
+        if name.endswith(FP8.suffix):
+            self._scales[name.removesuffix(FP8.suffix)] = tensor.clone()
+            return
+        if tensor.dtype is FP8.dtype:
+            tensor = FP8.dequantize(tensor, self._scales.pop(name), torch.bfloat16)
         if name == HEAD and self._layout.tied:
             return  # the engine skips it and has no such parameter, or a copy of the embedding
         self._add(name, tensor)
-        if self._layout.copies(name):
+        if name == EMBEDDING and self._layout.tied and self._layout.split.shape.pp > 1:
             self._add(HEAD, tensor)
 
     def _add(self, name: str, tensor: Tensor) -> None:
@@ -179,7 +190,8 @@ class ExpectedChecksums:
         under_way.early[place.index] = name, tensor
         while under_way.turn in under_way.early:
             came, part = under_way.early.pop(under_way.turn)
-            part = part.to(place.rule.dtype or self._dtype)
+            if part.is_floating_point():
+                part = part.to(place.rule.dtype or self._dtype)
             for rank, running in zip(place.ranks, under_way.hashes, strict=False):
                 try:
                     held = self._layout.part(place, under_way.turn, part, rank)

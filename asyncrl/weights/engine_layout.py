@@ -7,7 +7,8 @@ parameter is the concatenation of its HF tensors, each cut for the rank, so that
 An engine on CPU pads dimensions that are not divisible (configs/update_config.py); one on a GPU replicates key-value
 heads and refuses everything else. Of the ranks of a pipeline stage, the consecutive ones of a group hold the same
 routed experts, or the same replica of attention (runtime_context.py, derive_spawn_ranks). The input embedding is cut
-like attention, and the output layer, like MLPs, over the whole stage. No quantized weights, no weights packed for AMX.
+like attention, and the output layer, like MLPs, over the whole stage. No weights that the engine
+quantizes itself, none packed for AMX.
 On CPU, several shared experts must have an inner size that needs no padding.
 """
 
@@ -24,8 +25,10 @@ from torch import Tensor
 from asyncrl.errors import WeightsError
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.quantization import FORMATS
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+INT8 = FORMATS["int8"]
 VOCAB_MULTIPLE = 64
 CPU_INNER_MULTIPLE = 32  # multiplied by the ranks of a stage
 
@@ -71,9 +74,9 @@ class Split:
     @property
     def heads_here(self) -> int:
         """Query heads of a rank. Padding preserves the number of queries per key."""
-        if self.cpu:
-            return self.kv_heads_here * (self.heads // self.kv_heads)
-        return self.share(self.heads, self.attention)
+        return (
+            self.kv_heads_here * (self.heads // self.kv_heads) if self.cpu else self.share(self.heads, self.attention)
+        )
 
 
 Cut = Callable[[Tensor, Split, int], Tensor]
@@ -109,10 +112,9 @@ def _embedding(tensor: Tensor, split: Split, rank: int) -> Tensor:
 
 
 def _rows(tensor: Tensor, ranks: int, index: int) -> Tensor:
-    padded = _up(tensor.shape[0], VOCAB_MULTIPLE)
-    if padded % ranks:
-        padded = _up(tensor.shape[0], VOCAB_MULTIPLE * ranks)
-    return _slice(tensor, 0, index, padded // ranks)
+    length = tensor.shape[0]
+    multiple = VOCAB_MULTIPLE * ranks if _up(length, VOCAB_MULTIPLE) % ranks else VOCAB_MULTIPLE
+    return _slice(tensor, 0, index, _up(length, multiple) // ranks)
 
 
 def _whole(tensor: Tensor, split: Split, rank: int) -> Tensor:
@@ -158,10 +160,18 @@ class EngineParameter:
         """True if the parameter stacks the tensors of all routed experts."""
         return "{expert}" in self.parts[0][0]
 
+    def of_scales(self, suffix: str) -> EngineParameter:
+        """Return the rule of the scales of its output channels, [channels, 1]."""
+        parts = (
+            (name + suffix, _whole if cut in (_out, _inner_columns, _expert_columns) else cut)
+            for name, cut in self.parts
+        )
+        return EngineParameter(self.engine + suffix, tuple(parts), torch.float32)
+
     @property
     def same_everywhere(self) -> bool:
         """True if all ranks hold the same bytes."""
-        return all(cut is _whole for _, cut in self.parts)
+        return all(cut is _whole for _, cut in self.parts) and not self.per_expert
 
 
 Table = tuple[EngineParameter, ...]
@@ -346,7 +356,8 @@ class EngineLayout:
         self._routed = int(hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts") or 0)
         self._shared_is_routed = not cpu and shape.ep == 1 and _fuses_shared_expert(hf)
         self._experts = self._routed + self._shared_is_routed
-        self._rules = {name: (rule, index) for rule in table for index, (name, _) in enumerate(rule.parts)}
+        scales = tuple(rule.of_scales(INT8.suffix) for rule in table)
+        self._rules = {name: (rule, index) for rule in (*table, *scales) for index, (name, _) in enumerate(rule.parts)}
 
     def find(self, name: str) -> ParameterTarget:
         """Return the place of an HF tensor. Raises WeightsError if the engine has none."""
@@ -355,14 +366,9 @@ class EngineLayout:
         if general not in self._rules or (expert or 0) >= max(self._experts, 1):
             raise WeightsError(f"{name}: an SGLang engine of {self._architecture} has no place for this tensor")
         rule, index = self._rules[general]
-        number = index + len(rule.parts) * (expert or 0)
-        count = len(rule.parts) * (self._experts if rule.per_expert else 1)
-        parameter = rule.engine.format(layer=layer, block=block)
-        return ParameterTarget(parameter, rule, number, count, self._ranks(name, layer))
-
-    def copies(self, name: str) -> bool:
-        """Return whether the last stage has a copy of this tensor as its output layer."""
-        return name == EMBEDDING and self.tied and self.split.shape.pp > 1
+        parameter, each = rule.engine.format(layer=layer, block=block), len(rule.parts)
+        count = each * (self._experts if rule.per_expert else 1)
+        return ParameterTarget(parameter, rule, index + each * (expert or 0), count, self._ranks(name, layer))
 
     def part(self, target: ParameterTarget, number: int, tensor: Tensor, rank: int) -> Tensor | None:
         """Return what a rank has of one of the parameter's parts; None if it has none of this expert. Raises

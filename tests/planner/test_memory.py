@@ -336,6 +336,17 @@ def test_replicas_of_attention_repeat_its_weights_and_stages_share_the_layers() 
     assert {name: 2 * size for name, size in staged.items()} == alone
 
 
+def test_codes_halve_the_linear_maps_of_the_layers_alone() -> None:
+    wide, codes = (
+        engine_rank(model(experts=4), SHAPE, tensor=2, dtype="bfloat16", tokens=1, codes=on) for on in (False, True)
+    )
+    kept = [
+        one for one in model(experts=4) if one.layer is None or len(one.shape) == 1 or one.name.endswith(".gate.weight")
+    ]
+    outside = engine_rank(kept, SHAPE, tensor=2, dtype="bfloat16", tokens=1)["weights"]
+    assert 2 * (codes["weights"] - outside) == wide["weights"] - outside > 0
+
+
 def test_the_cache_that_fits_fills_the_room_beside_the_weights() -> None:
     part = {"tensor": 2, "dtype": "bfloat16"}
     tokens = cache_that_fits(model(), SHAPE, 10_000, **part)  # type: ignore[arg-type]

@@ -67,11 +67,13 @@ def require(prepared: Preparation, run_dir: Path) -> None:
 
 
 def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
-    config = prepared.config
     yield from refused(prepared.files, "task")
     yield from refused(prepared.recording, "replay.from")
     yield from refused(prepared.attached, "engine.urls")
+    yield from refused(prepared.plan, "cluster.plan")
+    yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
     yield from refused(prepared.place, "cluster")
+    config = prepared.config
     yield from _isolation(prepared)
     yield from check_versions(_machines(prepared) or [this_machine("", installed())], pinned())
     models: dict[str, ModelFolder] = {}
@@ -222,7 +224,8 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
 def _divided(config: Config) -> dict[str, Any]:
     """Return what else divides or fills the memory of an engine."""
     engine = config.engine
-    return {"replicas": engine.data_parallel, "stages": engine.pipeline_parallel, **served_adapters(config)}
+    divided = {"replicas": engine.data_parallel, "stages": engine.pipeline_parallel}
+    return {**divided, "codes": engine.holds_codes, **served_adapters(config)}
 
 
 # -- model, folders, network -------------------------------------------------------------------------------
