@@ -69,6 +69,16 @@ class EngineParallel:
         """Number of ranks. Stage s has those from s * tp on."""
         return self.tp * self.pp
 
+    @property
+    def attention(self) -> int:
+        """Number of ranks that divide the heads."""
+        return self.tp // self.dp
+
+    @property
+    def per_expert(self) -> int:
+        """Number of ranks that divide each routed expert."""
+        return self.tp // self.ep
+
     def layers(self, count: int, stage: int) -> range:
         """Return the layers of a stage, of `count`: the last stages have one more if stages cannot share them evenly
         (sglang/srt/distributed/utils.py, get_pp_indices)."""

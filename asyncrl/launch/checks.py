@@ -34,7 +34,7 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     trains = [d for d in serves if rows % d == 0]  # Megatron shares out the rows of queries, keys and values
     for field, degree, allowed in (
         ("trainer", config.trainer.tensor_parallel, trains),
-        ("engine", config.engine.tensor_parallel // config.engine.data_parallel, serves),  # SGLang replicates KV heads
+        ("engine", config.engine.parallel.attention, serves),  # SGLang replicates KV heads
     ):
         if degree not in allowed:
             number, what = (heads, "attention heads") if heads % degree else (kv_heads, "key-value heads")

@@ -52,30 +52,22 @@ class Split:
         return length // ranks
 
     @property
-    def attention(self) -> int:
-        """Number of ranks that divide the heads."""
-        return self.shape.tp // self.shape.dp
-
-    @property
-    def per_expert(self) -> int:
-        """Number of ranks that divide each routed expert."""
-        return self.shape.tp // self.shape.ep
-
-    @property
     def kv_replicas(self) -> int:
         """Number of ranks of a replica of attention that hold the same key-value head."""
-        return 1 if self.cpu else max(1, self.attention // self.kv_heads)
+        return 1 if self.cpu else max(1, self.shape.attention // self.kv_heads)
 
     @property
     def kv_heads_here(self) -> int:
         """Key-value heads of a rank."""
-        return 1 if self.kv_replicas > 1 else self.share(self.kv_heads, self.attention)
+        return 1 if self.kv_replicas > 1 else self.share(self.kv_heads, self.shape.attention)
 
     @property
     def heads_here(self) -> int:
         """Query heads of a rank. Padding preserves the number of queries per key."""
         return (
-            self.kv_heads_here * (self.heads // self.kv_heads) if self.cpu else self.share(self.heads, self.attention)
+            self.kv_heads_here * (self.heads // self.kv_heads)
+            if self.cpu
+            else self.share(self.heads, self.shape.attention)
         )
 
 
@@ -108,7 +100,7 @@ def _vocab(tensor: Tensor, split: Split, rank: int) -> Tensor:
 
 
 def _embedding(tensor: Tensor, split: Split, rank: int) -> Tensor:
-    return _rows(tensor, split.attention, rank % split.attention)
+    return _rows(tensor, split.shape.attention, rank % split.shape.attention)
 
 
 def _rows(tensor: Tensor, ranks: int, index: int) -> Tensor:
@@ -122,20 +114,20 @@ def _whole(tensor: Tensor, split: Split, rank: int) -> Tensor:
 
 
 def _query(tensor: Tensor, split: Split, rank: int) -> Tensor:
-    return _heads(tensor, 0, split.heads, rank % split.attention, split.heads_here)
+    return _heads(tensor, 0, split.heads, rank % split.shape.attention, split.heads_here)
 
 
 def _key(tensor: Tensor, split: Split, rank: int) -> Tensor:
-    return _heads(tensor, 0, split.kv_heads, rank % split.attention // split.kv_replicas, split.kv_heads_here)
+    return _heads(tensor, 0, split.kv_heads, rank % split.shape.attention // split.kv_replicas, split.kv_heads_here)
 
 
 def _out(tensor: Tensor, split: Split, rank: int) -> Tensor:
-    return _heads(tensor, 1, split.heads, rank % split.attention, split.heads_here)
+    return _heads(tensor, 1, split.heads, rank % split.shape.attention, split.heads_here)
 
 
 def _inner(dim: int, *, routed: bool = False) -> Cut:
     def cut(tensor: Tensor, split: Split, rank: int) -> Tensor:
-        ranks = split.per_expert if routed else split.shape.tp
+        ranks = split.shape.per_expert if routed else split.shape.tp
         return _slice(tensor, dim, rank % ranks, split.share(tensor.shape[dim], ranks, CPU_INNER_MULTIPLE))
 
     return cut
@@ -375,7 +367,10 @@ class EngineLayout:
         ValueError if the tensor is not divisible."""
         expert, kind = divmod(number, len(target.rule.parts))
         rank %= self.split.shape.tp
-        if target.rule.per_expert and rank // self.split.per_expert != expert * self.split.shape.ep // self._experts:
+        if (
+            target.rule.per_expert
+            and rank // self.split.shape.per_expert != expert * self.split.shape.ep // self._experts
+        ):
             return None
         return target.rule.parts[kind][1](tensor, self.split, rank)
 
