@@ -58,7 +58,7 @@ class Fit:
     def check(self, seeds: int = 2) -> str:
         """Simulate the run in its own setting, and return the prediction beside what was measured."""
         rollout, engine, trainer = self.settings.rollout, self.settings.engine, self.settings.trainer
-        given = inputs.parse(self.fields | {"engines": engine.count, "trainers": trainer.world_size})
+        given = inputs.parse(self.fields | {"engines": engine.started, "trainers": trainer.world_size})
         split = next(one for one in inputs.splits(given) if not one.colocated)
         limit = in_play(rollout.max_running_groups, given.group_size)
         setting = split.setting(rollout.max_staleness, rollout.effective_lead, limit)

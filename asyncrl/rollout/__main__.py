@@ -226,7 +226,8 @@ def _client(
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
         routing=routing_shape(hf) if config.algo.routing_replay == "R3" else None,
-        replicas=config.engine.data_parallel,
+        # an engine that decodes finds the replica that prefilled by SGLang's rule, not by a field of the request
+        replicas=1 if config.engine.disaggregated else config.engine.data_parallel,
         disaggregated=config.engine.disaggregated,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, cache or context),
