@@ -75,6 +75,7 @@ class GenerationClient:
         vision: Vision | None = None,
         trace: Callable[[str, str, int], str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
+        requests: str = "",
     ) -> None:
         """Create a client of the router at `router`.
 
@@ -84,7 +85,7 @@ class GenerationClient:
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
         agents, past_versions: adapters of roles, and the past versions that play some (Config.past_versions)
         vision: how the model reads images, if it does
-        trace: makes the header `traceparent` (engine/inflight.py)
+        trace, requests: make the header `traceparent` and the names of requests (engine/inflight.py)
         """
         self._http = httpx.AsyncClient(
             base_url=router,
@@ -104,6 +105,7 @@ class GenerationClient:
             names=names,
             past_versions=past_versions,
             trace=trace,
+            requests=requests,
         )
         self.roles = RoleAdapters(agents, self.inflight, versions=names is not None, per=adapter_per)
         self._routing = routing

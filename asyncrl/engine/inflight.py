@@ -123,12 +123,15 @@ class InFlight:
         names: AdapterName | None = None,
         past_versions: PastVersions = no_past,
         trace: Callable[[str, str, int], str] | None = None,
+        requests: str = "",
     ) -> None:
-        """Create the tracker. With `routing`, training requests return the experts of every token that is read. With
+        """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
+        processes of the run. With `routing`, training requests return the experts of every token that is read. With
         `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles. `trace`
         makes the header `traceparent` of a request from its group, its first sample, and its number among the requests
         of that sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
+        self._named = f"{run}-{requests}"
         self._routing, self._names, self._trace = routing, names, trace
         self.adapters = AdapterUse(past_versions)
         self._cache_key, self._pause_mode = cache_key, pause_mode
@@ -177,7 +180,7 @@ class InFlight:
                 if sent.overtaken and not sent.scope.expired():  # an earlier publish may already have ended it
                     sent.scope.reschedule(0.0)
 
-    def resume(self, version: int, tokens: Mapping[str, int], late: int) -> None:
+    def restore(self, version: int, tokens: Mapping[str, int], late: int) -> None:
         """Restore the saved version and token counts. Requests wait until every engine serves that version."""
         self.version, self.tokens, self.late_tokens = version, Counter(tokens), late
         self.hold()
@@ -191,6 +194,13 @@ class InFlight:
     def in_flight(self) -> int:
         """Number of open requests."""
         return len(self._requests)
+
+    async def confirmed(self, seconds: float | None = None) -> bool:
+        """Return True: what this object is told is done at once. Other processes confirm it (rollout/workers.py)."""
+        return True
+
+    async def gathered(self) -> None:
+        """Return at once: the sessions are here. Those of other processes are brought up to date for a snapshot."""
 
     async def drained(self, seconds: float) -> bool:
         """Wait until no request is in flight. Return False when that takes longer than `seconds`."""
@@ -319,7 +329,7 @@ class InFlight:
             },
             "return_logprob": True,
             "stream": True,
-            "rid": f"{self._run}-{next(self._serial):010d}",  # fixed width: engines abort by prefix
+            "rid": f"{self._named}{next(self._serial):010d}",  # fixed width: engines abort by prefix
             "extra_key": f"{self._run}-{key}",  # prefix caches are never shared between runs
         }
 
