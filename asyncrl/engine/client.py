@@ -27,7 +27,7 @@ from asyncrl.engine.inflight import CacheKey, InFlight, PendingSample
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, joined
 from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
 from asyncrl.engine.session import GenerationSession, SavedCompletion, seed_of
-from asyncrl.engine.stream import aiohttp_transport
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
@@ -87,12 +87,7 @@ class GenerationClient:
         vision: how the model reads images, if it does
         trace, requests: make the header `traceparent` and the names of requests (engine/inflight.py)
         """
-        self._http = httpx.AsyncClient(
-            base_url=router,
-            **access.http,
-            transport=transport or aiohttp_transport(access),
-            timeout=httpx.Timeout(timeout, connect=30.0),
-        )
+        self._http = GenerateEndpoint(router, access, timeout, transport)
         self._longest, self._context, self._stop = max_new_tokens, context, stop_token_ids
         self.inflight = InFlight(
             self._http,

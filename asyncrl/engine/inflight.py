@@ -18,12 +18,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import httpx
-
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_past
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion
-from asyncrl.engine.stream import StreamBroken, stream_chunks
+from asyncrl.engine.stream import GenerateEndpoint, StreamBroken
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
 from asyncrl.observability import intervals
@@ -112,7 +110,7 @@ class InFlight:
 
     def __init__(
         self,
-        http: httpx.AsyncClient,
+        http: GenerateEndpoint,
         run: str,
         sampling: dict[str, Any],
         *,
@@ -256,7 +254,7 @@ class InFlight:
         try:
             first = samples[0].session
             header = self._trace(first.group, first.sample, first.activity.requests) if self._trace else ""
-            async for chunk in stream_chunks(self._http, request, first.group or request["rid"], header):
+            async for chunk in self._http.stream(request, first.group or request["rid"], header):
                 if not 0 <= chunk.index < len(answers):
                     raise EngineError(
                         f"the engine returned sample {chunk.index} for a request of {len(answers)} samples"

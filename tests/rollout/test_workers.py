@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.network.addresses import Access
 from asyncrl.network.ports import free_port
+from asyncrl.rollout.parts import allow_files
 from asyncrl.rollout.wire import Hello, connect
 from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Batch, EncodedGroup, Prompt
@@ -159,3 +161,16 @@ def test_attempts_of_an_evaluation_share_a_process_and_failed_ones_are_told() ->
     assert [type(one).__name__ for one in played] == ["Trajectory"] * 2 + ["AsyncRLError"] * 2
     assert made.pool
     assert made.pool.tokens["evaluation"] == sum(one.num_tokens for one in played[:2])
+
+
+def test_episodes_that_need_more_open_files_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1024))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: allowed.append(limits))
+    shape = {"rollout.batch_groups": 200, "rollout.group_size": 8, "rollout.max_staleness": 0, "rollout.lead": None}
+    many = {**shape, "rollout.max_running_groups": 150}
+    with pytest.raises(ConfigError, match=r"rollout.max_running_groups: got 150. 150 groups of 8 need up to 1456"):
+        allow_files(tiny_config(**many))
+    allow_files(tiny_config(**many, **{"rollout.processes": 2}))
+    allow_files(tiny_config(**{**shape, "rollout.max_running_groups": 90}))
+    assert allowed == [(1024, 1024)] * 3
