@@ -174,6 +174,15 @@ def in_processes(processes: int, *, quick: bool) -> dict[str, float]:
         return asyncio.run(rollout_processes.measure(engines, 64, 8 if quick else 64, 4 if quick else 12))
 
 
+def held_in_processes(count: int) -> dict[str, float]:
+    """Measure so many samples in flight at once, in groups of 8 that share a request, in four processes."""
+    with ExitStack() as stack:
+        started = [stub(tokens=64, interval=8, pace=1.0) for _ in range(4)]
+        engines = [stack.enter_context(one) for one in started]
+        batch = -(-count // (3 * rollout_processes.SIZE))
+        return asyncio.run(rollout_processes.measure(engines, 64, batch, 2, in_flight=True))
+
+
 def buffer_seconds(groups: int) -> float:
     """Return the seconds per group from admission to its end, with `groups` groups in flight at any time."""
     buffer = CohortBuffer(groups // 10, 9)
@@ -202,8 +211,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer trajectories")
     parser.add_argument("--in-flight", type=int, default=10_000, help="trajectories at once (default 10,000)")
+    parser.add_argument(
+        "--held", type=int, default=0, help="measure so many trajectories in four processes, and no more"
+    )
     options = parser.parse_args()
     this = machine.report()  # before this process is pinned to one core
+    if options.held:
+        print(json.dumps({**held_in_processes(options.held), "machine": this}))
+        return
     count = 500 if options.quick else options.in_flight
     tokens, interval = 64, 8
     pieces = tokens // interval

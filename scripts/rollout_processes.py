@@ -4,7 +4,7 @@ the process with the buffer for each sample, and of those that play for each req
 The parts are the real ones, with groups of SIZE samples, each of which is a request of its own, and a reward that costs
 nothing. Batches are taken, encoded and published as fast as they come; every publish holds and releases all requests.
 
-    python scripts/rollout_processes.py URL NUMBER ENGINE TOKENS    one of the processes, started by `measure`
+    python scripts/rollout_processes.py URL NUMBER ENGINE TOKENS COALESCE    one of the processes, started by `measure`
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -31,6 +32,7 @@ from asyncrl.engine.client import GenerationClient
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.network.ports import free_port
 from asyncrl.observability.episodes import EpisodeFigures
+from asyncrl.observability.intervals import DECODE, PREFILL
 from asyncrl.observability.timeline import ROLLOUT, TimelineWriter
 from asyncrl.rollout import wire
 from asyncrl.rollout.buffer import CohortBuffer
@@ -72,11 +74,11 @@ class Free:
         return ""
 
 
-def parts(engine: str, tokens: int, requests: str = "") -> PlayingParts:
+def parts(engine: str, tokens: int, coalesce: bool, requests: str = "") -> PlayingParts:
     """Return what plays, as the rollout side puts it together."""
     settings: Any = {"max_new_tokens": tokens, "temperature": 1.0, "stop_token_ids": [0], "requests": requests}
     client = GenerationClient(
-        engine, run="bench", access=Access(KEY), timeout=600.0, retry_timeout=60.0, coalesce=False, **settings
+        engine, run="bench", access=Access(KEY), timeout=600.0, retry_timeout=60.0, coalesce=coalesce, **settings
     )
     template: Any = Free()
     failures = FailureReporter(lambda text, _: print(text, file=sys.stderr))
@@ -100,13 +102,15 @@ def _config(processes: int) -> Config:
     return config.load(values)
 
 
-async def measure(engines: Sequence[str], tokens: int, batch: int, steps: int, in_flight: int = 0) -> dict[str, float]:
-    """Play batches of `batch` groups, in one process for each of several engines, or in this one for one engine.
-    `in_flight` is the number of samples that must be in flight at once before the first batch."""
+async def measure(
+    engines: Sequence[str], tokens: int, batch: int, steps: int, *, in_flight: bool = False
+) -> dict[str, float]:
+    """Play batches of `batch` groups, in one process for each of several engines, or in this one for one engine. With
+    `in_flight`, siblings share requests, and all groups that are admitted must be in flight before the first batch."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         address = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        playing: Any = await _players(engines, tokens, address)
+        playing: Any = await _players(engines, tokens, address, in_flight)
         timeline = TimelineWriter(folder, ROLLOUT, print)
         timelines = Timelines([timeline], [EpisodeFigures({TASK: lambda reward: reward > 0})])
         groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines)
@@ -119,10 +123,13 @@ async def measure(engines: Sequence[str], tokens: int, batch: int, steps: int, i
             serving = None
             if isinstance(playing, EpisodeWorkers):
                 serving = tasks.create_task(playing.serve(folder, address))
-                started = [await _start(address, number, engine, tokens) for number, engine in enumerate(engines)]
+                started = [
+                    await _start(address, number, engine, tokens, in_flight) for number, engine in enumerate(engines)
+                ]
                 await playing.start()
             working = tasks.create_task(worker.run())
-            found = await _steps(groups, playing.client.inflight, tokens, steps)
+            held = await _all_in_flight(groups, 3 * batch * SIZE) if in_flight else {}
+            found = held | await _steps(groups, playing.client.inflight, tokens, steps)
             working.cancel()
             await playing.close()
             if serving:
@@ -154,24 +161,39 @@ async def _steps(groups: GroupLifecycle, inflight: Any, tokens: int, steps: int)
     }
 
 
-async def _players(engines: Sequence[str], tokens: int, address: str) -> PlayingParts | EpisodeWorkers:
+async def _all_in_flight(groups: GroupLifecycle, count: int) -> dict[str, float]:
+    """Wait until so many samples are in flight, and return the share of a core that this process takes for them, and
+    its memory."""
+    phases = Counter[str]()
+    while phases[PREFILL] + phases[DECODE] < count:
+        await asyncio.sleep(1.0)
+        phases = Counter(one.activity.phase for _, _, siblings in groups.running() for one in siblings)
+        groups.ledger()
+    cpu, began = time.process_time(), time.monotonic()
+    await asyncio.sleep(10.0)
+    share = (time.process_time() - cpu) / (time.monotonic() - began)
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"in_flight": count, "idle_share": share, "rss": rss}
+
+
+async def _players(engines: Sequence[str], tokens: int, address: str, coalesce: bool) -> PlayingParts | EpisodeWorkers:
     if len(engines) == 1:
-        return parts(engines[0], tokens)
+        return parts(engines[0], tokens, coalesce)
     addresses = Addresses("bench", KEY, Path(), (), "", "", 0, 0.0, episodes=address)
     return EpisodeWorkers(_config(len(engines)), addresses, print)
 
 
-async def _start(address: str, number: int, engine: str, tokens: int) -> asyncio.subprocess.Process:
-    argv = [str(Path(__file__)), address, str(number), engine, str(tokens)]
+async def _start(address: str, number: int, engine: str, tokens: int, coalesce: bool) -> asyncio.subprocess.Process:
+    argv = [str(Path(__file__)), address, str(number), engine, str(tokens), str(int(coalesce))]
     return await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=asyncio.subprocess.PIPE)
 
 
-async def main(address: str, number: int, engine: str, tokens: int) -> None:
+async def main(address: str, number: int, engine: str, tokens: int, coalesce: bool) -> None:
     """Play until the connection is closed, and print the CPU seconds and the samples."""
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    playing = parts(engine, tokens, f"{number:04d}-")
+    playing = parts(engine, tokens, coalesce, f"{number:04d}-")
     while True:
         try:
             channel = await wire.connect(address, Access(KEY))
@@ -191,4 +213,4 @@ async def main(address: str, number: int, engine: str, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1"))

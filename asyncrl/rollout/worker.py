@@ -65,10 +65,10 @@ class Worker:
                 await self._limiter.acquire(largest)
                 ticket = await self._groups.ticket()
                 prompt = self._groups.draw(partial(self._mixer.draw, ticket.born))
-                size = self._group_sizes[prompt.task]
+                size, uid = self._group_sizes[prompt.task], ticket.uid
                 self._limiter.give_back(largest - size)
                 sessions = [
-                    self._client.generate(group=ticket.uid, sample=f"{ticket.uid} {number}", born=ticket.born)
+                    self._client.generate(group=uid, sample=f"{uid} {number}", born=ticket.born)
                     for number in range(size)
                 ]
                 self._groups.begin(ticket, prompt, sessions)
