@@ -202,7 +202,7 @@ class GroupLifecycle:
         ledger = self.ledger()
         if new:
             self._recorder.published(version, ledger)
-        self._audit.close(self._buffer.step - self._buffer.slack)
+        self._audit.close(self._buffer.due())
         self._publish({"version": version, **asdict(ledger)}, self._audit.warnings())
         await self._wake()
         return new
