@@ -66,11 +66,13 @@ def require(prepared: Preparation, run_dir: Path) -> None:
 
 
 def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
-    config = prepared.config
     yield from refused(prepared.files, "task")
     yield from refused(prepared.recording, "replay.from")
     yield from refused(prepared.attached, "engine.urls")
+    yield from refused(prepared.plan, "cluster.plan")
+    yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
     yield from refused(prepared.place, "cluster")
+    config = prepared.config
     yield from _isolation(prepared)
     yield from check_versions(_machines(prepared) or [this_machine("", installed())], pinned())
     models: dict[str, ModelFolder] = {}
