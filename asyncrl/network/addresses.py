@@ -32,6 +32,7 @@ ARGUMENTS = "ASYNCRL_ARGUMENTS"
 PEER_FAILED = 76
 """Exit code of a process that ends because another process of the run has failed: EX_PROTOCOL of sysexits.h."""
 LOST = "lost.jsonl"
+ELASTIC = "elastic.jsonl"
 """File in which the trainer lists the engines that it has given up, for the launcher to restart."""
 RESTARTED = "restart-"
 """Prefix of the version that an engine reports until it has weights of the run (engine/serve.py)."""
