@@ -18,6 +18,7 @@ from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
 from asyncrl.config.colocated import check_colocated
+from asyncrl.config.disaggregated import check_disaggregated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
@@ -27,6 +28,7 @@ from asyncrl.config.generation import (
     TaskConfig,
     TeacherConfig,
 )
+from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
 from asyncrl.config.running import (
     CheckpointConfig,
@@ -173,9 +175,12 @@ class Config(Section):
             raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
         self._check_sets()
         self._check_teacher()
+        self._check_elastic()
         check_colocated(self)
+        check_disaggregated(self)
         check_roles(self)
         check_adapters(self)
+        check_quantization(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
                 remedy = (
@@ -227,6 +232,26 @@ class Config(Section):
             if not url.startswith(("http://", "https://")):
                 raise ConfigError("teacher.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
 
+    def _check_elastic(self) -> None:
+        if self.cluster.elastic == "off":
+            return
+        least, most = self.cluster.min_engines, self.cluster.max_engines
+        count = self.engine.count + len(self.engine.urls)
+        for field, value, wrong, remedy in (
+            ("mode", self.mode, self.mode != "train", "Only a run that trains can be elastic"),
+            (
+                "cluster.placement",
+                "colocated",
+                self.cluster.placement == "colocated",
+                "Engines and trainers take turns",
+            ),
+            ("metrics.timeline", False, not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
+            ("cluster.min_engines", least, least > count, f"The run starts with {count} engines: lower it"),
+            ("cluster.max_engines", most, most is not None and most < count, f"It starts with {count}: raise it"),
+        ):
+            if wrong:
+                raise ConfigError(field, value, f"{remedy}, or set cluster.elastic=off.")
+
     @property
     def mixture(self) -> dict[str, TaskConfig]:
         """Return the training tasks by name: `tasks`, or `task` alone."""
@@ -244,10 +269,11 @@ class Config(Section):
 
     @property
     def changes_base(self) -> bool:
-        """Return whether the policy differs from the model folder before the first step, so that the engines need
+        """Return whether the engines' policy differs from the model folder before the first step, so that they need
         weights of the trainers first."""
         lora = self.trainer.lora
-        return self.mode == "train" and lora.rank is not None and (lora.path is not None or lora.base != "none")
+        adapted = lora.rank is not None and (lora.path is not None or lora.base != "none")
+        return self.mode == "train" and (adapted or self.engine.quantization != "none")
 
     @property
     def adapters(self) -> tuple[str, ...]:

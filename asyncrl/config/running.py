@@ -120,7 +120,7 @@ class WeightsConfig(Section):
     drain: wait until they have finished, while no new ones start (slow; a baseline for comparison)."""
     verify: bool
     """Compare the engines' checksums with those of the weights sent, at the first publish and when an engine joins.
-    Disable it for engines that quantize, since they hold different values from those sent."""
+    Disable it for engines that quantize by themselves, since they hold different values from those sent."""
     verify_every: Count | None
     """Also compare the checksums every this many versions; unset: only in those two cases."""
     folder: str | None
@@ -161,6 +161,14 @@ class ClusterConfig(Section):
     """auto: the launcher chooses the number of engines, rollout.lead, rollout.max_running_groups and, on GPUs, the
     parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/planning.md). What the
     command line sets is kept, and rollout.max_staleness too; a resumed run keeps the plan that it had."""
+    elastic: Literal["off", "advise", "act"]
+    """Watch what limits the run, and decide for more or fewer engines, another lead within the bound, or another
+    rollout.max_running_groups if that is a number (docs/elastic.md). advise: decisions are only reported, on the
+    terminal and in elastic.jsonl; act: they are carried out. Requires metrics.timeline=true."""
+    min_engines: Count
+    """Smallest number of engines that cluster.elastic leaves."""
+    max_engines: Count | None
+    """Largest number of engines that cluster.elastic adds up to; unset: none are added beyond engine.count."""
     launcher: Literal["local", "slurm"]
     """local: everything runs on this machine; slurm: as a Slurm job, or inside of one (docs/slurm.md)."""
     nodes: Count | None

@@ -23,6 +23,7 @@ STEP = {
     "groups/ready": "number of finished groups that were waiting to be batched when the batch was taken",
     "groups/rejected": "number of groups rejected since the start of the run",
     "groups/requeued": "number of rejected groups that were replaced by another prompt since the start of the run",
+    "admission/lead": "number of batches that may be admitted ahead (rollout.lead, or as changed by cluster.elastic)",
     "completion/length": "mean number of tokens per completion",
     "completion/truncated": "fraction of completions that were cut at the length limit",
     "episodes/turns": "mean number of turns per episode",
@@ -113,6 +114,12 @@ STEP_TRAINER = {
 # The same file, if algo.kl.coefficient or algo.kl.measure_every requires a reference model
 STEP_REFERENCE = {
     "kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the start of the step",
+}
+
+# The same file, with engine.quantization, except for adapters, whose base is quantized once
+STEP_QUANTIZATION = {
+    "quantization/error": "norm of the error of the quantized weights that this rank sent, relative to that of the "
+    "weights",
 }
 
 # The same file, with algo.entropy_bonus: computing the entropy takes a pass over the logits
