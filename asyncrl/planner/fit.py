@@ -200,13 +200,13 @@ def length_fields(groups: Sequence[GroupTimeline]) -> dict[str, float]:
     variance = max(float(every.var()), 1e-12)
     episodes = [one for group in groups for one in group.episodes]
     gaps = sum(_turns(one) - 1 for one in episodes)
-    outside = sum(outside(one) for one in episodes if _turns(one) > 1)
+    seconds = sum(outside(one) for one in episodes if _turns(one) > 1)
     return {
         "mean": float(np.mean(np.exp(every))),
         "sigma": variance**0.5,
         "alike": min(1.0, max(0.0, 1 - within / variance)),
         "turns": float(np.mean([_turns(one) for one in episodes])),
-        "tool_seconds": outside / gaps if gaps else 0.0,
+        "tool_seconds": seconds / gaps if gaps else 0.0,
     }
 
 
