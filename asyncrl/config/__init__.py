@@ -18,6 +18,7 @@ from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
 from asyncrl.config.colocated import check_colocated
+from asyncrl.config.disaggregated import check_disaggregated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
@@ -175,6 +176,7 @@ class Config(Section):
         self._check_sets()
         self._check_teacher()
         check_colocated(self)
+        check_disaggregated(self)
         check_roles(self)
         check_adapters(self)
         check_quantization(self)

@@ -332,6 +332,17 @@ SUMMARY_MACHINE = {
     "minus 1",
 }
 
+# The same file, with cluster.plan=auto
+SUMMARY_PLAN = {
+    "plan/samples_per_s": "trajectories per second as the plan predicted (plan.json)",
+    "plan/trainer_busy": "fraction of the time for which the trainer neither waits for a batch nor for the pause of a "
+    "publish, as predicted",
+    "plan/staleness": "mean staleness of trained trajectories as predicted",
+    "plan/error/samples_per_s": "relative error of the prediction: it divided by samples_per_s, minus 1",
+    "plan/error/trainer_busy": "predicted minus measured fraction",
+    "plan/error/staleness": "predicted minus measured mean staleness",
+}
+
 # The same file, with checkpoint.every
 SUMMARY_CHECKPOINT = {
     "checkpoint/last": "version of the last complete checkpoint",

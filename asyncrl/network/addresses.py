@@ -14,6 +14,8 @@ from typing import Any
 FILE = "addresses.json"
 MACHINE = "machine.json"
 """File in which the launcher records which dtype it chose for each part and why, and how long the run should take."""
+PLAN = "plan.json"
+"""File in which the launcher records the plan of a run with cluster.plan=auto, and what it predicts."""
 PATHS = ("model", "teacher", "judge", "resume")
 TUPLES = ("engines", "teachers", "judges", "attached", "trainers")
 READY = "ready"
@@ -83,6 +85,7 @@ class Addresses:
     teachers: tuple[str, ...] = ()  # engines of the teacher, started by the launcher or by others
     judge: Path | None = None
     judges: tuple[str, ...] = ()  # engines of the judge
+    bootstrap: dict[str, int] | None = None  # ports at which engines that prefill are met, by URL, if some only do that
     attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
     trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
     resume: Path | None = None  # checkpoint from which the run resumes

@@ -130,7 +130,7 @@ async def main(run_dir: Path) -> None:
             working.create_task(status.follow())
             await _until_ready(config, addresses, teachers)
             for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
-                client.narrow(int(engine.capacity))
+                client.narrow(int(engine.longest))
             await each(players.values(), "start")
             _ready(run_dir, observer, addresses)
             if _trainer_sends_first(config, addresses):
@@ -226,6 +226,9 @@ def _client(
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
         routing=routing_shape(hf) if config.algo.routing_replay == "R3" else None,
+        # an engine that decodes finds the replica that prefilled by SGLang's rule, not by a field of the request
+        replicas=1 if config.engine.disaggregated else config.engine.data_parallel,
+        disaggregated=config.engine.disaggregated,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, cache or context),
         names=adapter_names(config, addresses.run_id),

@@ -189,14 +189,17 @@ def test_request_in_flight_keeps_its_tokens_in_the_other_modes(mode: str, fleet:
     config = settings(fleet.config, transport="tensor", pause_mode=mode)
     weights = SeededWeights(fleet.addresses.model, share=0.01)
     publisher = make(config, fleet.addresses, weights, tmp_path)
-    publish(publisher, 20)
-
-    _, answers = asyncio.run(publish_under_way(publisher, fleet, 20, range(21, 26)))
-    assert max(len(found.versions) for found in answers) >= 2, "the publishes fell outside the answers"
+    for serving in (20, 120, 220, 320):  # where others work, too, the answers may end before the first publish
+        publish(publisher, serving)
+        _, answers = asyncio.run(publish_under_way(publisher, fleet, serving, range(serving + 1, serving + 6)))
+        if max(len(found.versions) for found in answers) >= 2:
+            break
+    else:
+        pytest.fail("the publishes fell outside the answers")
     for found in answers:
         whole(found)
         first = found.versions[0]
-        if mode == "in_place" and first.version > 20:
+        if mode == "in_place" and first.version > serving:
             continue  # a request on the wire at a pause may find the prompt in the cache of older weights
         expected = logprobs(weights.at(first.version), fleet, PROMPT, found)[: first.end]
         torch.testing.assert_close(torch.tensor(found.logprobs[: first.end]), expected, rtol=0, atol=1e-4)
