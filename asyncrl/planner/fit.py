@@ -191,7 +191,7 @@ def length_fields(groups: Sequence[GroupTimeline]) -> dict[str, float]:
     variance = max(float(every.var()), 1e-12)
     episodes = [one for group in groups for one in group.episodes]
     gaps = sum(_turns(one) - 1 for one in episodes)
-    outside = sum(_outside(one) for one in episodes if _turns(one) > 1)
+    outside = sum(outside(one) for one in episodes if _turns(one) > 1)
     return {
         "mean": float(np.mean(np.exp(every))),
         "sigma": variance**0.5,
@@ -205,7 +205,7 @@ def _turns(episode: EpisodeTimeline) -> int:
     return max(1, sum(one.phase == PREFILL for one in episode.intervals))
 
 
-def _outside(episode: EpisodeTimeline) -> float:
+def outside(episode: EpisodeTimeline) -> float:
     """Return the seconds of an episode between its first and its last request that no engine spent on it."""
     requests = [one for one in episode.intervals if one.phase in (QUEUED, PREFILL, DECODE)]
     span = max(one.end for one in requests) - min(one.start for one in requests)
