@@ -4,14 +4,21 @@ The cohort rule. Groups are admitted cohort by cohort, B groups (one batch) each
 serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
 
   admit   groups of cohort c are admitted while c <= lead + v
-  take    step t takes what is left of cohort t - slack, then the lowest ready slots, B groups in total;
-          it waits until cohort t - slack is complete and B groups are ready in total
-  reject  the replacement of a rejected group keeps its slot, with a later birth version
+  take    step t takes the lowest ready slots, B groups in total; it waits until B groups are ready, and until, for
+          every j >= 0, at most j * B groups of cohorts up to t - slack + j are left afterwards
+  reject  the seat of a rejected group moves to the newest cohort, lead + v (replacement=newest), or another group is
+          played in its slot (replacement=slot)
 
-Why the bound is strict: a group of cohort c is born at a version >= c - lead and trained at a step <= c + slack, so its
-staleness is at most lead + slack = max_staleness. Why it cannot deadlock: at every step (lead + 1) * B groups are
-admitted and untrained, so B of them become ready as soon as the running groups end. Nothing is dropped; max_staleness 0
-is synchronous, and with slack 0 batch t is cohort t, whatever the completion times.
+Why the bound is strict: a group of cohort c is born at a version >= c - lead and trained at a step <= c + slack (j = 0),
+so its staleness is at most lead + slack = max_staleness. Why it cannot deadlock: call U(c) the untrained seats of
+cohorts up to c. Before step t, U(t - slack + j) <= (j + 1) * B. For the newest cohort this holds because (lead + 1) * B
+seats are untrained, and a seat moves only there. For the others a step preserves it: what is left is at most j * B, as
+the rule demands, and once all groups have ended the lowest slots meet the demand, since they take B from every U(c), or
+all of it. Nothing is dropped. max_staleness 0 is synchronous. Without rejections a cohort has B seats, so that only
+j = 0 can make a step wait: it takes what is left of cohort t - slack, and others. Then, or with replacement=slot, batch
+t is cohort t at slack 0, whatever the completion times.
+
+A seat moves because a replacement begins late: in the old cohort it would soon be due, and the batch would wait for it.
 
 Two options give that up, and count what they throw away (both favor short answers):
 
@@ -27,7 +34,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Literal
 
@@ -54,6 +61,7 @@ class CohortBuffer:
         *,
         oversample: int = 0,
         over_age: Literal["wait", "drop"] = "wait",
+        replacement: Literal["newest", "slot"] = "newest",
         select: Select = lowest_first,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -65,6 +73,7 @@ class CohortBuffer:
         self.version = 0  # served by every engine
         self.step = 0  # the next batch to take
         self._oversample, self._drops, self._select, self._clock = oversample, over_age == "drop", select, clock
+        self._moves = replacement == "newest"
         self._next_slot = 0
         self._filling = 0  # the cohort that new slots belong to
         self._cohorts: defaultdict[int, Cohort] = defaultdict(lambda: Cohort(batch_groups))
@@ -121,12 +130,17 @@ class CohortBuffer:
         return True
 
     def reject(self, ticket: Ticket, reason: str, *, tokens: int = 0) -> None:
-        """Reject a group that must not be trained. It is counted, and its slot is requeued while its cohort needs
-        another group."""
+        """Reject a group that must not be trained. It is counted, and replaced while its cohort needs another group."""
         playing = self._close(ticket)
         self._count_rejected(reason, playing, tokens)
         cohort = self._cohorts[ticket.cohort]
-        if cohort.playing + cohort.vacant < cohort.seats - cohort.taken:
+        needed = cohort.playing + cohort.vacant < cohort.seats - cohort.taken
+        if needed and self._moves:
+            cohort.seats -= 1
+            cohort.issued -= 1
+            self._requeued += 1
+            self._move_seat()
+        elif needed:
             heapq.heappush(self._vacant, (ticket.slot, ticket.attempt + 1, ticket.cohort))
             cohort.vacant += 1
         self._forget(ticket.cohort)
@@ -144,24 +158,13 @@ class CohortBuffer:
 
     def take(self) -> list[Group] | None:
         """Return the groups of step `self.step`, lowest slot first, or None until the cohort rule allows them."""
-        if self.step > self.version:
-            return None  # the previous batch is still in training or being published
-        cohort = self._cohorts[self.step - self.slack]
-        whole = self.step < self.slack or cohort.taken == cohort.seats
-        if len(self._ready) < self.batch_groups or not (whole or self._drops):
+        if self.step > self.version or len(self._ready) < self.batch_groups:
+            return None  # the previous batch is still in training or being published, or too few groups are ready
+        if self._drops:
+            self._drop_late()
+        elif self.due() is not None:
             return None
-        due = sorted(slot for slot, played in self._ready.items() if played.cohort <= self.step - self.slack)
-        for slot in due[self.batch_groups :]:  # non-empty only after seats have moved
-            late = self._ready.pop(slot)
-            self._count_rejected(OVER_AGE, late, late.tokens)
-            self._dropped.append(late.group)
-            self._move_seat()
-        if not whole:
-            for _ in range(cohort.seats - cohort.taken):
-                self._move_seat()
-            cohort.seats = cohort.taken
-            self._dismiss(self.step - self.slack)
-        slots = due[: self.batch_groups]
+        slots = sorted(self._ready)[: max(min(must, found) for _, must, found in self._demands())]
         slots = sorted(slots + self._chosen(set(slots)))
         self._training = [self._ready.pop(slot) for slot in slots]
         self.step += 1
@@ -217,13 +220,14 @@ class CohortBuffer:
         """Number of groups that wait for their batch."""
         return len(self._ready)
 
-    def due(self) -> int:
-        """Return the oldest cohort, which the next batch must complete."""
-        return self.step - self.slack
+    def due(self) -> int | None:
+        """Return the cohort for which the next batch waits: more groups of it, or of older ones, must be ready. None if
+        there is none."""
+        return next((cohort for cohort, must, found in self._demands() if must > found), None)
 
     def waiting_for(self) -> str:
         """Say why `take` returns nothing now, for a diagnosis."""
-        cohort = self.due()
+        cohort = self.step - self.slack if (due := self.due()) is None else due
         missing = sorted(slot for slot, playing in self._running.items() if playing.ticket.cohort <= cohort)
         missing += sorted(slot for slot, _, of in self._vacant if of <= cohort)
         now = self._clock()
@@ -269,6 +273,32 @@ class CohortBuffer:
         self._rejected.update({reason: Counter(units) for reason, units in state.rejected.items()})
 
     # -- internals -----------------------------------------------------------------------------------------
+
+    def _demands(self) -> Iterator[tuple[int, int, int]]:
+        """Yield every cohort from the one that is due, how many groups of cohorts up to it step `self.step` must take,
+        and how many of them are ready."""
+        ready = Counter(played.cohort for played in self._ready.values())
+        untrained = found = 0
+        for cohort in range(self.step - self.slack, self.lead + self.version + 1):
+            if cohort >= 0:
+                untrained += self._cohorts[cohort].seats - self._cohorts[cohort].taken + ready[cohort]
+                found += ready[cohort]
+            yield cohort, untrained - (cohort + self.slack - self.step) * self.batch_groups, found
+
+    def _drop_late(self) -> None:
+        """Give up what is left of the cohort that is due, and what does not fit into the batch; the seats move."""
+        due = self.step - self.slack
+        late = sorted(slot for slot, played in self._ready.items() if played.cohort <= due)[self.batch_groups :]
+        for dropped in map(self._ready.pop, late):  # non-empty only after seats have moved
+            self._count_rejected(OVER_AGE, dropped, dropped.tokens)
+            self._dropped.append(dropped.group)
+            self._move_seat()
+        cohort = self._cohorts[due]
+        if due >= 0 and cohort.taken < cohort.seats:
+            for _ in range(cohort.seats - cohort.taken):
+                self._move_seat()
+            cohort.seats = cohort.taken
+            self._dismiss(due)
 
     def _chosen(self, due: set[int]) -> list[int]:
         """Return the slots that fill up a batch, as `select` chooses them."""
@@ -339,6 +369,7 @@ def build_buffer(rollout: RolloutConfig) -> CohortBuffer:
         rollout.lead,
         oversample=rollout.oversample,
         over_age=rollout.over_age,
+        replacement=rollout.replacement,
         select=load(rollout.select, "rollout.select"),
     )
 

@@ -286,7 +286,8 @@ class GroupLifecycle:
     def waiting_for(self) -> str:
         """Say why the next batch is not ready, and what the groups that have been silent longest are waiting for."""
         playing = [(ticket.cohort, ticket.uid, group.siblings) for ticket, group in self._playing.items()]
-        due = [group for group in playing if group[0] <= self._buffer.due()]
+        cohort = self._buffer.due()
+        due = [group for group in playing if cohort is not None and group[0] <= cohort]
         lines = slowest((uid, siblings) for _, uid, siblings in due or playing)
         return "; ".join([self._buffer.waiting_for(), *lines])
 
