@@ -6,11 +6,11 @@
 By default the engines are time-dilated stubs (scripts/dilated_run.py) with a published calibration, scaled down in
 state and time. There are 8 devices, each an engine or an eighth of the trainer, and 16 groups of 8 answers per batch.
 Lengths are those of reasoning models (log-normal, sigma 0.9), with a heavier tail (1.3), or of an agent with slow
-tools. The baseline is colocated: all devices generate, then all train, and switching costs time. Each mode uses the
-split of devices that is fastest in the simulation; all modes train on the same groups. Time is scaled down by --scale
-(default 80). The cost of asyncrl per request is not scaled, so it weighs more than in a real run. Each row is printed
-as soon as its run has ended. By default there are few modes and steps, for 8 minutes in total; --full runs all modes,
-for three quarters of an hour.
+tools; with --full also with dynamic sampling that rejects half of the groups. The baseline is colocated: all devices
+generate, then all train, and switching costs time. Each mode uses the split of devices that is fastest in the
+simulation; all modes train on the same groups. Time is scaled down by --scale (default 80). The cost of asyncrl per
+request is not scaled, so it weighs more than in a real run. Each row is printed as soon as its run has ended. By
+default there are few modes and steps, for 8 minutes in total; --full runs all modes, for about an hour.
 
 --real runs `experiment=count_bits` (8 prompts x 8 samples of at most 6 tokens) on the real engine and trainer instead,
 alternately with rollout.max_staleness=0 and with the configured bound, three times each. It prints the ratio and the
@@ -29,9 +29,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -67,7 +67,7 @@ FIGURES = (
 DEVICES, BATCH = 8, 16
 SHAPE = EngineShape(0.012, 0.00048, 64)
 RATE = 2500.0
-WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools")
+WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools", "half rejected")
 
 
 def lengths(workload: str, scale: float) -> Lengths:
@@ -87,6 +87,9 @@ class Mode:
     lead: int | None = None
     drain: bool = False
     colocated: bool = False
+    spread: bool = True
+    replacement: Literal["newest", "slot"] = "newest"
+    in_play: int | None = 0
 
     def setting(self, engines: int, scale: float) -> Setting:
         """Return the setting in which this many devices generate."""
@@ -98,7 +101,9 @@ class Mode:
             train_fixed=6.0 / scale,
             pause=(15.0 if self.colocated else 3.0) / scale,
             drain=self.drain,
-            in_play=0,
+            replacement=self.replacement,
+            spread=self.spread,
+            in_play=self.in_play,
             shape=SHAPE,
         )
 
@@ -113,6 +118,10 @@ MODES = [
     Mode("bound 8", 8),
     Mode("bound 8, lead 4", 8, lead=4),
     Mode("bound 4, drain", 4, drain=True),
+    Mode("bound 4, together", 4, spread=False),  # the siblings of a group on one engine
+    Mode("bound 8, together", 8, spread=False),
+    Mode("bound 4, in slots", 4, replacement="slot"),
+    Mode("bound 8, auto", 8, in_play=None),  # rollout.max_running_groups
 ]
 FEWER = ("bound 4", "bound 8")
 """Modes that run by default, besides the baseline."""
@@ -120,11 +129,15 @@ FEWER = ("bound 4", "bound 8")
 
 def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[str, dict[str, float]]:
     """Measure every mode on one workload, compare it with the baseline, the law and the simulation, and print it."""
-    run = DilatedRun(lengths(name, scale), BATCH)
+    rejected = 0.5 if name == "half rejected" else 0.0
+    run = DilatedRun(lengths(name, scale), BATCH, rejected)
     try:
         workload = run.workload()
         tokens = [sum(one.tokens for one in workload.episodes(number)) for number in range(64 * BATCH)]
-        bound, _ = bottleneck_bound(DEVICES, SHAPE, RATE, 6.0 / scale, BATCH * sum(tokens) / len(tokens))
+        accepted = replace(  # the engines generate the rejected groups, too
+            SHAPE, per_token=SHAPE.per_token / (1 - rejected), per_request=SHAPE.per_request / (1 - rejected)
+        )
+        bound, _ = bottleneck_bound(DEVICES, accepted, RATE, 6.0 / scale, BATCH * sum(tokens) / len(tokens))
         found: dict[str, dict[str, float]] = {}
         print(f"\n{name}: no asynchronous run exceeds {bound:.0f} tokens/s\n{ROW.format(*COLUMNS)}", flush=True)
         rates: dict[str, tuple[Measured, SimulationResult]] = {}
@@ -277,7 +290,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="the real engine and trainer")
     parser.add_argument("--runs", type=int, default=3, help="--real: runs of each mode (default 3)")
     parser.add_argument("--steps", type=int, help="steps of each run (default 12, --full 24, --real 40)")
-    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS)
     parser.add_argument("--modes", nargs="*", choices=[mode.name for mode in MODES], help="beside the baseline")
     parser.add_argument("--scale", type=float, default=80.0, help="of time; runs take as much longer when it is less")
     parser.add_argument("overrides", nargs="*", help="--real: further settings of asyncrl-train, for both modes")
@@ -288,7 +301,7 @@ def main() -> None:
         return
     wanted = options.modes or (FEWER[:1] if options.quick else [mode.name for mode in MODES] if options.full else FEWER)
     modes = [mode for mode in MODES if mode.colocated or mode.name in wanted]
-    workloads = options.workloads[:1] if options.quick else options.workloads
+    workloads = options.workloads or (WORKLOADS[:1] if options.quick else WORKLOADS if options.full else WORKLOADS[:3])
     steps = options.steps or (4 if options.quick else 24 if options.full else 12)
     found = {name: dilated(name, modes, steps, options.scale) for name in workloads}
     print(json.dumps({**rounded(found), "machine": this}))

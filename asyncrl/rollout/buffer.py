@@ -4,23 +4,22 @@ The cohort rule. Groups are admitted cohort by cohort, B groups (one batch) each
 serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
 
   admit   groups of cohort c are admitted while c <= lead + v
-  take    step t takes the lowest ready slots, B groups in total; it waits until B groups are ready, and until, for
-          every j >= 0, at most j * B groups of cohorts up to t - slack + j are left afterwards
+  take    step t takes the lowest ready slots, B groups in total; it waits until B groups are ready and, for every
+          j >= 0, at most j * B groups of cohorts up to t - slack + j are left afterwards
   reject  the seat of a rejected group moves to the newest cohort, lead + v (replacement=newest), or another group is
           played in its slot (replacement=slot)
 
-Why the bound is strict: a group of cohort c is born at a version >= c - lead and trained at a step <= c + slack (j = 0),
-so its staleness is at most lead + slack = max_staleness. Why it cannot deadlock: call U(c) the untrained seats of
-cohorts up to c. Before step t, U(t - slack + j) <= (j + 1) * B. For the newest cohort this holds because (lead + 1) * B
-seats are untrained, and a seat moves only there. For the others a step preserves it: what is left is at most j * B, as
-the rule demands, and once all groups have ended the lowest slots meet the demand, since they take B from every U(c), or
-all of it. Nothing is dropped. max_staleness 0 is synchronous. Without rejections a cohort has B seats, so that only
-j = 0 can make a step wait: it takes what is left of cohort t - slack, and others. Then, or with replacement=slot, batch
-t is cohort t at slack 0, whatever the completion times.
+Why the bound is strict: a group of cohort c is born at a version >= c - lead, and trained at a step <= c + slack (the
+case j = 0), so its staleness is at most lead + slack = max_staleness. Why it cannot deadlock: call U(c) the number of
+untrained seats of cohorts up to c. Before step t, U(t - slack + j) <= (j + 1) * B. For the newest cohort this holds
+because (lead + 1) * B seats are untrained, and a seat moves only there. For the others a step preserves it: what is
+left is at most j * B, as the rule demands, and once all groups have ended the lowest slots meet the demand, since they
+take B from every U(c), or all of it. Without rejections, or with replacement=slot, a cohort keeps B seats, and only
+j = 0 can make a step wait: it takes what is left of cohort t - slack, and others. At slack 0 batch t is then cohort t,
+whatever the completion times. max_staleness 0 is synchronous.
 
 A seat moves because a replacement begins late: in the old cohort it would soon be due, and the batch would wait for it.
-
-Two options give that up, and count what they throw away (both favor short answers):
+No group is dropped. Two options give that up, and count what they throw away (both favor short answers):
 
   oversample      B + oversample groups of each cohort run, and the first B that end get its seats
   over_age=drop   step t does not wait for cohort t - slack when B other groups are ready: unfinished groups of that
