@@ -112,7 +112,7 @@ class GroupLifecycle:
         await self._ended()
 
     async def reject(self, ticket: Ticket, reason: str, group: Group | None = None) -> None:
-        """Reject a group, with the tokens that engines generated for it; its slot will be replayed. Pass `group` if it
+        """Reject a group, with the tokens that engines generated for it; another will replace it. Pass `group` if it
         was played to its end."""
         received = self._close(ticket, reason, group.trajectories if group else ())
         self._buffer.reject(ticket, reason, tokens=sum(received))

@@ -107,7 +107,7 @@ class Worker:
                 self._limiter.release(len(sessions))
 
     async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]) -> None:
-        """Play all siblings and hand the group in, or reject it so that its slot is replayed with another prompt."""
+        """Play all siblings and hand the group in, or reject it, so that a group of another prompt replaces it."""
         try:
             async with asyncio.TaskGroup() as siblings:  # one failed sibling cancels the rest: no orphaned requests
                 tasks = [siblings.create_task(self._player.play(prompt, session)) for session in sessions]
@@ -129,7 +129,7 @@ class Worker:
             await self._hand_in(ticket, group)
 
     async def _hand_in(self, ticket: Ticket, group: Group) -> None:
-        """Commit a group that `accept` accepts; reject any other, so that its slot is replayed."""
+        """Commit a group that `accept` accepts; reject any other, so that another replaces it."""
         verdict = self._accept(group)
         if verdict is True:
             self._rejections_in_a_row = 0
