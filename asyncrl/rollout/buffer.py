@@ -4,23 +4,24 @@ The cohort rule. Groups are admitted cohort by cohort, B groups (one batch) each
 serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
 
   admit   groups of cohort c are admitted while c <= lead + v
-  take    step t takes the lowest ready slots, B groups in total; it waits until B groups are ready and, for every
-          j >= 0, at most j * B groups of cohorts up to t - slack + j are left afterwards
+  take    step t takes the lowest ready slots, B groups in total. It waits until B are ready and, for every cohort, at
+          most (due - t) * B groups of cohorts up to it are left afterwards; cohort c is due at step c + slack
   reject  the seat of a rejected group moves to the newest cohort, lead + v (replacement=newest), or another group is
-          played in its slot (replacement=slot)
+          played in its slot (replacement=slot). It begins late: in its slot it is soon due, and the batch waits for it
 
-Why the bound is strict: a group of cohort c is born at a version >= c - lead, and trained at a step <= c + slack (the
-case j = 0), so its staleness is at most lead + slack = max_staleness. Why it cannot deadlock: call U(c) the number of
-untrained seats of cohorts up to c. Before step t, U(t - slack + j) <= (j + 1) * B. For the newest cohort this holds
-because (lead + 1) * B seats are untrained, and a seat moves only there. For the others a step preserves it: what is
-left is at most j * B, as the rule demands, and once all groups have ended the lowest slots meet the demand, since they
-take B from every U(c), or all of it. Without rejections, or with replacement=slot, a cohort keeps B seats, and only
-j = 0 can make a step wait: it takes what is left of cohort t - slack, and others. At slack 0 batch t is then cohort t,
-whatever the completion times. max_staleness 0 is synchronous.
+Why the bound is strict: a group of cohort c is born at a version >= c - lead, and nothing of it is left after step
+c + slack, so its staleness is at most lead + slack = max_staleness. Why it cannot deadlock: call U(c) the number of
+untrained seats of cohorts up to c. Before step t, U(c) <= (due - t + 1) * B. This holds when c is opened, since its B
+seats are due later than those of the cohort before; a seat that moves to the newest cohort leaves its U as it was, and
+lowers others. A step leaves at most (due - t) * B; once all groups have ended the lowest slots do that, since they take
+B from every U(c), or all of it. Without rejections, or with replacement=slot, a cohort keeps B seats, and a step waits
+for the one that is due alone; at slack 0 batch t is cohort t, in whatever order groups end. Bound 0 is synchronous.
 
-A seat moves because a replacement begins late: in the old cohort it would soon be due, and the batch would wait for it.
+The lead may change during a run. A cohort keeps the step at which it is due, c + slack when it was opened, so that the
+bound holds. A lower lead applies to cohorts that are opened afterwards, whose slack is larger. A higher lead changes
+every due to min(due, c + slack), and waits while some U(c) is too large for that.
+
 No group is dropped. Two options give that up, and count what they throw away (both favor short answers):
-
   oversample      B + oversample groups of each cohort run, and the first B that end get its seats
   over_age=drop   step t does not wait for cohort t - slack when B other groups are ready: unfinished groups of that
                   cohort are dropped, and their seats move to the newest cohort
@@ -33,20 +34,19 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
 from asyncrl.config import RolloutConfig
 from asyncrl.imports import load
-from asyncrl.rollout.cohorts import BufferState, Cohort, ReadyGroup, RunningGroup, Ticket
+from asyncrl.rollout.cohorts import BufferState, Cohort, Demand, ReadyGroup, RunningGroup, Ticket, demands, units
 from asyncrl.rollout.hooks import Select, lowest_first
 from asyncrl.rollout.ledger import EventCounts, Ledger, SourceCounts, StateCounts, TokenCounts
 from asyncrl.schema import Group
 
 SURPLUS, OVER_AGE = "surplus", "over_age"
-"""Reasons for rejection in the ledger: the cohort's seats were taken by other groups; the batch was taken without it.
-"""
+"""Reasons of a rejection: the cohort's seats were taken by other groups; the batch was taken without it."""
 
 
 class CohortBuffer:
@@ -64,9 +64,8 @@ class CohortBuffer:
         select: Select = lowest_first,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.batch_groups = batch_groups
-        self.lead = max_staleness if lead is None else lead
-        self.slack = max_staleness - self.lead
+        self.batch_groups, self._bound = batch_groups, max_staleness
+        self.lead = self._wanted_lead = max_staleness if lead is None else lead
         if self.slack < 0:
             raise ValueError(f"lead {self.lead} exceeds max_staleness {max_staleness}")
         self.version = 0  # served by every engine
@@ -75,7 +74,7 @@ class CohortBuffer:
         self._moves = replacement == "newest"
         self._next_slot = 0
         self._filling = 0  # the cohort that new slots belong to
-        self._cohorts: defaultdict[int, Cohort] = defaultdict(lambda: Cohort(batch_groups))
+        self._cohorts: dict[int, Cohort] = {}
         self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be replayed
         self._running: dict[int, RunningGroup] = {}  # by slot
         self._ready: dict[int, ReadyGroup] = {}  # by slot
@@ -85,6 +84,19 @@ class CohortBuffer:
         self._issued, self._trained, self._tokens = Counter[str](), Counter[str](), Counter[str]()
         self._rejected: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason
         self._requeued = 0
+        self._open(0)
+
+    @property
+    def slack(self) -> int:
+        """Number of steps for which a group may be overtaken."""
+        return self._bound - self.lead
+
+    def change_lead(self, lead: int) -> None:
+        """Use another lead: a lower one now, a higher one as soon as the rule allows it."""
+        if not 0 <= lead <= self._bound:
+            raise ValueError(f"lead {lead} is not between 0 and max_staleness {self._bound}")
+        self._wanted_lead = lead
+        self._move_lead()
 
     def admit(self) -> Ticket | None:
         """Return a ticket for the next group to play, or None until a publish or a rejection makes room."""
@@ -94,9 +106,10 @@ class CohortBuffer:
             self._requeued += 1
         else:
             while self._cohorts[self._filling].issued >= self._cohorts[self._filling].seats + self._oversample:
-                if self._filling == self.lead + self.version:
+                if self._filling == self._newest():
                     return None
                 self._filling += 1
+                self._open(self._filling)
                 self._forget(self._filling - 1)
             slot, attempt, cohort = self._next_slot, 0, self._filling
             self._cohorts[cohort].issued += 1
@@ -114,8 +127,8 @@ class CohortBuffer:
         self._issued["trajectories"] += trajectories
 
     def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> bool:
-        """Add a finished group to the ready ones; engines also generated `discarded` tokens that are not in it. Returns
-        False if its cohort has no seat left: the group is then rejected."""
+        """Add a finished group to the ready ones; engines generated `discarded` tokens more. Returns False if it is
+        rejected, because its cohort has no seat left."""
         cohort = self._cohorts[ticket.cohort]
         if cohort.taken == cohort.seats:
             self.reject(ticket, self._too_late(ticket), tokens=group.num_tokens + discarded)
@@ -138,15 +151,14 @@ class CohortBuffer:
             cohort.seats -= 1
             cohort.issued -= 1
             self._requeued += 1
-            self._move_seat()
+            self._move_seats(1)
         elif needed:
             heapq.heappush(self._vacant, (ticket.slot, ticket.attempt + 1, ticket.cohort))
             cohort.vacant += 1
         self._forget(ticket.cohort)
 
     def unwanted(self) -> list[tuple[Ticket, str]]:
-        """Return the running groups that became superfluous since the last call, to be aborted and rejected for the
-        given reason."""
+        """Return the running groups that became superfluous since the last call, and the reason of their rejection."""
         unwanted, self._unwanted = self._unwanted, []
         return [(ticket, self._too_late(ticket)) for ticket in unwanted if self._runs(ticket)]
 
@@ -158,28 +170,30 @@ class CohortBuffer:
     def take(self) -> list[Group] | None:
         """Return the groups of step `self.step`, lowest slot first, or None until the cohort rule allows them."""
         if self.step > self.version or len(self._ready) < self.batch_groups:
-            return None  # the previous batch is still in training or being published, or too few groups are ready
+            return None  # the previous version is not published yet, or too few groups are ready
         if self._drops:
             self._drop_late()
-        elif self.due() is not None:
+        found = self._demands()
+        if not self._drops and any(one.must > one.ready for one in found):
             return None
-        slots = sorted(self._ready)[: max(min(must, found) for _, must, found in self._demands())]
+        slots = sorted(self._ready)[: max(min(one.must, one.ready) for one in found)]
         slots = sorted(slots + self._chosen(set(slots)))
         self._training = [self._ready.pop(slot) for slot in slots]
         self.step += 1
-        self._forget(self.step - self.slack - 1)
-        return [played.group for played in self._training]
+        for number in list(self._cohorts):
+            self._forget(number)
+        return self.training
 
     def publish(self, version: int) -> None:
         """Record that every engine serves `version`: the batch behind it is trained, and the next cohort may start."""
         if version != self.version + 1 or version != self.step:
-            raise ValueError(
-                f"version {version} published after version {self.version}, with {self.step} batches taken"
-            )
+            now = f"version {self.version}, with {self.step} batches taken"
+            raise ValueError(f"version {version} published after {now}")
         self.version = version
-        self._trained.update(_units(self._training))
+        self._trained.update(units(self._training))
         self._tokens["trained"] += sum(played.tokens for played in self._training)
         self._training = []
+        self._move_lead()
 
     def groups(self) -> StateCounts:
         """Count the groups by state."""
@@ -219,22 +233,23 @@ class CohortBuffer:
         """Number of groups that wait for their batch."""
         return len(self._ready)
 
-    def due(self) -> int | None:
-        """Return the cohort for which the next batch waits: more groups of it, or of older ones, must be ready. None if
-        there is none."""
-        return next((cohort for cohort, must, found in self._demands() if must > found), None)
+    def due(self) -> int:
+        """Return the cohort which the next batch must complete, with all older ones."""
+        return max((n for n, one in self._cohorts.items() if one.due <= self.step), default=min(self._cohorts) - 1)
+
+    def awaited(self) -> int:
+        """Return the cohort of which, or of older ones, the next batch needs more groups; `due` if it needs none."""
+        return next((one.cohort for one in self._demands() if one.must > one.ready), self.due())
 
     def waiting_for(self) -> str:
         """Say why `take` returns nothing now, for a diagnosis."""
-        cohort = self.step - self.slack if (due := self.due()) is None else due
+        cohort = self.awaited()
         missing = sorted(slot for slot, playing in self._running.items() if playing.ticket.cohort <= cohort)
         missing += sorted(slot for slot, _, of in self._vacant if of <= cohort)
-        now = self._clock()
-        oldest = max((now - playing.since for playing in self._running.values()), default=0.0)
+        oldest = max((self._clock() - playing.since for playing in self._running.values()), default=0.0)
         return (
-            f"step {self.step} needs {self.batch_groups} ready groups, but has {len(self._ready)}; "
-            f"due but not ready: slots {missing[:8]}; {len(self._running)} running, the oldest for {oldest:.0f} s; "
-            f"version {self.version}"
+            f"step {self.step} needs {self.batch_groups} ready groups, but has {len(self._ready)}; due but not ready: "
+            f"slots {missing[:8]}; {len(self._running)} running, the oldest for {oldest:.0f} s; version {self.version}"
         )
 
     # -- checkpoint ----------------------------------------------------------------------------------------
@@ -257,13 +272,15 @@ class CohortBuffer:
             dict(self._tokens),
             {reason: dict(units) for reason, units in self._rejected.items()},
             self._requeued,
+            self.lead,
+            self._wanted_lead,
         )
 
     def restore(self, state: BufferState) -> None:
         """Restore the state of a buffer with the same settings. The clock of groups that were running starts anew."""
         self.version = self.step = state.version
         self._next_slot, self._filling, self._vacant = state.next_slot, state.filling, state.vacant
-        self._cohorts.update(state.cohorts)
+        self._cohorts, self.lead, self._wanted_lead = dict(state.cohorts), state.lead, state.wanted_lead
         self._running = {one.ticket.slot: replace(one, since=self._clock()) for one in state.running}
         self._ready = {one.group.slot: one for one in state.ready}
         self._unwanted, self._requeued = state.unwanted, state.requeued
@@ -273,31 +290,22 @@ class CohortBuffer:
 
     # -- internals -----------------------------------------------------------------------------------------
 
-    def _demands(self) -> Iterator[tuple[int, int, int]]:
-        """Yield every cohort from the one that is due, how many groups of cohorts up to it step `self.step` must take,
-        and how many of them are ready."""
-        ready = Counter(played.cohort for played in self._ready.values())
-        untrained = found = 0
-        for cohort in range(self.step - self.slack, self.lead + self.version + 1):
-            if cohort >= 0:
-                untrained += self._cohorts[cohort].seats - self._cohorts[cohort].taken + ready[cohort]
-                found += ready[cohort]
-            yield cohort, untrained - (cohort + self.slack - self.step) * self.batch_groups, found
+    def _demands(self, cohorts: dict[int, Cohort] | None = None) -> list[Demand]:
+        return demands(cohorts or self._cohorts, self._ready.values(), self.step, self.batch_groups)
 
     def _drop_late(self) -> None:
-        """Give up what is left of the cohort that is due, and what does not fit into the batch; the seats move."""
-        due = self.step - self.slack
-        late = sorted(slot for slot, played in self._ready.items() if played.cohort <= due)[self.batch_groups :]
+        """Give up what is left of the cohorts that are due, and what does not fit into the batch; the seats move."""
+        last, ready = self.due(), sorted(self._ready.items())
+        late = [slot for slot, played in ready if played.cohort <= last][self.batch_groups :]
         for dropped in map(self._ready.pop, late):  # non-empty only after seats have moved
             self._count_rejected(OVER_AGE, dropped, dropped.tokens)
             self._dropped.append(dropped.group)
-            self._move_seat()
-        cohort = self._cohorts[due]
-        if due >= 0 and cohort.taken < cohort.seats:
-            for _ in range(cohort.seats - cohort.taken):
-                self._move_seat()
-            cohort.seats = cohort.taken
-            self._dismiss(due)
+        self._move_seats(len(late))
+        for number, cohort in list(self._cohorts.items()):
+            if number <= last and cohort.taken < cohort.seats:
+                self._move_seats(cohort.seats - cohort.taken)
+                cohort.seats = cohort.taken
+                self._dismiss(number)
 
     def _chosen(self, due: set[int]) -> list[int]:
         """Return the slots that fill up a batch, as `select` chooses them."""
@@ -316,14 +324,32 @@ class CohortBuffer:
             heapq.heapify(self._vacant)
             self._cohorts[cohort].vacant = 0
 
-    def _move_seat(self) -> None:
-        self._cohorts[self.lead + self.version].seats += 1
+    def _move_seats(self, count: int) -> None:
+        self._open(self._newest())
+        self._cohorts[self._newest()].seats += count
+
+    def _newest(self) -> int:
+        """Return the newest cohort that may be admitted. A lower lead leaves those open that are."""
+        return max(self.lead + self.version, *self._cohorts)
+
+    def _open(self, newest: int) -> None:
+        """Open the cohorts up to this one."""
+        for number in range(max(self._cohorts, default=-1) + 1, newest + 1):
+            self._cohorts[number] = Cohort(self.batch_groups, number + self.slack)
+
+    def _move_lead(self) -> None:
+        """Approach the wanted lead as far as the rule allows."""
+        self.lead = min(self.lead, self._wanted_lead)
+        while self.lead < self._wanted_lead:
+            slack = self.slack - 1
+            changed = {number: replace(one, due=min(one.due, number + slack)) for number, one in self._cohorts.items()}
+            if any(one.must > self.batch_groups for one in self._demands(changed)):
+                return
+            self.lead, self._cohorts = self.lead + 1, changed
 
     def _places(self) -> dict[str, StateCounts]:
-        """Count by kind and state. Running, ready and training are counted from the groups themselves, not
-        incrementally."""
-        running, ready = _units(self._running.values()), _units(self._ready.values())
-        training = _units(self._training)
+        """Count by kind and state. Running, ready and training are counted from the groups, not incrementally."""
+        running, ready, training = map(units, (self._running.values(), self._ready.values(), self._training))
         return {
             kind: StateCounts(
                 self._issued[kind],
@@ -331,18 +357,18 @@ class CohortBuffer:
                 ready[kind],
                 training[kind],
                 self._trained[kind],
-                {reason: units[kind] for reason, units in self._rejected.items()},
+                {reason: counts[kind] for reason, counts in self._rejected.items()},
             )
             for kind in ("prompts", "groups", "trajectories")
         }
 
     def _count_rejected(self, reason: str, group: RunningGroup | ReadyGroup, tokens: int) -> None:
-        self._rejected[reason].update(_units([group]))
+        self._rejected[reason].update(units([group]))
         self._tokens["rejected"] += tokens
 
     def _too_late(self, ticket: Ticket) -> str:
         """Return the reason why a group has no seat any more."""
-        return OVER_AGE if ticket.cohort < self.step - self.slack else SURPLUS
+        return OVER_AGE if self._cohorts[ticket.cohort].due < self.step else SURPLUS
 
     def _runs(self, ticket: Ticket) -> bool:
         playing = self._running.get(ticket.slot)
@@ -356,7 +382,8 @@ class CohortBuffer:
 
     def _forget(self, cohort: int) -> None:
         """Delete a past cohort once all of its groups were admitted and have ended."""
-        if cohort < min(self._filling, self.step - self.slack) and self._cohorts[cohort].playing == 0:
+        one = self._cohorts.get(cohort)
+        if one and cohort < self._filling and one.due < self.step and one.playing == 0:
             del self._cohorts[cohort]
 
 
@@ -370,13 +397,4 @@ def build_buffer(rollout: RolloutConfig) -> CohortBuffer:
         over_age=rollout.over_age,
         replacement=rollout.replacement,
         select=load(rollout.select, "rollout.select"),
-    )
-
-
-def _units(groups: Collection[RunningGroup | ReadyGroup]) -> Counter[str]:
-    """Count the prompts, groups and trajectories of these groups; a group that has begun plays one prompt."""
-    return Counter(
-        prompts=len({group.prompt for group in groups if group.prompt}),
-        groups=len(groups),
-        trajectories=sum(group.trajectories for group in groups),
     )

@@ -164,12 +164,12 @@ def check_conversion(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """The rollout process is killed after a checkpoint."""
+    """The rollout process is killed after a checkpoint. Episodes are played by two processes, and then by three."""
     layout, run_dir = ["trainer.data_parallel=2"], tmp_path / "run"
-    Blow("rollout", 7, 0.15).strike(run_dir, *layout)
+    Blow("rollout", 7, 0.15).strike(run_dir, *layout, "rollout.processes=2")
     assert len(lines(run_dir / "metrics.jsonl")) < STEPS
     newest = max(CheckpointStore(run_dir).versions())
-    text = go_on_to_the_end(run_dir, *layout)
+    text = go_on_to_the_end(run_dir, *layout, "rollout.processes=3")
     assert f"resuming from {CheckpointStore(run_dir).path(newest)}" in text
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *layout)

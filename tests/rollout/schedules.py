@@ -34,6 +34,7 @@ class Run:
     replacement: str = "newest"
     picky: bool = False  # a hook that chooses at random
     saves: bool = False  # at every version the buffer is another one, made from what a checkpoint keeps
+    moves: bool = False  # the lead changes at random, within the bound
     batches: list[list[int]] = field(default_factory=list)
     births: list[list[int]] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
@@ -78,6 +79,7 @@ class Run:
             if not any(action() for action, _ in order) and not self._finish(slow=True):
                 raise AssertionError(f"dead-lock: {self.buffer.waiting_for()}")
             self._hear()
+            self._move()
             self._check()
         return self
 
@@ -167,6 +169,14 @@ class Run:
         if self.saves:
             self._resume()
         return True
+
+    def _move(self) -> None:
+        """Ask for another lead at any moment."""
+        if self.moves and self.random.random() < 0.1:
+            wanted = self.random.randint(0, self.bound)
+            self.buffer.change_lead(wanted)
+            assert self.buffer.lead <= max(self.lead, wanted)
+        self.lead = max(self.lead, self.buffer.lead)  # the largest so far bounds what is in play
 
     def _check(self) -> None:
         ledger, books = self._ledger(), self.books
