@@ -109,11 +109,18 @@ class SimulatedGroup(Group, frozen=True, array_like=True):
 class _Playing:
     ticket: Ticket
     left: int
-    first_turns: int  # first turns in progress; they count as one request, because siblings request them together
     tokens: float
     born: int
     size: int
     accepted: bool
+
+
+@dataclass(eq=False)
+class _Home:
+    """Engine of the episodes that stay together: all siblings, or a single one."""
+
+    engine: SimulatedEngine
+    first_turns: int  # in progress; they count as one request, because siblings request them together
 
 
 def simulate(workload: SimulatedWorkload, setting: Setting, steps: int, warm: int = 4) -> SimulationResult:
@@ -161,7 +168,7 @@ class _Run:
         self._number = itertools.count()
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._jobs: dict[SimulatedRequest, tuple[_Playing, SimulatedEpisode, int, SimulatedEngine]] = {}
+        self._jobs: dict[SimulatedRequest, tuple[_Playing, SimulatedEpisode, int, _Home]] = {}
         self._held: list[Callable[[], None]] | None = None
         self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
         self._training = self._draining = False
@@ -227,7 +234,7 @@ class _Run:
             episodes = self.workload.episodes(number)
             size, tokens = len(episodes), sum(one.tokens for one in episodes)
             self._size = size
-            playing = _Playing(ticket, size, size, tokens, -1, size, self.workload.accepted(number))
+            playing = _Playing(ticket, size, tokens, -1, size, self.workload.accepted(number))
             self._in_play += size
             if self._window:
                 self._window.start(size)
@@ -259,39 +266,37 @@ class _Run:
             self._held.append(request)
 
     def _first_turns(self, playing: _Playing, episodes: Sequence[SimulatedEpisode]) -> None:
-        for place, episode in enumerate(episodes):
-            if place == 0 or self.setting.spread:
-                engine = self._fewest_requests()
-                self._count(engine, 1)
-                self._needed += self.workload.prompt
-            self._turn(playing, episode, 0, self.workload.prompt, engine)
+        for together in [[one] for one in episodes] if self.setting.spread else [episodes]:
+            home = _Home(self._fewest_requests(), len(together))
+            self._count(home.engine, 1)
+            self._needed += self.workload.prompt
+            for episode in together:
+                self._turn(playing, episode, 0, self.workload.prompt, home)
 
-    def _turn(
-        self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float, engine: SimulatedEngine
-    ) -> None:
+    def _turn(self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float, home: _Home) -> None:
         prefix = (("prompt", playing.ticket.uid), self.workload.prompt) if self.workload.prompt else None
         session = id(episode) if len(episode.turns) > 1 else None
         job = SimulatedRequest(episode.turns[number], context, prefix, session, began=lambda: self._began(playing))
-        self._jobs[job] = (playing, episode, number, engine)
+        self._jobs[job] = (playing, episode, number, home)
         if number:
-            self._count(engine, 1)
-        engine.submit(job, self.now)
-        self._expect(engine)
+            self._count(home.engine, 1)
+        home.engine.submit(job, self.now)
+        self._expect(home.engine)
 
     def _began(self, playing: _Playing) -> None:
         if playing.born < 0:
             playing.born = self._buffer.version
 
     def _written(self, job: SimulatedRequest) -> None:
-        playing, episode, number, engine = self._jobs.pop(job)
-        playing.first_turns -= number == 0
-        if number or not playing.first_turns or self.setting.spread:
-            self._count(engine, -1)
+        playing, episode, number, home = self._jobs.pop(job)
+        home.first_turns -= number == 0
+        if number or not home.first_turns:
+            self._count(home.engine, -1)
         if number + 1 < len(episode.turns):
             context = job.context + job.tokens
             self._at(
                 self.now + episode.seconds[number],
-                lambda: self._send(lambda: self._turn(playing, episode, number + 1, context, engine)),
+                lambda: self._send(lambda: self._turn(playing, episode, number + 1, context, home)),
             )
         else:
             self._ended(playing)

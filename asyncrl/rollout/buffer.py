@@ -349,7 +349,7 @@ class CohortBuffer:
 
     def _places(self) -> dict[str, StateCounts]:
         """Count by kind and state. Running, ready and training are counted from the groups, not incrementally."""
-        running, ready, training = map(units, (self._running.values(), self._ready.values(), self._training))
+        running, ready, training = (units(of) for of in (self._running.values(), self._ready.values(), self._training))
         return {
             kind: StateCounts(
                 self._issued[kind],
