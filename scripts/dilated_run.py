@@ -49,7 +49,7 @@ from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkl
 from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402
 from asyncrl.schema import decode_batch  # noqa: E402
 from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
-from scripts.slow_tools import VARIABLE  # noqa: E402
+from scripts.slow_tools import REJECTED, VARIABLE, accepted  # noqa: E402
 from scripts.stub_engine import number_of  # noqa: E402
 
 KEY = "bench"
@@ -73,8 +73,9 @@ class Measured:
 class DilatedRun:
     """Runs of one workload. Each `run` starts all processes again."""
 
-    def __init__(self, lengths: Lengths, batch_groups: int) -> None:
-        self._lengths, self._batch_groups = lengths, batch_groups
+    def __init__(self, lengths: Lengths, batch_groups: int, rejected: float = 0.0) -> None:
+        """`rejected` is the fraction of groups that dynamic sampling rejects."""
+        self._lengths, self._batch_groups, self._rejected = lengths, batch_groups, rejected
         self._agent = "scripts.slow_tools:SlowTools" if lengths.turns > 1 else "asyncrl.agents.single_turn:SingleTurn"
         self._folder = Path(tempfile.mkdtemp(prefix="dilated-"))
         self._model = self._folder / "model"
@@ -116,7 +117,12 @@ class DilatedRun:
         def of(number: int) -> list[SimulatedEpisode]:
             return list(episodes(numbers[number]))
 
-        return SimulatedWorkload(of, self._batch_groups, longest=self._lengths.longest)
+        return SimulatedWorkload(
+            of,
+            self._batch_groups,
+            longest=self._lengths.longest,
+            accepted=lambda number: accepted(numbers[number], self._rejected),
+        )
 
     def run(self, setting: Setting, steps: int, warm: int) -> Measured:
         """Train `warm` + `steps` batches."""
@@ -137,6 +143,9 @@ class DilatedRun:
             f"rollout.group_size={self._lengths.group_size}",
             f"rollout.max_staleness={setting.max_staleness}",
             f"rollout.lead={'null' if setting.lead is None else setting.lead}",
+            f"rollout.replacement={setting.replacement}",
+            f"rollout.spread_siblings={str(setting.spread).lower()}",
+            "rollout.accept=scripts.slow_tools:accept",
             f"rollout.max_running_groups={'null' if groups is None else groups}",
             f"rollout.max_new_tokens={self._lengths.longest}",
             f"agent={self._agent}",
@@ -185,6 +194,7 @@ class DilatedRun:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             VARIABLE: json.dumps(asdict(self._lengths)),
+            REJECTED: str(self._rejected),
         }
         with (run_dir / "log").open("w") as log:
             running = [subprocess.Popen(command, env=env, stdout=log, stderr=log) for command in commands]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.planner.elastic import ElasticController, ElasticDecision, ElasticLimits, StepObservation
 from asyncrl.planner.engine import SimulatedEngine
-from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload, _Playing, _Run
+from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload, _Home, _Playing, _Run
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,12 @@ class _ElasticRun(_Run):
 
     def _first_turns(self, playing: _Playing, episodes: Sequence[SimulatedEpisode]) -> None:
         self._groups[playing] = episodes
-        if self._left(playing.engine):
-            playing.engine = self._fewest_requests()
         super()._first_turns(playing, episodes)
 
-    def _turn(self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float) -> None:
-        if self._left(playing.engine):
-            playing.engine = self._fewest_requests()
-        super()._turn(playing, episode, number, context)
+    def _turn(self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float, home: _Home) -> None:
+        if self._left(home.engine):
+            home.engine = self._fewest_requests()
+        super()._turn(playing, episode, number, context, home)
 
     def _ended(self, playing: _Playing) -> None:
         super()._ended(playing)
@@ -135,17 +133,17 @@ class _ElasticRun(_Run):
     def _remove_engine(self, engine: SimulatedEngine) -> None:
         """Let an engine leave: its requests continue on others."""
         self._count(engine, math.inf)
-        moved = [(job, playing, number) for job, (playing, _, number) in self._jobs.items() if playing.engine is engine]
+        moved = [(job, number, home) for job, (_, _, number, home) in self._jobs.items() if home.engine is engine]
         for job, _, _ in moved:
             engine.abort(job, self.now)
         self._expect(engine)
-        for job, playing, number in moved:
-            if playing.engine is engine:
-                playing.engine = self._fewest_requests()
-                self._count(playing.engine, playing.first_turns > 0)
-            self._count(playing.engine, number > 0)
-            playing.engine.submit(job, self.now)
-            self._expect(playing.engine)
+        for job, number, home in moved:
+            if home.engine is engine:
+                home.engine = self._fewest_requests()
+                self._count(home.engine, home.first_turns > 0)
+            self._count(home.engine, number > 0)
+            home.engine.submit(job, self.now)
+            self._expect(home.engine)
 
     def _left(self, engine: SimulatedEngine) -> bool:
         return self._open[self._places[engine]] == math.inf

@@ -162,6 +162,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         retry_timeout=config.engine.retry_timeout,
         # the stock server cannot unload an adapter after a request with several samples (engine/unloading.py)
         coalesce=config.rollout.coalesce and not (config.serves_adapters and addresses.attached),
+        spread=config.rollout.spread_siblings if len(addresses.engines) + len(addresses.attached) > 1 else False,
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,

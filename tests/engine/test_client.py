@@ -116,6 +116,32 @@ def test_without_coalescing_every_sibling_is_a_request() -> None:
     assert [request["sampling_params"]["n"] for request in engine.requests] == [1, 1, 1]
 
 
+def test_siblings_are_spread_once_answers_are_much_longer_than_the_prompt_and_each_stays_where_it_is() -> None:
+    engine = FakeEngine(echo(tokens=24))
+
+    async def play(client: GenerationClient) -> None:
+        for turns in (1, 2):
+            sessions = [client.generate(group=f"g{turns}", sample=f"g{turns} {number}") for number in range(2)]
+            for _ in range(turns):
+                await asyncio.gather(*(session(PROMPT) for session in sessions))
+            await asyncio.gather(*(session([9] * 100) for session in sessions))  # of a long context
+
+    asked(engine, play, spread="auto", max_new_tokens=24)
+    assert [request["sampling_params"]["n"] for request in engine.requests] == [2, 2, 1, 1, 1, 1, 1, 1]
+    assert engine.routes == ["g1", "g1", *["g2 0", "g2 1"] * 3]
+
+
+@pytest.mark.parametrize(("spread", "routes"), [(True, ["g 0", "g 1"]), (False, ["g"])])
+def test_siblings_are_spread_or_not_as_configured(spread: bool, routes: list[str]) -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: GenerationClient) -> None:
+        await asyncio.gather(*(client.generate(group="g", sample=f"g {number}")(PROMPT) for number in range(2)))
+
+    asked(engine, play, spread=spread)
+    assert engine.routes == routes
+
+
 def test_turn_after_turn_asks_anew() -> None:
     engine = FakeEngine(echo())
 
