@@ -145,7 +145,7 @@ class EpisodeWorkers:
         async with self._changed:
             await self._changed.wait_for(self._ready)
             connection = min(self._ready(), key=lambda one: (one.episodes, one.number))
-        first, samples = sessions[0], [session.sample() for session in sessions]
+        first, samples = sessions[0], [session.sample for session in sessions]
         named = group, ticket, first.born, first.adapter, prompt.uid, prompt.task, prompt.index
         return await connection.begin(wire.Play(*named, prompt.token_ids, prompt.images, samples), sessions)
 
