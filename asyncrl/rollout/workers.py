@@ -52,7 +52,7 @@ class EpisodeWorkers:
         self._failed, self._error = asyncio.Event(), BaseException()
         self._past_tokens, self._past_late, self._past_proxies = Counter[str](), 0, Counter[str]()
         self._sums: Sums = {}
-        self._needed = 0
+        self._needed = self._lost = 0
         self.client = self.inflight = self.groups = self
         self.version, self.held, self.holding = 0, 0.0, False
         self.figures = EngineStats()
@@ -216,7 +216,13 @@ class EpisodeWorkers:
         metrics.jsonl."""
         sums, self._sums = self._sums, {}
         proxies = sum((one.proxies for one in self._connections.values()), self._past_proxies)
-        return {**means(sums), **proxies}
+        ready = self._ready()
+        processes = {
+            "processes/playing": float(len(ready)),
+            "processes/episodes/most": float(max((one.episodes for one in ready), default=0)),
+            "processes/lost": float(self._lost),
+        }
+        return {**means(sums), **proxies, **processes}
 
     # -- connections ---------------------------------------------------------------------------------------
 
@@ -299,6 +305,7 @@ class EpisodeWorkers:
         self._past_tokens += connection.tokens
         self._past_late += connection.late
         self._past_proxies += connection.proxies
+        self._lost += 1
         if connection.groups:
             self._tell(f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are played again")
         connection.lost(EpisodeFailed(LOST, f"the process episodes-{connection.number} was lost"))

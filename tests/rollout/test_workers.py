@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from asyncrl.engine.adapters import InUse
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.metrics.fields import STEP_PROCESSES
 from asyncrl.network.addresses import Access
 from asyncrl.network.ports import free_port
 from asyncrl.rollout import server, wire
@@ -69,6 +70,9 @@ def _with_deaths(seed: int) -> int:
 
     batches = made.batches(STEPS, train)
     assert all(task.cancelled() or task.result() is None for task in dying)
+    told = pool.take_played()
+    assert told.keys() >= STEP_PROCESSES.keys()
+    assert told["processes/lost"] >= STEPS - 1
     asked = [tuple(group.prompt_ids) for batch in batches for group in batch.groups]
     assert len(set(asked)) == len(asked) == STEPS * 3
     return lost[0]
