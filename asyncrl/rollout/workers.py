@@ -35,15 +35,16 @@ from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.group_player import LOST
 from asyncrl.rollout.player import Sums, add, means
 from asyncrl.rollout.remote import RemoteSession, WorkerConnection
+from asyncrl.rollout.reporters import Warn
 from asyncrl.schema import EncodedGroup, Group, Prompt, Trajectory
 
 
 class EpisodeWorkers:
     """All processes of a run that play episodes."""
 
-    def __init__(self, config: Config, addresses: Addresses, tell: Callable[[str], None]) -> None:
-        """`tell` is called when a process is lost."""
-        self._count, self._key, self._tell = config.rollout.processes, addresses.api_key, tell
+    def __init__(self, config: Config, addresses: Addresses, warn: Warn) -> None:
+        """`warn` receives the warnings of all processes."""
+        self._count, self._key, self._warn = config.rollout.processes, addresses.api_key, warn
         self._temperature = config.rollout.temperature
         self._connections: dict[int, WorkerConnection] = {}
         self._changed = asyncio.Condition()
@@ -283,6 +284,8 @@ class EpisodeWorkers:
                 self._count_in(connection, message.counts)
                 if connection.pending.pop(message.confirms, None) is wire.Begin:
                     connection.ready = True
+            case wire.Warned():
+                self._warn(message.text, message.traceback)
             case wire.Broken():
                 raise AsyncRLError(message.error)
             case _:
@@ -307,7 +310,7 @@ class EpisodeWorkers:
         self._past_proxies += connection.proxies
         self._lost += 1
         if connection.groups:
-            self._tell(f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are played again")
+            self._warn(f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are played again")
         connection.lost(EpisodeFailed(LOST, f"the process episodes-{connection.number} was lost"))
         async with self._changed:
             self._changed.notify_all()

@@ -126,7 +126,7 @@ def test_error_of_ours_in_a_process_ends_the_run() -> None:
 
 def test_whoever_lacks_the_key_gets_nothing() -> None:
     async def main() -> None:
-        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), print)
+        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
         url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
         serving = asyncio.create_task(pool.serve(Path(), url))
         await asyncio.sleep(0.05)
@@ -173,6 +173,9 @@ def test_attempts_of_an_evaluation_share_a_process_and_failed_ones_are_told() ->
     assert made.pool.tokens["evaluation"] == sum(one.num_tokens for one in played[:2])
 
 
+def warn(text: str, traceback: str | None = None) -> None: ...
+
+
 class Slow:
     """A process that confirms a command only when it is told to."""
 
@@ -195,7 +198,7 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
     monkeypatch.setattr(server, "POLL_SECONDS", 0.05)
 
     async def main() -> None:
-        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), print)
+        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
         groups = GroupLifecycle(CohortBuffer(1, 0), pool)  # type: ignore[arg-type]
         service = RolloutServer(groups, pool, None, "key0")  # type: ignore[arg-type]
         http = httpx.AsyncClient(
