@@ -86,7 +86,7 @@ ONLY = {
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
     ("launch", "planner"): {
         *("planner.activations", "planner.adapters", "planner.memory", "planner.shapes", "planner.estimate"),
-        *("planner.inputs", "planner.report", "planner.search"),
+        *("planner.inputs", "planner.report", "planner.search", "planner.elastic", "planner.observed"),
     },
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "sandbox"): {"sandbox", "sandbox.cgroups", "sandbox.local", "sandbox.protections"},

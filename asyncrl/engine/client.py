@@ -64,6 +64,8 @@ class GenerationClient:
         pause_mode: str = "in_place",
         fields: Mapping[str, Any] | None = None,
         routing: RoutingShape | None = None,
+        replicas: int = 1,
+        disaggregated: bool = False,
         seed: int | None = None,
         context: int | None = None,
         names: AdapterName | None = None,
@@ -78,6 +80,8 @@ class GenerationClient:
         """Create a client of the router at `router`.
 
         routing: make engines return the experts of every token in requests for training
+        replicas: number of replicas of attention in each engine
+        disaggregated: some engines only prefill, and others only decode
         seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
         context: maximum length of a sequence in an engine, in tokens
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
@@ -96,6 +100,8 @@ class GenerationClient:
             pause_mode=pause_mode,
             fields=dict(fields or {}),
             routing=routing is not None,
+            replicas=replicas,
+            disaggregated=disaggregated,
             names=names,
             past_versions=past_versions,
             trace=trace,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
+from zlib import crc32
 
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_past
@@ -118,21 +119,24 @@ class InFlight:
         pause_mode: str,
         fields: dict[str, Any],
         routing: bool = False,
+        replicas: int = 1,
+        disaggregated: bool = False,
         names: AdapterName | None = None,
         past_versions: PastVersions = no_past,
         trace: Callable[[str, str, int], str] | None = None,
         requests: str = "",
     ) -> None:
         """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
-        processes of the run. With `routing`, training requests return the experts of every token that is read. With
-        `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles. `trace`
-        makes the header `traceparent` of a request from its group, its first sample, and its number among the requests
-        of that sample."""
+        processes of the run. With `routing`, training requests return the experts of every token that is read. Each
+        engine has `replicas` of attention: a group's requests use the same one. `disaggregated` says that some engines
+        only prefill, and others only decode. With `names`, every version is a set of adapters in the engines;
+        `past_versions` are those that play roles. `trace` makes the header `traceparent` of a request from its group,
+        its first sample, and its number among the requests of that sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
         self._named = f"{run}-{requests}"
-        self._routing, self._names, self._trace = routing, names, trace
+        self._routing, self._names, self._trace, self._replicas = routing, names, trace, replicas
         self.adapters = AdapterUse(past_versions)
-        self._cache_key, self._pause_mode = cache_key, pause_mode
+        self._cache_key, self._pause_mode, self._disaggregated = cache_key, pause_mode, disaggregated
         self._serial = itertools.count()
         self._requests: dict[_Request, None] = {}  # in the order in which they were sent
         self._open, self._idle = asyncio.Event(), asyncio.Event()
@@ -167,13 +171,14 @@ class InFlight:
         """Send requests again, under the prefix-cache key of `version`, which every engine now serves.
 
         When the caches are not flushed, a request that was in transit or in an engine's queue during the pause may run
-        under the new weights and find its prompt in the cache of the old ones. Such a request is sent again.
+        under the new weights and find its prompt in the cache of the old ones. Or its first token was on its way to the
+        engine that decodes, which would record it under the new version. Such a request is sent again.
         """
         self.version, self.held = version, 0.0
         self._changed[version] = time.time()
         self._changed.pop(version - KNOWN_PUBLISHES, None)
         self._open.set()
-        if self._pause_mode == "in_place" and self._cache_key == "version":
+        if self._pause_mode == "in_place" and (self._cache_key == "version" or self._disaggregated):
             for sent in self._requests:
                 if sent.overtaken and not sent.scope.expired():  # an earlier publish may already have ended it
                     sent.scope.reschedule(0.0)
@@ -312,8 +317,11 @@ class InFlight:
         images: list[Any] = [data_url(png) for png in exchange.images]
         if images and len(sessions) > 1:
             images = [images]  # SGLang takes several samples for a batch, in which each prompt has a list of its own
+        rid = f"{self._named}{next(self._serial):010d}"  # fixed width: engines abort by prefix
+        replica = crc32((sessions[0].group or rid).encode()) % self._replicas
         return {
             **self._fields,
+            **({"routed_dp_rank": replica} if self._replicas > 1 else {}),
             **(routed if self._routing and exchange.purpose == "training" else {}),
             **({"lora_path": name} if name else {}),
             "input_ids": token_ids,
@@ -327,7 +335,7 @@ class InFlight:
             },
             "return_logprob": True,
             "stream": True,
-            "rid": f"{self._named}{next(self._serial):010d}",  # fixed width: engines abort by prefix
+            "rid": rid,
             "extra_key": f"{self._run}-{key}",  # prefix caches are never shared between runs
         }
 

@@ -110,10 +110,9 @@ async def main(run_dir: Path) -> None:
             if isinstance(playing, EpisodeWorkers):
                 working.create_task(playing.serve(run_dir, addresses.episodes))
             await _until_ready(config, addresses)
-            for engine in (
-                await loads.ask() if model.cache is None else ()
-            ):  # what fits on a GPU may be less than the context
-                client.narrow(int(engine.capacity))
+            # what fits on a GPU may be less than the context
+            for engine in await loads.ask() if model.cache is None else ():
+                client.narrow(int(engine.longest))
             await playing.start()
             _ready(run_dir, observer, addresses)
             if _trainer_sends_first(config, addresses):

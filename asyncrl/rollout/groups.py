@@ -181,6 +181,15 @@ class GroupLifecycle:
         """Return whether a batch may be taken as soon as the buffer allows it."""
         return True
 
+    async def adjust(self, lead: int | None, groups: int | None) -> None:
+        """Change the lead, or a fixed number of groups in flight (cluster.elastic)."""
+        if lead is not None:
+            self._buffer.change_lead(lead)
+            self._recorder.adjusted(lead)
+        if groups is not None:
+            self._limiter.resize(groups)
+        await self._wake()
+
     async def may_publish(self, version: int) -> None:
         """Wait until a published version may open admission."""
 
@@ -201,7 +210,7 @@ class GroupLifecycle:
         ledger = self.ledger()
         if new:
             self._recorder.published(version, ledger)
-        self._audit.close(self._buffer.step - self._buffer.slack)
+        self._audit.close(self._buffer.due())
         self._publish({"version": version, **asdict(ledger)}, self._audit.warnings())
         await self._wake()
         return new
@@ -314,6 +323,7 @@ class GroupLifecycle:
             "groups/rejected": sum(ledger.groups.rejected.values()),
             **{f"groups/rejected/{reason}": count for reason, count in ledger.groups.rejected.items()},
             "groups/requeued": events.requeued,
+            "admission/lead": self._buffer.lead,
             "time/engine_busy": seen.seconds_busy,
             **self._audit.figures(),
             **self._limiter.figures(),

@@ -165,6 +165,9 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
         routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
+        # an engine that decodes finds the replica that prefilled by SGLang's rule, not by a field of the request
+        replicas=1 if config.engine.disaggregated else config.engine.data_parallel,
+        disaggregated=config.engine.disaggregated,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache or context),
         names=adapter_names(config, addresses.run_id),

@@ -7,7 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from asyncrl.records.events import Admitted, Committed, Event, PackedGroup, Published, Rejected, Saved, Taken, packed
+from asyncrl.records.events import (
+    Adjusted,
+    Admitted,
+    Committed,
+    Event,
+    PackedGroup,
+    Published,
+    Rejected,
+    Saved,
+    Taken,
+    packed,
+)
 from asyncrl.records.writer import Writer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Ledger
@@ -28,6 +39,9 @@ class Recorder:
 
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
         """Record the composition of a batch."""
+
+    def adjusted(self, lead: int) -> None:
+        """Record that another lead was asked for."""
 
     def published(self, version: int, ledger: Ledger) -> None:
         """Record that every engine serves a version."""
@@ -64,6 +78,9 @@ class WritingRecorder(Recorder):
 
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
         self.write(Taken(step, [group.uid for group in groups], figures))
+
+    def adjusted(self, lead: int) -> None:
+        self.write(Adjusted(lead, time.time()))
 
     def published(self, version: int, ledger: Ledger) -> None:
         self.write(Published(version, time.time(), asdict(ledger)))

@@ -6,6 +6,7 @@
     POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
     POST /version {"version": v}    every engine serves v: release requests, open admission; returns the adapters in
                             use (engine/adapters.py)
+    POST /admission {"lead": n, "max_running_groups": n}    change either (cluster.elastic)
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
     POST /v1/traces         spans of engines as OTLP, under a key of their own (rollout/observer.py)
@@ -123,6 +124,12 @@ class RolloutServer:
                 self._evaluations.published(version)
         return JSONResponse(msgspec.to_builtins(self._inflight.adapters.in_use(version)))
 
+    async def admission(self, request: Request) -> Response:
+        """Change the lead, or the fixed number of groups in flight."""
+        wanted = await request.json()
+        await self._groups.adjust(wanted.get("lead"), wanted.get("max_running_groups"))
+        return Response()
+
     async def evaluate(self, _: Request) -> Response:
         """Run an evaluation now, after one that may be running."""
         return JSONResponse(await self._evaluations.now() if self._evaluations else [])
@@ -166,6 +173,7 @@ class RolloutServer:
             Route("/batch", self.batch),
             Route("/hold", self.hold, methods=["POST"]),
             Route("/version", self.version, methods=["POST"]),
+            Route("/admission", self.admission, methods=["POST"]),
             Route("/evaluate", self.evaluate, methods=["POST"]),
             Route("/snapshot", self.snapshot, methods=["POST"]),
             Route("/status", self.status),
