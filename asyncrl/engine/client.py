@@ -18,8 +18,6 @@ import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
-import httpx
-
 from asyncrl.config.roles import AgentsConfig
 from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
@@ -77,7 +75,7 @@ class GenerationClient:
         past_versions: PastVersions = no_past,
         vision: Vision | None = None,
         trace: Callable[[str, str, int], str] | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        http: Any = None,
         requests: str = "",
     ) -> None:
         """Create a client of the router at `router`.
@@ -91,9 +89,10 @@ class GenerationClient:
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
         agents, past_versions: adapters of roles, and the past versions that play some (Config.past_versions)
         vision: how the model reads images, if it does
+        http: replaces aiohttp's session
         trace, requests: make the header `traceparent` and the names of requests (engine/inflight.py)
         """
-        self._http = GenerateEndpoint(router, access, timeout, transport)
+        self._http = GenerateEndpoint(router, access, timeout, http)
         self._longest, self._context, self._stop = max_new_tokens, context, stop_token_ids
         self.inflight = InFlight(
             self._http,
@@ -161,7 +160,7 @@ class GenerationClient:
         for task in open_requests:
             task.cancel()
         await asyncio.gather(*open_requests, return_exceptions=True)
-        await self._http.aclose()
+        await self._http.close()
         if self._vision:
             self._vision.decoder.close()
 
@@ -258,34 +257,33 @@ class GenerationClient:
             future.set_result(recalled)
             return future
         exchange.parts.append(PartialCompletion.recalled(recalled, known_rows(session.routed, token_ids)))
-
-        async def finish() -> None:
-            completion = await self._whole(session, exchange)
-            if not future.done():
-                future.set_result(completion)
-
         self.inflight.adapters.acquire(exchange.holds)
-        self._watch(finish(), [(session, exchange, future)])
+        self._watch(self._finish(session, exchange, future), [(session, exchange, future)])
         return future
 
     async def _answer(self, asking: list[_Asking], token_ids: list[int]) -> None:
         """Send one request with a sample for each sibling. A sibling proceeds as soon as its own sample is complete."""
+        known = min(known_rows(session.routed, token_ids) for session, _, _ in asking)
+        if len(asking) == 1:
+            ((session, exchange, future),) = asking
+            await self.inflight.stream([PendingSample(session, exchange)], token_ids, begun=0, routed_from=known)
+            await self._finish(session, exchange, future)
+            return
         async with asyncio.TaskGroup() as answers:
 
             def pending(
                 session: GenerationSession, exchange: Exchange, future: asyncio.Future[Completion]
             ) -> PendingSample:
-                return PendingSample(session, exchange, lambda: answers.create_task(finish(session, exchange, future)))
+                return PendingSample(
+                    session, exchange, lambda: answers.create_task(self._finish(session, exchange, future))
+                )
 
-            async def finish(
-                session: GenerationSession, exchange: Exchange, future: asyncio.Future[Completion]
-            ) -> None:
-                completion = await self._whole(session, exchange)
-                if not future.done():  # the sibling may have been cancelled
-                    future.set_result(completion)
-
-            known = min(known_rows(session.routed, token_ids) for session, _, _ in asking)
             await self.inflight.stream([pending(*one) for one in asking], token_ids, begun=0, routed_from=known)
+
+    async def _finish(self, session: GenerationSession, exchange: Exchange, future: asyncio.Future[Completion]) -> None:
+        completion = await self._whole(session, exchange)
+        if not future.done():  # the sibling may have been cancelled
+            future.set_result(completion)
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         """End the use of a request's adapter, and pass its error to each sibling that has no answer yet.

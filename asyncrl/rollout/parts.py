@@ -7,7 +7,6 @@ import json
 import os
 import resource
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from asyncrl.agents.template import ChatTemplate
@@ -29,7 +28,7 @@ from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.observer import trace_header
 from asyncrl.rollout.player import EpisodePlayer, Sums, means
 from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
-from asyncrl.rollout.reporters import FailureReporter, RunReporter
+from asyncrl.rollout.reporters import FailureReporter, Warn
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.rollout.vision import vision_of
 from asyncrl.tasks import Task
@@ -78,20 +77,20 @@ class PlayingParts:
         cls,
         config: Config,
         addresses: Addresses,
-        run_dir: Path,
         model: ModelParts,
         tasks: dict[str, Task],
+        warn: Warn,
         requests: str = "",
     ) -> PlayingParts:
-        """Build all of them. Nothing is started. `requests` begins the names of requests to engines."""
+        """Build all of them. Nothing is started. `warn` receives warnings, with tracebacks where there are any;
+        `requests` begins the names of requests to engines."""
         allow_files(config)
         rollout = config.rollout
         client = _client(config, addresses, model, requests)
         teachers = teacher_engines(config, addresses)
         teacher = TeacherScorer(teachers) if teachers else None
-        reporter = RunReporter(run_dir, lambda: client.inflight.version)
-        playing, scores = agents(config, tasks, reporter.warn), rewards(config, tasks)
-        failures = FailureReporter(reporter.warn)
+        playing, scores = agents(config, tasks, warn), rewards(config, tasks)
+        failures = FailureReporter(warn)
         timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
         player = EpisodePlayer(
             playing, scores, model.template, timeouts, failures, retries=rollout.retries, teacher=teacher

@@ -17,7 +17,7 @@ from asyncrl.errors import EngineError
 from asyncrl.observability.intervals import DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
-from tests.fakes import FakeEngine, completion, echo, pieces, stream, until
+from tests.fakes import FakeEngine, FakeHttp, completion, echo, pieces, stream, until
 
 completions = st.builds(
     lambda ids, cut, finish: Completion(
@@ -207,7 +207,7 @@ def test_request_in_flight_stays_open_while_new_ones_are_held() -> None:
         await gate.wait()
         return response
 
-    assert asked(engine, play, transport=httpx.MockTransport(late)) == [answer]
+    assert asked(engine, play, http=FakeHttp(late)) == [answer]
 
 
 def test_no_request_id_is_a_prefix_of_another() -> None:
@@ -336,7 +336,7 @@ def test_request_that_nobody_waits_for_is_closed() -> None:
         asking.cancel()
         await until(lambda: closed)
 
-    asked(FakeEngine(echo()), play, transport=httpx.MockTransport(endless))
+    asked(FakeEngine(echo()), play, http=FakeHttp(endless))
 
 
 def test_figures_count_requests_and_prompt_tokens_once_taken() -> None:
