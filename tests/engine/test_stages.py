@@ -1,4 +1,4 @@
-"""The hooks for pipeline stages, on stand-ins of SGLang's classes (real ones: tests/integration/test_engine_shapes.py)."""
+"""The hooks for pipeline stages, on stand-ins for SGLang's classes (test_engine_shapes.py has real ones)."""
 
 from __future__ import annotations
 
