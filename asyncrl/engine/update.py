@@ -41,7 +41,7 @@ class Update:
 
     def __init__(self, fleet: Fleet, *, mode: str) -> None:
         self._fleet = fleet
-        # no request is left to abort; a scheduler that retracts stands still, and would not clean up what has just ended
+        # no request is left to abort; after a retraction a scheduler would not even clean up what has just ended
         self._mode = "abort" if mode == "drain" else mode
         self._sessionless: set[str] = set()
 
