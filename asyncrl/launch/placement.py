@@ -60,6 +60,8 @@ class Placement:
     engines: list[list[Seat]]  # per engine, one seat for each machine that it spans; the first one's server answers
     teachers: list[Seat] = field(default_factory=list)
     judges: list[Seat] = field(default_factory=list)
+    episodes: list[Seat] = field(default_factory=list)  # processes that play episodes; none if the rollout process does
+    meeting: Seat | None = None  # where the rollout process listens for them
 
     def urls(self) -> dict[str, Any]:
         """Return the URLs of the servers, as fields of Addresses."""
@@ -70,6 +72,7 @@ class Placement:
             "bootstrap": {seats[0].url: seats[0].bootstrap for seats in self.engines if seats[0].bootstrap} or None,
             "teachers": tuple(seat.url for seat in self.teachers),
             "judges": tuple(seat.url for seat in self.judges),
+            "episodes": self.meeting.url if self.meeting else "",
         }
 
     def listening(self) -> list[str]:
@@ -106,7 +109,8 @@ class _Room:
 def ports_wanted(config: Config) -> int:
     """Return the number of free ports that suffices for a node, whatever is placed on it."""
     servers = config.engine.started + config.teacher.started + config.judge.started
-    return 2 * servers + config.engine.prefill_count + 4 + config.tracing.engines
+    several = config.tracing.engines + (config.rollout.processes > 1)
+    return 2 * servers + config.engine.prefill_count + 4 + several
 
 
 def place(config: Config, nodes: Sequence[Node]) -> Placement:
@@ -138,7 +142,18 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
             rooms_for = _shared(config, trainers, working[:used])
         fleets[name] = _fleet(name, section, duties, rooms_for, each)
     heads = {name: [seats[0] for seats in fleet] for name, fleet in fleets.items()}
-    return Placement(router, rollout, trainers, fleets["engine"], heads["teacher"], heads["judge"])
+    episodes, meeting = _episodes(config, head, others)
+    return Placement(router, rollout, trainers, fleets["engine"], heads["teacher"], heads["judge"], episodes, meeting)
+
+
+def _episodes(config: Config, head: _Room, others: list[_Room]) -> tuple[list[Seat], Seat | None]:
+    """Return the seats of the processes that play episodes, round-robin over the rollout process's machine and those of
+    the engines, and where they meet."""
+    count = config.rollout.processes
+    if count == 1:
+        return [], None
+    rooms = list({id(room): room for room in (head, *others)}.values())
+    return [rooms[number % len(rooms)].seat() for number in range(count)], head.seat(ports=1)
 
 
 def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_Room]:
