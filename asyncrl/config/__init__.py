@@ -236,7 +236,7 @@ class Config(Section):
         if self.cluster.elastic == "off":
             return
         least, most = self.cluster.min_engines, self.cluster.max_engines
-        count = self.engine.count + len(self.engine.urls)
+        count = self.engine.started + len(self.engine.urls)
         for field, value, wrong, remedy in (
             ("mode", self.mode, self.mode != "train", "Only a run that trains can be elastic"),
             (
