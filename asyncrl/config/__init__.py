@@ -38,6 +38,7 @@ from asyncrl.config.running import (
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
+from asyncrl.config.speculation import check_speculation
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Choice, Name, Section
@@ -176,6 +177,7 @@ class Config(Section):
         check_colocated(self)
         check_roles(self)
         check_adapters(self)
+        check_speculation(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
                 remedy = (

@@ -41,9 +41,32 @@ class EngineConfig(Section):
     metrics: bool
     """Start the engines with SGLang's counters (--enable-metrics), from which the run takes tokens per second, cache
     hits and preemptions of each. Engines of engine.urls that have them are asked, too."""
-    router_policy: Literal["manual", "random", "round_robin", "cache_aware", "power_of_two"]
+    router_policy: Literal[
+        "manual",
+        "random",
+        "round_robin",
+        "cache_aware",
+        "power_of_two",
+        "least_load",
+        "consistent_hashing",
+        "prefix_hash",
+    ]
     """Load-balancing policy of the router. manual: a new group goes to the engine with the fewest requests, and all of
     its requests and turns stay on that engine, which holds their shared prefix cache."""
+    speculative: Literal["none", "ngram", "eagle", "eagle3", "mtp"]
+    """Speculative decoding: several tokens are drafted, and the model verifies them in one step. Answers and their
+    log-probabilities remain the model's. ngram: drafts are what followed the same tokens before, in any answer of the
+    engine; eagle, eagle3: those of engine.draft_model; mtp: those of the model's own layers of multi-token prediction
+    (docs/engines.md). On CPUs only ngram."""
+    draft_model: str | None
+    """HF folder of the draft model of eagle and eagle3. It is not trained, so fewer drafts are accepted as the policy
+    departs from the model that it was made for."""
+    draft_tokens: Count | None
+    """Tokens that are verified in one step, of which all but the first are drafts (SGLang's
+    speculative_num_draft_tokens); unset: SGLang's choice, 12 for ngram."""
+    hicache: Count | None
+    """Gigabytes of the machine's memory in which each rank of an engine on GPUs keeps what its prefix cache on the GPU
+    has no room for (SGLang's HiCache, --hicache-size); unset: none."""
     start_timeout: Positive
     """Timeout in seconds for the startup of an engine (including the teacher's) or of the router. On a GPU it includes
     the first requests, which compile kernels (engine/warmup.py)."""

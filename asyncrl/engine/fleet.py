@@ -94,7 +94,10 @@ class Fleet:
         router: RouterMembership | None = None,
         register: EngineRegister | None = None,
         on_lost: Callable[[str, str, str], None] | None = None,
+        selector: str = "all",
     ) -> None:
+        """`selector` says which of an engine's models receive weights: the "target", or "all", with its draft model."""
+        self.selector = selector
         self._configured, self._attached = (*urls, *attached), set(attached)
         self.serving, self.joining = list(urls), list(attached)
         self.lost: dict[str, str] = {}
@@ -306,6 +309,8 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
             jsonl.append(run_dir / LOST, lost)
 
     restart = config.cluster.on_engine_death == "restart"
+    # SGLang would load the policy's layers into the layers of the same names of a draft model
+    selector = "target" if config.engine.draft_model else "all"
     return Fleet(
         addresses.engines,
         addresses.access,
@@ -314,4 +319,5 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
         router=router,
         register=Registry(run_dir) if decides else None,
         on_lost=note if restart else None,
+        selector=selector,
     )
