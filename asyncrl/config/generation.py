@@ -57,7 +57,7 @@ class EngineConfig(Section):
     """Speculative decoding: several tokens are drafted, and the model verifies them in one step. Answers and their
     log-probabilities remain the model's. ngram: drafts are what followed the same tokens before, in any answer of the
     engine; eagle, eagle3: those of engine.draft_model; mtp: those of the model's own layers of multi-token prediction
-    (docs/engines.md). On CPUs only ngram."""
+    (docs/speculation.md). On CPUs only ngram."""
     draft_model: str | None
     """HF folder of the draft model of eagle and eagle3. It is not trained, so fewer drafts are accepted as the policy
     departs from the model that it was made for."""
