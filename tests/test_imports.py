@@ -85,7 +85,8 @@ ONLY = {
     ("rollout", "models"): {"models.vision"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
     ("launch", "planner"): {
-        *("planner.activations", "planner.adapters", "planner.memory", "planner.shapes", "planner.estimate")
+        *("planner.activations", "planner.adapters", "planner.memory", "planner.shapes", "planner.estimate"),
+        *("planner.inputs", "planner.report", "planner.search"),
     },
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "sandbox"): {"sandbox", "sandbox.cgroups", "sandbox.local", "sandbox.protections"},

@@ -120,7 +120,7 @@ class WeightsConfig(Section):
     drain: wait until they have finished, while no new ones start (slow; a baseline for comparison)."""
     verify: bool
     """Compare the engines' checksums with those of the weights sent, at the first publish and when an engine joins.
-    Disable it for engines that quantize, since they hold different values from those sent."""
+    Disable it for engines that quantize by themselves, since they hold different values from those sent."""
     verify_every: Count | None
     """Also compare the checksums every this many versions; unset: only in those two cases."""
     folder: str | None
@@ -157,6 +157,10 @@ class ClusterConfig(Section):
     placement: Literal["separate", "colocated"]
     """separate: trainers and engines have GPUs of their own and work at the same time. colocated: they use the same
     GPUs in turns, with rollout.max_staleness of 0 or 1 (docs/colocated.md); without GPUs they take the same turns."""
+    plan: Literal["auto"] | None
+    """auto: the launcher chooses the number of engines, rollout.lead, rollout.max_running_groups and, on GPUs, the
+    parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/planning.md). What the
+    command line sets is kept, and rollout.max_staleness too; a resumed run keeps the plan that it had."""
     launcher: Literal["local", "slurm"]
     """local: everything runs on this machine; slurm: as a Slurm job, or inside of one (docs/slurm.md)."""
     nodes: Count | None
@@ -230,6 +234,10 @@ class ClusterConfig(Section):
                     raise ConfigError(
                         f"cluster.{field}", value, "It applies to Slurm jobs only: set cluster=slurm, or remove it."
                     )
+        elif self.plan and (self.nodes is None or self.gpus is None):
+            field = "nodes" if self.nodes is None else "gpus"
+            remedy = "cluster.plan=auto divides given machines: set their number and that of their GPUs."
+            raise ConfigError(f"cluster.{field}", None, remedy)
         return self
 
 

@@ -69,6 +69,9 @@ def _rules(config: Config) -> Iterator[tuple[str, Any, bool, str]]:
     transport, placement = config.weights.transport, config.cluster.placement
     why = f"The engine would load the model's files into its draft model ({kind}): set auto, tensor or distributed."
     yield "weights.transport", transport, drafts and transport in ("disk", "delta"), why
+    codes = config.engine.quantization
+    why = f"The draft model would be quantized, too ({kind}): set {codes}_simulated, or {off}."
+    yield "engine.quantization", codes, drafts and config.engine.holds_codes, why
     why = f"A draft model does not survive the release of an engine's memory ({kind}): {off}, or use ngram."
     yield "cluster.placement", placement, drafts and placement == "colocated", why
 

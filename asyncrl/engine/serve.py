@@ -1,10 +1,11 @@
 """Program that runs one SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
 
 This is the stock server, with in-place pauses that complete the step in flight (overlap.py), adapters that can be
-unloaded after any request (unloading.py), a warm-up for GPUs (warmup.py), metrics that require the key as its other
-routes do (they name the model's folder), and the CPU shim where there is no CUDA. The
-run's API key and ports come from the environment, because every user of the machine can read a command line. The module
-is not a `__main__.py`, because multiprocessing would not re-import that in spawned children, which need the shim too.
+unloaded after any request (unloading.py), quantized weights that can be published (quantized.py), a warm-up for GPUs
+(warmup.py), metrics that require the key as its other routes do (they name the model's folder), and the CPU shim where
+there is no CUDA. The run's API key and ports come from the environment, because every user of the machine can read a
+command line. The module is not a `__main__.py`, because multiprocessing would not re-import that in spawned children,
+which need the shim too.
 """
 
 from asyncrl import importing
@@ -16,7 +17,7 @@ import sys
 from typing import Any
 
 from asyncrl.backends.cpu.sglang_shim import install
-from asyncrl.engine import overlap, unloading, warmup
+from asyncrl.engine import overlap, quantized, unloading, warmup
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS
 
@@ -34,6 +35,7 @@ sys.modules["megatron"] = None  # type: ignore[assignment]  # a debugging tool o
 importing.after_import("sglang.srt.utils.auth", guard_metrics)
 overlap.install()
 unloading.install()
+quantized.install(sys.argv)
 warmup.install()
 stores.bind()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit
 
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
 from asyncrl.config.adapters import adapter_targets, engine_slots
+from asyncrl.config.quantization import BLOCK
 from asyncrl.config.speculation import speculative_args
 from asyncrl.engine import warmup
 from asyncrl.network.addresses import Addresses
@@ -67,6 +69,25 @@ def adapter_args(config: Config, *, gpu: bool) -> dict[str, Any]:
     }
 
 
+QUANTIZATION_CONFIG: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"},
+    "int8": {"quant_method": "w8a8_int8"},
+}
+"""What the config.json of a folder with such weights says (weights/quantization.py)."""
+
+
+def quantization_args(engine: EngineConfig) -> dict[str, Any]:
+    """Return the arguments of engines that hold codes and scales; none otherwise.
+
+    The model folder has other weights, so the engines start with random ones of that form, and get the trainers' first
+    version before any request.
+    """
+    if not engine.holds_codes:
+        return {}
+    changes = {"quantization_config": QUANTIZATION_CONFIG[engine.quantization]}
+    return {"load_format": "dummy", "json_model_override_args": json.dumps(changes)}
+
+
 def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed: int, **more: Any) -> list[str]:
     """Return the command line of one engine.
 
@@ -87,6 +108,7 @@ def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed:
             **speculative_args(engine),
             "enable_hierarchical_cache": engine.hicache is not None,
             "hicache_size": engine.hicache,
+            **quantization_args(engine),
             **more,
         },
     )

@@ -11,6 +11,7 @@ from typing import Any
 from asyncrl import tasks
 from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.config.lora import BLOCK
+from asyncrl.config.quantization import check_codes
 from asyncrl.errors import ConfigError
 from asyncrl.launch.megatron_fields import check_fields
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
@@ -22,8 +23,9 @@ from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
 
 
-def check_model(config: Config, hf: dict[str, Any]) -> None:
-    """Refuse models and layouts that cannot be built. `hf` is the model folder's config.json."""
+def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
+    """Refuse models and layouts that cannot be built. `hf` is the model folder's config.json, `gpus` the number of each
+    machine."""
     check_architecture(hf)
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
     serves = [d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)]
@@ -51,6 +53,9 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_vision(config, hf)
     _check_drafts(config, hf)
     _check_publishes(config)
+    if config.mode == "train":
+        gpu, sees = on_gpu(config.engine, gpus), image_shape(hf) is not None
+        check_codes(config, {**hf, **family}, gpu=gpu, sees=sees)
     longest = hf.get("max_position_embeddings", 0)
     if config.trainer.lora.path:
         check_start(config.trainer.lora, config.adapters)

@@ -38,9 +38,6 @@ def forecast(config: Config, folder: Path, hf: dict[str, Any], precision: Precis
     trainer, engine = rates.get("trainer"), rates.get("engine")
     if config.mode != "train" or trainer is None or engine is None:
         return None
-    shape = shape_of(hf)
-    weights = counted(read_model(folder, "model.path").weights, shape)
-    model = ModelSize.of(weights, shape, adapters_of(config.trainer.lora))
     machine = MachineRates(
         train=trainer.train[config.trainer.dtype],
         generate=engine.generate[config.engine.dtype],
@@ -49,7 +46,14 @@ def forecast(config: Config, folder: Path, hf: dict[str, Any], precision: Precis
         cores=trainer.cores if trainer.host == engine.host else trainer.cores + engine.cores,
         two=min(trainer.two, engine.two),
     )
-    return estimate(model, _workload(config, folder), machine)
+    return estimate(model_size(config, folder, hf), workload(config, folder), machine)
+
+
+def model_size(config: Config, folder: Path, hf: dict[str, Any]) -> ModelSize:
+    """Return the number of parameters that each token is multiplied with."""
+    shape = shape_of(hf)
+    weights = counted(read_model(folder, "model.path").weights, shape)
+    return ModelSize.of(weights, shape, adapters_of(config.trainer.lora))
 
 
 def lines(precision: Precision, expected: Estimate | None) -> list[str]:
@@ -82,7 +86,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _workload(config: Config, folder: Path) -> StepWorkload:
+def workload(config: Config, folder: Path) -> StepWorkload:
+    """Return the token counts of a step, from the questions of the run's tasks."""
     rollout = config.rollout
     beginning, question = _prompt_tokens(config, folder, tasks.build_all(config))
     weights = {name: task.weight for name, task in config.mixture.items()}

@@ -119,6 +119,11 @@ def resolve(
     return Precision(_replaced(config, {choice.part: choice.dtype for choice in choices}, gpus), choices)
 
 
+def measured(hf: dict[str, Any], machines: Sequence[str], job: SlurmJob | None) -> Rates:
+    """Return the rates of the slowest of these machines for a model. Raises LaunchError if one cannot be measured."""
+    return min(_ask([(_shape(hf), machines)], job).values(), key=lambda rates: max(rates.train.values()))
+
+
 def assumed(config: Config, gpus: int) -> Config:
     """Return the configuration of a run whose machines cannot be measured yet: bfloat16 on GPUs and float32, the larger
     format, on CPUs."""

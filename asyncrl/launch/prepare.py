@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.config import Config
+from asyncrl.config import Config, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.launch import forecast, layers, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
@@ -19,6 +19,7 @@ from asyncrl.launch.checks import check_devices, check_files, check_gpu_features
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
 from asyncrl.launch.precision import Precision
+from asyncrl.launch.preflight.facts import this_machine
 from asyncrl.launch.replay import check_recording
 from asyncrl.launch.resume import Resume
 from asyncrl.launch.slurm.job import SlurmJob
@@ -29,6 +30,9 @@ from asyncrl.planner.estimate import Estimate
 from asyncrl.sandbox.local import LocalSandboxes
 from asyncrl.weights.choice import choose_lora
 
+if TYPE_CHECKING:
+    from asyncrl.launch.auto_plan import Devices, RunPlan
+
 ROLES = ("model", "teacher", "judge")
 
 
@@ -36,9 +40,10 @@ class Preparation:
     """The steps that lead to a run that can start. Each step raises ConfigError, or another AsyncRLError, for what it
     refuses; later steps need earlier ones."""
 
-    def __init__(self, config: Config, run_dir: Path, job: SlurmJob | None) -> None:
-        """`job` has been probed; None means this machine, or a job that has not been submitted."""
-        self.config, self.job, self._run_dir = config, job, run_dir
+    def __init__(self, config: Config, run_dir: Path, job: SlurmJob | None, arguments: Sequence[str] = ()) -> None:
+        """`job` has been probed; None means this machine, or a job that has not been submitted. `arguments` are those
+        of the command line."""
+        self.config, self.job, self._run_dir, self._arguments = config, job, run_dir, arguments
         self.key = run_key(config)
         self.sandboxes: list[LocalSandboxes] = []
         self.nodes: Sequence[Node] = ()
@@ -53,12 +58,14 @@ class Preparation:
         """The checkpoint that the run resumes from."""
         self.chosen = Precision(config)
         self.expected: Estimate | None = None
+        self.planned: RunPlan | None = None
+        """The plan of a run with cluster.plan=auto."""
         self.lora = ""
         """How versions of a run with LoRA reach the engines, and why."""
 
     def all(self) -> None:
         """Take every step, and raise what the first of them refuses."""
-        for step in (self.files, self.recording, self.attached, self.place):
+        for step in (self.files, self.recording, self.attached, self.plan, self.place):
             step()
         for role in ROLES:
             self.find(role)
@@ -95,6 +102,36 @@ class Preparation:
         """Check the engines that run already."""
         check_attached(self.config, self.key)
 
+    def plan(self) -> None:
+        """Choose the settings that cluster.plan=auto leaves to the launcher, as in the run that is resumed. A job is
+        planned when it starts."""
+        if not self.config.cluster.plan or (self.config.cluster.launcher == "slurm" and not self.job):
+            return
+        from asyncrl.launch import auto_plan  # imports the planner, which few runs need
+
+        self.planned = auto_plan.recorded(self.config, self._run_dir)
+        if not self.planned:
+            self.find("model")
+            hf, folder = self.read("model"), self.folders["model"]
+            self.planned = auto_plan.make(self.config, self._arguments, folder, hf, self._devices(hf))
+        kept = auto_plan.kept(self._arguments)
+        self.config = auto_plan.applied(self.config, self.planned.overrides, kept)
+        self.chosen = Precision(self.config)
+        if self.job:
+            self.job = self.job.probed(self.config)  # other engines need other ports
+
+    def _devices(self, hf: dict[str, Any]) -> Devices:
+        """Return what the run is planned for: the GPUs of its machines, or their CPUs."""
+        from asyncrl.launch import auto_plan
+
+        cluster, job = self.config.cluster, self.job
+        gpus = count_gpus(cluster.gpus)
+        nodes = job.nodes if job else [this_node(cluster.host, cluster.interface, gpus, 0)]
+        if on_gpu(self.config.trainer, max(len(node.gpus) for node in nodes)):
+            return auto_plan.devices_of(nodes, job.machines if job else [this_machine("", {})])
+        rates = precision.measured(hf, [node.name for node in nodes], job)
+        return auto_plan.Devices(len(nodes), rates=rates)
+
     def place(self) -> None:
         """Find the machines, and place the run on them."""
         cluster = self.config.cluster
@@ -108,6 +145,8 @@ class Preparation:
             self.imagined = True
             machines = cluster.nodes or nodes_wanted(self.config, cluster.gpus)
             self.nodes = imagined(self.config, machines, cluster.gpus)
+            if cluster.plan:
+                return
         else:
             gpus = count_gpus(cluster.gpus)
             self.nodes = [this_node(cluster.host, cluster.interface, gpus, ports_wanted(self.config))]
@@ -134,7 +173,7 @@ class Preparation:
 
     def models(self) -> None:
         """Check that the policy can be built, and that the teacher can score it."""
-        check_model(self.config, self.read("model"))
+        check_model(self.config, self.read("model"), self.gpus)
         for role in self.folders:
             self.read(role)
         if "teacher" in self.folders:
@@ -161,7 +200,8 @@ class Preparation:
 
     def notes(self) -> list[str]:
         """Return lines for the console about what was chosen."""
-        return [f"weights.lora {self.lora}"] if self.lora else []
+        planned = self.planned.lines() if self.planned else []
+        return [*([f"weights.lora {self.lora}"] if self.lora else []), *planned]
 
     def estimate(self) -> None:
         """Estimate the duration of the run."""

@@ -48,9 +48,9 @@ def check(composed: list[tuple[Config, list[str]]]) -> int:
     from asyncrl.launch.preflight.run import preflight
 
     wrong = 0
-    for folder, (config, _) in zip(_folders(composed), composed, strict=True):
+    for folder, (config, arguments) in zip(_folders(composed), composed, strict=True):
         job = _job(config)
-        prepared = Preparation(config, folder, job.probed(config) if job else None)
+        prepared = Preparation(config, folder, job.probed(config) if job else None, arguments)
         findings = preflight(prepared, folder)
         wrong_here = [one.field for one in findings if one.level == "error"]
         if config.mode != "replay" and not any(field.startswith(("task", "model", "eval")) for field in wrong_here):
@@ -79,9 +79,9 @@ def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
             runs = [(folder, arguments) for folder, (_, arguments) in zip(folders, composed, strict=True)]
             print(f"asyncrl: {submit(first, runs)}")
             return
-    for folder, (config, _) in zip(folders, composed, strict=True):
+    for folder, (config, arguments) in zip(folders, composed, strict=True):
         try:
-            launch(config, folder, began)
+            launch(config, folder, began, arguments)
         except OSError as error:
             if error.errno not in ERRORS:
                 raise
@@ -94,10 +94,11 @@ def _not_begun(number: int, _: object) -> None:
     raise Paused("the run was asked to stop before it started")
 
 
-def launch(config: Config, run_dir: Path, began: float) -> None:
-    """Run one configuration to its end, on this machine or on those of the job. `began` is the time of the command."""
+def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str] = ()) -> None:
+    """Run one configuration to its end, on this machine or on those of the job. `began` is the time of the command, and
+    `arguments` are its settings."""
     job = _job(config)
-    prepared = Preparation(config, run_dir, job.probed(config) if job else None)
+    prepared = Preparation(config, run_dir, job.probed(config) if job else None, arguments)
     unprotected: list[str] = []
     if config.cluster.preflight:
         from asyncrl.launch.preflight.run import require
@@ -130,6 +131,8 @@ def launch(config: Config, run_dir: Path, began: float) -> None:
         (run_dir / mark).unlink(missing_ok=True)
     (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
     forecast.write(run_dir, chosen, expected)
+    if prepared.planned:
+        prepared.planned.write(run_dir)
     urls = placement.urls()
     authority = Authority.create(run_dir) if config.cluster.tls else None
     if authority:

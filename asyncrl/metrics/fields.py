@@ -115,6 +115,12 @@ STEP_REFERENCE = {
     "kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the start of the step",
 }
 
+# The same file, with engine.quantization, except for adapters, whose base is quantized once
+STEP_QUANTIZATION = {
+    "quantization/error": "norm of the error of the quantized weights that this rank sent, relative to that of the "
+    "weights",
+}
+
 # The same file, with algo.entropy_bonus: computing the entropy takes a pass over the logits
 STEP_ENTROPY = {"entropy": "mean entropy of the policy at the trained tokens"}
 
@@ -337,6 +343,17 @@ SUMMARY_MACHINE = {
     "estimate/run": "time of the whole run as estimated before it",
     "estimate/error": "relative error of the estimate: the estimate for the trained steps divided by time/total, "
     "minus 1",
+}
+
+# The same file, with cluster.plan=auto
+SUMMARY_PLAN = {
+    "plan/samples_per_s": "trajectories per second as the plan predicted (plan.json)",
+    "plan/trainer_busy": "fraction of the time for which the trainer neither waits for a batch nor for the pause of a "
+    "publish, as predicted",
+    "plan/staleness": "mean staleness of trained trajectories as predicted",
+    "plan/error/samples_per_s": "relative error of the prediction: it divided by samples_per_s, minus 1",
+    "plan/error/trainer_busy": "predicted minus measured fraction",
+    "plan/error/staleness": "predicted minus measured mean staleness",
 }
 
 # The same file, with checkpoint.every

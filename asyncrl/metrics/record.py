@@ -107,6 +107,7 @@ class StepLog:
             "time/verify": sent["verify"],
             "engines/serving": sent["engines"],
             "bytes/published": sent["bytes"],
+            **({"quantization/error": sent["error"]} if "error" in sent else {}),
             **({"adapters/resident": sent["adapters"]} if "adapters" in sent else {}),
             "time/step": now - self._last_end,
             "time/since_start": now + self._offset + self._before,
@@ -189,6 +190,24 @@ def machine_figures(machine: dict[str, Any], summary: dict[str, Any]) -> dict[st
         untrained = estimate["steps"] - summary["steps"]  # cut off by a budget, a target or a signal
         figures["estimate/error"] = (estimate["run"] - untrained * estimate["step"]) / summary["time/total"] - 1
     return figures
+
+
+def plan_figures(planned: dict[str, Any], summary: dict[str, Any]) -> dict[str, float]:
+    """Return what plan.json predicted, for the summary, and how far that is off the run."""
+    seconds = summary["tokens/generated"] / summary["tokens_per_s/generated"]
+    ages = summary["staleness/histogram"]
+    measured = {
+        "samples_per_s": summary["samples_per_s"],
+        "trainer_busy": 1 - summary["share/trainer_idle"] - summary["pause/mean"] * summary["steps"] / seconds,
+        "staleness": sum(int(age) * count for age, count in ages.items()) / sum(ages.values()),
+    }
+    row = planned["prediction"]
+    said = {name: row["staleness_mean" if name == "staleness" else name] for name in measured}
+    return {
+        **{f"plan/{name}": value for name, value in said.items()},
+        "plan/error/samples_per_s": said["samples_per_s"] / measured["samples_per_s"] - 1,
+        **{f"plan/error/{name}": said[name] - measured[name] for name in ("trainer_busy", "staleness")},
+    }
 
 
 def _mean(name: str, steps: Sequence[Step]) -> dict[str, float]:

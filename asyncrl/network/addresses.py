@@ -14,6 +14,8 @@ from typing import Any
 FILE = "addresses.json"
 MACHINE = "machine.json"
 """File in which the launcher records which dtype it chose for each part and why, and how long the run should take."""
+PLAN = "plan.json"
+"""File in which the launcher records the plan of a run with cluster.plan=auto, and what it predicts."""
 PATHS = ("model", "teacher", "judge", "resume")
 TUPLES = ("engines", "teachers", "judges", "attached", "trainers")
 READY = "ready"

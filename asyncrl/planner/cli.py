@@ -17,9 +17,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import AsyncRLError, ConfigError, visible
+
+if TYPE_CHECKING:
+    from asyncrl.planner.fit import Fit
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     from asyncrl.planner import inputs  # imported after parsing, so that --help is answered immediately
     from asyncrl.planner.report import report, show, svg
-    from asyncrl.planner.search import search
+    from asyncrl.planner.search import Choices, search
 
     try:
-        given = inputs.parse(_settings(options.input))
-        plan = search(
-            inputs.splits(given), given.workload, given.max_staleness, few=options.simulate, seeds=options.seeds
-        )
+        settings, runs = _settings(options.input)
+        given = inputs.parse(settings)
+        choices = Choices.up_to(given.max_staleness)
+        plan = search(inputs.splits(given), given.workload, choices, few=options.simulate, seeds=options.seeds)
         if options.json:
             options.json.write_text(json.dumps(report(plan), indent=2) + "\n")
         if options.svg:
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (AsyncRLError, OSError) as error:
         print(visible(f"asyncrl-plan: error: {' '.join(str(error).split())}"), file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    show(plan)
+    show(plan, [line for run in runs for line in (run.check(), *run.notes)])
     return 0
 
 
@@ -49,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="asyncrl-plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("input", nargs="*", metavar="INPUT", help="folder of a run, YAML file, or FIELD=VALUE")
+    parser.add_argument(
+        "input", nargs="*", metavar="INPUT", help="folder of a run or its metrics.jsonl, YAML file, or FIELD=VALUE"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot of throughput by number of engines")
     parser.add_argument(
@@ -59,19 +64,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(words: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of all inputs."""
+def _settings(words: Sequence[str]) -> tuple[dict[str, Any], list[Fit]]:
+    """Return the fields of all inputs, and the fits of recorded runs."""
     import yaml
 
-    found: dict[str, Any] = {}
+    found, runs = dict[str, Any](), list["Fit"]()
     for word in words:
         name, equals, value = word.partition("=")
         if equals and not Path(word).exists():
             found[name] = yaml.safe_load(value)
-        elif Path(word).is_dir():
+        elif Path(word).is_dir() or Path(word).name == "metrics.jsonl":
             from asyncrl.planner.fit import fit
 
-            found |= fit(Path(word))
+            runs.append(fit(Path(word) if Path(word).is_dir() else Path(word).parent))
+            found |= runs[-1].fields
         else:
             try:
                 fields = yaml.safe_load(Path(word).read_text())
@@ -80,7 +86,7 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
             if not isinstance(fields, dict):
                 raise ConfigError("INPUT", word, "The file must hold fields and values.")
             found |= fields
-    return found
+    return found, runs
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ class EngineShape:
     prefill_rate: float = math.inf
     """Prefill throughput in tokens per second."""
 
-    def rate(self, running: int) -> float:
+    def rate(self, running: float) -> float:
         """Return the decode throughput of the whole batch in tokens per second."""
         return running / (self.per_token + self.per_request * running)
 

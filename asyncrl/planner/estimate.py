@@ -32,6 +32,8 @@ PASS = 1.0e-3
 """Python overhead in seconds per layer and forward pass of an engine."""
 PUBLISH = 0.3
 """Seconds per step for transferring the batch and publishing the weights."""
+PAUSE = 0.5
+"""Fraction of PUBLISH for which the engines are paused, as measured with experiment=tiny."""
 START_UP = 30.0
 """Seconds from the command to the first batch, excluding the first evaluation."""
 
@@ -114,11 +116,7 @@ def estimate(model: ModelSize, work: StepWorkload, machine: MachineRates) -> Est
     samples = work.groups * work.group_size
     written = samples * work.answer
     read = work.beginning + work.groups * work.question + samples  # the last prompt token is computed for each sibling
-    apart = samples * (work.beginning + work.question + work.answer)
-    shared = SIGNAL * work.groups * (work.question + work.group_size * work.answer)
-    shared += min(1.0, SIGNAL * work.groups) * work.beginning
-    packed = shared if work.share_prompts else SIGNAL * apart
-    training = TRAINER * model.training(packed, SIGNAL * written) / machine.train
+    training = _training(model, work, machine)
     passes = PASS * model.layers * (work.answer + 2 * work.groups)
     generating = _forward(model, read + written, written + samples, machine) + passes
     asked = work.questions * (work.question + work.answer) + work.beginning
@@ -128,6 +126,33 @@ def estimate(model: ModelSize, work: StepWorkload, machine: MachineRates) -> Est
     both = (training + generating) / machine.speedup(machine.trainers + machine.engines)
     step = PUBLISH + (trainer + engines if work.synchronous else max(trainer, engines, both))
     return Estimate(trainer, engines, step, START_UP + 2 * evaluation + work.steps * step, work.steps)
+
+
+def plan_fields(model: ModelSize, work: StepWorkload, machine: MachineRates) -> dict[str, float]:
+    """Return the fields of PlanInput about the speed of one process of a run, while all of them work."""
+    processes = machine.trainers + machine.engines
+    share = machine.speedup(processes) / processes
+    prompt = work.beginning + work.question
+    prefill = _forward(model, work.beginning / work.groups + work.question + work.group_size, work.group_size, machine)
+    return {
+        "prompt": prompt,
+        "per_token": PASS * model.layers / share,
+        "per_request": _forward(model, 1, 1, machine) / share,
+        "prefill_rate": share * prompt / (prefill + 2 * PASS * model.layers),
+        "train_rate": share * work.groups * work.group_size * work.answer / _training(model, work, machine),
+        "train_fixed": (1 - PAUSE) * PUBLISH,
+        "pause": PAUSE * PUBLISH,
+    }
+
+
+def _training(model: ModelSize, work: StepWorkload, machine: MachineRates) -> float:
+    """Return the seconds of training on a batch in one process."""
+    samples = work.groups * work.group_size
+    apart = samples * (work.beginning + work.question + work.answer)
+    shared = SIGNAL * work.groups * (work.question + work.group_size * work.answer)
+    shared += min(1.0, SIGNAL * work.groups) * work.beginning
+    packed = shared if work.share_prompts else SIGNAL * apart
+    return TRAINER * model.training(packed, SIGNAL * samples * work.answer) / machine.train
 
 
 def _forward(model: ModelSize, tokens: float, predicted: float, machine: MachineRates) -> float:

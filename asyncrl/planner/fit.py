@@ -5,29 +5,80 @@
     lengths     a log-normal distribution: mean, deviation of the logarithm, and the share that siblings have in common
     tools       the episodes' time outside of engines, over the gaps between turns
 
-The timeline does not tell the tokens of prompts: set `prompt` and `prefill_rate` if prefill matters.
+Without timelines, metrics.jsonl gives the mean length, and the tokens per second of busy engines against the groups in
+flight. The notes of a fit say what it does not know.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from asyncrl import config
+from asyncrl.config import Config, RolloutConfig
 from asyncrl.errors import RecordError
 from asyncrl.observability import timeline
 from asyncrl.observability.intervals import DECODE, PREFILL, QUEUED, Interval
 from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
+from asyncrl.planner import inputs
+from asyncrl.planner.laws import LengthSample
+from asyncrl.planner.search import in_play
+from asyncrl.planner.simulation import simulate
 
 Array = np.ndarray[Any, Any]
+Steps = Sequence[dict[str, Any]]
+PROMPTS = "Tokens of prompts are not recorded: set prompt and prefill_rate if prefill matters."
+UNKNOWN = (
+    "Without timelines (metrics.timeline=true) the spread of lengths, what siblings share of it, and the time of tools "
+    "are not known: sigma=0.9, alike=0.5 and tool_seconds=0 are assumed. Engines are measured as a whole, with prefill."
+)
+CONSTANT = "The number of groups in flight did not vary: how engines slow down with larger batches is not known."
+STEADY = 0.25
+"""Fraction of a run's steps that is left out, while engines and trainer warm up."""
 
 
-def fit(run: Path) -> dict[str, Any]:
-    """Return fields of PlanInput. Raises RecordError if the run lacks what is needed."""
+@dataclass(frozen=True)
+class Fit:
+    """What a run tells a plan."""
+
+    run: Path
+    settings: Config
+    steps: Steps
+    fields: dict[str, Any]
+    """Fields of PlanInput."""
+    notes: list[str]
+    """What the run does not tell."""
+
+    def check(self, seeds: int = 2) -> str:
+        """Simulate the run in its own setting, and return the prediction beside what was measured."""
+        rollout, engine, trainer = self.settings.rollout, self.settings.engine, self.settings.trainer
+        given = inputs.parse(self.fields | {"engines": engine.count, "trainers": trainer.world_size})
+        split = next(one for one in inputs.splits(given) if not one.colocated)
+        limit = in_play(rollout.max_running_groups, given.group_size)
+        setting = split.setting(rollout.max_staleness, rollout.effective_lead, limit)
+        warm = 2 + 2 * rollout.max_staleness
+        found = [simulate(given.workload(seed), setting, max(20, warm), warm) for seed in range(seeds)]
+        rate = statistics.fmean(given.batch_groups * given.group_size / one.step for one in found)
+        busy = statistics.fmean(one.trainer_busy for one in found)
+        age = statistics.fmean(one.staleness_mean for one in found)
+        seconds = sum(step["time/step"] for step in self.steps)
+        measured = len(self.steps) * given.batch_groups * given.group_size / seconds
+        working = sum(_working(step) for step in self.steps) / seconds
+        ages = statistics.fmean(step["staleness/mean"] for step in self.steps)
+        return (
+            f"In its own setting the run is predicted to make {rate:.4g} samples/s and made {measured:.4g} "
+            f"({rate / measured - 1:+.1%}); trainer busy {busy:.0%}, {working:.0%}; staleness {age:.2f}, {ages:.2f}."
+        )
+
+
+def fit(run: Path) -> Fit:
+    """Return what a run tells. Raises RecordError if it lacks what is needed."""
     try:
         settings = config.read(run)
         steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -39,22 +90,20 @@ def fit(run: Path) -> dict[str, Any]:
         for record in records
         if isinstance(record, GroupTimeline) and record.purpose == "training" and record.outcome == "committed"
     ]
-    if len(groups) < 8 or len(steps) < 4:
-        raise RecordError(
-            f"{run} has {len(steps)} steps and timelines of {len(groups)} groups: at least 4 and 8 are "
-            "needed (metrics.timeline=true)."
-        )
+    if len(steps) < 4:
+        raise RecordError(f"{run} has {len(steps)} steps: at least 4 are needed.")
     engine, trainer, rollout = settings.engine, settings.trainer, settings.rollout
-    gpus = trainer.world_size + engine.count * engine.tensor_parallel
-    per_token, per_request = engine_times(groups, engine.count)
-    lengths = length_fields(groups)
-    steady = steps[len(steps) // 4 :]
-    batch = (
-        rollout.batch_groups * rollout.group_size * float(np.mean([one.tokens for g in groups for one in g.episodes]))
-    )
-    rate, fixed = trainer_times(steady, batch)
-    return {
-        "gpus": gpus,
+    steady, notes = steps[int(len(steps) * STEADY) :], [PROMPTS]
+    if len(groups) >= 8:
+        (per_token, per_request), lengths = engine_times(groups, engine.count), length_fields(groups)
+        mean = float(np.mean([one.tokens for g in groups for one in g.episodes]))
+    else:
+        lengths = mean_fields(steady)
+        per_token, per_request, varied = fleet_times(steady, engine.count, generating(rollout, lengths))
+        mean, notes = lengths["mean"], [*notes, UNKNOWN, *([] if varied else [CONSTANT])]
+    rate, fixed = trainer_times(steady, rollout.batch_groups * rollout.group_size * mean)
+    fields = {
+        "gpus": trainer.world_size + engine.count * engine.tensor_parallel,
         "engine_gpus": engine.tensor_parallel,
         "trainer_gpus": trainer.world_size // trainer.data_parallel,
         "batch_groups": rollout.batch_groups,
@@ -69,6 +118,39 @@ def fit(run: Path) -> dict[str, Any]:
         "pause": float(np.mean([step["time/pause"] for step in steady])),
         **lengths,
     }
+    return Fit(run, settings, steady, fields, notes)
+
+
+def generating(rollout: RolloutConfig, lengths: dict[str, float]) -> float:
+    """Return the mean number of episodes of a group in flight that are not finished, for the assumed spread."""
+    size = rollout.group_size
+    given = inputs.PlanInput(gpus=1, group_size=size, longest=rollout.max_new_tokens, **lengths)  # type: ignore[arg-type]
+    return size * LengthSample.of(given.lengths().group, 256).kappa
+
+
+def fleet_times(steps: Steps, engines: int, each: float) -> tuple[float, float, bool]:
+    """Return the seconds per token, and per token and request, of an engine, from the tokens per second of the fleet
+    against the groups in flight, of which each has `each` unfinished episodes; and whether their number varied enough
+    to tell the two apart."""
+    busy = np.array([max(1e-9, step["time/engine_busy"] - step["time/pause"]) for step in steps])
+    tokens = np.array([step["tokens/generated"] for step in steps], float)
+    running = np.array([max(1.0, step["groups/running"] * each / engines) for step in steps])
+    fixed, slope = _line(running, running * engines * busy / np.maximum(tokens, 1.0), tokens)
+    return max(fixed, 1e-9), slope, bool(running.std() > 0.1 * running.mean())
+
+
+def mean_fields(steps: Steps) -> dict[str, float]:
+    """Return the fields of PlanInput about lengths that the metrics of steps have."""
+    turns = float(np.mean([step["episodes/turns"] for step in steps]))
+    return {
+        "mean": float(np.mean([step["completion/length"] * step["episodes/turns"] for step in steps])),
+        "turns": turns,
+    }
+
+
+def _working(step: dict[str, Any]) -> float:
+    """Return the seconds of a step in which the trainer neither waits nor pauses the engines."""
+    return float(step["time/step"] - step["time/wait_batch"] - step["time/pause"])
 
 
 def engine_times(groups: Sequence[GroupTimeline], engines: int) -> tuple[float, float]:
@@ -91,10 +173,10 @@ def engine_times(groups: Sequence[GroupTimeline], engines: int) -> tuple[float, 
     return max(fixed, 1e-9), slope
 
 
-def trainer_times(steps: Sequence[dict[str, Any]], batch: float) -> tuple[float, float]:
+def trainer_times(steps: Steps, batch: float) -> tuple[float, float]:
     """Return the tokens of episodes per second of the trainer, and the fixed seconds of a step. `batch` is the tokens
     of a batch's episodes, of which those without a signal are not trained."""
-    busy = np.array([step["time/step"] - step["time/wait_batch"] - step["time/pause"] for step in steps])
+    busy = np.array([_working(step) for step in steps])
     tokens = np.array([step["tokens/trained"] for step in steps], float)
     fixed, slope = _line(tokens, busy, np.ones(len(steps)))
     trained = float(tokens.mean())

@@ -76,6 +76,12 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """GPUs of one engine."""
     trainer_gpus: Count | None = None
     """GPUs that hold the trainer's weights once; the trainer's number of GPUs is a multiple of it."""
+    engines: Count | None = None
+    """Number of engines; unset: chosen."""
+    trainers: Count | None = None
+    """GPUs of the trainer; unset: chosen."""
+    layout: tuple[Count, Count, Count] | None = None
+    """Tensor, pipeline and expert parallelism of a model's trainer; unset: chosen."""
     per_token: Positive | None = None
     """Seconds of a decode step besides those per request."""
     per_request: NotNegative | None = None
@@ -145,18 +151,23 @@ def _of_numbers(given: PlanInput) -> Iterator[GpuSplit]:
     shape = _overridden(EngineShape(given.per_token, given.per_request), given)
     engine, trainer = given.engine_gpus or 1, given.trainer_gpus or 1
     fixed, pause = given.train_fixed or 0.0, given.pause or 0.0
-    for trainers in _shares(given.gpus, engine, trainer):
-        rate = given.train_rate * trainers
-        yield GpuSplit((given.gpus - trainers) // engine, engine, trainers, shape, rate, fixed, pause)
+    for trainers in _shares(given, engine, trainer, trainer):
+        rate, count = given.train_rate * trainers, given.engines or (given.gpus - trainers) // engine
+        layout = (f"trainer.data_parallel={trainers // trainer}",)
+        yield GpuSplit(count, engine, trainers, shape, rate, fixed, pause, overrides=layout)
     if given.gpus >= engine:
         everything = given.gpus // engine, engine, given.gpus, shape, given.train_rate * given.gpus
         yield GpuSplit(*everything, fixed, given.switch, colocated=True)
 
 
-def _shares(gpus: int, engine: int, step: int) -> Sequence[int]:
-    """Return numbers of trainer GPUs, multiples of a step, and of a machine in large runs."""
-    step = math.lcm(step, 8) if gpus >= 64 else step
-    found = range(step, gpus - engine + 1, step)
+def _shares(given: PlanInput, engine: int, copy: int, step: int) -> Sequence[int]:
+    """Return numbers of trainer GPUs, multiples of a step, and of a machine in large runs. No copy of the weights is
+    without a group of the batch."""
+    most = min(given.gpus - engine * (given.engines or 1), copy * given.batch_groups)
+    if given.trainers:
+        return (given.trainers,) if given.trainers <= most else ()
+    step = math.lcm(step, 8) if given.gpus >= 64 else step
+    found = range(step, most + 1, step)
     return found[:: -(-len(found) // MOST_SPLITS)] if found else found
 
 
@@ -190,7 +201,7 @@ def _of_model(given: PlanInput) -> Iterator[GpuSplit]:
         layout, training, least = _trainer_that_fits(given, weights, shape, tensor, hardware)
         copy = layout.tensor * layout.pipeline
         step = math.lcm(copy, layout.pipeline * layout.expert)
-        for trainers in (*_shares(given.gpus, tensor, step), given.gpus):
+        for trainers in (*_shares(given, tensor, copy, step), given.gpus):
             now = replace(layout, data=trainers // copy)
             if trainers < least * copy or trainers % step:
                 continue
@@ -201,7 +212,7 @@ def _of_model(given: PlanInput) -> Iterator[GpuSplit]:
                     continue
             rate, fixed, pause = _trainer_times(given, weights, shape, now, training, hardware)
             yield GpuSplit(
-                (given.gpus - trainers * (not colocated)) // tensor,
+                given.gpus // tensor if colocated else given.engines or (given.gpus - trainers) // tensor,
                 tensor,
                 trainers,
                 engine,
@@ -273,9 +284,10 @@ def _trainer_that_fits(
     """Return the layout with the fewest GPUs per copy of the weights that fits on half of the GPUs, at best without
     recomputing activations and inside of a machine, and how many copies it takes; if there is none, on all GPUs."""
     longest = max(MICRO_BATCH, round(given.prompt + given.longest))
-    for part, recompute, (tensor, pipeline, expert) in itertools.product((2, 1), ("none", "full"), LAYOUTS):
+    tried = (given.layout,) if given.layout else LAYOUTS
+    for part, recompute, (tensor, pipeline, expert) in itertools.product((2, 1), ("none", "full"), tried):
         copy, each = tensor * pipeline, expert // math.gcd(expert, tensor)
-        most = (given.gpus - engine) // (copy * each * part) * each
+        most = (given.gpus - engine * (given.engines or 1)) // (copy * each * part) * each
         if not most or shape.layers % pipeline or (given.trainer_gpus or copy) != copy:
             continue
         if (expert > 1 and (not shape.experts or shape.experts % expert)) or (recompute == "none" and copy > 8):

@@ -38,14 +38,14 @@ REMEDY = {
 }
 
 
-def show(plan: Plan) -> None:
-    """Print the table, the findings and the overrides."""
+def show(plan: Plan, notes: Sequence[str] = ()) -> None:
+    """Print the table, the findings, notes about the input, and the overrides."""
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     table = Table(*COLUMNS)
     for name, one in _named(plan):
         table.add_row(*_cells(name, _row(one)))
     console.print(table)
-    for line in findings(plan):
+    for line in (*findings(plan), *notes):
         console.print(line)
     console.print(" ".join(overrides(chosen(plan))), markup=False)
 
@@ -76,7 +76,8 @@ def chosen(plan: Plan) -> Candidate:
 def overrides(one: Candidate) -> list[str]:
     """Return the settings of asyncrl-train."""
     split, setting = one.split, one.setting
-    running = setting.in_play // one.siblings if setting.in_play else "null"
+    limit = setting.in_play
+    running = "auto" if limit is None else limit // one.siblings or "null"
     return [
         *(["cluster.placement=colocated"] if split.colocated else []),
         f"engine.count={split.engines}",

@@ -24,6 +24,22 @@ BOUNDS = (0, 1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True)
+class Choices:
+    """Values that are considered."""
+
+    bounds: Sequence[int]
+    leads: Sequence[int] = ()
+    """Empty: the bound, half of it, and 1."""
+    in_play: Sequence[int | None] = ()
+    """As in Setting; empty: no limit, and what keeps the engines full."""
+
+    @classmethod
+    def up_to(cls, bound: int) -> Choices:
+        """Return the choices if only the largest bound is given."""
+        return cls(sorted({*(one for one in BOUNDS if one < bound), bound}))
+
+
+@dataclass(frozen=True)
 class GpuSplit:
     """GPUs of engines and trainer, and the speed of both."""
 
@@ -43,7 +59,7 @@ class GpuSplit:
     memory: dict[str, float] = field(default_factory=dict)
     """Bytes on a GPU of the trainer and of an engine; empty if no model is given."""
 
-    def setting(self, bound: int, lead: int, in_play: int = 0) -> Setting:
+    def setting(self, bound: int, lead: int, in_play: int | None = 0) -> Setting:
         """Return the setting that the laws and the simulation take."""
         return Setting(
             self.engines,
@@ -124,13 +140,13 @@ class Plan:
 def search(
     splits: Sequence[GpuSplit],
     workload: Callable[[int], SimulatedWorkload],
-    max_staleness: int,
+    choices: Choices,
     *,
     few: int = 4,
     seeds: int = 3,
 ) -> Plan:
-    """Search all splits and settings up to a bound; `workload` returns the workload of a seed. The best `few` are
-    simulated (0: none). Raises ConfigError if there is no split."""
+    """Search all splits and settings; `workload` returns the workload of a seed. The best `few` are simulated (0:
+    none). Raises ConfigError if there is no split."""
     if not any(not split.colocated for split in splits):
         raise ConfigError("gpus", 1, "Trainer and engines need GPUs of their own: at least one each.")
     first = workload(0)
@@ -150,7 +166,7 @@ def search(
         weigh(split, setting)
         for split in splits
         if not split.colocated
-        for setting in _settings(split, max_staleness, first, sample)
+        for setting in _settings(split, choices, first, sample)
     ]
     ranked = _ranked(apart)
     firsts: dict[tuple[int, int], Candidate] = {}  # the best setting of each split
@@ -169,15 +185,22 @@ def search(
     )
 
 
-def _settings(split: GpuSplit, max_staleness: int, first: SimulatedWorkload, sample: LengthSample) -> Iterator[Setting]:
-    """Yield bounds, leads, and limits of concurrency: none, and what keeps the engines full."""
+def in_play(running_groups: int | str | None, siblings: int) -> int | None:
+    """Return rollout.max_running_groups as Setting.in_play."""
+    if isinstance(running_groups, int):
+        return running_groups * siblings
+    return None if running_groups == "auto" else 0
+
+
+def _settings(split: GpuSplit, choices: Choices, first: SimulatedWorkload, sample: LengthSample) -> Iterator[Setting]:
+    """Yield bounds, leads and limits of concurrency."""
     siblings = sample.tokens.shape[1]
     full = math.ceil(FULL * split.engines * split.shape.max_running / sample.kappa / siblings)
-    for bound in sorted({*(one for one in BOUNDS if one < max_staleness), max_staleness}):
-        for lead in sorted({bound, math.ceil(bound / 2), min(1, bound)}):
-            yield split.setting(bound, lead)
-            if full < lead * first.batch_groups:
-                yield split.setting(bound, lead, full * siblings)
+    for bound in choices.bounds:
+        for lead in choices.leads or sorted({bound, math.ceil(bound / 2), min(1, bound)}):
+            limits = (0, full * siblings) if full < lead * first.batch_groups else (0,)
+            for limit in choices.in_play or limits:
+                yield split.setting(bound, lead, limit)
 
 
 def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:

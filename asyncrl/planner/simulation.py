@@ -140,7 +140,8 @@ class _Run:
         self.staleness: list[int] = []
         self._buffer = CohortBuffer(workload.batch_groups, setting.max_staleness, setting.lead, clock=lambda: self.now)
         self._engines = [SimulatedEngine(setting.shape) for _ in range(setting.engines)]
-        self._open = dict.fromkeys(self._engines, 0)  # number of requests, as the router counts them
+        self._open = [0] * setting.engines  # number of requests, as the router counts them
+        self._least = [(0, place) for place in range(setting.engines)]  # those, lowest first, beside stale entries
         self._places = {engine: place for place, engine in enumerate(self._engines)}
         self._due = [math.inf] * setting.engines  # time of each engine's next event
         self._events: list[tuple[float, int]] = []  # (time, engine); entries that differ from _due are stale
@@ -211,7 +212,7 @@ class _Run:
     def _admit(self) -> None:
         while self._may_start(self._size) and (ticket := self._buffer.admit()):
             episodes = self.workload.episodes(next(self._number))
-            engine = min(self._open, key=self._open.__getitem__)  # like the router: the engine with the fewest requests
+            engine = self._fewest_requests()
             size, tokens = len(episodes), sum(one.tokens for one in episodes)
             self._size = size
             playing = _Playing(ticket, size, size, tokens, engine, -1, size)
@@ -219,6 +220,20 @@ class _Run:
             if self._window:
                 self._window.start(size)
             self._send(partial(self._first_turns, playing, episodes))
+
+    def _fewest_requests(self) -> SimulatedEngine:
+        """Return the engine with the fewest requests, the first of equals, like the router."""
+        while self._least[0][0] != self._open[self._least[0][1]]:
+            heapq.heappop(self._least)
+        return self._engines[self._least[0][1]]
+
+    def _count(self, engine: SimulatedEngine, more: int) -> None:
+        """Change an engine's number of requests. Stale entries are cleared when they are most of the heap."""
+        place = self._places[engine]
+        self._open[place] += more
+        heapq.heappush(self._least, (self._open[place], place))
+        if len(self._least) > 8 * len(self._open):
+            self._least = sorted((requests, place) for place, requests in enumerate(self._open))
 
     def _may_start(self, episodes: int) -> bool:
         if self._window:
@@ -233,7 +248,7 @@ class _Run:
 
     def _first_turns(self, playing: _Playing, episodes: Sequence[SimulatedEpisode]) -> None:
         self._needed += self.workload.prompt
-        self._open[playing.engine] += 1
+        self._count(playing.engine, 1)
         for episode in episodes:
             self._turn(playing, episode, 0, self.workload.prompt)
 
@@ -242,7 +257,8 @@ class _Run:
         session = id(episode) if len(episode.turns) > 1 else None
         job = SimulatedRequest(episode.turns[number], context, prefix, session, began=lambda: self._began(playing))
         self._jobs[job] = (playing, episode, number)
-        self._open[playing.engine] += number > 0
+        if number:
+            self._count(playing.engine, 1)
         playing.engine.submit(job, self.now)
         self._expect(playing.engine)
 
@@ -253,7 +269,8 @@ class _Run:
     def _written(self, job: SimulatedRequest) -> None:
         playing, episode, number = self._jobs.pop(job)
         playing.first_turns -= number == 0
-        self._open[playing.engine] -= number > 0 or playing.first_turns == 0
+        if number or not playing.first_turns:
+            self._count(playing.engine, -1)
         if number + 1 < len(episode.turns):
             context = job.context + job.tokens
             self._at(

@@ -36,9 +36,9 @@ from asyncrl.engine.hand_over import HandOver  # noqa: E402
 from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.gap import GapWatch  # noqa: E402
-from asyncrl.metrics.record import StepLog, accuracies, machine_figures  # noqa: E402
+from asyncrl.metrics.record import StepLog, accuracies, machine_figures, plan_figures  # noqa: E402
 from asyncrl.metrics.sinks import Sinks  # noqa: E402
-from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
+from asyncrl.network.addresses import MACHINE, PEER_FAILED, PLAN, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.observability.timeline import TimelineWriter  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress  # noqa: E402
@@ -264,7 +264,9 @@ def _tell_the_end(config: Config, run_dir: Path, source: BatchSource, log: StepL
         accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
     figures = log.summary(config.run.reward_window)
     machine = json.loads((run_dir / MACHINE).read_text())
-    summary = {**facts, **figures, **accuracy, **machine_figures(machine, figures), "ledger": source.status()["ledger"]}
+    planned = plan_figures(json.loads((run_dir / PLAN).read_text()), figures) if (run_dir / PLAN).exists() else {}
+    told = {**machine_figures(machine, figures), **planned}
+    summary = {**facts, **figures, **accuracy, **told, "ledger": source.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
 
 

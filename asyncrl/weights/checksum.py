@@ -9,6 +9,7 @@ the parts that arrive early are kept.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from asyncrl.errors import EngineError, WeightsError
 from asyncrl.weights.engine_layout import EngineLayout, ParameterTarget
+from asyncrl.weights.quantization import FORMATS
 
 TOWER = "visual."
 """Beginning of the names of a vision tower's parameters in every engine."""
 AXES = ".rotary_emb.axis_map"
 """End of the names of what SGLang computes from the config: which of three positions turns each rotated pair."""
+FP8 = FORMATS["fp8"]
 Checksums = list[dict[str, str]]
 """A hash by engine parameter name, for each tensor-parallel rank."""
 
@@ -88,6 +91,7 @@ class CudaHash:
         if self._tail.numel():
             padding = self._tail.new_zeros(-self._tail.numel() % 4)
             self._mix(torch.cat([self._tail, padding]).view(torch.int32).view(1, -1))
+            self._tail = padding[:0]  # so that it may be called again, for another rank with the same bytes
         if not self._words:
             return f"{0:016x}"
         mixed = _fmix32(torch.cat(self._sums) ^ (self._words * 4 & MASK))
@@ -140,14 +144,17 @@ class ExpectedChecksums:
 
     `hf` is the model's config.json. `dtype` is the dtype that the engine was started with (a weight sent in another
     dtype is converted, as the engine does). `device` is where the engine runs: hash and padding depend on it.
+
+    Codes of int8 and their scales are hashed as they are. Of codes of fp8, SGLang hashes the values in bfloat16.
     """
 
     def __init__(
         self, hf: dict[str, Any], engine_tp: int, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
     ) -> None:
         self._layout = EngineLayout(hf, engine_tp, cpu=device == "cpu")
-        self._layers = int(hf["num_hidden_layers"])
+        self._layers = hf.get("num_hidden_layers", math.inf)
         self._tp, self._dtype, self._new_hash = engine_tp, dtype, HASHES[device]
+        self._scales: dict[str, Tensor] = {}
         self._open: dict[str, _Parameter] = {}
         self._done: Checksums = [{} for _ in range(engine_tp)]
 
@@ -155,9 +162,14 @@ class ExpectedChecksums:
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one full HF tensor. It may be overwritten afterwards: a tensor that arrives early is copied.
 
-        Raises WeightsError with the name of a tensor that the engine has no place for, that was added before, or that
-        is not divisible.
+        Codes of fp8 come after their scales. Raises WeightsError with the name of a tensor that the engine has no place
+        for, that was added before, or that is not divisible.
         """
+        if name.endswith(FP8.suffix):
+            self._scales[name.removesuffix(FP8.suffix)] = tensor.clone()
+            return
+        if tensor.dtype is FP8.dtype:
+            tensor = FP8.dequantize(tensor, self._scales.pop(name), torch.bfloat16)
         if name == "lm_head.weight" and self._layout.tied:
             return  # the engine skips it and has no such parameter
         if (layer := re.match(r"model\.layers\.(\d+)\.", name)) and int(layer[1]) >= self._layers:
@@ -178,7 +190,8 @@ class ExpectedChecksums:
         while under_way.turn in under_way.early:
             came, part = under_way.early.pop(under_way.turn)
             _, cut = place.rule.parts[under_way.turn % len(place.rule.parts)]
-            part = part.to(place.rule.dtype or self._dtype)
+            if part.is_floating_point():
+                part = part.to(place.rule.dtype or self._dtype)
             for rank, running in enumerate(under_way.hashes):
                 try:
                     running.update(cut(part, self._layout.split, rank))

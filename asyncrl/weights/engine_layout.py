@@ -6,8 +6,8 @@ parameter is the concatenation of its HF tensors, each cut for the rank, so that
 
 An engine on CPU pads dimensions that are not divisible (configs/update_config.py); one on a GPU replicates key-value
 heads and refuses everything else. The tables cover engines with tensor parallelism alone: no expert or data parallelism
-inside an engine, no quantized weights, no weights packed for AMX. On CPU, several shared experts must have an inner
-size that needs no padding.
+inside an engine, no weights that the engine quantizes itself, none packed for AMX. On CPU, several shared experts must
+have an inner size that needs no padding.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.quantization import FORMATS
 
+INT8 = FORMATS["int8"]
 VOCAB_MULTIPLE = 64
 CPU_INNER_MULTIPLE = 32  # multiplied by the tensor-parallel degree
 
@@ -130,6 +132,11 @@ class EngineParameter:
     def per_expert(self) -> bool:
         """True if the parameter stacks the tensors of all routed experts."""
         return "{expert}" in self.parts[0][0]
+
+    def of_scales(self, suffix: str) -> EngineParameter:
+        """Return the rule of the scales of its output channels, [channels, 1]."""
+        parts = ((name + suffix, _whole if cut in (_out, _inner_columns) else cut) for name, cut in self.parts)
+        return EngineParameter(self.engine + suffix, tuple(parts), torch.float32)
 
     @property
     def same_everywhere(self) -> bool:
@@ -314,7 +321,8 @@ class EngineLayout:
         self._architecture = hf["architectures"][0]
         self._routed = int(hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts") or 0)
         self._shared_is_routed = not cpu and _fuses_shared_expert(hf)
-        self._rules = {name: (rule, index) for rule in table for index, (name, _) in enumerate(rule.parts)}
+        scales = tuple(rule.of_scales(INT8.suffix) for rule in table)
+        self._rules = {name: (rule, index) for rule in (*table, *scales) for index, (name, _) in enumerate(rule.parts)}
 
     def find(self, name: str) -> ParameterTarget:
         """Return the place of an HF tensor. Raises WeightsError if the engine has none."""

@@ -45,6 +45,7 @@ from asyncrl.weights.delta import DeltaTransport
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.names import unit_of
+from asyncrl.weights.quantization import QuantizedWeights
 from asyncrl.weights.reshard import Resharder
 from asyncrl.weights.tensor import TensorTransport
 from asyncrl.weights.transport import Transport
@@ -63,7 +64,7 @@ class Publisher:
         parallel: Parallel,
         fleet: Fleet,
         transport: Transport,
-        weights: Resharder,
+        weights: Resharder | QuantizedWeights,
         settings: WeightsConfig,
         *,
         expected: Callable[[], ExpectedChecksums],
@@ -98,7 +99,7 @@ class Publisher:
     @torch.no_grad()
     def publish(self, version: int) -> dict[str, float]:
         """Publish a version; runs on every rank. Returns the seconds of filling, of verifying and of the pause, the
-        bytes sent by this rank, and the number of engines that serve."""
+        bytes sent by this rank, the number of engines that serve, and the error of quantized weights."""
         started = time.monotonic()
         first = self._parallel.is_first
         if self._plan is None:
@@ -132,6 +133,7 @@ class Publisher:
             "verify": verified,
             "bytes": float(sum(nbytes(bucket) for bucket in self._plan or [])),
             "engines": float(len(self._fleet.serving)),
+            **({"error": self._weights.error()} if isinstance(self._weights, QuantizedWeights) else {}),
         }
 
     # -- participants --------------------------------------------------------------------------------------

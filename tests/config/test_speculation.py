@@ -31,6 +31,7 @@ CACHED = {"engine.hicache": 64, "rollout.cache_key": "version"}
         (NGRAM, "engine.server_args", {"speculative_accept_threshold_acc": 0.5}, "would not be the model's"),
         (EAGLE, "weights.transport", "disk", "set auto, tensor or distributed"),
         (MTP, "weights.transport", "delta", "set auto, tensor or distributed"),
+        (MTP, "engine.quantization", "fp8", "set fp8_simulated"),
         (TRAINED, "trainer.pipeline_parallel", 2, "supports 1 only"),
         (TRAINED, "trainer.layers", "auto", "supports local only"),
         (CACHED, "rollout.cache_key", "group", "caches of old weights"),

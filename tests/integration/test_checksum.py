@@ -22,6 +22,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
 from asyncrl.config import Config, load
 from asyncrl.engine.server import server_argv, server_env
@@ -29,6 +30,8 @@ from asyncrl.launch.main import CONF
 from asyncrl.network.ports import free_port
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, parse
 from asyncrl.weights.folder import HFFolder
+from asyncrl.weights.quantization import FORMATS
+from tests.integration.publisher import SeededWeights, quantized
 
 pytestmark = pytest.mark.integration
 
@@ -160,6 +163,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> Path:
+    """Run jobs of engine_ranks.py, and return their log."""
+    plan, log = folder / "jobs.json", folder / "jobs.log"
+    plan.write_text(json.dumps(jobs))
+    with log.open("w") as out:
+        command = [sys.executable, "-m", "tests.integration.engine_ranks", str(plan)]
+        subprocess.run(command, stdout=out, stderr=out, check=True, timeout=600)
+    return log
+
+
 @pytest.fixture(scope="module")
 def loaded(folders: dict[str, Path]) -> dict[tuple[str, int], Path]:
     """Return files with the checksums of every model at every degree, loaded by SGLang without a server."""
@@ -171,11 +184,7 @@ def loaded(folders: dict[str, Path]) -> dict[tuple[str, int], Path]:
             args = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:]
             env = server_env(engine, gpu=False)
             jobs.append({"args": args, "env": env, "tp": tp, "out": str(outs[name, tp])})
-    plan = next(iter(folders.values())).parent / "jobs.json"
-    plan.write_text(json.dumps(jobs))
-    with plan.with_suffix(".log").open("w") as log:
-        command = [sys.executable, "-m", "tests.integration.engine_ranks", str(plan)]
-        subprocess.run(command, stdout=log, stderr=log, check=True, timeout=600)
+    run_jobs(next(iter(folders.values())).parent, jobs)
     return outs
 
 
@@ -189,6 +198,62 @@ def test_sglang_loads_what_is_expected_of_every_parameter(
     assert differing(expected_of(folders[name], tp), answered) == []
     assert len(answered) == tp
     assert all(len(rank) > 10 for rank in answered)
+
+
+WHOLE_BLOCKS = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 256,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+QUANTIZED = [
+    (name, kind, tp) for name in ("qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3") for kind in FORMATS for tp in (1, 2)
+]
+
+
+def publishes(folder: Path, kind: Any, count: int) -> list[Path]:
+    """Write what the trainers of this model publish, each version with other weights, as safetensors."""
+    weights = SeededWeights(folder)
+    hf = json.loads((folder / "config.json").read_text())
+    files = []
+    for version in range(count):
+        weights.version = version
+        sent = quantized(weights, hf, kind, torch.bfloat16).stream()
+        files.append(folder / f"{kind}-{version}.publish")
+        save_file({name: pieces.tensor() for name, pieces in sent}, files[-1])
+    return files
+
+
+def test_sglang_loads_two_publishes_of_codes_and_scales_as_expected(tmp_path: Path) -> None:
+    """On the way that SGLang takes with CUDA, from random weights as engines start with. Nothing is multiplied."""
+    jobs, cases = [], []
+    for name, kind, tp in QUANTIZED:
+        folder = tmp_path / name
+        if not folder.exists():
+            model_type, changes = MODELS[name]
+            write_model(
+                folder, model_type, {**changes, **{k: v for k, v in WHOLE_BLOCKS.items() if k in {*SIZES, *changes}}}
+            )
+        engine = engine_of(tp).engine.model_copy(update={"quantization": kind})
+        args = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:]
+        files, out = publishes(folder, kind, 2), tmp_path / f"{name}.{kind}.{tp}.json"
+        env = server_env(engine, gpu=False)
+        jobs.append({"args": args, "env": env, "tp": tp, "out": str(out), "published": list(map(str, files))})
+        cases.append((folder, tp, files[-1], out))
+    log = run_jobs(tmp_path, jobs)
+    for folder, tp, file, out in cases:
+        assert out.exists(), f"{out.name}:\n{log.read_text()[-5000:]}"
+        expected = ExpectedChecksums(json.loads((folder / "config.json").read_text()), tp, dtype=torch.bfloat16)
+        tensors = load_file(file)
+        for name in sorted(tensors, key=lambda name: not name.endswith("_scale_inv")):  # as a bucket has them
+            expected.add(name, tensors[name])
+        assert differing(expected.result(), json.loads(out.read_text())) == [], out.name
 
 
 SERVED = [  # latent attention loads, but an engine with this project's attention for CPU cannot run it

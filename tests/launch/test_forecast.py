@@ -79,7 +79,7 @@ def test_groups_of_a_mixture_have_their_mean_size(tmp_path: Path) -> None:
     values = compose_values("experiment=tiny", "+task@tasks.a=copy", "+task@tasks.b=copy")
     values["tasks"]["a"] |= {"group_size": 4, "weight": 3.0}
     values["tasks"]["b"] |= {"group_size": 16, "weight": 1.0}
-    assert forecast._workload(load(values), tmp_path).group_size == 7.0
+    assert forecast.workload(load(values), tmp_path).group_size == 7.0
 
 
 def test_common_beginning_of_prompts_is_counted_in_tokens_and_not_in_messages(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from asyncrl.observability.intervals import DECODE, PREFILL, TOOL, Interval
 from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
 from asyncrl.planner import inputs
 from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
-from asyncrl.planner.fit import engine_times, fit
+from asyncrl.planner.fit import CONSTANT, PROMPTS, UNKNOWN, engine_times, fit, generating
 from asyncrl.planner.lengths import Lengths
 from scripts import sizes
 
@@ -71,7 +71,9 @@ def test_fit_returns_what_the_run_was_made_with(run: Path) -> None:
     for group in groups:
         writer.write(group)
     writer.close()
-    found = fit(run)
+    fitted = fit(run)
+    found = fitted.fields
+    assert fitted.notes == [PROMPTS]
     assert found["per_token"] == pytest.approx(SHAPE.per_token, rel=0.1)
     assert found["per_request"] == pytest.approx(SHAPE.per_request, rel=0.1)
     assert engine_times(groups, 2)[1] == pytest.approx(2 * found["per_request"])  # half as many requests in each
@@ -90,6 +92,44 @@ def test_fit_returns_what_the_run_was_made_with(run: Path) -> None:
     assert inputs.splits(inputs.parse(found | {"gpus": 8}))
 
 
-def test_run_without_timelines_says_what_is_missing(run: Path) -> None:
-    with pytest.raises(RecordError, match=r"metrics\.timeline=true"):
+EACH = generating(sizes.load("experiment=qwen3_8b").rollout, {"mean": 300.0, "turns": 2.0})
+"""Unfinished episodes of a group in flight."""
+
+
+def metrics_alone(run: Path, varied: bool) -> list[dict[str, float]]:
+    """Steps of the run in `run`, as its metrics have them without timelines."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for number, step in enumerate(found):
+        groups = 4 + (number % 4 if varied else 0)
+        step |= {"groups/running": groups, "completion/length": 150, "episodes/turns": 2, "staleness/mean": 1.0}
+        busy = step["time/step"] - 1
+        step |= {"time/engine_busy": busy, "tokens/generated": SHAPE.rate(EACH * groups) * (busy - PAUSE)}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
+    return found
+
+
+def test_metrics_alone_tell_speeds_and_mean_length_and_the_fit_says_what_they_do_not(run: Path) -> None:
+    metrics_alone(run, varied=True)
+    found = fit(run)
+    assert found.notes == [PROMPTS, UNKNOWN]
+    assert found.fields["per_token"] == pytest.approx(SHAPE.per_token, rel=0.01)
+    assert found.fields["per_request"] == pytest.approx(SHAPE.per_request, rel=0.01)
+    assert (found.fields["mean"], found.fields["turns"]) == (300, 2)
+    assert found.fields["train_fixed"] == pytest.approx(FIXED, rel=0.05)
+    assert not {"sigma", "alike", "tool_seconds"} & found.fields.keys()
+
+
+def test_constant_concurrency_does_not_tell_what_a_larger_batch_costs(run: Path) -> None:
+    steps = metrics_alone(run, varied=False)
+    found = fit(run)
+    assert CONSTANT in found.notes
+    assert found.fields["per_request"] == 0
+    assert found.fields["per_token"] == pytest.approx(SHAPE.per_token + 4 * EACH * SHAPE.per_request, rel=0.01)
+    seconds = sum(step["time/step"] for step in steps[3:])
+    assert f"and made {9 * 64 * 8 / seconds:.4g}" in found.check(seeds=1)
+
+
+def test_too_short_a_run_is_refused(run: Path) -> None:
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(RecordError, match="has 0 steps"):
         fit(run)

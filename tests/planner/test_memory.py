@@ -325,6 +325,17 @@ def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() 
     assert engine_rank(model(), SHAPE, tensor=1, dtype="bfloat16", tokens=1, cache_dtype="fp8_e4m3")["KV cache"] == 32
 
 
+def test_codes_halve_the_linear_maps_of_the_layers_alone() -> None:
+    wide, codes = (
+        engine_rank(model(experts=4), SHAPE, tensor=2, dtype="bfloat16", tokens=1, codes=on) for on in (False, True)
+    )
+    kept = [
+        one for one in model(experts=4) if one.layer is None or len(one.shape) == 1 or one.name.endswith(".gate.weight")
+    ]
+    outside = engine_rank(kept, SHAPE, tensor=2, dtype="bfloat16", tokens=1)["weights"]
+    assert 2 * (codes["weights"] - outside) == wide["weights"] - outside > 0
+
+
 def test_the_cache_that_fits_fills_the_room_beside_the_weights() -> None:
     part = {"tensor": 2, "dtype": "bfloat16"}
     tokens = cache_that_fits(model(), SHAPE, 10_000, **part)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.planner import inputs
 from asyncrl.planner.cli import main
 from asyncrl.planner.report import overrides, report
-from asyncrl.planner.search import Plan, search
+from asyncrl.planner.search import Choices, Plan, search
 from asyncrl.planner.simulation import simulate
 from scripts import sizes
 
@@ -34,7 +34,7 @@ NUMBERS: dict[str, Any] = {
 
 def planned(**changes: Any) -> Plan:
     given = inputs.parse(NUMBERS | changes)
-    return search(inputs.splits(given), given.workload, given.max_staleness, few=3, seeds=2)
+    return search(inputs.splits(given), given.workload, Choices.up_to(given.max_staleness), few=3, seeds=2)
 
 
 def test_no_other_split_is_faster_in_the_simulation() -> None:
@@ -64,7 +64,7 @@ def test_a_model_is_planned_with_layouts_that_fit_and_settings_that_a_run_accept
     )
     splits = inputs.splits(given)
     assert all(sum(split.memory.values()) <= 2 * inputs.ROOM * 80e9 for split in splits)
-    plan = search(splits, given.workload, given.max_staleness, few=0)
+    plan = search(splits, given.workload, Choices.up_to(given.max_staleness), few=0)
     assert plan.best.split.engines * plan.best.split.engine_gpus + plan.best.split.trainers <= 16
     config = sizes.load("experiment=qwen3_8b", values=overrides(plan.best))
     assert config.engine.count == plan.best.split.engines

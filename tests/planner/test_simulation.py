@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.planner.engine import EngineShape
+from asyncrl.planner import simulation
+from asyncrl.planner.engine import EngineShape, SimulatedEngine
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload, SimulationResult, simulate
 
@@ -75,3 +76,22 @@ def test_lengths_are_those_of_the_distribution_and_the_same_every_time() -> None
     assert sum(len(one.turns) for group in turns for one in group) / 800 == pytest.approx(8, rel=0.1)
     seconds = [value for group in turns for one in group for value in one.seconds]
     assert sum(seconds) / len(seconds) == pytest.approx(2.0, rel=0.2)
+
+
+def test_a_group_goes_to_the_engine_with_the_fewest_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And to the first of equals: the heap finds what a scan of all engines finds, also after it was cleared."""
+    chosen: set[int] = set()
+    found = simulation._Run._fewest_requests
+
+    def checked(run: simulation._Run) -> SimulatedEngine:
+        place = min(range(len(run._open)), key=run._open.__getitem__)
+        chosen.add(place)
+        engine = found(run)
+        assert engine is run._engines[place]
+        assert len(run._least) <= 8 * len(run._open)
+        return engine
+
+    monkeypatch.setattr(simulation._Run, "_fewest_requests", checked)
+    turns = Lengths(400, 0.9, 3000, 4, turns=3, tool_seconds=2.0)
+    outcome(8, engines=5, workload=SimulatedWorkload(turns.episodes(), batch_groups=16))
+    assert chosen == set(range(5))

@@ -86,6 +86,7 @@ def test_the_gpus_hash_does_not_depend_on_how_the_bytes_come(count: int) -> None
         for half in piece.tensor_split([7, 40_001]):
             pieces.update(half)
     assert pieces.hexdigest() == hashed(whole)
+    assert pieces.hexdigest() == hashed(whole), "the ranks that hold the same bytes answer with the same hash"
 
 
 @pytest.mark.gpu

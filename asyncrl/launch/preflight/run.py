@@ -66,11 +66,13 @@ def require(prepared: Preparation, run_dir: Path) -> None:
 
 
 def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
-    config = prepared.config
     yield from refused(prepared.files, "task")
     yield from refused(prepared.recording, "replay.from")
     yield from refused(prepared.attached, "engine.urls")
+    yield from refused(prepared.plan, "cluster.plan")
+    yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
     yield from refused(prepared.place, "cluster")
+    config = prepared.config
     yield from _isolation(prepared)
     yield from check_versions(_machines(prepared) or [this_machine("", installed())], pinned())
     models: dict[str, ModelFolder] = {}
@@ -208,7 +210,7 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
                 dtype=section.dtype,
                 tokens=tokens or config.rollout.max_new_tokens,
                 cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
-                **(served_adapters(config) if name == "engine" else {}),
+                **({"codes": config.engine.holds_codes, **served_adapters(config)} if name == "engine" else {}),
             )
             if tokens is None:  # it takes what fits; a run needs at least one answer's
                 parts["KV cache of one answer"] = parts.pop("KV cache")

@@ -31,7 +31,8 @@ def script(
         remedy = "A requeued job resumes from a checkpoint: set checkpoint.every."
         raise ConfigError("cluster.requeues", cluster.requeues, remedy)
     nodes = cluster.nodes or nodes_wanted(config, cluster.gpus)
-    place(config, imagined(config, nodes, cluster.gpus))
+    if not cluster.plan:  # which is made in the job
+        place(config, imagined(config, nodes, cluster.gpus))
     return Script(config.run.name, cluster, nodes, cluster.gpus, folder, command, runs)
 
 
