@@ -12,6 +12,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Dtype, Million, Name, Natural, Positive, Section
 
 
+MOST_DRAFTS = 24
+"""Largest number of tokens in a step of speculative decoding, where SGLang chooses it."""
+
+
 class EngineConfig(Section):
     """The fleet of SGLang servers and the router in front of it."""
 
@@ -80,6 +84,12 @@ class EngineConfig(Section):
     retry_timeout: Positive
     """Seconds for which the rest of a broken answer is retried while no token arrives; then its group is dropped. Must
     be longer than an engine takes to restart."""
+
+    @property
+    def draft_room(self) -> int:
+        """Return how many tokens a request needs in the KV cache beyond its own. SGLang allocates twice what a step of
+        speculative decoding may add (mem_cache/allocation_sizing.py)."""
+        return 0 if self.speculative == "none" else 2 * (self.draft_tokens or MOST_DRAFTS)
 
     @property
     def holds_codes(self) -> bool:

@@ -130,7 +130,7 @@ async def main(run_dir: Path) -> None:
             working.create_task(status.follow())
             await _until_ready(config, addresses, teachers)
             for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
-                client.narrow(int(engine.capacity))
+                client.narrow(int(engine.capacity) - config.engine.draft_room)
             await each(players.values(), "start")
             _ready(run_dir, observer, addresses)
             if _trainer_sends_first(config, addresses):
@@ -227,7 +227,7 @@ def _client(
         fields=config.engine.request_fields,
         routing=routing_shape(hf) if config.algo.routing_replay == "R3" else None,
         seed=config.run.seed if config.deterministic else None,
-        context=min(context, cache or context),
+        context=min(context, cache - config.engine.draft_room if cache else context),
         names=adapter_names(config, addresses.run_id),
         adapter_per=config.rollout.adapter_per,
         agents=config.agents,
