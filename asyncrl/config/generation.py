@@ -11,7 +11,6 @@ from asyncrl.config.secret_values import Parameters
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Dtype, Million, Name, Natural, Positive, Section
 
-
 MOST_DRAFTS = 24
 """Largest number of tokens in a step of speculative decoding, where SGLang chooses it."""
 
@@ -50,18 +49,10 @@ class EngineConfig(Section):
     metrics: bool
     """Start the engines with SGLang's counters (--enable-metrics), from which the run takes tokens per second, cache
     hits and preemptions of each. Engines of engine.urls that have them are asked, too."""
-    router_policy: Literal[
-        "manual",
-        "random",
-        "round_robin",
-        "cache_aware",
-        "power_of_two",
-        "least_load",
-        "consistent_hashing",
-        "prefix_hash",
-    ]
+    router_policy: Literal["manual", "consistent_hashing", "cache_aware", "round_robin", "random"]
     """Load-balancing policy of the router. manual: a new group goes to the engine with the fewest requests, and all of
-    its requests and turns stay on that engine, which holds their shared prefix cache."""
+    its requests and turns stay on that engine, which holds their shared prefix cache. What the others do to affinity
+    and balance is in docs/router.md."""
     speculative: Literal["none", "ngram", "eagle", "eagle3", "mtp"]
     """Speculative decoding: several tokens are drafted, and the model verifies them in one step. Answers and their
     log-probabilities remain the model's. ngram: drafts are what followed the same tokens before, in any answer of the
