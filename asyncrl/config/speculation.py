@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError
@@ -30,7 +31,7 @@ def speculative_args(engine: EngineConfig) -> dict[str, Any]:
     chain = {"speculative_num_steps": count - 1, "speculative_eagle_topk": 1} if count else {}
     return {
         "speculative_algorithm": ALGORITHMS[engine.speculative],
-        "speculative_draft_model_path": engine.draft_model,
+        "speculative_draft_model_path": engine.draft_model and str(Path(engine.draft_model).expanduser()),
         "speculative_num_draft_tokens": count,
         **({} if engine.speculative == "ngram" else chain),
     }

@@ -79,7 +79,10 @@ def _check_engine(hf: dict[str, Any]) -> None:
 
 def _check_drafts(config: Config, hf: dict[str, Any]) -> None:
     """Refuse to draft with, or train, layers of multi-token prediction that the model does not have. SGLang and
-    trainer/mtp.py know models with one of them."""
+    trainer/mtp.py know models with one of them. And refuse a draft model that is not there."""
+    draft = config.engine.draft_model
+    if draft and not Path(draft).expanduser().joinpath("config.json").is_file():
+        raise ConfigError("engine.draft_model", draft, "It has no config.json: name a folder of HF.")
     serves = config.engine.speculative == "mtp" and config.mode != "replay"
     for field, value, wanted in (("engine.speculative", "mtp", serves), ("trainer.mtp", config.trainer.mtp, True)):
         if wanted and value and (layers := hf.get("num_nextn_predict_layers") or 0) != 1:

@@ -80,12 +80,21 @@ def test_cpus_draft_with_ngrams_only_and_have_one_cache(base: dict[str, Any], fi
     assert caught.value.field == f"engine.{field}"
 
 
-@pytest.mark.parametrize(("base", "field"), [(MTP, "engine.speculative"), (TRAINED, "trainer.mtp")])
-def test_models_without_multi_token_prediction_are_refused(base: dict[str, Any], field: str) -> None:
+@pytest.mark.parametrize(
+    ("base", "field", "words"),
+    [
+        (MTP, "engine.speculative", "has 0 layers of multi-token prediction"),
+        (TRAINED, "trainer.mtp", "has 0 layers of multi-token prediction"),
+        (EAGLE, "engine.draft_model", "has no config.json"),
+    ],
+)
+def test_drafts_of_layers_and_models_that_are_not_there_are_refused(
+    base: dict[str, Any], field: str, words: str
+) -> None:
     hf = {
         "architectures": ["LlamaForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64,
         "max_position_embeddings": 64,
     }  # fmt: skip
-    with pytest.raises(ConfigError, match="has 0 layers of multi-token prediction") as caught:
+    with pytest.raises(ConfigError, match=words) as caught:
         check_model(tiny_config(**base), hf)
     assert caught.value.field == field

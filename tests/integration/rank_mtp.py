@@ -48,8 +48,9 @@ def main(folder: Path, layout: str) -> None:
         for parameter in network.parameters():
             parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
         gradients = {name: tensor.clone() for name, tensor in network.weights.hf_tensors()}
-        network.placed()  # every tensor has its place in a checkpoint
+        keys = sorted({box.key for one in network.placed() for box in one.boxes})
         if parallel.exports:
+            (folder / f"{layout}-{name}.keys").write_text(json.dumps(keys))
             save_file(exported, folder / f"{layout}-{name}.weights")
             save_file(gradients, folder / f"{layout}-{name}.gradients")
             if drafted:

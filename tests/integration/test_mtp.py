@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from asyncrl.convert.parameters import Structure
 from asyncrl.models.tiny import write_random_model
 from tests.convert.models import add_drafts
 from tests.fakes import compose_values
@@ -102,6 +103,14 @@ def test_weights_survive_loading_and_export(results: Path, model: str, layout: s
     exported = load_file(results / f"{layout}-{model}.weights")
     assert source.keys() - exported.keys() == {f"{PREFIX}embed_tokens.weight"}, "a copy, which engines do not read"
     assert all(torch.equal(tensor, source[name]) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", ["single", "tp2"])
+def test_checkpoints_have_the_keys_of_conversions(results: Path, model: str, layout: str) -> None:
+    structure = Structure(json.loads((results / model / "config.json").read_text()))
+    keys = {parameter.addresses[0].key for parameter in structure}
+    assert set(json.loads((results / f"{layout}-{model}.keys").read_text())) == keys
 
 
 @pytest.mark.parametrize("model", MODELS)
