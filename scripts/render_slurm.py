@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from asyncrl import config as configuration
 from asyncrl.launch.main import CONF
+from asyncrl.launch.slurm.script import engines_script
 from asyncrl.launch.slurm.submit import script
 
 FOLDER = Path(__file__).parent / "slurm"
@@ -38,21 +39,6 @@ SCRIPTS = {
     "pyxis": [*FOUR, "cluster.container.kind=pyxis", f"cluster.container.image={IMAGE}"],
     "apptainer": [*FOUR, "cluster.container.kind=apptainer", "cluster.container.image=/images/asyncrl.sif"],
 }
-ENGINES = """\
-#!/bin/bash
-# Engines for a run that is under way: sbatch engines.sbatch RUN (docs/engines.md)
-#SBATCH --job-name=engines
-#SBATCH --no-kill
-#SBATCH --nodes=1
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
-#SBATCH --output=%x-%j.out
-#SBATCH --signal=B:USR1@600
-#SBATCH --exclusive
-#SBATCH --mem=0
-
-exec asyncrl-engines add "$1"
-"""
 SWEEP = ("trainer.optimizer.lr", ("1e-6", "2e-6", "5e-6"))
 
 
@@ -60,7 +46,7 @@ def rendered() -> Iterator[tuple[Path, str]]:
     """Yield each file and its text."""
     for name, arguments in SCRIPTS.items():
         yield FOLDER / f"{name}.sbatch", _script(name, arguments).text()
-    yield FOLDER / "engines.sbatch", ENGINES
+    yield FOLDER / "engines.sbatch", engines_script(_config("engines", BASE).cluster, 8, "asyncrl-engines")
     field, values = SWEEP
     yield FOLDER / "sweep.sbatch", _script("sweep", *([*BASE, f"{field}={value}"] for value in values)).text()
     yield FOLDER / "interactive.sh", _script("interactive", FOUR[:-1]).interactive()
@@ -69,9 +55,13 @@ def rendered() -> Iterator[tuple[Path, str]]:
 def _script(name: str, *runs: list[str]) -> Any:
     folder = Path("runs") / name
     folders = [folder / str(number) for number in range(len(runs))] if len(runs) > 1 else [folder]
+    return script(_config(name, runs[0]), list(zip(folders, runs, strict=True)))
+
+
+def _config(name: str, arguments: list[str]) -> configuration.Config:
     with initialize_config_dir(str(CONF), version_base=None):
-        values: Any = OmegaConf.to_container(compose("train", [*runs[0], f"run.name={name}"]), resolve=True)
-    return script(configuration.load(values), list(zip(folders, runs, strict=True)))
+        values: Any = OmegaConf.to_container(compose("train", [*arguments, f"run.name={name}"]), resolve=True)
+    return configuration.load(values)
 
 
 def main(check: bool) -> int:

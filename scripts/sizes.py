@@ -423,7 +423,7 @@ def documented() -> tuple[str, str]:
 def told(config: Config, hf: dict[str, Any]) -> Iterator[str]:
     """Yield lines about each part of one run."""
     one = size(config, hf)
-    trainers, engines = config.trainer.world_size, config.engine.count * config.engine.tensor_parallel
+    trainers, engines = config.trainer.world_size, config.engine.started * config.engine.ranks
     yield f"{one.machines} machines, {trainers} GPUs train, {engines} generate"
     for role, parts in (("trainer", one.trainer), ("engine", one.engine)):
         told = ", ".join(f"{part} {gb(bytes_)}" for part, bytes_ in parts.items() if bytes_)

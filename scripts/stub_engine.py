@@ -68,10 +68,15 @@ class Stub:
     """Stub of one engine."""
 
     def __init__(
-        self, shape: EngineShape, tokens: Callable[[Sequence[int], int, int], int], interval: int, version: str = "0"
+        self,
+        shape: EngineShape,
+        tokens: Callable[[Sequence[int], int, int], int],
+        interval: int,
+        version: str = "0",
+        growth: Callable[[str], float] = lambda version: 1.0,
     ) -> None:
         self._engine, self._tokens, self._interval = SimulatedEngine(shape), tokens, interval
-        self._version = version
+        self._version, self._growth = version, growth
         self._cuts: deque[int] = deque()
         self._streams: dict[SimulatedRequest, tuple[Stream, Sample]] = {}
         self._changed = asyncio.Event()
@@ -161,7 +166,7 @@ class Stub:
             stream.cut_after = self._cuts.popleft()
         for index in range(sampling["n"]):
             sibling = index if len(said) == 1 and not begun else (said[0] or [index])[0]
-            length = self._tokens(prompt, sibling, len(said) - 1)
+            length = round(self._tokens(prompt, sibling, len(said) - 1) * self._growth(self._version))
             total = max(1, min(length - len(begun), sampling["max_new_tokens"]))
             job = SimulatedRequest(
                 total,
@@ -335,6 +340,9 @@ def main() -> None:
     parser.add_argument("ports", type=int, nargs="+", help="one engine each")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of every answer, without --lengths")
     parser.add_argument("--lengths", type=json.loads, help="asyncrl.planner.lengths.Lengths, as JSON")
+    parser.add_argument(
+        "--growth", type=float, nargs=2, default=(1.0, 1.0), help="factor by which lengths grow, over so many versions"
+    )
     parser.add_argument("--shape", type=json.loads, default={}, help="asyncrl.planner.engine.EngineShape, as JSON")
     parser.add_argument("--interval", type=int, default=8, help="tokens of a piece")
     parser.add_argument("--core", type=int, help="processor to run on")
@@ -347,10 +355,15 @@ def main() -> None:
     def tokens(prompt: Sequence[int], sibling: int, turn: int) -> int:
         return int(episodes(number_of(prompt))[sibling].turns[turn]) if episodes else options.tokens
 
+    def growth(version: str) -> float:
+        factor, versions = options.growth
+        return float(factor ** min(1.0, int(version if version.isdigit() else 0) / versions))
+
     # as in engine/serve.py: the label of weights that are not from the run
     version = os.environ.get("ASYNCRL_INCARNATION") or "0"
     time.sleep(options.start_after)
-    asyncio.run(serve(options.ports, lambda: Stub(EngineShape(**options.shape), tokens, options.interval, version)))
+    shape = EngineShape(**options.shape)
+    asyncio.run(serve(options.ports, lambda: Stub(shape, tokens, options.interval, version, growth)))
 
 
 async def serve(ports: Sequence[int], engine: Callable[[], Stub]) -> None:

@@ -18,6 +18,7 @@ from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
 from asyncrl.config.colocated import check_colocated
+from asyncrl.config.disaggregated import check_disaggregated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
@@ -175,7 +176,9 @@ class Config(Section):
             raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
         self._check_sets()
         self._check_teacher()
+        self._check_elastic()
         check_colocated(self)
+        check_disaggregated(self)
         check_roles(self)
         check_adapters(self)
         check_speculation(self)
@@ -230,6 +233,26 @@ class Config(Section):
         for url in teacher.urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError("teacher.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
+
+    def _check_elastic(self) -> None:
+        if self.cluster.elastic == "off":
+            return
+        least, most = self.cluster.min_engines, self.cluster.max_engines
+        count = self.engine.count + len(self.engine.urls)
+        for field, value, wrong, remedy in (
+            ("mode", self.mode, self.mode != "train", "Only a run that trains can be elastic"),
+            (
+                "cluster.placement",
+                "colocated",
+                self.cluster.placement == "colocated",
+                "Engines and trainers take turns",
+            ),
+            ("metrics.timeline", False, not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
+            ("cluster.min_engines", least, least > count, f"The run starts with {count} engines: lower it"),
+            ("cluster.max_engines", most, most is not None and most < count, f"It starts with {count}: raise it"),
+        ):
+            if wrong:
+                raise ConfigError(field, value, f"{remedy}, or set cluster.elastic=off.")
 
     @property
     def mixture(self) -> dict[str, TaskConfig]:

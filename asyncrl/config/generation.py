@@ -9,22 +9,46 @@ from pydantic import model_validator
 from asyncrl.config.quantization import Quantization
 from asyncrl.config.secret_values import Parameters
 from asyncrl.errors import ConfigError
+from asyncrl.parallel import EngineParallel
 from asyncrl.settings import Count, Dtype, Million, Name, Natural, Positive, Section
 
-MOST_DRAFTS = 24
-"""Largest number of tokens in a step of speculative decoding, where SGLang chooses it."""
+SHAPE_ARGS = {
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "tensor_parallel"),
+    **dict.fromkeys(("ep_size", "expert_parallel_size", "ep"), "expert_parallel"),
+    **dict.fromkeys(("dp_size", "data_parallel_size", "dp", "enable_dp_attention"), "data_parallel"),
+    **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pp"), "pipeline_parallel"),
+}
+"""Settings in place of SGLang's arguments, from which placement and publishes follow."""
 
 
 class EngineConfig(Section):
     """The fleet of SGLang servers and the router in front of it."""
 
     count: Natural
-    """Number of engines to start; 0 is only allowed with `urls`."""
+    """Number of engines to start; 0 is only allowed with `urls`, or with `prefill_count` and `decode_count`."""
+    prefill_count: Natural
+    """Number of engines that only prefill; 0: off. With them and `decode_count`, in place of `count`, the KV cache of a
+    prompt travels to an engine that decodes its answer."""
+    decode_count: Natural
+    """Number of engines that only decode."""
+    transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl"]
+    """How KV caches travel from engines that prefill to engines that decode
+    (--disaggregation-transfer-backend)."""
     urls: list[str]
     """Engines that are already running elsewhere, used in addition: this run sends them its weights and requests. They
     accept the run's API key, which must then be set as ASYNCRL_API_KEY in the environment (docs/engines.md)."""
     tensor_parallel: Count
-    """GPUs (or CPU processes) per engine."""
+    """GPUs (or CPU processes) of each pipeline stage of an engine."""
+    expert_parallel: Count
+    """Groups of a stage's GPUs among which the routed experts are divided; the GPUs of a group divide each of its
+    experts. Must divide tensor_parallel (SGLang's --ep-size)."""
+    data_parallel: Count
+    """Replicas of attention within a stage, each with requests and a KV cache of its own; the GPUs of a replica divide
+    its heads. Must divide tensor_parallel (SGLang's --dp-size with --enable-dp-attention). All requests of a group go
+    to the same replica."""
+    pipeline_parallel: Count
+    """Pipeline stages of an engine, which takes tensor_parallel × pipeline_parallel GPUs. Needs
+    weights.pause_mode=abort or drain in a run that trains: SGLang does not pause the steps that are between stages."""
     device: Literal["auto", "cpu", "cuda"]
     """Device of the engines; auto uses CUDA if the machine has it."""
     dtype: Dtype
@@ -35,8 +59,8 @@ class EngineConfig(Section):
     (docs/weights.md). fp8: e4m3 in blocks of 128 x 128; int8: a scale for each output channel; both need GPUs.
     fp8_simulated, int8_simulated: the same values, in `dtype`, on any machine."""
     max_total_tokens: Count | None
-    """KV cache size of one engine, in tokens; unset: what fits on its GPUs, as SGLang measures it, or 16,384 on a
-    CPU."""
+    """KV cache size of one engine, or of each of its replicas of attention, in tokens; unset: what fits on its GPUs, as
+    SGLang measures it, or 16,384 on a CPU."""
     max_running_requests: Count
     """Maximum number of requests that one engine decodes concurrently."""
     stream_interval: Count
@@ -50,23 +74,19 @@ class EngineConfig(Section):
     """Start the engines with SGLang's counters (--enable-metrics), from which the run takes tokens per second, cache
     hits and preemptions of each. Engines of engine.urls that have them are asked, too."""
     router_policy: Literal["manual", "consistent_hashing", "cache_aware", "round_robin", "random"]
-    """Load-balancing policy of the router. manual: a new group goes to the engine with the fewest requests, and all of
-    its requests and turns stay on that engine, which holds their shared prefix cache. What the others do to affinity
-    and balance is in docs/router.md."""
+    """Load-balancing policy of the router (docs/router.md). manual: a new group goes to the engine with the fewest
+    requests, and all of its requests and turns stay on that engine, which holds their shared prefix cache."""
     speculative: Literal["none", "ngram", "eagle", "eagle3", "mtp"]
-    """Speculative decoding: several tokens are drafted, and the model verifies them in one step. Answers and their
-    log-probabilities remain the model's. ngram: drafts are what followed the same tokens before, in any answer of the
-    engine; eagle, eagle3: those of engine.draft_model; mtp: those of the model's own layers of multi-token prediction
-    (docs/speculation.md). On CPUs only ngram."""
+    """Drafts of tokens, which the model verifies in one step, so that answers and log-probabilities remain its own
+    (docs/speculation.md). ngram (alone on CPUs): what followed the same tokens before in any answer of the engine;
+    eagle, eagle3: those of engine.draft_model; mtp: those of the model's layer of multi-token prediction."""
     draft_model: str | None
-    """HF folder of the draft model of eagle and eagle3. It is not trained, so fewer drafts are accepted as the policy
-    departs from the model that it was made for."""
+    """HF folder of the draft model of eagle and eagle3, which is not trained."""
     draft_tokens: Count | None
-    """Tokens that are verified in one step, of which all but the first are drafts (SGLang's
-    speculative_num_draft_tokens); unset: SGLang's choice, 12 for ngram."""
+    """Tokens that a step verifies, all but the first of them drafts (--speculative-num-draft-tokens); unset: SGLang's."""
     hicache: Count | None
-    """Gigabytes of the machine's memory in which each rank of an engine on GPUs keeps what its prefix cache on the GPU
-    has no room for (SGLang's HiCache, --hicache-size); unset: none."""
+    """Gigabytes of host memory for prefix caches, for each rank of an engine on GPUs (SGLang's HiCache,
+    --hicache-size); unset: none."""
     start_timeout: Positive
     """Timeout in seconds for the startup of an engine (including the teacher's) or of the router. On a GPU it includes
     the first requests, which compile kernels (engine/warmup.py)."""
@@ -77,19 +97,13 @@ class EngineConfig(Section):
     be longer than an engine takes to restart."""
 
     @property
-    def draft_room(self) -> int:
-        """Return how many tokens a request needs in the KV cache beyond its own. SGLang allocates twice what a step of
-        speculative decoding may add (mem_cache/allocation_sizing.py)."""
-        return 0 if self.speculative == "none" else 2 * (self.draft_tokens or MOST_DRAFTS)
-
-    @property
     def holds_codes(self) -> bool:
         """Return whether the engines hold codes and scales, not the values that they stand for."""
         return self.quantization in ("fp8", "int8")
 
     @model_validator(mode="after")
     def _has_some(self) -> EngineConfig:
-        if not self.count and not self.urls:
+        if not self.started and not self.urls:
             raise ConfigError("engine.count", 0, "Start at least one engine, or name running ones in engine.urls.")
         for url in self.urls:
             if not url.startswith("http://"):
@@ -97,6 +111,50 @@ class EngineConfig(Section):
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError("engine.urls", self.urls, "It lists an engine twice: remove one of the two.")
         return self
+
+    @model_validator(mode="after")
+    def _has_a_shape(self) -> EngineConfig:
+        for field in ("expert_parallel", "data_parallel"):
+            if self.tensor_parallel % getattr(self, field):
+                remedy = (
+                    f"Must divide engine.tensor_parallel={self.tensor_parallel}, whose GPUs it divides into groups."
+                )
+                raise ConfigError(f"engine.{field}", getattr(self, field), remedy)
+        if self.urls and self.pipeline_parallel > 1:
+            remedy = (
+                "The stock server of engine.urls cannot take weights on several stages: start engines by engine.count."
+            )
+            raise ConfigError("engine.pipeline_parallel", self.pipeline_parallel, remedy)
+        for given, value in self.server_args.items():
+            if named := SHAPE_ARGS.get(given.replace("-", "_")):
+                raise ConfigError(f"engine.server_args.{given}", value, f"Set engine.{named} instead.")
+        return self
+
+    @property
+    def disaggregated(self) -> bool:
+        """Return whether engines only prefill or only decode."""
+        return self.prefill_count + self.decode_count > 0
+
+    @property
+    def duties(self) -> list[str]:
+        """Return what each engine that the launcher starts does, in the router's words."""
+        apart = ["prefill"] * self.prefill_count + ["decode"] * self.decode_count
+        return [*["regular"] * self.count, *apart]
+
+    @property
+    def started(self) -> int:
+        """Return the number of engines that the launcher starts."""
+        return len(self.duties)
+
+    @property
+    def parallel(self) -> EngineParallel:
+        """Return the division of the model among the ranks of an engine."""
+        return EngineParallel(self.tensor_parallel, self.expert_parallel, self.data_parallel, self.pipeline_parallel)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of GPUs (or CPU processes) of an engine."""
+        return self.parallel.ranks
 
 
 class AuxiliaryModelConfig(Section):
@@ -124,6 +182,11 @@ class AuxiliaryModelConfig(Section):
     def started(self) -> int:
         """Return the number of engines that the launcher starts."""
         return self.count if self.model else 0
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of GPUs (or CPU processes) of an engine."""
+        return self.tensor_parallel
 
 
 class TeacherConfig(AuxiliaryModelConfig):
@@ -166,6 +229,10 @@ class ImagesConfig(Section):
 class RolloutConfig(Section):
     """Asynchrony, batch shape, sampling, timeouts and failure limits of rollouts."""
 
+    processes: Count
+    """Number of processes that play episodes. 1: the rollout process does it itself. With more of them, it keeps buffer
+    and ledger, and each of the others holds connections, agents, environments and rewards for its share of the groups
+    (docs/scale.md); limits of concurrency of environments and teacher then apply to each of them."""
     batch_groups: Million
     """Groups (prompts) per batch."""
     group_size: Million

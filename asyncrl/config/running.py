@@ -161,6 +161,14 @@ class ClusterConfig(Section):
     """auto: the launcher chooses the number of engines, rollout.lead, rollout.max_running_groups and, on GPUs, the
     parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/planning.md). What the
     command line sets is kept, and rollout.max_staleness too; a resumed run keeps the plan that it had."""
+    elastic: Literal["off", "advise", "act"]
+    """Watch what limits the run, and decide for more or fewer engines, another lead within the bound, or another
+    rollout.max_running_groups if that is a number (docs/elastic.md). advise: decisions are only reported, on the
+    terminal and in elastic.jsonl; act: they are carried out. Requires metrics.timeline=true."""
+    min_engines: Count
+    """Smallest number of engines that cluster.elastic leaves."""
+    max_engines: Count | None
+    """Largest number of engines that cluster.elastic adds up to; unset: none are added beyond engine.count."""
     launcher: Literal["local", "slurm"]
     """local: everything runs on this machine; slurm: as a Slurm job, or inside of one (docs/slurm.md)."""
     nodes: Count | None

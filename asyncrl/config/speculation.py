@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 ALGORITHMS = {"ngram": "NGRAM", "eagle": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}
 """SGLang's names of what engine.speculative can be."""
+MOST_DRAFTS = 24
+"""Largest number of tokens in a step of speculative decoding, where SGLang chooses it."""
 DRAFT_MODELS = ("eagle", "eagle3")
 """Kinds of speculation with a draft model of its own, which is not trained."""
 THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
@@ -35,6 +37,12 @@ def speculative_args(engine: EngineConfig) -> dict[str, Any]:
         "speculative_num_draft_tokens": count,
         **({} if engine.speculative == "ngram" else chain),
     }
+
+
+def draft_room(engine: EngineConfig) -> int:
+    """Return how many tokens a request needs in the KV cache beyond its own. SGLang allocates twice what a step of
+    speculative decoding may add (mem_cache/allocation_sizing.py)."""
+    return 0 if engine.speculative == "none" else 2 * (engine.draft_tokens or MOST_DRAFTS)
 
 
 def check_speculation(config: Config) -> None:
@@ -70,6 +78,11 @@ def _rules(config: Config) -> Iterator[tuple[str, Any, bool, str]]:
     transport, placement = config.weights.transport, config.cluster.placement
     why = f"The engine would load the model's files into its draft model ({kind}): set auto, tensor or distributed."
     yield "weights.transport", transport, drafts and transport in ("disk", "delta"), why
+    why = f"Not tried with speculative decoding: {off}, or 1."
+    yield "engine.data_parallel", engine.data_parallel, engine.data_parallel > 1, why
+    yield "engine.pipeline_parallel", engine.pipeline_parallel, engine.pipeline_parallel > 1, why
+    why = f"Engines that only prefill or decode were not tried with speculative decoding: {off}."
+    yield "engine.prefill_count", engine.prefill_count, engine.disaggregated, why
     codes = config.engine.quantization
     why = f"The draft model would be quantized, too ({kind}): set {codes}_simulated, or {off}."
     yield "engine.quantization", codes, drafts and config.engine.holds_codes, why
@@ -85,12 +98,7 @@ def _cache_rules(config: Config) -> Iterator[tuple[str, Any, bool, str]]:
     why = "A group's later turns would find caches of old weights in host memory (engine.hicache): set version."
     key, hosts = config.rollout.cache_key, config.engine.hicache is not None
     yield "rollout.cache_key", key, hosts and key == "group" and not flushes, why
-    yield (
-        "deterministic",
-        True,
-        config.deterministic and hosts,
-        "It needs whole prefills: unset engine.hicache.",
-    )
+    yield "deterministic", True, config.deterministic and hosts, "It needs whole prefills: unset engine.hicache."
 
 
 def _training_rules(trainer: TrainerConfig, replay: str) -> Iterator[tuple[str, Any, bool, str]]:

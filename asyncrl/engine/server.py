@@ -14,6 +14,7 @@ from asyncrl.config.quantization import BLOCK
 from asyncrl.config.speculation import speculative_args
 from asyncrl.engine import warmup
 from asyncrl.network.addresses import Addresses
+from asyncrl.parallel import EngineParallel
 
 # Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
 CPU_ARGS: dict[str, Any] = {
@@ -69,6 +70,21 @@ def adapter_args(config: Config, *, gpu: bool) -> dict[str, Any]:
     }
 
 
+def shape_args(shape: EngineParallel) -> dict[str, Any]:
+    """Return the arguments that divide the ranks of an engine, as far as they divide anything."""
+    sizes = {"ep_size": shape.ep, "dp_size": shape.dp, "pp_size": shape.pp}
+    return {"enable_dp_attention": shape.dp > 1, **{name: size for name, size in sizes.items() if size > 1}}
+
+
+def duty_args(engine: EngineConfig, duty: str, bootstrap: int) -> dict[str, Any]:
+    """Return the arguments of an engine that only prefills or only decodes; none for others. The router tells decoding
+    engines the port at which they meet one that prefills."""
+    if duty == "regular":
+        return {}
+    met = {"disaggregation_bootstrap_port": bootstrap} if duty == "prefill" else {}
+    return {"disaggregation_mode": duty, "disaggregation_transfer_backend": engine.transfer_backend, **met}
+
+
 QUANTIZATION_CONFIG: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"},
     "int8": {"quant_method": "w8a8_int8"},
@@ -98,6 +114,7 @@ def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed:
         model,
         url,
         gpu=gpu,
+        **shape_args(engine.parallel),
         **{
             "max_running_requests": engine.max_running_requests,
             "weight_version": "0",  # the weights that the run starts from
@@ -195,6 +212,6 @@ def server_env(engine: EngineConfig | AuxiliaryModelConfig, *, gpu: bool) -> dic
     """
     if gpu:
         return {}
-    bind = "|".join(str(core) for core in range(engine.tensor_parallel))
-    several = {"SGLANG_CPU_OMP_THREADS_BIND": bind} if engine.tensor_parallel > 1 else {}
+    bind = "|".join(str(core) for core in range(engine.ranks))
+    several = {"SGLANG_CPU_OMP_THREADS_BIND": bind} if engine.ranks > 1 else {}
     return {"TORCHDYNAMO_DISABLE": "1", **several}

@@ -32,6 +32,7 @@ from asyncrl.network.tls import Authority
 
 if TYPE_CHECKING:
     from asyncrl.launch.compose import Composed
+    from asyncrl.launch.elastic import ElasticPilot
     from asyncrl.launch.slurm.job import SlurmJob
 
 
@@ -167,7 +168,12 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         notes=[*forecast.lines(chosen, expected), *prepared.notes(), *unprotected],
     )
     try:
-        supervise(config, run_dir, addresses, specs, job, console, stalls)
+        pilot = None
+        if config.cluster.elastic != "off":
+            from asyncrl.launch.elastic import ElasticPilot
+
+            pilot = ElasticPilot(config, run_dir, addresses, placement)
+        supervise(config, run_dir, addresses, specs, job, console, stalls, pilot)
     except ProcessDied as error:
         if not (config.cluster.requeues and resume.made_progress(run_dir, origin)):
             raise
@@ -188,6 +194,7 @@ def supervise(
     job: SlurmJob | None,
     console: Console,
     stalls: Stalls | None,
+    pilot: ElasticPilot | None = None,
 ) -> None:
     """Start the processes and supervise them until all have ended. Raises the same errors as Supervisor.run."""
     machines = job.has if job else None
@@ -200,12 +207,16 @@ def supervise(
 
     def each_poll() -> None:
         lease.renew()
+        if pilot:
+            pilot.each_poll()
         console.follow()
 
     try:
         Supervisor(specs, run_dir, addresses.run_id, config.cluster.stop_grace, policy, stalls=stalls).run(each_poll)
     finally:
         lease.end()
+        if pilot:
+            pilot.end()
 
 
 def _job(config: Config) -> SlurmJob | None:

@@ -17,6 +17,7 @@ from asyncrl.config import Config
 from asyncrl.errors import visible
 from asyncrl.jsonl import Tail
 from asyncrl.metrics.live import LiveView
+from asyncrl.network.addresses import ELASTIC
 
 
 class Console:
@@ -26,8 +27,9 @@ class Console:
         self._config, self._run_dir = config, run_dir
         self._out = out or rich.console.Console(highlight=False)
         self._view: LiveView | None = None
-        names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl")
-        self._evaluations, self._warnings, self._steps = (Tail(run_dir / name, new=True) for name in names)
+        names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl", ELASTIC)
+        tails = (Tail(run_dir / name, new=True) for name in names)
+        self._evaluations, self._warnings, self._steps, self._decisions = tails
         self._first: tuple[int, float] | None = None  # step and time from which the remaining time is extrapolated
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
 
@@ -45,7 +47,7 @@ class Console:
             what = f"replays {escape(str(c.replay.source))}; {layout}"
         else:
             teacher = f"teacher {escape(c.teacher.model)}, " if c.teacher.model else ""
-            engines = c.engine.count + len(c.engine.urls)
+            engines = c.engine.started + len(c.engine.urls)
             what = (
                 f"on {escape(', '.join(c.mixture))}; {engines} engine(s), {teacher}{layout}; "
                 f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"
@@ -72,6 +74,10 @@ class Console:
             self._print(f"[yellow]warning[/]  version {record['version']}: {escape(record['warning'])}")
             if self._view:
                 self._view.warned()
+        for record in self._decisions():
+            self._print(
+                f"[cyan]elastic[/]  step {record['step']}: {escape(record['reason'])}; {escape(record['done'])}"
+            )
         for record in self._steps():
             left, samples = self._seconds_left(record), self._samples_per_second(record)
             if self._view:

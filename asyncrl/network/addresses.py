@@ -32,6 +32,7 @@ ARGUMENTS = "ASYNCRL_ARGUMENTS"
 PEER_FAILED = 76
 """Exit code of a process that ends because another process of the run has failed: EX_PROTOCOL of sysexits.h."""
 LOST = "lost.jsonl"
+ELASTIC = "elastic.jsonl"
 """File in which the trainer lists the engines that it has given up, for the launcher to restart."""
 RESTARTED = "restart-"
 """Prefix of the version that an engine reports until it has weights of the run (engine/serve.py)."""
@@ -85,9 +86,11 @@ class Addresses:
     teachers: tuple[str, ...] = ()  # engines of the teacher, started by the launcher or by others
     judge: Path | None = None
     judges: tuple[str, ...] = ()  # engines of the judge
+    bootstrap: dict[str, int] | None = None  # ports at which engines that prefill are met, by URL, if some only do that
     attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
     trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
     resume: Path | None = None  # checkpoint from which the run resumes
+    episodes: str = ""  # where the rollout process listens for those that play episodes (rollout.processes)
     spans: str = ""  # HOST:PORT at which the rollout process receives the router's spans (tracing.engines)
     trace_key: str = ""  # key of those who send it spans
     authority: str = ""  # PEM certificate that signed its servers' certificates; empty if they have none

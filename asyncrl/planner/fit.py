@@ -55,25 +55,34 @@ class Fit:
     notes: list[str]
     """What the run does not tell."""
 
-    def check(self, seeds: int = 2) -> str:
-        """Simulate the run in its own setting, and return the prediction beside what was measured."""
+    def compare(self, seeds: int = 2) -> dict[str, tuple[float, float]]:
+        """Simulate the run in its own setting. Return what is predicted and what was measured: samples per second,
+        the trainer's busy fraction and the mean staleness."""
         rollout, engine, trainer = self.settings.rollout, self.settings.engine, self.settings.trainer
-        given = inputs.parse(self.fields | {"engines": engine.count, "trainers": trainer.world_size})
+        given = inputs.parse(self.fields | {"engines": engine.started, "trainers": trainer.world_size})
         split = next(one for one in inputs.splits(given) if not one.colocated)
         limit = in_play(rollout.max_running_groups, given.group_size)
         setting = split.setting(rollout.max_staleness, rollout.effective_lead, limit)
-        warm = 2 + 2 * rollout.max_staleness
+        warm, batch = 2 + 2 * rollout.max_staleness, given.batch_groups * given.group_size
         found = [simulate(given.workload(seed), setting, max(20, warm), warm) for seed in range(seeds)]
-        rate = statistics.fmean(given.batch_groups * given.group_size / one.step for one in found)
-        busy = statistics.fmean(one.trainer_busy for one in found)
-        age = statistics.fmean(one.staleness_mean for one in found)
         seconds = sum(step["time/step"] for step in self.steps)
-        measured = len(self.steps) * given.batch_groups * given.group_size / seconds
-        working = sum(_working(step) for step in self.steps) / seconds
-        ages = statistics.fmean(step["staleness/mean"] for step in self.steps)
+        mean = statistics.fmean
+        return {
+            "samples_per_s": (mean(batch / one.step for one in found), len(self.steps) * batch / seconds),
+            "trainer_busy": (mean(one.trainer_busy for one in found), sum(map(_working, self.steps)) / seconds),
+            "staleness": (
+                mean(one.staleness_mean for one in found),
+                mean(step["staleness/mean"] for step in self.steps),
+            ),
+        }
+
+    def check(self, seeds: int = 2) -> str:
+        """Return the comparison in words."""
+        (rate, made), busy, ages = self.compare(seeds).values()
         return (
-            f"In its own setting the run is predicted to make {rate:.4g} samples/s and made {measured:.4g} "
-            f"({rate / measured - 1:+.1%}); trainer busy {busy:.0%}, {working:.0%}; staleness {age:.2f}, {ages:.2f}."
+            f"In its own setting the run is predicted to make {rate:.4g} samples/s and made {made:.4g} "
+            f"({rate / made - 1:+.1%}); trainer busy {busy[0]:.0%}, {busy[1]:.0%}; staleness {ages[0]:.2f}, "
+            f"{ages[1]:.2f}."
         )
 
 
@@ -95,16 +104,16 @@ def fit(run: Path) -> Fit:
     engine, trainer, rollout = settings.engine, settings.trainer, settings.rollout
     steady, notes = steps[int(len(steps) * STEADY) :], [PROMPTS]
     if len(groups) >= 8:
-        (per_token, per_request), lengths = engine_times(groups, engine.count), length_fields(groups)
+        (per_token, per_request), lengths = engine_times(groups, engine.started), length_fields(groups)
         mean = float(np.mean([one.tokens for g in groups for one in g.episodes]))
     else:
         lengths = mean_fields(steady)
-        per_token, per_request, varied = fleet_times(steady, engine.count, generating(rollout, lengths))
+        per_token, per_request, varied = fleet_times(steady, engine.started, generating(rollout, lengths))
         mean, notes = lengths["mean"], [*notes, UNKNOWN, *([] if varied else [CONSTANT])]
     rate, fixed = trainer_times(steady, rollout.batch_groups * rollout.group_size * mean)
     fields = {
-        "gpus": trainer.world_size + engine.count * engine.tensor_parallel,
-        "engine_gpus": engine.tensor_parallel,
+        "gpus": trainer.world_size + engine.started * engine.ranks,
+        "engine_gpus": engine.ranks,
         "trainer_gpus": trainer.world_size // trainer.data_parallel,
         "batch_groups": rollout.batch_groups,
         "group_size": rollout.group_size,
@@ -191,13 +200,13 @@ def length_fields(groups: Sequence[GroupTimeline]) -> dict[str, float]:
     variance = max(float(every.var()), 1e-12)
     episodes = [one for group in groups for one in group.episodes]
     gaps = sum(_turns(one) - 1 for one in episodes)
-    outside = sum(_outside(one) for one in episodes if _turns(one) > 1)
+    seconds = sum(outside(one) for one in episodes if _turns(one) > 1)
     return {
         "mean": float(np.mean(np.exp(every))),
         "sigma": variance**0.5,
         "alike": min(1.0, max(0.0, 1 - within / variance)),
         "turns": float(np.mean([_turns(one) for one in episodes])),
-        "tool_seconds": outside / gaps if gaps else 0.0,
+        "tool_seconds": seconds / gaps if gaps else 0.0,
     }
 
 
@@ -205,7 +214,7 @@ def _turns(episode: EpisodeTimeline) -> int:
     return max(1, sum(one.phase == PREFILL for one in episode.intervals))
 
 
-def _outside(episode: EpisodeTimeline) -> float:
+def outside(episode: EpisodeTimeline) -> float:
     """Return the seconds of an episode between its first and its last request that no engine spent on it."""
     requests = [one for one in episode.intervals if one.phase in (QUEUED, PREFILL, DECODE)]
     span = max(one.end for one in requests) - min(one.start for one in requests)

@@ -35,15 +35,20 @@ class Lengths:
     tool_longest: float = 600.0
     most_turns: int = 60
     seed: int = 0
+    growth: float = 1.0
+    """Factor by which lengths grow, evenly in the logarithm, over the first `growth_groups` groups."""
+    growth_groups: int = 1
 
     def group(self, number: int) -> list[SimulatedEpisode]:
         """Return the episodes of group `number`."""
         draw = random.Random(f"{self.seed} {number}")
         common = draw.gauss() * math.sqrt(self.alike)
-        return [self._episode(draw, common + draw.gauss() * math.sqrt(1 - self.alike)) for _ in range(self.group_size)]
+        grown = math.log(self.growth) * min(1.0, number / self.growth_groups)
+        own = (draw.gauss() * math.sqrt(1 - self.alike) for _ in range(self.group_size))
+        return [self._episode(draw, common + one, grown) for one in own]
 
-    def _episode(self, draw: random.Random, deviation: float) -> SimulatedEpisode:
-        centre = math.log(self.mean) - self.sigma**2 / 2
+    def _episode(self, draw: random.Random, deviation: float, grown: float) -> SimulatedEpisode:
+        centre = math.log(self.mean) + grown - self.sigma**2 / 2
         tokens = max(1, min(self.longest, round(math.exp(centre + self.sigma * deviation))))
         turns = self._turns(draw)
         shares = [draw.gammavariate(2.0, 1.0) for _ in range(turns)]

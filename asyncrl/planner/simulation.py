@@ -140,8 +140,8 @@ class _Run:
         self.staleness: list[int] = []
         self._buffer = CohortBuffer(workload.batch_groups, setting.max_staleness, setting.lead, clock=lambda: self.now)
         self._engines = [SimulatedEngine(setting.shape) for _ in range(setting.engines)]
-        self._open = [0] * setting.engines  # number of requests, as the router counts them
-        self._least = [(0, place) for place in range(setting.engines)]  # those, lowest first, beside stale entries
+        self._open = [0.0] * setting.engines  # number of requests, as the router counts them; inf: has left
+        self._least = [(0.0, place) for place in range(setting.engines)]  # those, lowest first, beside stale entries
         self._places = {engine: place for place, engine in enumerate(self._engines)}
         self._due = [math.inf] * setting.engines  # time of each engine's next event
         self._events: list[tuple[float, int]] = []  # (time, engine); entries that differ from _due are stale
@@ -227,7 +227,7 @@ class _Run:
             heapq.heappop(self._least)
         return self._engines[self._least[0][1]]
 
-    def _count(self, engine: SimulatedEngine, more: int) -> None:
+    def _count(self, engine: SimulatedEngine, more: float) -> None:
         """Change an engine's number of requests. Stale entries are cleared when they are most of the heap."""
         place = self._places[engine]
         self._open[place] += more
@@ -302,7 +302,8 @@ class _Run:
             needed, self._needed = self._needed, 0.0
             loads = [
                 Load(one.running, one.waiting, one.used, one.shape.kv_tokens, one.prefilled, one.prefill_seconds)
-                for one in self._engines
+                for one, requests in zip(self._engines, self._open, strict=True)
+                if requests < math.inf
             ]
             self._window.observe(loads, self.setting.observe_every, needed)
 

@@ -96,6 +96,13 @@ class Taken(msgspec.Struct, frozen=True, tag="taken"):
     figures: dict[str, float]
 
 
+class Adjusted(msgspec.Struct, frozen=True, tag="adjusted"):
+    """The buffer was asked for another lead (cluster.elastic)."""
+
+    lead: int
+    time: float
+
+
 class Published(msgspec.Struct, frozen=True, tag="published"):
     """Every engine serves this version; the ledger is that of this instant."""
 
@@ -117,7 +124,7 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
     logprobs: bytes  # [N] float32
 
 
-Event = Began | Admitted | Committed | Rejected | Taken | Published | Saved | Scored
+Event = Began | Admitted | Committed | Rejected | Taken | Adjusted | Published | Saved | Scored
 _decoder = msgspec.msgpack.Decoder(list[Event])
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -13,8 +13,18 @@ staleness is at most lead + slack = max_staleness. Why it cannot deadlock: at ev
 admitted and untrained, so B of them become ready as soon as the running groups end. Nothing is dropped; max_staleness 0
 is synchronous, and with slack 0 batch t is cohort t, whatever the completion times.
 
-Two options give that up, and count what they throw away (both favor short answers):
+The lead may change during a run: a cohort keeps the step at which it is due, c + slack when it was opened, and
 
+  age     due <= the version at which it was opened + max_staleness, as it was opened at a version >= c - lead; its
+          groups are born later, so their staleness is at most max_staleness
+  order   later cohorts are due later: at most one is due at a step, and its seats fit the batch
+  past    nothing of a cohort is left after the step at which it is due
+
+A lower lead applies to cohorts that are opened afterwards. Their slack is larger, which keeps the order. A higher lead
+changes every due to min(due, c + slack), which keeps age and order. It waits while that would put a cohort of which
+something is left into the past. (lead + 1) * B groups or more stay admitted and untrained at every step.
+
+Two options give that up, and count what they throw away (both favor short answers):
   oversample      B + oversample groups of each cohort run, and the first B that end get its seats
   over_age=drop   step t does not wait for cohort t - slack when B other groups are ready: unfinished groups of that
                   cohort are dropped, and their seats move to the newest cohort
@@ -57,9 +67,8 @@ class CohortBuffer:
         select: Select = lowest_first,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.batch_groups = batch_groups
-        self.lead = max_staleness if lead is None else lead
-        self.slack = max_staleness - self.lead
+        self.batch_groups, self._bound = batch_groups, max_staleness
+        self.lead = self._wanted_lead = max_staleness if lead is None else lead
         if self.slack < 0:
             raise ValueError(f"lead {self.lead} exceeds max_staleness {max_staleness}")
         self.version = 0  # served by every engine
@@ -67,7 +76,7 @@ class CohortBuffer:
         self._oversample, self._drops, self._select, self._clock = oversample, over_age == "drop", select, clock
         self._next_slot = 0
         self._filling = 0  # the cohort that new slots belong to
-        self._cohorts: defaultdict[int, Cohort] = defaultdict(lambda: Cohort(batch_groups))
+        self._cohorts: dict[int, Cohort] = {}
         self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be replayed
         self._running: dict[int, RunningGroup] = {}  # by slot
         self._ready: dict[int, ReadyGroup] = {}  # by slot
@@ -77,6 +86,19 @@ class CohortBuffer:
         self._issued, self._trained, self._tokens = Counter[str](), Counter[str](), Counter[str]()
         self._rejected: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason
         self._requeued = 0
+        self._open(0)
+
+    @property
+    def slack(self) -> int:
+        """Number of steps for which a group may be overtaken."""
+        return self._bound - self.lead
+
+    def change_lead(self, lead: int) -> None:
+        """Use another lead: a lower one now, a higher one as soon as the rule allows it."""
+        if not 0 <= lead <= self._bound:
+            raise ValueError(f"lead {lead} is not between 0 and max_staleness {self._bound}")
+        self._wanted_lead = lead
+        self._move_lead()
 
     def admit(self) -> Ticket | None:
         """Return a ticket for the next group to play, or None until a publish or a rejection makes room."""
@@ -86,9 +108,10 @@ class CohortBuffer:
             self._requeued += 1
         else:
             while self._cohorts[self._filling].issued >= self._cohorts[self._filling].seats + self._oversample:
-                if self._filling == self.lead + self.version:
+                if self._filling == self._newest():
                     return None
                 self._filling += 1
+                self._open(self._filling)
                 self._forget(self._filling - 1)
             slot, attempt, cohort = self._next_slot, 0, self._filling
             self._cohorts[cohort].issued += 1
@@ -146,38 +169,38 @@ class CohortBuffer:
         """Return the groups of step `self.step`, lowest slot first, or None until the cohort rule allows them."""
         if self.step > self.version:
             return None  # the previous batch is still in training or being published
-        cohort = self._cohorts[self.step - self.slack]
-        whole = self.step < self.slack or cohort.taken == cohort.seats
-        if len(self._ready) < self.batch_groups or not (whole or self._drops):
+        last = self.due()
+        open_seats = [(n, one) for n, one in self._cohorts.items() if n <= last and one.taken < one.seats]
+        if len(self._ready) < self.batch_groups or (open_seats and not self._drops):
             return None
-        due = sorted(slot for slot, played in self._ready.items() if played.cohort <= self.step - self.slack)
+        due = sorted(slot for slot, played in self._ready.items() if played.cohort <= last)
         for slot in due[self.batch_groups :]:  # non-empty only after seats have moved
             late = self._ready.pop(slot)
             self._count_rejected(OVER_AGE, late, late.tokens)
             self._dropped.append(late.group)
-            self._move_seat()
-        if not whole:
-            for _ in range(cohort.seats - cohort.taken):
-                self._move_seat()
+            self._move_seats(1)
+        for number, cohort in open_seats:
+            self._move_seats(cohort.seats - cohort.taken)
             cohort.seats = cohort.taken
-            self._dismiss(self.step - self.slack)
+            self._dismiss(number)
         slots = due[: self.batch_groups]
         slots = sorted(slots + self._chosen(set(slots)))
         self._training = [self._ready.pop(slot) for slot in slots]
         self.step += 1
-        self._forget(self.step - self.slack - 1)
+        for number in list(self._cohorts):
+            self._forget(number)
         return [played.group for played in self._training]
 
     def publish(self, version: int) -> None:
         """Record that every engine serves `version`: the batch behind it is trained, and the next cohort may start."""
         if version != self.version + 1 or version != self.step:
-            raise ValueError(
-                f"version {version} published after version {self.version}, with {self.step} batches taken"
-            )
+            now = f"after version {self.version}, with {self.step} batches taken"
+            raise ValueError(f"version {version} published {now}")
         self.version = version
         self._trained.update(_units(self._training))
         self._tokens["trained"] += sum(played.tokens for played in self._training)
         self._training = []
+        self._move_lead()
 
     def groups(self) -> StateCounts:
         """Count the groups by state."""
@@ -218,16 +241,15 @@ class CohortBuffer:
         return len(self._ready)
 
     def due(self) -> int:
-        """Return the oldest cohort, which the next batch must complete."""
-        return self.step - self.slack
+        """Return the cohort which the next batch must complete, with all older ones."""
+        return max((n for n, one in self._cohorts.items() if one.due <= self.step), default=min(self._cohorts) - 1)
 
     def waiting_for(self) -> str:
         """Say why `take` returns nothing now, for a diagnosis."""
         cohort = self.due()
         missing = sorted(slot for slot, playing in self._running.items() if playing.ticket.cohort <= cohort)
         missing += sorted(slot for slot, _, of in self._vacant if of <= cohort)
-        now = self._clock()
-        oldest = max((now - playing.since for playing in self._running.values()), default=0.0)
+        oldest = max((self._clock() - playing.since for playing in self._running.values()), default=0.0)
         return (
             f"step {self.step} needs {self.batch_groups} ready groups, but has {len(self._ready)}; "
             f"due but not ready: slots {missing[:8]}; {len(self._running)} running, the oldest for {oldest:.0f} s; "
@@ -254,13 +276,15 @@ class CohortBuffer:
             dict(self._tokens),
             {reason: dict(units) for reason, units in self._rejected.items()},
             self._requeued,
+            self.lead,
+            self._wanted_lead,
         )
 
     def restore(self, state: BufferState) -> None:
         """Restore the state of a buffer with the same settings. The clock of groups that were running starts anew."""
         self.version = self.step = state.version
         self._next_slot, self._filling, self._vacant = state.next_slot, state.filling, state.vacant
-        self._cohorts.update(state.cohorts)
+        self._cohorts, self.lead, self._wanted_lead = dict(state.cohorts), state.lead, state.wanted_lead
         self._running = {one.ticket.slot: replace(one, since=self._clock()) for one in state.running}
         self._ready = {one.group.slot: one for one in state.ready}
         self._unwanted, self._requeued = state.unwanted, state.requeued
@@ -287,8 +311,31 @@ class CohortBuffer:
             heapq.heapify(self._vacant)
             self._cohorts[cohort].vacant = 0
 
-    def _move_seat(self) -> None:
-        self._cohorts[self.lead + self.version].seats += 1
+    def _move_seats(self, count: int) -> None:
+        self._open(self._newest())
+        self._cohorts[self._newest()].seats += count
+
+    def _newest(self) -> int:
+        """Return the newest cohort that may be admitted. A lower lead leaves those open that are."""
+        return max(self.lead + self.version, *self._cohorts)
+
+    def _open(self, newest: int) -> None:
+        """Open the cohorts up to this one."""
+        for number in range(max(self._cohorts, default=-1) + 1, newest + 1):
+            self._cohorts[number] = Cohort(self.batch_groups, number + self.slack)
+
+    def _move_lead(self) -> None:
+        """Approach the wanted lead as far as the rule allows."""
+        self.lead = min(self.lead, self._wanted_lead)
+        while self.lead < self._wanted_lead:
+            dues = {number: min(one.due, number + self.slack - 1) for number, one in self._cohorts.items()}
+            left = {played.cohort for played in self._ready.values()}
+            left |= {number for number, one in self._cohorts.items() if one.taken < one.seats}
+            if any(dues[number] < self.step for number in left):
+                return
+            self.lead += 1
+            for number, due in dues.items():
+                self._cohorts[number].due = due
 
     def _places(self) -> dict[str, StateCounts]:
         """Count by kind and state. Running, ready and training are counted from the groups themselves, not
@@ -313,7 +360,7 @@ class CohortBuffer:
 
     def _too_late(self, ticket: Ticket) -> str:
         """Return the reason why a group has no seat any more."""
-        return OVER_AGE if ticket.cohort < self.step - self.slack else SURPLUS
+        return OVER_AGE if self._cohorts[ticket.cohort].due < self.step else SURPLUS
 
     def _runs(self, ticket: Ticket) -> bool:
         playing = self._running.get(ticket.slot)
@@ -327,7 +374,8 @@ class CohortBuffer:
 
     def _forget(self, cohort: int) -> None:
         """Delete a past cohort once all of its groups were admitted and have ended."""
-        if cohort < min(self._filling, self.step - self.slack) and self._cohorts[cohort].playing == 0:
+        one = self._cohorts.get(cohort)
+        if one and cohort < self._filling and one.due < self.step and one.playing == 0:
             del self._cohorts[cohort]
 
 

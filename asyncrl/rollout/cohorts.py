@@ -43,7 +43,7 @@ class ReadyGroup:
 
     @property
     def trajectories(self) -> int:
-        return len(self.group.trajectories)
+        return len(self.group.lengths)
 
 
 @dataclass
@@ -51,6 +51,7 @@ class Cohort:
     """Groups that are admitted together."""
 
     seats: int  # number of its groups that will be trained
+    due: int  # step that takes what is left of it
     issued: int = 0  # slots issued so far
     playing: int = 0
     vacant: int = 0  # rejected slots, to be replayed
@@ -74,3 +75,5 @@ class BufferState:
     tokens: dict[str, int]
     rejected: dict[str, dict[str, int]]
     requeued: int
+    lead: int
+    wanted_lead: int

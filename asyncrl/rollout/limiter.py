@@ -38,6 +38,10 @@ class ConcurrencyLimiter(Protocol):
         left."""
         ...
 
+    def resize(self, groups: int) -> None:
+        """Change a fixed maximum of groups."""
+        ...
+
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl."""
         ...
@@ -45,6 +49,9 @@ class ConcurrencyLimiter(Protocol):
 
 class UnboundedConcurrency:
     """Limiter that never blocks: the buffer's admission is the only bound."""
+
+    def resize(self, groups: int) -> None:
+        """No-op: only a fixed number can be changed."""
 
     async def acquire(self, episodes: int) -> None:
         """Return immediately."""
@@ -67,15 +74,25 @@ class FixedConcurrency(UnboundedConcurrency):
     """Fixed maximum number of concurrent groups."""
 
     def __init__(self, groups: int) -> None:
-        self._free = asyncio.Semaphore(groups)
+        self._most, self._running = groups, 0
+        self._changed = asyncio.Event()
 
     async def acquire(self, episodes: int) -> None:
         """Wait until fewer than the maximum are running."""
-        await self._free.acquire()
+        while self._running >= self._most:
+            self._changed.clear()
+            await self._changed.wait()
+        self._running += 1
 
     def release(self, episodes: int) -> None:
         """Let the next group start."""
-        self._free.release()
+        self._running -= 1
+        self._changed.set()
+
+    def resize(self, groups: int) -> None:
+        """Change the maximum. If more are running, none starts until they have ended."""
+        self._most = groups
+        self._changed.set()
 
 
 class AdaptiveConcurrency:
@@ -129,6 +146,9 @@ class AdaptiveConcurrency:
                 before = now
                 self._changed.set()
             await asyncio.sleep(PERIOD)
+
+    def resize(self, groups: int) -> None:
+        """No-op: the window decides."""
 
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl."""

@@ -30,7 +30,7 @@ from asyncrl.errors import RecordError
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
 from asyncrl.observability.intervals import Activity
-from asyncrl.records.events import Admitted, Began, Committed, Published, Rejected, Taken
+from asyncrl.records.events import Adjusted, Admitted, Began, Committed, Published, Rejected, Taken
 from asyncrl.records.reading import Recording
 from asyncrl.rollout.buffer import CohortBuffer, build_buffer
 from asyncrl.rollout.cohorts import Ticket
@@ -72,6 +72,9 @@ class _InFlight:
     def hold(self) -> None: ...
 
     def release(self, version: int) -> None: ...
+
+    async def confirmed(self, seconds: float | None = None) -> bool:
+        return True
 
 
 @dataclass
@@ -125,6 +128,8 @@ class ScheduleReplay(GroupLifecycle):
                     await self.reject(ticket, event.reason, self._recording.whole(event.group) if event.group else None)
                 case Taken():
                     await self._take_again(event)
+                case Adjusted():
+                    await self.adjust(event.lead, None)
                 case Published():
                     await self._publish_again(event)
                 case Began() if event.version > self._buffer.version:

@@ -6,6 +6,7 @@
     POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
     POST /version {"version": v}    every engine serves v: release requests, open admission; returns the adapters in
                             use (engine/adapters.py)
+    POST /admission {"lead": n, "max_running_groups": n}    change either (cluster.elastic)
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
     POST /v1/traces         spans of engines as OTLP, under a key of their own (rollout/observer.py)
@@ -108,7 +109,8 @@ class RolloutServer:
     async def hold(self, _: Request) -> Response:
         """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
         self._inflight.hold()
-        if self._drain and not await self._inflight.drained(POLL_SECONDS):
+        confirmed = await self._inflight.confirmed(POLL_SECONDS)
+        if not confirmed or (self._drain and not await self._inflight.drained(POLL_SECONDS)):
             return PlainTextResponse(self._groups.waiting_for(), status_code=202)
         return Response()
 
@@ -122,6 +124,12 @@ class RolloutServer:
                 self._evaluations.published(version)
         return JSONResponse(msgspec.to_builtins(self._inflight.adapters.in_use(version)))
 
+    async def admission(self, request: Request) -> Response:
+        """Change the lead, or the fixed number of groups in flight."""
+        wanted = await request.json()
+        await self._groups.adjust(wanted.get("lead"), wanted.get("max_running_groups"))
+        return Response()
+
     async def evaluate(self, _: Request) -> Response:
         """Run an evaluation now, after one that may be running."""
         return JSONResponse(await self._evaluations.now() if self._evaluations else [])
@@ -129,6 +137,7 @@ class RolloutServer:
     async def snapshot(self, request: Request) -> Response:
         """Return the whole rollout state, after everything recorded so far is flushed."""
         version = int((await request.json())["version"])
+        await self._inflight.gathered()
         if self._save is None or not self._groups.between_batches(version):
             return PlainTextResponse(f"version {version} is not the newest, or its batch has begun", status_code=409)
         data = self._save(self._groups.state())
@@ -164,6 +173,7 @@ class RolloutServer:
             Route("/batch", self.batch),
             Route("/hold", self.hold, methods=["POST"]),
             Route("/version", self.version, methods=["POST"]),
+            Route("/admission", self.admission, methods=["POST"]),
             Route("/evaluate", self.evaluate, methods=["POST"]),
             Route("/snapshot", self.snapshot, methods=["POST"]),
             Route("/status", self.status),

@@ -121,7 +121,7 @@ class PublisherBuilder:
             config.weights,
             expected=lambda: ExpectedChecksums(
                 policy.hf,
-                config.engine.tensor_parallel,
+                config.engine.parallel,
                 dtype=wide,
                 device="cuda" if on_gpu(config.engine, gpus) else "cpu",
             ),

@@ -1,7 +1,7 @@
 """The checksums that an SGLang engine must answer to POST /weights_checker {"action": "checksum"}, computed from the HF
 tensors sent.
 
-The engine hashes its own fused, padded parameters on every tensor-parallel rank; engine_layout.py describes how they
+The engine hashes its own fused, padded parameters on every rank; engine_layout.py describes how they
 are built from HF tensors. Nothing is assembled here: each part is added to its ranks' running hashes in order, and only
 the parts that arrive early are kept.
 """
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import EngineError, WeightsError
-from asyncrl.weights.engine_layout import EngineLayout, ParameterTarget
+from asyncrl.parallel import EngineParallel
+from asyncrl.weights.engine_layout import EMBEDDING, HEAD, EngineLayout, ParameterTarget
 from asyncrl.weights.quantization import FORMATS
 
 TOWER = "visual."
@@ -27,7 +28,7 @@ AXES = ".rotary_emb.axis_map"
 """End of the names of what SGLang computes from the config: which of three positions turns each rotated pair."""
 FP8 = FORMATS["fp8"]
 Checksums = list[dict[str, str]]
-"""A hash by engine parameter name, for each tensor-parallel rank."""
+"""A hash by engine parameter name, for each rank."""
 
 
 class Hash(Protocol):
@@ -149,14 +150,14 @@ class ExpectedChecksums:
     """
 
     def __init__(
-        self, hf: dict[str, Any], engine_tp: int, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
+        self, hf: dict[str, Any], shape: EngineParallel, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
     ) -> None:
-        self._layout = EngineLayout(hf, engine_tp, cpu=device == "cpu")
+        self._layout = EngineLayout(hf, shape, cpu=device == "cpu")
         self._layers = hf.get("num_hidden_layers", math.inf)
-        self._tp, self._dtype, self._new_hash = engine_tp, dtype, HASHES[device]
+        self._dtype, self._new_hash = dtype, HASHES[device]
         self._scales: dict[str, Tensor] = {}
         self._open: dict[str, _Parameter] = {}
-        self._done: Checksums = [{} for _ in range(engine_tp)]
+        self._done: Checksums = [{} for _ in range(shape.ranks)]
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
@@ -170,18 +171,23 @@ class ExpectedChecksums:
             return
         if tensor.dtype is FP8.dtype:
             tensor = FP8.dequantize(tensor, self._scales.pop(name), torch.bfloat16)
-        if name == "lm_head.weight" and self._layout.tied:
-            return  # the engine skips it and has no such parameter
+        if name == HEAD and self._layout.tied:
+            return  # the engine skips it and has no such parameter, or a copy of the embedding
         if (layer := re.match(r"model\.layers\.(\d+)\.", name)) and int(layer[1]) >= self._layers:
             return  # of multi-token prediction: the engine's draft model has it, which changes no token
+        self._add(name, tensor)
+        if name == EMBEDDING and self._layout.tied and self._layout.split.shape.pp > 1:
+            self._add(HEAD, tensor)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
         place = self._layout.find(name)
         under_way = self._open.get(place.parameter)
-        if place.parameter in self._done[0] or (
+        if place.parameter in self._done[place.ranks[0]] or (
             under_way and (place.index < under_way.turn or place.index in under_way.early)
         ):
             raise WeightsError(f"{name} was added twice; use a new ExpectedChecksums for each version")
         if under_way is None:
-            count = 1 if place.rule.same_everywhere else self._tp
+            count = 1 if place.rule.same_everywhere else len(place.ranks)
             under_way = self._open[place.parameter] = _Parameter([self._new_hash() for _ in range(count)])
         self._take(name, place, under_way, tensor)
 
@@ -189,21 +195,22 @@ class ExpectedChecksums:
         under_way.early[place.index] = name, tensor
         while under_way.turn in under_way.early:
             came, part = under_way.early.pop(under_way.turn)
-            _, cut = place.rule.parts[under_way.turn % len(place.rule.parts)]
             if part.is_floating_point():
                 part = part.to(place.rule.dtype or self._dtype)
-            for rank, running in enumerate(under_way.hashes):
+            for rank, running in zip(place.ranks, under_way.hashes, strict=False):
                 try:
-                    running.update(cut(part, self._layout.split, rank))
+                    held = self._layout.part(place, under_way.turn, part, rank)
                 except ValueError as error:
                     raise WeightsError(f"{place.parameter}, from {came} {tuple(part.shape)}: {error}") from None
+                if held is not None:
+                    running.update(held)
             under_way.turn += 1
         if place.index in under_way.early:
             under_way.early[place.index] = name, tensor.clone()
         if under_way.turn == place.count:
             del self._open[place.parameter]
-            for rank, hashes in enumerate(self._done):
-                hashes[place.parameter] = under_way.hashes[rank % len(under_way.hashes)].hexdigest()
+            for number, rank in enumerate(place.ranks):
+                self._done[rank][place.parameter] = under_way.hashes[number % len(under_way.hashes)].hexdigest()
 
     @property
     def held_bytes(self) -> int:
@@ -218,7 +225,7 @@ class ExpectedChecksums:
 
 
 def merge(stages: Sequence[Checksums]) -> Checksums:
-    """Merge the results of all pipeline stages. Raises WeightsError if two stages hold the same parameter."""
+    """Merge the results of the trainer's pipeline stages. Raises WeightsError if two stages hold the same parameter."""
     merged: Checksums = [{} for _ in stages[0]]
     for stage in stages:
         for whole, part in zip(merged, stage, strict=True):
@@ -229,16 +236,19 @@ def merge(stages: Sequence[Checksums]) -> Checksums:
 
 
 def parse(answer: dict[str, Any]) -> Checksums:
-    """Parse the engine's answer, in order of tensor-parallel rank.
+    """Parse the engine's answer, in order of rank.
 
-    Raises EngineError unless it contains every rank of one tensor-parallel group exactly once.
+    Each replica of attention answers for all ranks. Raises EngineError if they contradict each other, or if ranks are
+    missing.
     """
     by_rank: dict[int, dict[str, str]] = {}
     for rank in answer.get("ranks") or []:
         place = rank["parallelism_info"]
         place = place[0] if isinstance(place, list) else place  # SGLang 0.5.20 gives one entry, not a list
-        by_rank[place["tp_rank"]] = rank["checksums"]
-    if not by_rank or sorted(by_rank) != list(range(len(answer["ranks"]))):
+        number = place.get("pp_rank", 0) * place.get("tp_size", 1) + place["tp_rank"]
+        if by_rank.setdefault(number, rank["checksums"]) != rank["checksums"]:
+            raise EngineError(f"/weights_checker returned two sets of checksums for rank {number}: {str(answer)[:200]}")
+    if not by_rank or sorted(by_rank) != list(range(len(by_rank))):
         raise EngineError(
             f"/weights_checker returned checksums of an invalid set of ranks: {sorted(by_rank)}: {str(answer)[:200]}"
         )
@@ -253,9 +263,7 @@ def differing(expected: Checksums, answered: Checksums) -> list[str]:
     only tensors that are not weights.
     """
     if len(expected) != len(answered):
-        raise WeightsError(
-            f"checksums of {len(expected)} tensor-parallel ranks are expected, but the engine reported {len(answered)}"
-        )
+        raise WeightsError(f"checksums of {len(expected)} ranks are expected, but the engine reported {len(answered)}")
     return sorted(
         {
             name

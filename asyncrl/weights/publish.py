@@ -292,16 +292,16 @@ def build_transport(
     because stages on several machines must make the same choice. `gpu` says whether the trainer runs on GPUs. `folder`
     is where disk and delta write.
     """
-    engine_tp = config.engine.tensor_parallel
+    ranks = config.engine.ranks
     colocated = config.cluster.placement == "colocated"
     host_of_all = host if alone else ""
     name, reason = choose(config.weights.transport, list(fleet.urls), host_of_all, gpu=gpu, colocated=colocated)
     if name == "tensor":
-        return TensorTransport(fleet, engine_tp), f"tensor ({reason})"
+        return TensorTransport(fleet, ranks), f"tensor ({reason})"
     if name == "disk":
         return DiskTransport(fleet, folder, stage), f"disk in {folder} ({reason})"
     if name == "delta":
-        return DeltaTransport(fleet, folder, stage, engine_tp), f"delta in {folder} ({reason})"
+        return DeltaTransport(fleet, folder, stage, ranks), f"delta in {folder} ({reason})"
     backend = "nccl" if gpu else "gloo"
-    transport = DistributedTransport(fleet, engine_tp, host=host, stage=stage, backend=backend)
+    transport = DistributedTransport(fleet, ranks, host=host, stage=stage, backend=backend)
     return transport, f"distributed over {backend} ({reason})"

@@ -2,10 +2,10 @@
 
     python -m tests.integration.engine_ranks JOBS.json
 
-A job is {"args": of the server, "env": for it, "tp": its ranks, "out": a file for the checksums of each rank}, and
-perhaps "published": files of safetensors that are loaded one after the other, as a publish is, before the checksums are
-taken. Imports once and forks a process for each rank, which takes a second or two where a server takes a minute. A job
-that fails says so on stderr and writes nothing; the others go on.
+A job is {"args": of the server, "env": for it, "out": a file for the checksums of each rank}, and perhaps "published":
+files of safetensors that are loaded one after the other, as a publish is, before the checksums are taken. Imports once
+and forks a process for each rank, which takes a second or two where a server takes a minute. A job that fails says so
+on stderr and writes nothing; the others go on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sglang.srt.entrypoints.engine import _set_envs_and_config  # noqa: E402
 from sglang.srt.layers.moe import initialize_moe_config  # noqa: E402
 from sglang.srt.layers.quantization import fp8, kv_cache, w8a8_int8  # noqa: E402
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
-from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # noqa: E402
+from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
 from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
 
 
@@ -78,11 +78,7 @@ def load_rank(args: Any, ports: Any, rank: int, out: Path, published: Sequence[s
     """Compute the checksums of one rank and write them as JSON."""
     if published:
         as_on_a_gpu()
-    publish(
-        args,
-        role="scheduler",
-        ranks=SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=rank, pp_rank=0), gpu_id=rank),
-    )
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
     initialize_moe_config()
     model = ModelConfig.from_server_args(args)
     bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=ports.nccl_port)
@@ -103,7 +99,8 @@ def load(job: dict[str, Any]) -> None:
     os.environ.update(job["env"])
     args = prepare_server_args(job["args"])
     _set_envs_and_config(args)
-    ports, ranks, published = PortArgs.init_new(args), range(job["tp"]), job.get("published", [])
+    ports, ranks = PortArgs.init_new(args), range(args.tp_size * args.pp_size)
+    published = job.get("published", [])
     outs = [Path(f"{job['out']}.{rank}") for rank in ranks]
     wait_for([forked(lambda rank=rank: load_rank(args, ports, rank, outs[rank], published)) for rank in ranks])
     Path(job["out"]).write_text(json.dumps([json.loads(out.read_text()) for out in outs]))

@@ -33,6 +33,7 @@ class Run:
     over_age: str = "wait"
     picky: bool = False  # a hook that chooses at random
     saves: bool = False  # at every version the buffer is another one, made from what a checkpoint keeps
+    moves: bool = False  # the lead changes at random, within the bound
     batches: list[list[int]] = field(default_factory=list)
     births: list[list[int]] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Run:
             if not any(action() for action, _ in order) and not self._finish(slow=True):
                 raise AssertionError(f"dead-lock: {self.buffer.waiting_for()}")
             self._hear()
+            self._move()
             self._check()
         return self
 
@@ -141,6 +143,8 @@ class Run:
         if (groups := self.buffer.take()) is None:
             return False
         due = [slot for slot in ready if slot // self.batch_groups <= step - self.slack]
+        if self.moves:
+            due = [slot for slot in ready if slot in {one.slot for one in groups}][: self.batch_groups]
         others = [slot for slot in ready if slot not in due]
         assert [one.slot for one in groups] == due + others[: self.batch_groups - len(due)]
         assert len(groups) == self.batch_groups
@@ -165,6 +169,14 @@ class Run:
         if self.saves:
             self._resume()
         return True
+
+    def _move(self) -> None:
+        """Ask for another lead at any moment."""
+        if self.moves and self.random.random() < 0.1:
+            wanted = self.random.randint(0, self.bound)
+            self.buffer.change_lead(wanted)
+            assert self.buffer.lead <= max(self.lead, wanted)
+        self.lead = max(self.lead, self.buffer.lead)  # the largest so far bounds what is in play
 
     def _check(self) -> None:
         ledger, books = self._ledger(), self.books

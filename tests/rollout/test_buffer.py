@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
@@ -55,6 +56,55 @@ def test_bound_0_is_synchronous(run: Run) -> None:
         assert "take" not in run.trace[: here - 1]
         assert run.trace[: here - 1].count("admit") == run.trace[: here - 1].count("finish") >= run.batch_groups
         run.trace = run.trace[here + 1 :]
+
+
+@given(schedules(Run, moves=st.just(True)))
+@settings(max_examples=examples(300))
+def test_bound_ledger_and_liveness_hold_whenever_the_lead_changes(run: Run) -> None:
+    """`Run` checks the age of every group, the ledger at every event, and that something can always happen."""
+    run.play()
+    trained = [slot for batch in run.batches for slot in batch]
+    assert len(trained) == len(set(trained)) == run.steps * run.batch_groups
+
+
+@pytest.mark.parametrize(("first", "then"), [(3, 0), (0, 3), (2, 1), (1, 3)])
+def test_changed_lead_admits_as_many_cohorts_as_if_it_had_been_so_from_the_start(first: int, then: int) -> None:
+    changed, plain = CohortBuffer(2, 3, first), CohortBuffer(2, 3, then)
+    for step in range(10):
+        if step == 2:
+            changed.change_lead(then)
+        for buffer in (changed, plain):
+            while ticket := buffer.admit():
+                buffer.commit(ticket, group(ticket.slot))
+            assert buffer.take() is not None
+            buffer.publish(step + 1)
+    assert (changed.lead, changed.slack) == (then, 3 - then)
+    while ticket := changed.admit():
+        changed.commit(ticket, group(ticket.slot))
+    while ticket := plain.admit():
+        plain.commit(ticket, group(ticket.slot))
+    assert changed.ready == plain.ready == 2 * (then + 1)
+    with pytest.raises(ValueError, match="lead 4 is not between 0 and max_staleness 3"):
+        changed.change_lead(4)
+
+
+def test_higher_lead_waits_while_a_straggler_would_be_due_in_the_past() -> None:
+    buffer = CohortBuffer(2, 3, 1)
+    straggler = buffer.admit()
+    assert straggler is not None
+    while ticket := buffer.admit():
+        buffer.commit(ticket, group(ticket.slot))
+    assert [one.slot for one in buffer.take() or []] == [1, 2]
+    buffer.publish(1)
+    buffer.change_lead(3)
+    assert buffer.lead == 2  # the straggler is due now; with lead 3 it would have been due at step 0
+    while ticket := buffer.admit():
+        buffer.commit(ticket, group(ticket.slot))
+    assert buffer.take() is None
+    buffer.commit(straggler, group(straggler.slot))
+    assert [one.slot for one in buffer.take() or []] == [0, 3]
+    buffer.publish(2)
+    assert buffer.lead == 3
 
 
 def ready_first(straggler: int, batch_groups: int, lead: int, steps: int) -> int:

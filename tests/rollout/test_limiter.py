@@ -127,3 +127,21 @@ def test_engines_are_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> N
         assert limiter.figures()["concurrency/limit"] == 1
 
     in_adaptive_room(play, counted)
+
+
+def test_fixed_number_can_be_changed_while_groups_run() -> None:
+    async def main() -> None:
+        limiter = FixedConcurrency(1)
+        tasks = await started(limiter, 4)
+        assert done(tasks) == 1
+        limiter.resize(3)
+        await until(lambda: done(tasks) == 3)
+        limiter.resize(2)
+        limiter.release(4)
+        assert done([*tasks, *await started(limiter, 1)]) == 3  # two still run
+        limiter.release(4)
+        await until(lambda: done(tasks) == 4)
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(main())

@@ -53,6 +53,7 @@ wasteful = schedules(
     oversample=st.sampled_from([0, 1, 4]),
     over_age=st.sampled_from(["wait", "drop"]),
     picky=st.booleans(),
+    moves=st.booleans(),
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.parallel import EngineParallel
 from asyncrl.weights.bucket import nbytes, plan_buckets, views
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing
 from asyncrl.weights.engine_layout import FAMILIES
@@ -131,7 +132,7 @@ def test_simulated_values_are_those_that_the_codes_stand_for(kind: str) -> None:
 
 
 def checksums(tensors: dict[str, Tensor], device: Any = "cuda", tp: int = 2) -> Checksums:
-    expected = ExpectedChecksums(LARGE, tp, dtype=WIDE, device=device)
+    expected = ExpectedChecksums(LARGE, EngineParallel(tp), dtype=WIDE, device=device)
     for name, tensor in tensors.items():
         expected.add(name, tensor)
     return expected.result()

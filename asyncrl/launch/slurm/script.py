@@ -14,6 +14,7 @@ from pathlib import Path
 
 from asyncrl.config import ClusterConfig
 from asyncrl.errors import ConfigError
+from asyncrl.launch.restarts import LEAVE_SECONDS
 from asyncrl.network.addresses import PAUSED
 
 OURS = {
@@ -97,6 +98,17 @@ class Script:
             return [f"run=({shlex.join([self.command, *told[0]])})"]
         cases = [f"  {number}) run=({shlex.join([self.command, *one])}) ;;" for number, one in enumerate(told)]
         return ['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"]
+
+
+def engines_script(cluster: ClusterConfig, gpus: int, command: str, output: str = "%x-%j.out") -> str:
+    """Return the script of a job of engines on one machine that joins a run, whose folder is its argument."""
+    options = {"job-name": "engines", "no-kill": True, "nodes": 1, "ntasks-per-node": 1}
+    options |= {"gpus-per-node": gpus} if gpus else {}
+    options |= {"output": output, "signal": f"B:USR1@{LEAVE_SECONDS:.0f}"}
+    given = {name.replace("_", "-"): value for name, value in cluster.sbatch.items()}
+    lines = ["#!/bin/bash", "# Engines for a run that is under way: sbatch engines.sbatch RUN (docs/engines.md)"]
+    lines += [*_options({**options, **given}), "", *cluster.setup, f'exec {command} add "$1"', ""]
+    return "\n".join(lines)
 
 
 _RUN = """

@@ -1,0 +1,193 @@
+"""Elastic runs (cluster.elastic): the launcher watches what limits the run, and adds or removes engines, or changes
+lead or concurrency.
+
+    RUN/elastic.jsonl     every decision, with its reason, its figures, and what was done
+    engines that join     by `asyncrl-engines add`, on free GPUs of this machine or as a job of its own under Slurm
+    engines that leave    by the request of `asyncrl-engines remove`; their requests continue elsewhere
+    lead, concurrency     by POST /admission of the rollout process
+
+waits for     nothing: whatever an action takes, the next decision waits until it has taken effect (planner/elastic.py)
+on failure    an action that fails is reported in elastic.jsonl, and the run goes on. If the timeline cannot be read, it
+              goes on without the controller
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl import jsonl
+from asyncrl.config import Config, on_gpu
+from asyncrl.engine.registry import Registry
+from asyncrl.errors import AsyncRLError, LaunchError
+from asyncrl.launch.leftovers import die_with_parent
+from asyncrl.launch.placement import Placement
+from asyncrl.network.addresses import ELASTIC, Addresses
+
+if TYPE_CHECKING:
+    from asyncrl.planner.elastic import ElasticDecision
+
+COMMAND = [sys.executable, "-m", "asyncrl.launch.engines"]
+SECONDS = 60.0
+"""Deadline of a request to the rollout process, of sbatch, and of the end of the engines that were added."""
+
+
+class ElasticPilot:
+    """Watches one run, and carries out the decisions of its controller."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        addresses: Addresses,
+        placement: Placement,
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        """`command` adds engines, as asyncrl-engines does."""
+        from asyncrl.planner.elastic import ElasticController, ElasticLimits  # imports numpy
+        from asyncrl.planner.observed import RunObserver, setting_of
+
+        cluster, engine = config.cluster, config.engine
+        self._config, self._run_dir, self._addresses, self._command = config, run_dir, addresses, command
+        self._registry, self._added = Registry(run_dir), list[tuple[subprocess.Popen[bytes], list[str]]]()
+        self._gpu = on_gpu(engine, addresses.gpus)
+        self._free = free_gpus(placement)
+        first = setting_of(config)
+        self._unit = _unit(config, gpu=self._gpu)
+        limits = ElasticLimits(
+            cluster.min_engines,
+            cluster.max_engines or first.engines,
+            unit=self._unit,
+            settle_seconds=engine.start_timeout,
+            lendable=config.trainer.world_size // engine.tensor_parallel if self._gpu else 0,
+        )
+        self._acts = cluster.elastic == "act"
+        self._controller = ElasticController(first, config.rollout.batch_groups, limits, acts=self._acts)
+        self._observer: RunObserver | None = RunObserver(run_dir, config)
+
+    def each_poll(self) -> None:
+        """Observe the steps since the last call, and act on what is decided."""
+        try:
+            for seen in self._observer.new() if self._observer else ():
+                if decision := self._controller.observe(seen):
+                    done = self._act(decision) if self._acts else "advice only (cluster.elastic=advise)"
+                    line = {**asdict(decision), "reason": decision.reason, "done": done}
+                    jsonl.append(self._run_dir / ELASTIC, line)
+        except AsyncRLError as error:
+            print(f"asyncrl: cluster.elastic has no effect from now on: {error}", file=sys.stderr, flush=True)
+            self._observer = None
+
+    def _act(self, decision: ElasticDecision) -> str:
+        """Carry out a decision. Return what was done, or why it was not."""
+        change = round(abs(decision.after - decision.before))
+        try:
+            match decision.action:
+                case "add_engine":
+                    return "; ".join(self._add() for _ in range(-(-change // self._unit)))
+                case "remove_engine":
+                    return self._remove(change)
+                case "lend_trainer":
+                    return "advice only: set cluster.placement=colocated, with which engines use the trainer's GPUs"
+                case "raise_lead" | "lower_lead":
+                    return self._admission(lead=round(decision.after))
+                case _:
+                    groups = max(1, round(decision.after / self._config.rollout.group_size))
+                    return self._admission(max_running_groups=groups)
+        except AsyncRLError as error:
+            return f"failed: {error}"
+
+    # -- engines -------------------------------------------------------------------------------------------
+
+    def _add(self) -> str:
+        """Start an engine, or under Slurm as many as fit a machine, in a job."""
+        if self._config.cluster.launcher == "slurm":
+            return self._submit()
+        used = {gpu for process, gpus in self._added if process.poll() is None for gpu in gpus}
+        free = [gpu for gpu in self._free if gpu not in used]
+        wanted = self._config.engine.tensor_parallel if self._gpu else 0
+        if len(free) < wanted:
+            raise LaunchError(f"an engine takes {wanted} GPUs, and {len(free)} of this machine are free")
+        mine = free[:wanted]
+        log = self._run_dir / "logs" / f"elastic-{len(self._added)}.log"
+        with log.open("ab") as out:
+            process = subprocess.Popen(
+                [*self._command, "add", str(self._run_dir), "--count", "1"],
+                env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(mine)} if wanted else {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        self._added.append((process, mine))
+        return f"started an engine ({log})"
+
+    def _submit(self) -> str:
+        from asyncrl.launch.slurm.script import engines_script
+
+        script = self._run_dir / "slurm" / "engines.sbatch"
+        cluster = self._config.cluster
+        output = str(script.with_name("%x-%j.out"))
+        script.write_text(engines_script(cluster, self._addresses.gpus, shlex.join(self._command), output))
+        argv = ["sbatch", "--parsable", str(script), str(self._run_dir)]
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise LaunchError(f"sbatch: {error}") from None
+        if done.returncode:
+            raise LaunchError(f"sbatch rejected {script}: {done.stderr.strip()}")
+        return f"submitted job {done.stdout.strip()}"
+
+    def _remove(self, count: int) -> str:
+        """Ask engines to leave, those that have joined first; of these, all of one machine before others."""
+        leaving, joined = self._registry.leaving(), self._registry.joined()
+        guests = sorted(joined, key=lambda url: (str(joined[url]["host"]), url), reverse=True)
+        own = [url for url in reversed(self._addresses.engines) if not self._registry.has_left(url)]
+        asked = [url for url in (*guests, *own) if url not in leaving][:count]
+        for url in asked:
+            self._registry.ask_to_leave(url)
+        return f"asked to leave: {', '.join(asked)}"
+
+    def _admission(self, **changes: int) -> str:
+        """Change lead or concurrency in the rollout process."""
+        import httpx
+
+        try:
+            url, http = f"{self._addresses.rollout}/admission", self._addresses.access.http
+            httpx.post(url, json=changes, timeout=SECONDS, **http).raise_for_status()
+        except httpx.HTTPError as error:
+            raise LaunchError(f"{url}: {error}") from None
+        return ", ".join(f"rollout.{name}={value}" for name, value in changes.items())
+
+    def end(self) -> None:
+        """End the engines that were added here: the run is over. Slurm's jobs end by themselves with its lease."""
+        for process, _ in self._added:
+            process.terminate()
+            process.terminate()  # at once, instead of waiting for a trainer that has ended
+        for process, _ in self._added:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS)
+            process.kill()
+            process.wait()
+
+
+def _unit(config: Config, *, gpu: bool) -> int:
+    """Return the number of engines that join at once: under Slurm, all of a machine."""
+    whole = config.cluster.launcher == "slurm" and gpu and config.cluster.gpus
+    return max(1, whole // config.engine.tensor_parallel) if whole else 1
+
+
+def free_gpus(placement: Placement) -> list[str]:
+    """Return the GPUs of the first machine that no process of the run uses."""
+    seats = [*placement.trainers, *(seat for seats in placement.engines for seat in seats)]
+    seats += [*placement.teachers, *placement.judges]
+    node = placement.rollout.node
+    used = {node.gpus[place] for seat in seats if seat.node == node for place in seat.gpus}
+    return [gpu for gpu in node.gpus if gpu not in used]

@@ -1,0 +1,356 @@
+"""Decisions about a run in progress: more or fewer engines, another lead, another number of groups at once.
+
+    measure   the trainer's speed is that of the latest steps, lengths are those of the latest groups, and the engines'
+              speed is scaled until the laws (laws.py) give the throughput that was measured
+    compare   the laws predict the throughput of every neighbouring setting
+    decide    a change is made when it was the best one for `patience` steps in a row
+    rest      then nothing is decided until it has taken effect, and for as many steps
+
+A change pays if it gains MARGIN. An engine is given back, or the lead lowered, if the trainer would remain the limit
+even if it were HEADROOM faster. Both cannot be true of neighbouring settings, so that decisions end under a constant
+load. Under noise, patience doubles each time a field turns round: n steps see about log2(n / PATIENCE) turns at most.
+
+Pure: no I/O, and no clock but the times of the observations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from asyncrl.planner.engine import EngineShape
+from asyncrl.planner.laws import LengthSample, Prediction, predict
+from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload
+
+MARGIN, HEADROOM = 0.03, 0.15
+"""Least gain of a change; how much faster the trainer could be before an engine that is given back would be missed."""
+SLIGHT = 0.02
+"""Share of a step for which the trainer may wait and still counts as never waiting."""
+PATIENCE, WINDOW, GROUPS = 3, 24, 96
+"""Steps in a row for which a change must pay, at first; steps over which times are averaged; groups with lengths."""
+PRIOR = 8
+"""Number of steps for which the engines' speed at the last change counts when it is measured again."""
+PAYBACK = 20
+"""Number of steps within which a change must have gained what it costs."""
+CONCURRENCY_STEP = 1.25
+_NONE = (("", 0), 0)  # the best change and for how many steps: none
+SLOWEST = 8.0
+"""Largest factor by which the engines' speed may differ from what is expected."""
+
+ACTIONS = {
+    ("engines", 1): "add_engine",
+    ("engines", -1): "remove_engine",
+    ("lead", 1): "raise_lead",
+    ("lead", -1): "lower_lead",
+    ("in_play", 1): "raise_concurrency",
+    ("in_play", -1): "lower_concurrency",
+    ("lend", 1): "lend_trainer",
+}
+
+
+@dataclass(frozen=True)
+class StepObservation:
+    """What a run measured in one step."""
+
+    step: int
+    time: float
+    """Time at which it ended."""
+    seconds: float
+    waited: float
+    """Seconds for which the trainer waited for the batch."""
+    paused: float
+    """Seconds for which the engines were paused."""
+    tokens: float
+    """Tokens of the batch."""
+    engines: int
+    """Number of engines that serve."""
+    groups: Sequence[Sequence[tuple[float, float]]] = ()
+    """Groups that have ended since the step before: tokens, and seconds in environments, of each episode."""
+    shape: EngineShape | None = None
+    """Speed of an engine as measured; None: as before."""
+    lead: int | None = None
+    """Lead in force; None: as decided."""
+
+
+@dataclass(frozen=True)
+class ElasticLimits:
+    """What may change."""
+
+    min_engines: int
+    max_engines: int
+    unit: int = 1
+    """Number of engines that are added or removed at once."""
+    devices: int = 0
+    """Number of engines that all GPUs could hold, if an engine's GPUs come from the trainer and go back to it; 0: the
+    trainer keeps its GPUs."""
+    move_seconds: float = 0.0
+    """Seconds for which the trainer stands still when it gives or gets GPUs."""
+    settle_seconds: float = 600.0
+    """Seconds after which an engine that was added and has not joined is given up."""
+    lendable: int = 0
+    """Number of engines that the trainer's GPUs could hold while it waits; lending them is only advised."""
+    hand_over: float = 30.0
+    """Seconds for handing the trainer's GPUs over to engines and back."""
+
+    def with_engines(self, setting: Setting, engines: int) -> Setting:
+        """Return the setting with another number of engines, and the trainer with the GPUs that are left."""
+        part = (self.devices - engines) / (self.devices - setting.engines) if self.devices else 1.0
+        return replace(setting, engines=engines, train_rate=setting.train_rate * part)
+
+
+@dataclass(frozen=True)
+class ElasticDecision:
+    """A change, and why it pays."""
+
+    step: int
+    time: float
+    action: str
+    before: float
+    after: float
+    binds: str
+    """Law that limits the run as it is."""
+    gain: float
+    """Expected gain of throughput, as a fraction."""
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> str:
+        """Return the decision as a sentence."""
+        waits = f"the trainer waits {self.figures['trainer_waits']:.0%} of the time"
+        what = f"{self.action.replace('_', ' ')}: {self.before:g} -> {self.after:g}"
+        gain = f"expected {self.gain:+.0%}" if abs(self.gain) >= 0.005 else "at no loss"
+        return (
+            f"{what}, {gain}; the {self.binds} law binds, {waits}, an episode has {self.figures['length']:.0f} tokens"
+        )
+
+
+class ElasticController:
+    """Observes steps and returns decisions."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        batch_groups: int,
+        limits: ElasticLimits,
+        *,
+        prompt: float = 0.0,
+        acts: bool = True,
+        laws: Callable[[LengthSample, SimulatedWorkload, Setting], Prediction] = predict,
+    ) -> None:
+        """`setting` is the run as it starts; its speeds are expectations until steps were measured. Unless the
+        controller `acts`, no decision changes the setting."""
+        self.setting, self._limits, self._acts, self._laws = setting, limits, acts, laws
+        if setting.lead is None:
+            self.setting = replace(setting, lead=setting.max_staleness)
+        self._workload = SimulatedWorkload(_no_episodes, batch_groups, prompt)
+        self._steps: deque[StepObservation] = deque(maxlen=WINDOW)
+        self._groups: deque[Sequence[tuple[float, float]]] = deque(maxlen=max(GROUPS, 2 * batch_groups))
+        self._slowness = self._slowness_before = 1.0  # of the engines, against the shape; at the last change
+        self._turns: Counter[str] = Counter()  # by field: how often decisions turned round
+        self._last: dict[str, int] = {}  # by field: direction of the last decision
+        self._streak = _NONE
+        self._wait = 1 + setting.max_staleness  # a straggler's wait is followed by as many steps without any
+        self._rest = 2 * self._wait  # the pipeline fills first
+        self._deadline = 0.0
+        self._advised: tuple[str, float] = ("", 0.0)
+        self.law: Prediction | None = None
+        """What the laws say of the run as it is."""
+
+    def observe(self, seen: StepObservation) -> ElasticDecision | None:
+        """Record a step. Return a decision, which the caller carries out, or None."""
+        self._groups.extend(seen.groups)
+        if seen.shape:
+            self.setting = replace(self.setting, shape=seen.shape)
+        if seen.lead is not None:
+            self.setting = replace(self.setting, lead=seen.lead)
+        if seen.engines != self.setting.engines:
+            if seen.time < self._deadline:
+                return None
+            self._begin_anew(seen.engines)
+        if self._rest <= self._wait:
+            self._steps.append(seen)
+        self._rest -= 1
+        sample = self._sample()
+        if self._rest > 0 or sample is None:
+            return None
+        now = self._measured(sample)
+        self.law = self._laws(sample, self._workload, now)
+        found = self._best(sample, now, self.law)
+        if found is None:
+            self._streak = _NONE
+            return None
+        return self._decided(seen, sample, self.law, *found)
+
+    # -- measuring -----------------------------------------------------------------------------------------
+
+    def _begin_anew(self, engines: int) -> None:
+        """Forget the steps measured with another number of engines."""
+        self.setting = self._limits.with_engines(self.setting, engines)
+        self._measure_anew()
+
+    def _measure_anew(self) -> None:
+        self._steps.clear()
+        self._rest, self._streak, self._slowness_before = self._wait, _NONE, self._slowness
+
+    def _sample(self) -> LengthSample | None:
+        """Return the lengths of the latest groups of the most frequent size; None if there are too few."""
+        sizes = Counter(map(len, self._groups))
+        size = max(sizes, key=lambda one: (sizes[one], one), default=0)
+        rows = [group for group in self._groups if len(group) == size]
+        if not size or len(rows) < min(16, self._workload.batch_groups):
+            return None
+        values = np.array(rows, float)
+        return LengthSample(np.maximum(values[:, :, 0], 1.0), values[:, :, 1])
+
+    @property
+    def _waits(self) -> float:
+        """Share of the time for which the trainer waits."""
+        return sum(one.waited for one in self._steps) / sum(one.seconds for one in self._steps)
+
+    def _measured(self, sample: LengthSample) -> Setting:
+        """Return the setting with the speeds of the latest steps."""
+        now, steps = self.setting, self._steps
+        busy = sum(one.seconds - one.waited - one.paused for one in steps)
+        expected = sum(one.tokens / now.train_rate + now.train_fixed for one in steps)
+        slower = max(busy, 1e-9) / expected
+        pause = sum(one.paused for one in steps) / len(steps)
+        self.setting = replace(
+            now, train_rate=now.train_rate / slower, train_fixed=now.train_fixed * slower, pause=pause
+        )
+        rate = sum(one.tokens for one in steps) / sum(one.seconds for one in steps) / sample.mean
+        weight = len(steps) / (len(steps) + PRIOR)
+        self._slowness = self._scaled(sample, rate) ** weight * self._slowness_before ** (1 - weight)
+        return self._slowed(self._slowness)
+
+    def _slowed(self, factor: float) -> Setting:
+        shape = self.setting.shape
+        token, request = shape.per_token * factor, shape.per_request * factor
+        return replace(self.setting, shape=replace(shape, per_token=token, per_request=request))
+
+    def _scaled(self, sample: LengthSample, rate: float) -> float:
+        """Return the largest slowness at which the laws give this many episodes per second. If the trainer never
+        waits, that is only an upper bound: the engines may be faster."""
+
+        def given(factor: float) -> Prediction:
+            return self._laws(sample, self._workload, self._slowed(factor))
+
+        rate = min(rate, (1 - SLIGHT) * given(1.0).limits["trainer"])
+        low, high = 1 / SLOWEST, SLOWEST
+        for _ in range(12):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if given(middle).samples_per_s >= rate else (low, middle)
+        return low if self._waits > SLIGHT else min(self._slowness_before, low)
+
+    # -- choosing ------------------------------------------------------------------------------------------
+
+    def _neighbours(self, now: Setting) -> Iterator[tuple[str, int, Setting]]:
+        """Yield neighbouring settings: the field that changes, the direction, and the setting."""
+        assert now.lead is not None
+        unit = self._limits.unit
+        for step in {unit, max(1, now.engines // (8 * unit)) * unit}:
+            for sign in (1, -1):
+                engines = now.engines + sign * step
+                if self._limits.min_engines <= engines <= self._limits.max_engines:
+                    yield "engines", sign, self._limits.with_engines(now, engines)
+        for sign in (1, -1):
+            if 1 <= now.lead + sign <= now.max_staleness:
+                yield "lead", sign, replace(now, lead=now.lead + sign)
+            if now.in_play:
+                yield "in_play", sign, replace(now, in_play=max(1, round(now.in_play * CONCURRENCY_STEP**sign)))
+
+    def _best(self, sample: LengthSample, now: Setting, law: Prediction) -> tuple[str, int, Setting, float] | None:
+        """Return the best change: field, direction, setting and gain. One that needs no GPU comes first."""
+        gains, savings = [], []
+        for name, sign, other in self._neighbours(now):
+            gain = self._laws(sample, self._workload, other).samples_per_s / law.samples_per_s - 1
+            if other.train_rate <= now.train_rate:  # all that can be gained is the trainer's waiting
+                gain = min(gain, self._waits / max(1e-9, 1 - self._waits))
+            moved = name == "engines" and self._limits.devices > 0
+            cost = self._limits.move_seconds * law.samples_per_s / (self._batch(sample) * PAYBACK) if moved else 0.0
+            if gain - cost > MARGIN:
+                gains.append((name, sign, other, gain))
+            elif sign < 0 and not moved and self._spare(sample, other):
+                savings.append((name, sign, other, min(0.0, gain)))
+        if lent := self._lent(sample, now, law):
+            gains += [] if any(name == "engines" for name, *_ in gains) else [lent]
+        if gains:
+            return max(gains, key=lambda one: (one[0] in ("lead", "in_play"), one[3]))
+        return savings[0] if savings else None
+
+    def _batch(self, sample: LengthSample) -> int:
+        return self._workload.batch_groups * sample.tokens.shape[1]
+
+    def _spare(self, sample: LengthSample, other: Setting) -> bool:
+        """Return whether the trainer would limit a setting even if it were faster, and never waits now."""
+        if self._waits > SLIGHT:
+            return False
+        faster = replace(
+            other, train_rate=other.train_rate * (1 + HEADROOM), train_fixed=other.train_fixed / (1 + HEADROOM)
+        )
+        return self._laws(sample, self._workload, faster).binds == "trainer"
+
+    def _lent(self, sample: LengthSample, now: Setting, law: Prediction) -> tuple[str, int, Setting, float] | None:
+        """Return what lending the trainer's GPUs to engines while it waits would give."""
+        step = self._batch(sample) / law.samples_per_s
+        engines = round(self._limits.lendable * max(0.0, self._waits - self._limits.hand_over / step))
+        if not engines:
+            return None
+        other = replace(now, engines=now.engines + engines)
+        gain = self._laws(sample, self._workload, other).samples_per_s / law.samples_per_s - 1
+        return ("lend", 1, other, gain) if gain > MARGIN else None
+
+    # -- deciding ------------------------------------------------------------------------------------------
+
+    def _decided(
+        self,
+        seen: StepObservation,
+        sample: LengthSample,
+        law: Prediction,
+        name: str,
+        sign: int,
+        other: Setting,
+        gain: float,
+    ) -> ElasticDecision | None:
+        """Count the best change, and decide for it once it was the best often enough."""
+        before, count = self._streak
+        count = count + 1 if before == (name, sign) else 1
+        self._streak = (name, sign), count
+        turns = self._turns[name] + (self._last.get(name, sign) != sign)
+        if count < PATIENCE * 2**turns:
+            return None
+        of = "engines" if name == "lend" else name
+        change = float(getattr(self.setting, of)), float(getattr(other, of))
+        figures = self._figures(seen, sample, law)
+        self._streak = _NONE
+        if self._acts and name != "lend":
+            self._turns[name], self._last[name] = turns, sign
+            changed: dict[str, Any] = {of: getattr(other, of)}
+            self.setting = replace(self._limits.with_engines(self.setting, other.engines), **changed)
+            self._measure_anew()
+            self._deadline = seen.time + self._limits.settle_seconds
+        elif self._advised == (name, change[1]):
+            return None
+        else:
+            self._advised = name, change[1]
+        return ElasticDecision(seen.step, seen.time, ACTIONS[name, sign], *change, law.binds, gain, figures)
+
+    def _figures(self, seen: StepObservation, sample: LengthSample, law: Prediction) -> dict[str, float]:
+        return {
+            "step_seconds": seen.seconds,
+            "trainer_waits": self._waits,
+            "engines_busy": law.engines_busy,
+            "samples_per_s": law.samples_per_s,
+            "length": sample.mean,
+            "length_p90": float(np.quantile(sample.tokens, 0.9)),
+            "engine_slowness": self._slowness,
+            "pause": seen.paused,
+        }
+
+
+def _no_episodes(number: int) -> Sequence[SimulatedEpisode]:
+    """Return nothing: the laws take lengths from a sample."""
+    return ()

@@ -1,0 +1,151 @@
+"""Simulation of a run whose engines, lead, concurrency and trainer change while it is under way (elastic.py).
+
+An engine that joins serves after `join` seconds. One that leaves gives its requests to the engines with the fewest,
+where they are prefilled again and continue from their last token. A trainer that gives or gets GPUs stands still for
+`limits.move_seconds`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from asyncrl.planner.elastic import ElasticController, ElasticDecision, ElasticLimits, StepObservation
+from asyncrl.planner.engine import SimulatedEngine
+from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload, _Playing, _Run
+
+
+@dataclass(frozen=True)
+class ElasticResult:
+    """Result of a whole simulated run, its start included."""
+
+    seconds: float
+    tokens: float
+    """Trained tokens."""
+    staleness_max: int
+    decisions: Sequence[ElasticDecision]
+    last: Setting
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the throughput."""
+        return self.tokens / self.seconds
+
+
+def simulate_elastic(
+    workload: SimulatedWorkload, setting: Setting, steps: int, limits: ElasticLimits | None = None, join: float = 0.0
+) -> ElasticResult:
+    """Simulate so many steps from the start; under a controller if there are limits."""
+    run = _ElasticRun(workload, setting, limits, join)
+    run.until(steps)
+    return ElasticResult(run.now, run.counters()[0], max(run.staleness), run.decisions, run.setting)
+
+
+class _ElasticRun(_Run):
+    def __init__(
+        self, workload: SimulatedWorkload, setting: Setting, limits: ElasticLimits | None, join: float
+    ) -> None:
+        super().__init__(workload, setting)
+        self.decisions: list[ElasticDecision] = []
+        self._limits, self._join = limits, join
+        self._controller = (
+            ElasticController(setting, workload.batch_groups, limits, prompt=workload.prompt) if limits else None
+        )
+        self._groups: dict[_Playing, Sequence[SimulatedEpisode]] = {}
+        self._groups_ended: list[Sequence[tuple[float, float]]] = []
+        self._step_began, self._before = 0.0, (0.0, 0.0)  # of the step: time; trained tokens and busy seconds
+        self._still_until = 0.0
+
+    # -- what a step measures ------------------------------------------------------------------------------
+
+    def _first_turns(self, playing: _Playing, episodes: Sequence[SimulatedEpisode]) -> None:
+        self._groups[playing] = episodes
+        if self._left(playing.engine):
+            playing.engine = self._fewest_requests()
+        super()._first_turns(playing, episodes)
+
+    def _turn(self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float) -> None:
+        if self._left(playing.engine):
+            playing.engine = self._fewest_requests()
+        super()._turn(playing, episode, number, context)
+
+    def _ended(self, playing: _Playing) -> None:
+        super()._ended(playing)
+        if not playing.left:
+            self._groups_ended.append([(one.tokens, sum(one.seconds)) for one in self._groups.pop(playing)])
+
+    def _take(self) -> None:
+        if self.now >= self._still_until:
+            super()._take()
+
+    def _published(self) -> None:
+        held, self._held = self._held or [], []  # a change comes before the next requests
+        super()._published()
+        trained, busy, *_ = self.counters()
+        seconds = self.now - max(self._step_began, self._still_until)
+        spent, pause = busy - self._before[1], self.setting.pause
+        ended, self._groups_ended = self._groups_ended, []
+        seen = StepObservation(
+            self._buffer.version,
+            self.now,
+            seconds,
+            max(0.0, seconds - spent - pause),
+            pause,
+            trained - self._before[0],
+            sum(not self._left(engine) for engine in self._engines),
+            ended,
+        )
+        if self._controller and (decision := self._controller.observe(seen)):
+            self.decisions.append(decision)
+            self._change(self._controller.setting)
+        self._step_began, self._before = self.now, (trained, busy)
+        for request in held:
+            request()
+
+    # -- changes -------------------------------------------------------------------------------------------
+
+    def _change(self, wanted: Setting) -> None:
+        """Take over engines, lead, concurrency and trainer of a setting. Its speeds are estimates."""
+        assert self._limits
+        change = wanted.engines - self.setting.engines
+        if change and self._limits.devices:
+            self._still_until = self.now + self._limits.move_seconds
+            self._at(self._still_until, lambda: None)
+        self.setting = replace(
+            self._limits.with_engines(self.setting, wanted.engines), lead=wanted.lead, in_play=wanted.in_play
+        )
+        if wanted.lead is not None:
+            self._buffer.change_lead(wanted.lead)
+        for _ in range(change):
+            self._at(self.now + self._join, self._add_engine)
+        for _ in range(-change):
+            self._remove_engine(self._fewest_requests())
+
+    def _add_engine(self) -> None:
+        engine = SimulatedEngine(self.setting.shape)
+        self._engines.append(engine)
+        self._places[engine] = len(self._due)
+        self._due.append(math.inf)
+        self._open.append(0.0)
+        self._count(engine, 0)
+        if self._held is not None:
+            engine.pause(self.now)
+
+    def _remove_engine(self, engine: SimulatedEngine) -> None:
+        """Let an engine leave: its requests continue on others."""
+        self._count(engine, math.inf)
+        moved = [(job, playing, number) for job, (playing, _, number) in self._jobs.items() if playing.engine is engine]
+        for job, _, _ in moved:
+            engine.abort(job, self.now)
+        self._expect(engine)
+        for job, playing, number in moved:
+            if playing.engine is engine:
+                playing.engine = self._fewest_requests()
+                self._count(playing.engine, playing.first_turns > 0)
+            self._count(playing.engine, number > 0)
+            playing.engine.submit(job, self.now)
+            self._expect(playing.engine)
+
+    def _left(self, engine: SimulatedEngine) -> bool:
+        return self._open[self._places[engine]] == math.inf

@@ -1,0 +1,130 @@
+"""What the launcher does with the decisions of an elastic run (and tests/integration/test_elastic_stubs.py)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl.engine.registry import Registry
+from asyncrl.errors import ConfigError, RecordError
+from asyncrl.jsonl import Tail
+from asyncrl.launch.elastic import ElasticPilot, free_gpus
+from asyncrl.launch.placement import imagined, place
+from asyncrl.network.addresses import ELASTIC
+from asyncrl.network.ports import free_port
+from asyncrl.planner.elastic import ElasticDecision
+from tests.fakes import addresses, tiny_config
+
+FIGURES = {"trainer_waits": 0.5, "length": 100.0}
+GPUS = {"trainer.device": "cuda", "engine.device": "cuda", "engine.tensor_parallel": 2}
+
+
+class Decided:
+    """A pilot whose controller decides what it is told."""
+
+    def __init__(self, folder: Path, *, gpus: int = 0, command: list[str] | None = None, **changes: Any) -> None:
+        config = tiny_config(**{"cluster.elastic": "act", "cluster.max_engines": 4, **changes})
+        for name in ("logs", "slurm"):
+            (folder / name).mkdir()
+        self.registry, self.folder = Registry(folder), folder
+        self.registry.clear()
+        self.placement = place(config, imagined(config, 1, gpus))
+        here = addresses(config.engine.count, gpus, rollout=f"http://127.0.0.1:{free_port('127.0.0.1')}")
+        self.pilot = ElasticPilot(config, folder, here, self.placement, command or [sys.executable, "-c", "0"])
+
+    def decide(self, action: str, before: float, after: float) -> str:
+        """Return what was done."""
+        decision = ElasticDecision(7, 1.0, action, before, after, "engines", 0.2, FIGURES)
+        self.pilot._observer = SimpleNamespace(new=lambda: [None])  # type: ignore[assignment]
+        self.pilot._controller = SimpleNamespace(observe=lambda _: decision)  # type: ignore[assignment]
+        self.pilot.each_poll()
+        *_, line = Tail(self.folder / ELASTIC)()
+        assert line["reason"] == decision.reason
+        assert (line["step"], line["action"], line["figures"]) == (7, action, FIGURES)
+        return str(line["done"])
+
+
+def test_advice_is_written_and_nothing_is_done(tmp_path: Path) -> None:
+    made = Decided(tmp_path, **{"cluster.elastic": "advise"})
+    assert made.decide("remove_engine", 1, 0) == "advice only (cluster.elastic=advise)"
+    assert made.registry.leaving() == set()
+
+
+def test_engines_that_joined_leave_before_the_runs_own_and_those_of_one_machine_together(tmp_path: Path) -> None:
+    made = Decided(tmp_path, **{"engine.count": 2})
+    for number, host in enumerate(["a", "b", "a"]):
+        made.registry.lease_of(f"http://guest:{number}", host=host).renew()
+    left = ["http://guest:1", "http://guest:2", "http://guest:0", "http://127.0.0.1:20001", "http://127.0.0.1:20000"]
+    for count, url in enumerate(left, 1):
+        assert made.decide("remove_engine", 6 - count, 5 - count) == f"asked to leave: {url}"
+        assert made.registry.leaving() == set(left[:count])
+
+
+def test_engine_that_is_added_gets_gpus_that_nobody_uses_and_ends_with_the_run(tmp_path: Path) -> None:
+    program = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(600)"
+    made = Decided(tmp_path, gpus=8, command=[sys.executable, "-c", program], **GPUS)
+    assert free_gpus(made.placement) == ["3", "4", "5", "6", "7"]  # one rank of the trainer, two of the engine
+    assert "elastic-0.log" in made.decide("add_engine", 1, 2)
+    assert "elastic-1.log" in made.decide("add_engine", 2, 3)
+    assert made.decide("add_engine", 3, 4) == "failed: an engine takes 2 GPUs, and 1 of this machine are free"
+    logs, deadline = [tmp_path / "logs" / f"elastic-{number}.log" for number in (0, 1)], time.monotonic() + 30
+    while [log.read_text() for log in logs] != ["3,4\n", "5,6\n"]:
+        assert time.monotonic() < deadline, [log.read_text() for log in logs]
+        time.sleep(0.05)
+    made.pilot.end()
+    assert [process.poll() is not None for process, _ in made.pilot._added] == [True, True]
+
+
+def test_under_slurm_a_job_of_a_whole_machine_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text('#!/bin/sh\necho "$@" >> "$0.asked"\necho 77\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
+    slurm = {"cluster.launcher": "slurm", "cluster.gpus": 8, "cluster.sbatch": {"partition": "gpu"}}
+    made = Decided(tmp_path, gpus=8, **GPUS, **slurm)
+    assert made.pilot._unit == 4
+    assert made.decide("add_engine", 1, 5) == "submitted job 77"
+    script = (tmp_path / "slurm" / "engines.sbatch").read_text()
+    assert sbatch.with_name("sbatch.asked").read_text() == f"--parsable {tmp_path}/slurm/engines.sbatch {tmp_path}\n"
+    assert "#SBATCH --gpus-per-node=8\n" in script
+    assert "#SBATCH --partition=gpu\n" in script
+    sbatch.write_text("#!/bin/sh\necho no such partition >&2\nexit 1\n")
+    assert "no such partition" in made.decide("add_engine", 1, 5)
+
+
+def test_action_that_fails_is_reported_and_a_damaged_timeline_ends_the_controller_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Decided(tmp_path)
+    assert made.decide("raise_lead", 1, 2).startswith("failed: http://127.0.0.1:")
+
+    def damaged() -> Any:
+        raise RecordError("the timeline is damaged")
+
+    made.pilot._observer = SimpleNamespace(new=damaged)  # type: ignore[assignment]
+    made.pilot.each_poll()
+    made.pilot.each_poll()
+    assert capsys.readouterr().err.count("cluster.elastic has no effect from now on: the timeline is damaged") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"metrics.timeline": False}, "metrics.timeline"),
+        ({"cluster.min_engines": 3}, "cluster.min_engines"),
+        ({"engine.count": 3, "cluster.max_engines": 2}, "cluster.max_engines"),
+        ({"mode": "rollout_only", "record": True}, "mode"),
+    ],
+)
+def test_what_cannot_be_elastic_is_refused(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tiny_config(**{"cluster.elastic": "advise", **changes})
+    assert refused.value.field == field
+    tiny_config(**{"cluster.elastic": "off", **changes})

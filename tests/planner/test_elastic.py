@@ -1,0 +1,200 @@
+"""The controller of elastic runs: it finds what pays, ends under a constant load, and does not follow noise."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl.planner import elastic
+from asyncrl.planner.elastic import (
+    PATIENCE,
+    ElasticController,
+    ElasticDecision,
+    ElasticLimits,
+    StepObservation,
+)
+from asyncrl.planner.elastic_simulation import ElasticResult, _ElasticRun, simulate_elastic
+from asyncrl.planner.engine import EngineShape
+from asyncrl.planner.laws import LengthSample, Prediction
+from asyncrl.planner.lengths import Lengths
+from asyncrl.planner.simulation import Setting, SimulatedWorkload
+from tests.examples import examples
+
+BATCH, SIBLINGS, TOKENS = 4, 2, 100.0
+GROUP = ((TOKENS, 0.0),) * SIBLINGS
+DECODE = 50.0  # tokens per second of one engine in the toy world
+FIRST = Setting(4, 400.0, 4, 4)
+
+
+def toy(sample: LengthSample, workload: SimulatedWorkload, setting: Setting) -> Prediction:
+    """Two laws that can be computed by hand; the search for the engines' slowness scales per_token."""
+    slowness = setting.shape.per_token / EngineShape().per_token
+    batch = BATCH * SIBLINGS * TOKENS
+    limits = {
+        "trainer": BATCH * SIBLINGS / (batch / setting.train_rate + setting.train_fixed + setting.pause),
+        "engines": setting.engines * DECODE / slowness / TOKENS,
+    }
+    binds = min(limits, key=limits.__getitem__)
+    return Prediction(limits[binds], limits[binds] * TOKENS, 0.0, 0.0, float(setting.lead or 0), binds, limits)
+
+
+def world(controller: ElasticController, steps: int, train_rate: float = 400.0) -> list[ElasticDecision]:
+    """Let the toy laws be true, and the controller be obeyed at once."""
+    now, found = controller.setting, []
+    for step in range(1, steps + 1):
+        batch = BATCH * SIBLINGS * TOKENS
+        train, made = batch / train_rate, batch / (now.engines * DECODE)
+        seconds = max(train, made)
+        groups = [GROUP] * BATCH
+        seen = StepObservation(step, step * 10.0, seconds, seconds - train, 0.0, batch, now.engines, groups)
+        if decision := controller.observe(seen):
+            found.append(decision)
+            now = controller.setting
+    return found
+
+
+def controller(
+    limits: ElasticLimits | None = None, setting: Setting = FIRST, *, acts: bool = True
+) -> ElasticController:
+    return ElasticController(setting, BATCH, limits or ElasticLimits(1, 12), acts=acts, laws=toy)
+
+
+def test_engines_are_added_until_the_trainer_binds_and_each_decision_says_why() -> None:
+    found = world(controller(), 200)
+    added = [one for one in found if one.action == "add_engine"]
+    assert [(one.before, one.after) for one in added] == [(4, 5), (5, 6), (6, 7), (7, 8)]
+    assert all(one.binds == "engines" and one.gain > 0 for one in added)
+    assert added[0].reason.startswith("add engine: 4 -> 5, expected +25%; the engines law binds, the trainer waits 50%")
+
+
+def test_engines_that_are_not_missed_leave_and_the_lead_that_nobody_needs_falls() -> None:
+    found = world(controller(setting=replace(FIRST, engines=12)), 400)
+    assert {one.action for one in found} <= {"remove_engine", "lower_lead"}
+    *_, last = (one.after for one in found if one.action == "remove_engine")
+    assert last == math.ceil(8 * (1 + elastic.HEADROOM))  # the trainer takes what 8 make, and may become faster
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(engines=st.integers(1, 12), rate=st.floats(50, 700), most=st.integers(1, 12))
+def test_decisions_end_under_a_constant_load_without_turning_round(engines: int, rate: float, most: int) -> None:
+    found = world(controller(ElasticLimits(1, max(most, engines)), replace(FIRST, engines=engines)), 300, rate)
+    for field in ("engine", "lead"):
+        assert len({one.action for one in found if one.action.endswith(field)}) <= 1
+    assert all(one.step < 250 for one in found)
+    assert all(1 <= one.after <= max(most, engines) for one in found if one.action.endswith("engine"))
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(seed=st.integers(0, 2**32), noise=st.floats(0.0, 1.0))
+def test_noise_turns_a_decision_round_no_more_often_than_its_logarithm(seed: int, noise: float) -> None:
+    """Seconds, waits and lengths are drawn, and have nothing to do with the decisions."""
+    draw, steps, found = random.Random(seed), 300, []
+    one = controller()
+    for step in range(1, steps + 1):
+        seconds = 8.0 * math.exp(draw.gauss(0, noise))
+        waited = seconds * min(1.0, abs(draw.gauss(0, noise)))
+        groups = [[(max(1.0, TOKENS * math.exp(draw.gauss(0, noise))), 0.0)] * SIBLINGS] * BATCH
+        seen = StepObservation(step, step * 10.0, seconds, waited, 0.0, 800.0, one.setting.engines, groups)
+        if decision := one.observe(seen):
+            found.append(decision)
+    for field in ("engine", "lead"):
+        mine = [one for one in found if one.action.endswith(field)]
+        turns = sum(before.action != after.action for before, after in pairwise(mine))
+        assert turns <= math.log2(steps / PATIENCE) + 1
+    for before, after in pairwise(found):
+        assert after.step - before.step > FIRST.max_staleness  # the pipeline has turned over since
+
+
+def test_no_decision_is_made_until_the_last_one_has_taken_effect_or_was_given_up() -> None:
+    one = controller(ElasticLimits(1, 12, settle_seconds=500.0))
+    (first, *_) = world(one, 14)
+    assert first.action == "add_engine"
+    at, found = first.time, []
+    for step in range(1, 120):  # no engine joins
+        seen = StepObservation(step, at + step * 10, 4.0, 2.0, 0.0, 800.0, 4, [GROUP] * BATCH)
+        if decision := one.observe(seen):
+            found.append(decision)
+    assert min(decision.time for decision in found) >= at + 500.0
+    assert (found[0].before, found[0].after) == (4, 5)
+
+
+def test_advice_changes_nothing_and_is_given_once() -> None:
+    one = controller(acts=False)
+    found = world(one, 100)
+    assert [(decision.action, decision.after) for decision in found] == [("add_engine", 5)]
+    assert one.setting.engines == 4
+
+
+def test_lending_the_trainers_gpus_is_advised_only_where_no_engine_can_be_added() -> None:
+    lent = ElasticLimits(1, 4, lendable=4, hand_over=0.1)
+    assert [decision.action for decision in world(controller(lent), 60)] == ["lend_trainer"]
+    assert world(controller(replace(lent, max_engines=12)), 60)[0].action == "add_engine"
+    assert world(controller(replace(lent, hand_over=60.0)), 60) == []
+
+
+# -- in simulation, under the real laws ------------------------------------------------------------------------
+
+DEVICES, STEPS = 8, 100
+SHAPE = EngineShape(0.012, 0.0002, 64, kv_tokens=30_000)
+
+
+def split(engines: int) -> Setting:
+    rate = 900.0 * (DEVICES - engines)
+    return Setting(engines, rate, 8, train_fixed=1.0, pause=1.0, in_play=0, shape=SHAPE)
+
+
+def outcome(growth: float, engines: int, *, moves: bool = False) -> ElasticResult:
+    lengths = Lengths(1000, 0.9, 32_000, 8, growth=growth, growth_groups=STEPS * 16)
+    limits = ElasticLimits(1, DEVICES - 1, devices=DEVICES, move_seconds=60.0) if moves else None
+    return simulate_elastic(SimulatedWorkload(lengths.episodes(), 16), split(engines), STEPS, limits, join=60.0)
+
+
+def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_split_that_hindsight_chooses() -> None:
+    fixed = {engines: outcome(4.0, engines).tokens_per_s for engines in (2, 3, 4, 5)}
+    moved = outcome(4.0, 3, moves=True)
+    assert moved.tokens_per_s > 0.95 * max(fixed.values())
+    assert moved.tokens_per_s > 1.1 * fixed[3]  # the best split for the lengths of the start
+    assert moved.staleness_max <= 8
+    assert {one.action for one in moved.decisions} >= {"add_engine"}
+
+
+def test_stationary_lengths_cost_at_most_a_fiftieth() -> None:
+    fixed = {engines: outcome(1.0, engines).tokens_per_s for engines in (2, 3, 4)}
+    assert max(fixed, key=fixed.__getitem__) == 3
+    assert outcome(1.0, 3, moves=True).tokens_per_s > 0.98 * fixed[3]
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(seed=st.integers(0, 2**32), turns=st.sampled_from([1.0, 3.0]))
+def test_engines_that_come_and_go_lose_no_token_and_keep_the_bound(seed: int, turns: float) -> None:
+    draw, played = random.Random(seed), dict[int, float]()
+    episodes = Lengths(60, 0.9, 400, 2, turns=turns, tool_seconds=turns - 1).episodes()
+
+    def noted(number: int):
+        played[number] = sum(one.tokens for one in episodes(number))
+        return episodes(number)
+
+    def at_random(run: _ElasticRun) -> Callable[[StepObservation], None]:
+        def observe(seen: StepObservation) -> None:
+            lead = draw.randint(0, 3)
+            run._change(replace(run.setting, engines=draw.randint(1, 4), lead=lead))
+
+        return observe
+
+    setting = Setting(2, 2000.0, 3, in_play=0, shape=EngineShape(0.01, 0.001, 4), pause=0.1)
+    run = _ElasticRun(SimulatedWorkload(noted, 3), setting, ElasticLimits(1, 4), join=draw.choice([0.0, 1.5]))
+    run._controller.observe = at_random(run)  # type: ignore[union-attr,method-assign]
+    run.until(15)
+    assert max(run.staleness) <= 3
+    trained = run.counters()[0]
+    assert trained <= sum(played.values())
+    assert len(run.staleness) == 15 * 3
+    decoded = run.counters()[2]
+    assert decoded >= trained - 1e-6
+    assert decoded <= sum(played.values()) + 1e-6  # requests that move continue from their last token
