@@ -83,7 +83,7 @@ class EngineConfig(Section):
     draft_model: str | None
     """HF folder of the draft model of eagle and eagle3, which is not trained."""
     draft_tokens: Count | None
-    """Tokens that a step verifies, all but the first of them drafts (--speculative-num-draft-tokens); unset: SGLang's."""
+    """Tokens that a step verifies, including the last token before its drafts; unset: SGLang's choice."""
     hicache: Count | None
     """Gigabytes of host memory for prefix caches, for each rank of an engine on GPUs (SGLang's HiCache,
     --hicache-size); unset: none."""
