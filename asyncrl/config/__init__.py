@@ -40,6 +40,7 @@ from asyncrl.config.running import (
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
+from asyncrl.config.speculation import check_speculation
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Choice, Name, Section
@@ -180,6 +181,7 @@ class Config(Section):
         check_disaggregated(self)
         check_roles(self)
         check_adapters(self)
+        check_speculation(self)
         check_quantization(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":

@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
+from asyncrl.config.speculation import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.scorer import TeacherEngines
@@ -170,7 +171,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         replicas=1 if config.engine.disaggregated else config.engine.data_parallel,
         disaggregated=config.engine.disaggregated,
         seed=config.run.seed if config.deterministic else None,
-        context=min(context, model.cache or context),
+        context=min(context, model.cache - draft_room(config.engine) if model.cache else context),
         names=adapter_names(config, addresses.run_id),
         adapter_per=config.rollout.adapter_per,
         agents=config.agents,
