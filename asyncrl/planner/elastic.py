@@ -250,12 +250,13 @@ class ElasticController:
     def _neighbours(self, now: Setting) -> Iterator[tuple[str, int, Setting]]:
         """Yield neighbouring settings: the field that changes, the direction, and the setting."""
         assert now.lead is not None
-        unit = self._limits.unit
-        for step in {unit, max(1, now.engines // (8 * unit)) * unit}:
+        step = self._limits.unit
+        while step <= max(self._limits.unit, now.engines):
             for sign in (1, -1):
                 engines = now.engines + sign * step
                 if self._limits.min_engines <= engines <= self._limits.max_engines:
                     yield "engines", sign, self._limits.with_engines(now, engines)
+            step *= 2
         for sign in (1, -1):
             if 1 <= now.lead + sign <= now.max_staleness:
                 yield "lead", sign, replace(now, lead=now.lead + sign)
@@ -263,7 +264,8 @@ class ElasticController:
                 yield "in_play", sign, replace(now, in_play=max(1, round(now.in_play * CONCURRENCY_STEP**sign)))
 
     def _best(self, sample: LengthSample, now: Setting, law: Prediction) -> tuple[str, int, Setting, float] | None:
-        """Return the best change: field, direction, setting and gain. One that needs no GPU comes first."""
+        """Return the best change: field, direction, setting and gain. One that needs no GPU comes first, and of those
+        that are about as good, the smallest."""
         gains, savings = [], []
         for name, sign, other in self._neighbours(now):
             gain = self._laws(sample, self._workload, other).samples_per_s / law.samples_per_s - 1
@@ -278,7 +280,9 @@ class ElasticController:
         if lent := self._lent(sample, now, law):
             gains += [] if any(name == "engines" for name, *_ in gains) else [lent]
         if gains:
-            return max(gains, key=lambda one: (one[0] in ("lead", "in_play"), one[3]))
+            gains = [one for one in gains if one[0] in ("lead", "in_play")] or gains
+            most = max(gain for *_, gain in gains)
+            return next(one for one in gains if one[3] > most - SLIGHT)
         return savings[0] if savings else None
 
     def _batch(self, sample: LengthSample) -> int:

@@ -68,9 +68,12 @@ def controller(
 def test_engines_are_added_until_the_trainer_binds_and_each_decision_says_why() -> None:
     found = world(controller(), 200)
     added = [one for one in found if one.action == "add_engine"]
-    assert [(one.before, one.after) for one in added] == [(4, 5), (5, 6), (6, 7), (7, 8)]
-    assert all(one.binds == "engines" and one.gain > 0 for one in added)
-    assert added[0].reason.startswith("add engine: 4 -> 5, expected +25%; the engines law binds, the trainer waits 50%")
+    assert [(one.before, one.after) for one in added] == [(4, 8)]
+    assert added[0].reason.startswith(
+        "add engine: 4 -> 8, expected +100%; the engines law binds, the trainer waits 50%"
+    )
+    one_by_one = world(controller(ElasticLimits(1, 5)), 200)
+    assert [(one.before, one.after) for one in one_by_one if one.action == "add_engine"] == [(4, 5)]
 
 
 def test_engines_that_are_not_missed_leave_and_the_lead_that_nobody_needs_falls() -> None:
@@ -121,13 +124,13 @@ def test_no_decision_is_made_until_the_last_one_has_taken_effect_or_was_given_up
         if decision := one.observe(seen):
             found.append(decision)
     assert min(decision.time for decision in found) >= at + 500.0
-    assert (found[0].before, found[0].after) == (4, 5)
+    assert (found[0].before, found[0].after) == (4, 8)
 
 
 def test_advice_changes_nothing_and_is_given_once() -> None:
     one = controller(acts=False)
     found = world(one, 100)
-    assert [(decision.action, decision.after) for decision in found] == [("add_engine", 5)]
+    assert [(decision.action, decision.after) for decision in found] == [("add_engine", 8)]
     assert one.setting.engines == 4
 
 
