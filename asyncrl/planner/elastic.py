@@ -233,7 +233,7 @@ class ElasticController:
 
     def _scaled(self, sample: LengthSample, rate: float) -> float:
         """Return the largest slowness at which the laws give this many episodes per second. If the trainer never
-        waits, that is only an upper bound: the engines may be faster."""
+        waits, that is only an upper bound, below which the engines count as fast as their episodes say."""
 
         def given(factor: float) -> Prediction:
             return self._laws(sample, self._workload, self._slowed(factor))
@@ -243,7 +243,7 @@ class ElasticController:
         for _ in range(12):
             middle = (low * high) ** 0.5
             low, high = (middle, high) if given(middle).samples_per_s >= rate else (low, middle)
-        return low if self._waits > SLIGHT else min(self._slowness_before, low)
+        return low if self._waits > SLIGHT else min(1.0, low)
 
     # -- choosing ------------------------------------------------------------------------------------------
 

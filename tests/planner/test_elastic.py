@@ -94,24 +94,36 @@ def test_decisions_end_under_a_constant_load_without_turning_round(engines: int,
 
 
 @settings(max_examples=examples(30), deadline=None)
-@given(seed=st.integers(0, 2**32), noise=st.floats(0.0, 1.0))
-def test_noise_turns_a_decision_round_no_more_often_than_its_logarithm(seed: int, noise: float) -> None:
-    """Seconds, waits and lengths are drawn, and have nothing to do with the decisions."""
-    draw, steps, found = random.Random(seed), 300, []
+@given(seed=st.integers(0, 2**32), noise=st.floats(0.0, 1.0), contrary=st.booleans())
+def test_noise_turns_decisions_round_no_more_often_than_its_logarithm(seed: int, noise: float, contrary: bool) -> None:
+    """Seconds, waits and lengths are drawn. A contrary world makes the opposite of the last decision look right."""
+    draw, steps, found = random.Random(seed), 300, list[ElasticDecision]()
     one = controller()
     for step in range(1, steps + 1):
         seconds = 8.0 * math.exp(draw.gauss(0, noise))
         waited = seconds * min(1.0, abs(draw.gauss(0, noise)))
+        if contrary:
+            engines = [decision.action for decision in found if decision.action.endswith("engine")]
+            waited = 0.0 if engines[-1:] == ["add_engine"] else seconds / 2
+            seconds = 4.0 if waited == 0.0 else seconds
         groups = [[(max(1.0, TOKENS * math.exp(draw.gauss(0, noise))), 0.0)] * SIBLINGS] * BATCH
         seen = StepObservation(step, step * 10.0, seconds, waited, 0.0, 800.0, one.setting.engines, groups)
         if decision := one.observe(seen):
             found.append(decision)
     for field in ("engine", "lead"):
-        mine = [one for one in found if one.action.endswith(field)]
+        mine = [decision for decision in found if decision.action.endswith(field)]
         turns = sum(before.action != after.action for before, after in pairwise(mine))
         assert turns <= math.log2(steps / PATIENCE) + 1
     for before, after in pairwise(found):
         assert after.step - before.step > FIRST.max_staleness  # the pipeline has turned over since
+
+
+def test_no_engine_leaves_while_the_trainer_waits_whatever_the_laws_say() -> None:
+    one = controller(ElasticLimits(1, 14), replace(FIRST, engines=14))  # fast engines, if they were as expected
+    for step in range(1, 60):
+        groups = [GROUP] * BATCH
+        decision = one.observe(StepObservation(step, step * 10.0, 2.2, 0.2, 0.0, 800.0, 14, groups))
+        assert decision is None or decision.action not in ("remove_engine", "lower_lead")
 
 
 def test_no_decision_is_made_until_the_last_one_has_taken_effect_or_was_given_up() -> None:
