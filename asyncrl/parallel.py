@@ -55,6 +55,38 @@ class PipelineSplit:
 
 
 @dataclass(frozen=True)
+class EngineParallel:
+    """Division of a model among the ranks of an SGLang engine: stages of `tp` ranks each, which form other groups for
+    routed experts and for attention."""
+
+    tp: int = 1
+    ep: int = 1  # groups of ranks that share the routed experts; the ranks of a group divide each expert
+    dp: int = 1  # replicas of attention; the ranks of a replica divide its heads
+    pp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks. Stage s has those from s * tp on."""
+        return self.tp * self.pp
+
+    @property
+    def attention(self) -> int:
+        """Number of ranks that divide the heads."""
+        return self.tp // self.dp
+
+    @property
+    def per_expert(self) -> int:
+        """Number of ranks that divide each routed expert."""
+        return self.tp // self.ep
+
+    def layers(self, count: int, stage: int) -> range:
+        """Return the layers of a stage, of `count`: the last stages have one more if stages cannot share them evenly
+        (sglang/srt/distributed/utils.py, get_pp_indices)."""
+        ends = [count // self.pp * number + max(0, number - self.pp + count % self.pp) for number in (stage, stage + 1)]
+        return range(*ends)
+
+
+@dataclass(frozen=True)
 class Parallel:
     """Position of this rank in the parallel layout."""
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -309,6 +310,16 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         return sum(trajectory.num_tokens for trajectory in self.trajectories)
 
     @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each trajectory."""
+        return [trajectory.num_tokens for trajectory in self.trajectories]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Total reward of each trajectory."""
+        return [trajectory.total for trajectory in self.trajectories]
+
+    @property
     def has_signal(self) -> bool:
         """True if any advantage can differ from 0.
 
@@ -322,6 +333,28 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         return [version - trajectory.oldest_version for trajectory in self.trajectories]
 
 
+class EncodedGroup:
+    """Stands in for a Group that another process has encoded: it goes into a batch or a snapshot as it came. What is
+    not among its own attributes is that of the group, which is decoded at the first such access."""
+
+    def __init__(
+        self, uid: str, slot: int, task: str, lengths: list[int], rewards: list[float], data: msgspec.Raw, packed: Any
+    ) -> None:
+        """`data` is the group, `packed` what a recording keeps of it (records/events.py), if there is one."""
+        self.uid, self.slot, self.task, self.lengths, self.rewards = uid, slot, task, lengths, rewards
+        self.num_tokens, self.data, self.packed = sum(lengths), data, packed
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.group, name)
+
+    @cached_property
+    def group(self) -> Group:
+        """The group itself."""
+        return msgspec.msgpack.decode(self.data, type=Group)
+
+
 class Batch(msgspec.Struct, frozen=True, array_like=True):
     """The groups with which the trainer updates version `version` to `version + 1`."""
 
@@ -330,9 +363,19 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     rollout: dict[str, float]  # statistics of the rollout side since the previous batch
 
 
-def encode(record: msgspec.Struct) -> bytes:
+def encode(record: object) -> bytes:
     """Encode a record as msgpack, the format of all messages between processes."""
-    return msgspec.msgpack.encode(record)
+    return _encode(record)
+
+
+def _data(value: object) -> msgspec.Raw:
+    """Return what stands for an EncodedGroup in a message."""
+    if isinstance(value, EncodedGroup):
+        return value.data
+    raise TypeError(f"{type(value).__name__} cannot be encoded")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_data).encode
 
 
 def decode_batch(data: bytes) -> Batch:

@@ -254,7 +254,7 @@ def busy_processes(config: Config) -> int:
     engine, trainer = config.engine, config.trainer
     if config.engine.urls or config.cluster.launcher != "local" or count_gpus(config.cluster.gpus):
         return 0
-    return engine.count * engine.tensor_parallel + trainer.world_size
+    return engine.started * engine.ranks + trainer.world_size
 
 
 def rounded(value: Any) -> Any:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -36,7 +36,7 @@ from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
 from asyncrl.rollout.ledger import SourceCounts  # noqa: E402
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
-from scripts import machine  # noqa: E402
+from scripts import machine, rollout_processes  # noqa: E402
 
 OWN_CORE, STUB_CORE = 0, 1
 PROMPT = [1, 2, 3, 4]
@@ -166,6 +166,23 @@ async def answers(url: str, count: int, tokens: int) -> float:
     return seconds
 
 
+def in_processes(processes: int, *, quick: bool) -> dict[str, float]:
+    """Measure the rollout side with so many processes that play episodes (scripts/rollout_processes.py)."""
+    with ExitStack() as stack:
+        started = [stub(tokens=64, interval=8, pace=0.005) for _ in range(processes)]
+        engines = [stack.enter_context(one) for one in started]
+        return asyncio.run(rollout_processes.measure(engines, 64, 8 if quick else 64, 4 if quick else 12))
+
+
+def held_in_processes(count: int) -> dict[str, float]:
+    """Measure so many samples in flight at once, in groups of 8 that share a request, in four processes."""
+    with ExitStack() as stack:
+        started = [stub(tokens=64, interval=8, pace=1.0) for _ in range(4)]
+        engines = [stack.enter_context(one) for one in started]
+        batch = -(-count // (3 * rollout_processes.SIZE))
+        return asyncio.run(rollout_processes.measure(engines, 64, batch, 2, in_flight=True))
+
+
 def buffer_seconds(groups: int) -> float:
     """Return the seconds per group from admission to its end, with `groups` groups in flight at any time."""
     buffer = CohortBuffer(groups // 10, 9)
@@ -194,8 +211,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer trajectories")
     parser.add_argument("--in-flight", type=int, default=10_000, help="trajectories at once (default 10,000)")
+    parser.add_argument(
+        "--held", type=int, default=0, help="measure so many trajectories in four processes, and no more"
+    )
     options = parser.parse_args()
     this = machine.report()  # before this process is pinned to one core
+    if options.held:
+        print(json.dumps({**held_in_processes(options.held), "machine": this}))
+        return
     count = 500 if options.quick else options.in_flight
     tokens, interval = 64, 8
     pieces = tokens // interval
@@ -226,7 +249,15 @@ def main() -> None:
     for size, seconds in costs.items():
         table.add_row(f"{size}", f"{seconds * 1e6:.1f}")
     console.print(table)
+    rows = {number: in_processes(number, quick=options.quick) for number in (1, 2)}
+    table = Table("processes that play", "CPU of the buffer's, µs a sample", "of a player's", "samples/s")
+    for number, row in rows.items():
+        played = f"{row['worker_cpu_us']:.0f}" if number > 1 else ""
+        table.add_row(f"{number}", f"{row['cpu_us']:.0f}", played, f"{row['samples_per_s']:.0f}")
+    console.print(table)
     figures = {
+        "buffer_cpu_us_per_sample": rows[2]["cpu_us"],
+        "player_cpu_us_per_request": rows[2]["worker_cpu_us"],
         "in_flight": ours["at_once"],
         "cpu_us_per_request": ours["cpu"] / count * 1e6,
         "over_bare_client": ours["cpu"] / bare_seconds,

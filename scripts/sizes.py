@@ -223,7 +223,7 @@ def _composed(*overrides: str) -> Any:
 
 def size(config: Config, hf: dict[str, Any]) -> Sized:
     """Return the size of a run. Raises ConfigError if the configuration does not fit the model or the machines."""
-    check_model(config, hf)
+    check_model(config, hf, HARDWARE.per_machine)
     config, _ = choose_lora(config, hf, HARDWARE.per_machine)
     each = config.cluster.gpus or HARDWARE.per_machine
     machines = config.cluster.nodes or nodes_wanted(config, each)
@@ -233,7 +233,8 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
     layout, training = layout_of(config.trainer), training_of(config, gpu=True)
     section = config.engine
     received = 2 * (config.weights.bucket_mb << 20)  # the bucket, and its tensors
-    part: Any = {"tensor": section.tensor_parallel, "dtype": section.dtype, **served_adapters(config)}
+    part: Any = {"tensor": section.tensor_parallel, "dtype": section.dtype, "codes": section.holds_codes}
+    part |= served_adapters(config)
     tokens = section.max_total_tokens or memory.cache_that_fits(weights, shape, ROOM - received, **part)
     if tokens < config.rollout.max_new_tokens:
         remedy = f"Its GPUs have room for the cache of {tokens} tokens, less than rollout.max_new_tokens: raise it."
@@ -422,7 +423,7 @@ def documented() -> tuple[str, str]:
 def told(config: Config, hf: dict[str, Any]) -> Iterator[str]:
     """Yield lines about each part of one run."""
     one = size(config, hf)
-    trainers, engines = config.trainer.world_size, config.engine.count * config.engine.tensor_parallel
+    trainers, engines = config.trainer.world_size, config.engine.started * config.engine.ranks
     yield f"{one.machines} machines, {trainers} GPUs train, {engines} generate"
     for role, parts in (("trainer", one.trainer), ("engine", one.engine)):
         told = ", ".join(f"{part} {gb(bytes_)}" for part, bytes_ in parts.items() if bytes_)

@@ -5,6 +5,9 @@
     default       the run of `make run`: SmolLM2-135M learns to sort words (--steps 40)
     lora          the same with all weights and with adapters of four ranks, each with three learning rates, of which
                   the figure shows the best (--steps 40)
+    quantized     the tiny task with engines of 8 bits (engine.quantization), with and without truncated importance
+                  sampling, and by how much the log-probabilities of trainer and engine differ (--steps 60 --seeds 2).
+                  Without staleness, so that nothing else makes them differ
 
 Each setting is a complete run of asyncrl-train on real engines, about forty seconds on two cores (`default` and `lora`:
 some minutes). The script prints one line of JSON per run, and writes FOLDER/STUDY.svg and FOLDER/STUDY.jsonl. --steps
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 Overrides = list[str]
+FIELDS = {"curve": "reward/mean", "gap": "logprob_gap/mean"}
 WINDOW = 5  # number of steps that a point of a curve averages
 QUIET = ["eval.questions=0"]
 
@@ -40,6 +44,11 @@ CORRECTIONS: dict[str, Overrides] = {
     "IcePop": ["algo.correction=icepop", "algo.correction.floor=0.5", "algo.correction.cap=5.0"],
     "OPSM": ["algo.correction=null", "algo.mask.opsm=0.5"],
 }
+QUANTIZED: dict[str, Overrides] = {
+    f"{kind}, {name}": ["rollout.max_staleness=0", f"engine.quantization={kind}", *CORRECTIONS[name]]
+    for kind in ("none", "int8_simulated", "fp8_simulated")
+    for name in ("none", "TIS")
+}
 RANKS = (1, 4, 16, 64)
 RATES = {"all weights": ("5e-6", "1e-5", "2e-5"), **{f"rank {rank}": ("1e-4", "2e-4", "4e-4") for rank in RANKS}}
 
@@ -48,8 +57,8 @@ def settings(study: str) -> dict[str, Overrides]:
     """Return the overrides of each curve of a study, by name."""
     if study == "default":
         return {"SmolLM2-135M, word_sorting": []}
-    if study == "algorithms":
-        return ALGORITHMS
+    if study in ("algorithms", "quantized"):
+        return ALGORITHMS if study == "algorithms" else QUANTIZED
     if study == "lora":
         adapters = {f"rank {rank}": [f"trainer.lora.rank={rank}"] for rank in RANKS}
         return {
@@ -63,8 +72,8 @@ def settings(study: str) -> dict[str, Overrides]:
     }
 
 
-def rewards(experiment: str, overrides: Overrides, steps: int, seed: int, extra: Overrides) -> list[float]:
-    """Run a training and return the mean reward of each batch."""
+def trained(experiment: str, overrides: Overrides, steps: int, seed: int, extra: Overrides) -> dict[str, list[float]]:
+    """Run a training and return each batch's mean reward and its gap of log-probabilities."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         own = [f"experiment={experiment}", f"run.dir={run_dir}", f"run.max_steps={steps}", f"run.seed={seed}", *QUIET]
@@ -73,18 +82,21 @@ def rewards(experiment: str, overrides: Overrides, steps: int, seed: int, extra:
         )
         if done.returncode:
             raise SystemExit(f"{overrides} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return [json.loads(line)["reward/mean"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        return {name: [line[field] for line in lines] for name, field in FIELDS.items()}
 
 
-def smooth(values: list[float]) -> list[float]:
-    """Return running means over the last WINDOW values."""
-    return [statistics.fmean(values[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(values))]
+def smooth(runs: list[list[float]]) -> list[float]:
+    """Return the mean of all runs over the last WINDOW values, with four digits."""
+    values = [statistics.fmean(of_step) for of_step in zip(*runs, strict=True)]
+    means = (statistics.fmean(values[max(0, i - WINDOW + 1) : i + 1]) for i in range(len(values)))
+    return [float(f"{value:.4g}") for value in means]
 
 
 def main() -> None:
     """Run every setting, then draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=["algorithms", "staleness", "default", "lora"])
+    parser.add_argument("study", choices=["algorithms", "staleness", "default", "lora", "quantized"])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=1)
@@ -95,11 +107,12 @@ def main() -> None:
     with (arguments.folder / f"{arguments.study}.jsonl").open("w") as file:
         for name, overrides in settings(arguments.study).items():
             runs = [
-                rewards(experiment, overrides, arguments.steps, seed, arguments.overrides)
+                trained(experiment, overrides, arguments.steps, seed, arguments.overrides)
                 for seed in range(arguments.seeds)
             ]
-            curve = smooth([statistics.fmean(values) for values in zip(*runs, strict=True)])
-            found.append({"name": name, "curve": [round(value, 4) for value in curve]})
+            curve = smooth([run["curve"] for run in runs])
+            gap = {"gap": smooth([run["gap"] for run in runs])} if arguments.study == "quantized" else {}
+            found.append({"name": name, "curve": curve, **gap})
             file.write(json.dumps(found[-1]) + "\n")
             file.flush()
             print(json.dumps({"name": name, "at_half": curve[len(curve) // 2], "at_end": curve[-1]}), flush=True)
@@ -120,7 +133,7 @@ def best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(study: str, found: list[dict[str, Any]], file: Path) -> None:
-    """Draw one panel for each bound of the staleness study, or a single panel for the other study."""
+    """Draw one panel for each bound of the staleness study, reward and gap of quantized engines, or a single panel."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -130,13 +143,17 @@ def draw(study: str, found: list[dict[str, Any]], file: Path) -> None:
     for one in found:
         panel, _, label = one["name"].rpartition(", ") if study == "staleness" else ("", "", one["name"])
         panels.setdefault(panel, []).append({**one, "label": label})
-    columns = min(2, len(panels))
-    figure, axes = pyplot.subplots(-(-len(panels) // columns), columns, squeeze=False, sharey=True, layout="tight")
+    if study == "quantized":
+        panels |= {"gap": [{**one, "curve": one["gap"]} for one in panels[""]]}
+    columns, shared = min(2, len(panels)), study != "quantized"
+    figure, axes = pyplot.subplots(-(-len(panels) // columns), columns, squeeze=False, sharey=shared, layout="tight")
     figure.set_size_inches(4.2 * columns + 1, 3.2 * len(axes))
     for axis, (title, curves) in zip(axes.flat, panels.items(), strict=False):
         for one in curves:
             axis.plot(range(1, len(one["curve"]) + 1), one["curve"], label=one["label"])
         axis.set(title=title, xlabel="batch", ylabel="mean reward")
+        if title == "gap":
+            axis.set(title="", ylabel="mean gap of log-probabilities", yscale="log")
         axis.legend(fontsize="small")
     figure.savefig(file)
 

@@ -281,6 +281,11 @@ class FakeClient:
     def hold(self) -> None:
         self.calls.append("hold")
 
+    async def confirmed(self, seconds: float | None = None) -> bool:
+        return True
+
+    async def gathered(self) -> None: ...
+
     async def drained(self, seconds: float) -> bool:
         await asyncio.sleep(0)
         return self.in_flight == 0

@@ -621,7 +621,12 @@ def test_model_that_the_trainer_cannot_build_is_refused(change: dict[str, Any], 
         (LLAMA, {"algo.routing_replay": "R3"}, "algo.routing_replay", "has no routed experts"),
         (LLAMA, {"algo.routing_replay": "R2", "algo.epochs": 2}, "algo.routing_replay", "has no routed experts"),
         (MIXTRAL, {"algo.routing_replay": "R3"}, "algo.routing_replay", "Mixtral does not report"),
-        (MOE, {"engine.server_args": {"pp_size": 2}}, "engine.server_args.pp_size", "cannot report routed experts"),
+        (
+            MOE,
+            {"engine.pipeline_parallel": 2, "weights.pause_mode": "drain"},
+            "engine.pipeline_parallel",
+            "cannot report routed experts",
+        ),
         (
             MOE,
             {"engine.server_args": {"enable_hierarchical_cache": True}},
@@ -639,18 +644,15 @@ def test_routing_replay_needs_experts_and_engines_that_tell_them(
 
 
 def test_routing_replay_that_the_engines_can_give_passes() -> None:
-    check_model(tiny_config(**{"algo.routing_replay": "R3", "engine.server_args": {"pp_size": 1}}), MOE)
+    speculative = {"engine.server_args": {"speculative_algorithm": None}}
+    check_model(tiny_config(**{"algo.routing_replay": "R3", **speculative}), MOE)
     check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), MIXTRAL)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("dp_size", 2, "cannot load new weights"),
-        ("data-parallel-size", 2, "cannot load new weights"),
-        ("pipeline_parallel_size", 2, "cannot load new weights"),
         ("speculative_algorithm", "EAGLE", "cannot load new weights"),
-        ("ep_size", 2, "weights.verify=false"),
         ("moe_a2a_backend", "deepep", "weights.verify=false"),
     ],
 )
@@ -663,8 +665,82 @@ def test_engines_that_cannot_take_or_prove_new_weights_are_refused(name: str, va
 
 
 def test_engines_whose_weights_are_cut_in_other_ways_pass_without_verification() -> None:
-    check_model(tiny_config(**{"engine.server_args": {"ep_size": 2}, "weights.verify": False}), MOE)
-    check_model(tiny_config(**{"engine.server_args": {"dp_size": 1, "moe_a2a_backend": "none"}}), MOE)
+    check_model(tiny_config(**{"engine.server_args": {"moe_dense_tp_size": 2}, "weights.verify": False}), MOE)
+    check_model(tiny_config(**{"engine.server_args": {"moe_dp_size": 1, "moe_a2a_backend": "none"}}), MOE)
+
+
+APART = {"engine.count": 0, "engine.prefill_count": 1, "engine.decode_count": 1, "rollout.coalesce": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"engine.decode_count": 0}, "engine.decode_count"),
+        ({"engine.prefill_count": 0}, "engine.prefill_count"),
+        ({"engine.count": 1}, "engine.count"),
+        ({"engine.urls": ["http://h:1"]}, "engine.urls"),
+        ({"weights.pause_mode": "retract"}, "weights.pause_mode"),
+        ({"rollout.coalesce": True}, "rollout.coalesce"),
+        ({"algo.routing_replay": "R3"}, "algo.routing_replay"),
+    ],
+)
+def test_what_engines_that_only_prefill_or_decode_cannot_do_is_refused(changes: dict[str, Any], field: str) -> None:
+    tiny_config(**APART)
+    tiny_config(**APART, **{"weights.pause_mode": "drain"})
+    wrong = refusal(**{**APART, **changes})
+    assert (wrong.field, wrong.value) == (field, changes.get(field))
+
+
+REPLICATED = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("hf", "shape", "field", "remedy"),
+    [
+        (LLAMA, {"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel", "no routed experts"),
+        ({**MOE, "num_experts": 3}, {"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel", "3 routed"),
+        (LLAMA, {"tensor_parallel": 2, "data_parallel": 2}, "data_parallel", "Qwen3ForCausalLM"),
+        (REPLICATED, {"tensor_parallel": 8, "data_parallel": 2}, "tensor_parallel", "attention heads"),
+        (REPLICATED, {"pipeline_parallel": 2}, "pipeline_parallel", "weights.pause_mode=abort or drain"),
+        (REPLICATED, {"pipeline_parallel": 5}, "pipeline_parallel", "only 4 layers"),
+        ({**LLAMA, "tie_word_embeddings": True}, {"pipeline_parallel": 2}, "pipeline_parallel", "Llama"),
+    ],
+)
+def test_an_engine_of_a_shape_that_the_model_does_not_have_is_refused(
+    hf: dict[str, Any], shape: dict[str, int], field: str, remedy: str
+) -> None:
+    changes = {f"engine.{name}": size for name, size in shape.items()}
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        check_model(tiny_config(**changes), hf)
+    assert caught.value.field == f"engine.{field}"
+
+
+def test_engines_of_every_shape_that_fits_pass() -> None:
+    check_model(tiny_config(**{"engine.tensor_parallel": 6, "engine.expert_parallel": 3}), MOE)
+    check_model(tiny_config(**{"engine.tensor_parallel": 4, "engine.data_parallel": 2}), REPLICATED)
+    check_model(tiny_config(**{"engine.pipeline_parallel": 2, "weights.pause_mode": "drain"}), LLAMA)
+    check_model(tiny_config(**{"engine.pipeline_parallel": 2, "mode": "rollout_only", "record": True}), LLAMA)
+
+
+@pytest.mark.parametrize("field", ["expert_parallel", "data_parallel"])
+def test_the_groups_of_an_engine_divide_its_ranks(field: str) -> None:
+    wrong = refusal(**{"engine.tensor_parallel": 4, f"engine.{field}": 3})
+    assert (wrong.field, wrong.value) == (f"engine.{field}", 3)
+    assert "engine.tensor_parallel=4" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("tp-size", "tensor"), ("ep_size", "expert"), ("dp_size", "data"), ("pp_size", "pipeline")]
+)
+def test_arguments_that_are_settings_are_refused(name: str, field: str) -> None:
+    wrong = refusal(**{"engine.server_args": {name: 2}})
+    assert wrong.field == f"engine.server_args.{name}"
+    assert f"engine.{field}_parallel" in str(wrong)
+
+
+def test_stages_are_refused_in_engines_that_others_started() -> None:
+    shape = {"engine.pipeline_parallel": 2, "weights.pause_mode": "drain"}
+    assert "stock server" in str(refusal(**shape, **{"engine.urls": ["http://h:1"]}))
 
 
 def test_recorded_routing_needs_a_second_step() -> None:

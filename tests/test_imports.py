@@ -82,7 +82,7 @@ ALLOWED = {
 ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router", "engine.registry"},
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
-    ("rollout", "models"): {"models.vision"},
+    ("rollout", "models"): {"models.vision", "models.architectures"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
     ("launch", "planner"): {
         *("planner.activations", "planner.adapters", "planner.memory", "planner.shapes", "planner.estimate"),
@@ -98,7 +98,7 @@ ONLY = {
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
-        "engine.session",
+        *("engine.session", "engine.partial_completion", "engine.roles"),
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.backends.cpu import megatron_shim
-from asyncrl.parallel import PipelineSplit
+from asyncrl.parallel import EngineParallel, PipelineSplit
 
 megatron_shim.enable()
 
@@ -71,3 +71,14 @@ def test_the_94_layers_of_qwen3_235b_divide(split: PipelineSplit, sizes: list[in
     assert [sum(map(len, stage)) for stage in split.chunk_layers(94)] == sizes
     with pytest.raises(ValueError, match="pipeline_parallel"):
         PipelineSplit(split.stages).chunk_layers(94)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [(4, 1, [4]), (4, 2, [2, 2]), (94, 4, [23, 23, 24, 24]), (61, 8, [7, 7, 7, *[8] * 5])],
+)
+def test_the_last_stages_of_an_engine_have_one_layer_more(layers: int, stages: int, sizes: list[int]) -> None:
+    """As in sglang/srt/distributed/utils.py, get_pp_indices; tests/integration/test_checksum.py loads such engines."""
+    found = [EngineParallel(pp=stages).layers(layers, stage) for stage in range(stages)]
+    assert [len(stage) for stage in found] == sizes
+    assert [layer for stage in found for layer in stage] == list(range(layers))

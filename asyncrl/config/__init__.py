@@ -18,6 +18,7 @@ from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
 from asyncrl.config.colocated import check_colocated
+from asyncrl.config.disaggregated import check_disaggregated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
@@ -27,6 +28,7 @@ from asyncrl.config.generation import (
     TaskConfig,
     TeacherConfig,
 )
+from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
 from asyncrl.config.running import (
     CheckpointConfig,
@@ -175,8 +177,10 @@ class Config(Section):
         self._check_teacher()
         self._check_elastic()
         check_colocated(self)
+        check_disaggregated(self)
         check_roles(self)
         check_adapters(self)
+        check_quantization(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
                 remedy = (
@@ -265,10 +269,11 @@ class Config(Section):
 
     @property
     def changes_base(self) -> bool:
-        """Return whether the policy differs from the model folder before the first step, so that the engines need
+        """Return whether the engines' policy differs from the model folder before the first step, so that they need
         weights of the trainers first."""
         lora = self.trainer.lora
-        return self.mode == "train" and lora.rank is not None and (lora.path is not None or lora.base != "none")
+        adapted = lora.rank is not None and (lora.path is not None or lora.base != "none")
+        return self.mode == "train" and (adapted or self.engine.quantization != "none")
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -68,6 +68,13 @@ def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
             f"An engine that releases its memory loses its adapters ({VERSIONS}): {otherwise}.",
         ),
         (
+            "engine.quantization",
+            config.engine.quantization,
+            config.engine.holds_codes,
+            f"Adapters on quantized weights were not tried ({VERSIONS}): set "
+            f"{config.engine.quantization}_simulated, or {otherwise}.",
+        ),
+        (
             "trainer.lora.targets",
             sorted(targets),
             not targets <= set(LINEARS),

@@ -6,29 +6,61 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
+from asyncrl.config.quantization import Quantization
 from asyncrl.config.secret_values import Parameters
 from asyncrl.errors import ConfigError
+from asyncrl.parallel import EngineParallel
 from asyncrl.settings import Count, Dtype, Million, Name, Natural, Positive, Section
+
+SHAPE_ARGS = {
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "tensor_parallel"),
+    **dict.fromkeys(("ep_size", "expert_parallel_size", "ep"), "expert_parallel"),
+    **dict.fromkeys(("dp_size", "data_parallel_size", "dp", "enable_dp_attention"), "data_parallel"),
+    **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pp"), "pipeline_parallel"),
+}
+"""Settings in place of SGLang's arguments, from which placement and publishes follow."""
 
 
 class EngineConfig(Section):
     """The fleet of SGLang servers and the router in front of it."""
 
     count: Natural
-    """Number of engines to start; 0 is only allowed with `urls`."""
+    """Number of engines to start; 0 is only allowed with `urls`, or with `prefill_count` and `decode_count`."""
+    prefill_count: Natural
+    """Number of engines that only prefill; 0: off. With them and `decode_count`, in place of `count`, the KV cache of a
+    prompt travels to an engine that decodes its answer."""
+    decode_count: Natural
+    """Number of engines that only decode."""
+    transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl"]
+    """How KV caches travel from engines that prefill to engines that decode
+    (--disaggregation-transfer-backend)."""
     urls: list[str]
     """Engines that are already running elsewhere, used in addition: this run sends them its weights and requests. They
     accept the run's API key, which must then be set as ASYNCRL_API_KEY in the environment (docs/engines.md)."""
     tensor_parallel: Count
-    """GPUs (or CPU processes) per engine."""
+    """GPUs (or CPU processes) of each pipeline stage of an engine."""
+    expert_parallel: Count
+    """Groups of a stage's GPUs among which the routed experts are divided; the GPUs of a group divide each of its
+    experts. Must divide tensor_parallel (SGLang's --ep-size)."""
+    data_parallel: Count
+    """Replicas of attention within a stage, each with requests and a KV cache of its own; the GPUs of a replica divide
+    its heads. Must divide tensor_parallel (SGLang's --dp-size with --enable-dp-attention). All requests of a group go
+    to the same replica."""
+    pipeline_parallel: Count
+    """Pipeline stages of an engine, which takes tensor_parallel × pipeline_parallel GPUs. Needs
+    weights.pause_mode=abort or drain in a run that trains: SGLang does not pause the steps that are between stages."""
     device: Literal["auto", "cpu", "cuda"]
     """Device of the engines; auto uses CUDA if the machine has it."""
     dtype: Dtype
     """Precision of the weights in the engines. auto: bfloat16 on GPUs; on CPUs the format with the faster matrix
     multiplication."""
+    quantization: Quantization
+    """Precision of the weights of the layers' linear maps in the engines, which the trainers quantize at each publish
+    (docs/weights.md). fp8: e4m3 in blocks of 128 x 128; int8: a scale for each output channel; both need GPUs.
+    fp8_simulated, int8_simulated: the same values, in `dtype`, on any machine."""
     max_total_tokens: Count | None
-    """KV cache size of one engine, in tokens; unset: what fits on its GPUs, as SGLang measures it, or 16,384 on a
-    CPU."""
+    """KV cache size of one engine, or of each of its replicas of attention, in tokens; unset: what fits on its GPUs, as
+    SGLang measures it, or 16,384 on a CPU."""
     max_running_requests: Count
     """Maximum number of requests that one engine decodes concurrently."""
     stream_interval: Count
@@ -53,9 +85,14 @@ class EngineConfig(Section):
     """Seconds for which the rest of a broken answer is retried while no token arrives; then its group is dropped. Must
     be longer than an engine takes to restart."""
 
+    @property
+    def holds_codes(self) -> bool:
+        """Return whether the engines hold codes and scales, not the values that they stand for."""
+        return self.quantization in ("fp8", "int8")
+
     @model_validator(mode="after")
     def _has_some(self) -> EngineConfig:
-        if not self.count and not self.urls:
+        if not self.started and not self.urls:
             raise ConfigError("engine.count", 0, "Start at least one engine, or name running ones in engine.urls.")
         for url in self.urls:
             if not url.startswith("http://"):
@@ -63,6 +100,50 @@ class EngineConfig(Section):
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError("engine.urls", self.urls, "It lists an engine twice: remove one of the two.")
         return self
+
+    @model_validator(mode="after")
+    def _has_a_shape(self) -> EngineConfig:
+        for field in ("expert_parallel", "data_parallel"):
+            if self.tensor_parallel % getattr(self, field):
+                remedy = (
+                    f"Must divide engine.tensor_parallel={self.tensor_parallel}, whose GPUs it divides into groups."
+                )
+                raise ConfigError(f"engine.{field}", getattr(self, field), remedy)
+        if self.urls and self.pipeline_parallel > 1:
+            remedy = (
+                "The stock server of engine.urls cannot take weights on several stages: start engines by engine.count."
+            )
+            raise ConfigError("engine.pipeline_parallel", self.pipeline_parallel, remedy)
+        for given, value in self.server_args.items():
+            if named := SHAPE_ARGS.get(given.replace("-", "_")):
+                raise ConfigError(f"engine.server_args.{given}", value, f"Set engine.{named} instead.")
+        return self
+
+    @property
+    def disaggregated(self) -> bool:
+        """Return whether engines only prefill or only decode."""
+        return self.prefill_count + self.decode_count > 0
+
+    @property
+    def duties(self) -> list[str]:
+        """Return what each engine that the launcher starts does, in the router's words."""
+        apart = ["prefill"] * self.prefill_count + ["decode"] * self.decode_count
+        return [*["regular"] * self.count, *apart]
+
+    @property
+    def started(self) -> int:
+        """Return the number of engines that the launcher starts."""
+        return len(self.duties)
+
+    @property
+    def parallel(self) -> EngineParallel:
+        """Return the division of the model among the ranks of an engine."""
+        return EngineParallel(self.tensor_parallel, self.expert_parallel, self.data_parallel, self.pipeline_parallel)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of GPUs (or CPU processes) of an engine."""
+        return self.parallel.ranks
 
 
 class AuxiliaryModelConfig(Section):
@@ -90,6 +171,11 @@ class AuxiliaryModelConfig(Section):
     def started(self) -> int:
         """Return the number of engines that the launcher starts."""
         return self.count if self.model else 0
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of GPUs (or CPU processes) of an engine."""
+        return self.tensor_parallel
 
 
 class TeacherConfig(AuxiliaryModelConfig):
@@ -132,6 +218,10 @@ class ImagesConfig(Section):
 class RolloutConfig(Section):
     """Asynchrony, batch shape, sampling, timeouts and failure limits of rollouts."""
 
+    processes: Count
+    """Number of processes that play episodes. 1: the rollout process does it itself. With more of them, it keeps buffer
+    and ledger, and each of the others holds connections, agents, environments and rewards for its share of the groups
+    (docs/scale.md); limits of concurrency of environments and teacher then apply to each of them."""
     batch_groups: Million
     """Groups (prompts) per batch."""
     group_size: Million

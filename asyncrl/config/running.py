@@ -120,7 +120,7 @@ class WeightsConfig(Section):
     drain: wait until they have finished, while no new ones start (slow; a baseline for comparison)."""
     verify: bool
     """Compare the engines' checksums with those of the weights sent, at the first publish and when an engine joins.
-    Disable it for engines that quantize, since they hold different values from those sent."""
+    Disable it for engines that quantize by themselves, since they hold different values from those sent."""
     verify_every: Count | None
     """Also compare the checksums every this many versions; unset: only in those two cases."""
     folder: str | None

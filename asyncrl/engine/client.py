@@ -27,7 +27,7 @@ from asyncrl.engine.inflight import CacheKey, InFlight, PendingSample
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, joined
 from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
 from asyncrl.engine.session import GenerationSession, SavedCompletion, seed_of
-from asyncrl.engine.stream import aiohttp_transport
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
@@ -66,6 +66,8 @@ class GenerationClient:
         pause_mode: str = "in_place",
         fields: Mapping[str, Any] | None = None,
         routing: RoutingShape | None = None,
+        replicas: int = 1,
+        disaggregated: bool = False,
         seed: int | None = None,
         context: int | None = None,
         names: AdapterName | None = None,
@@ -75,23 +77,21 @@ class GenerationClient:
         vision: Vision | None = None,
         trace: Callable[[str, str, int], str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
+        requests: str = "",
     ) -> None:
         """Create a client of the router at `router`.
 
         routing: make engines return the experts of every token in requests for training
+        replicas: number of replicas of attention in each engine
+        disaggregated: some engines only prefill, and others only decode
         seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
         context: maximum length of a sequence in an engine, in tokens
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
         agents, past_versions: adapters of roles, and the past versions that play some (Config.past_versions)
         vision: how the model reads images, if it does
-        trace: makes the header `traceparent` (engine/inflight.py)
+        trace, requests: make the header `traceparent` and the names of requests (engine/inflight.py)
         """
-        self._http = httpx.AsyncClient(
-            base_url=router,
-            **access.http,
-            transport=transport or aiohttp_transport(access),
-            timeout=httpx.Timeout(timeout, connect=30.0),
-        )
+        self._http = GenerateEndpoint(router, access, timeout, transport)
         self._longest, self._context, self._stop = max_new_tokens, context, stop_token_ids
         self.inflight = InFlight(
             self._http,
@@ -101,9 +101,12 @@ class GenerationClient:
             pause_mode=pause_mode,
             fields=dict(fields or {}),
             routing=routing is not None,
+            replicas=replicas,
+            disaggregated=disaggregated,
             names=names,
             past_versions=past_versions,
             trace=trace,
+            requests=requests,
         )
         self.roles = RoleAdapters(agents, self.inflight, versions=names is not None, per=adapter_per)
         self._routing = routing

@@ -1,6 +1,6 @@
 """The engine's half of weights/delta.py: a custom weight loader that runs inside SGLang's scheduler.
 
-SGLang ends an engine whose loader raises. Every tensor-parallel rank therefore writes a receipt with the error, if any,
+SGLang ends an engine whose loader raises. Every rank therefore writes a receipt with the error, if any,
 into the update's folder, and the trainer reads the receipts. The loader changes nothing before it has verified every
 file's checksum and the version that the update builds upon, so a refused update leaves the weights as they were.
 """
@@ -19,6 +19,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asyncrl.engine.stages import own_rank
+
 
 class DeltaMismatch(Exception):
     """Raised when the update does not fit the weights that this engine holds."""
@@ -35,7 +37,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         apply(model, order)
     except Exception as error:  # noqa: BLE001  reported in the receipt: raising would end the engine
         refused = f"{type(error).__name__}: {error}"
-    receipt = Path(order["folder"]) / "receipts" / f"{order['engine']}-{_rank()}.json"
+    receipt = Path(order["folder"]) / "receipts" / f"{order['engine']}-{own_rank()}.json"
     partial = receipt.with_suffix(".partial")
     partial.write_text(json.dumps({"refused": refused}))
     os.rename(partial, receipt)
@@ -106,9 +108,3 @@ class KeepWhereNaN(TorchDispatchMode):
             target, source = args[0], args[1].to(args[0].device)
             args = (target, torch.where(source.isnan(), target, source.to(target.dtype)))
         return func(*args, **(kwargs or {}))
-
-
-def _rank() -> int:
-    from sglang.srt.runtime_context import get_parallel
-
-    return int(get_parallel().tp_rank)

@@ -22,7 +22,7 @@ import httpx
 from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
-from asyncrl.engine.router import RouterWorkers
+from asyncrl.engine.router import Duties, RouterWorkers, duties_of, every_engine
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
 from asyncrl.network.addresses import LOST, Access, Addresses
 
@@ -79,9 +79,9 @@ class Fleet:
     """The engines of a run as one trainer rank sees them: those that serve and those that wait for their weights.
 
     Only rank 0 has `router` and `register`, and decides which engines serve. Other ranks send weights and report the
-    engines that they lost. `attached` engines were started by others, and wait for their weights at first. `on_lost` is
-    called with the URL, the incarnation and the reason of every lost engine. With `on_lost`, losing the last engine is
-    not an error, because the engine is started again.
+    engines that they lost. `attached` engines were started by others, and wait for their weights at first. `duties`
+    says which engines prefill and which decode. `on_lost` is called with the URL, the incarnation and the reason of
+    every lost engine. With `on_lost`, losing the last engine is not an error, because the engine is started again.
     """
 
     def __init__(
@@ -94,13 +94,14 @@ class Fleet:
         router: RouterMembership | None = None,
         register: EngineRegister | None = None,
         on_lost: Callable[[str, str, str], None] | None = None,
+        duties: Duties = every_engine,
     ) -> None:
         self._configured, self._attached = (*urls, *attached), set(attached)
         self.serving, self.joining = list(urls), list(attached)
         self.lost: dict[str, str] = {}
         self.changes = 0  # number of joins and losses: the same URLs may be other processes
         self.timeout = timeout
-        self._router, self._register, self._on_lost = router, register, on_lost
+        self._router, self._register, self._on_lost, self._duties = router, register, on_lost, duties
         self._incarnations: dict[str, str] = {}  # version label of each engine before it got weights of the run
         self._http = httpx.Client(
             **access.http,
@@ -225,9 +226,10 @@ class Fleet:
         return self._incarnations.get(url) != label or (url in self._attached and url not in self.joining)
 
     def needs_weights(self) -> bool:
-        """Return whether no engine serves but some wait for weights. Without weights no batch would ever arrive."""
+        """Return whether no engine serves (or none that prefills, or none that decodes) but some wait for weights.
+        Without weights no batch would ever arrive."""
         self.reconcile()
-        return bool(self.joining and not self.serving)
+        return not {self._duties(url)[0] for url in self.joining} <= {self._duties(url)[0] for url in self.serving}
 
     def join(self, url: str) -> None:
         """Add a started engine. It receives the next publish, and serves once its checksum is confirmed."""
@@ -298,7 +300,9 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
     Exactly one process `decides`: only it talks to the router, and only it asks the launcher to restart lost engines.
     """
     timeout = config.weights.timeout
-    router = RouterWorkers(addresses.router, addresses.access, timeout) if decides else None
+    registry = Registry(run_dir)
+    duties = duties_of(addresses, registry.joined)
+    router = RouterWorkers(addresses.router, addresses.access, timeout, duties) if decides else None
 
     def note(url: str, incarnation: str, reason: str) -> None:
         if decides:
@@ -312,6 +316,7 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
         timeout,
         attached=addresses.attached,
         router=router,
-        register=Registry(run_dir) if decides else None,
+        register=registry if decides else None,
         on_lost=note if restart else None,
+        duties=duties,
     )

@@ -17,13 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
-
-import httpx
+from zlib import crc32
 
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_past
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion
-from asyncrl.engine.stream import StreamBroken, stream_chunks
+from asyncrl.engine.stream import GenerateEndpoint, StreamBroken
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
 from asyncrl.observability import intervals
@@ -112,7 +111,7 @@ class InFlight:
 
     def __init__(
         self,
-        http: httpx.AsyncClient,
+        http: GenerateEndpoint,
         run: str,
         sampling: dict[str, Any],
         *,
@@ -120,18 +119,24 @@ class InFlight:
         pause_mode: str,
         fields: dict[str, Any],
         routing: bool = False,
+        replicas: int = 1,
+        disaggregated: bool = False,
         names: AdapterName | None = None,
         past_versions: PastVersions = no_past,
         trace: Callable[[str, str, int], str] | None = None,
+        requests: str = "",
     ) -> None:
-        """Create the tracker. With `routing`, training requests return the experts of every token that is read. With
-        `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles. `trace`
-        makes the header `traceparent` of a request from its group, its first sample, and its number among the requests
-        of that sample."""
+        """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
+        processes of the run. With `routing`, training requests return the experts of every token that is read. Each
+        engine has `replicas` of attention: a group's requests use the same one. `disaggregated` says that some engines
+        only prefill, and others only decode. With `names`, every version is a set of adapters in the engines;
+        `past_versions` are those that play roles. `trace` makes the header `traceparent` of a request from its group,
+        its first sample, and its number among the requests of that sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
-        self._routing, self._names, self._trace = routing, names, trace
+        self._named = f"{run}-{requests}"
+        self._routing, self._names, self._trace, self._replicas = routing, names, trace, replicas
         self.adapters = AdapterUse(past_versions)
-        self._cache_key, self._pause_mode = cache_key, pause_mode
+        self._cache_key, self._pause_mode, self._disaggregated = cache_key, pause_mode, disaggregated
         self._serial = itertools.count()
         self._requests: dict[_Request, None] = {}  # in the order in which they were sent
         self._open, self._idle = asyncio.Event(), asyncio.Event()
@@ -166,18 +171,19 @@ class InFlight:
         """Send requests again, under the prefix-cache key of `version`, which every engine now serves.
 
         When the caches are not flushed, a request that was in transit or in an engine's queue during the pause may run
-        under the new weights and find its prompt in the cache of the old ones. Such a request is sent again.
+        under the new weights and find its prompt in the cache of the old ones. Or its first token was on its way to the
+        engine that decodes, which would record it under the new version. Such a request is sent again.
         """
         self.version, self.held = version, 0.0
         self._changed[version] = time.time()
         self._changed.pop(version - KNOWN_PUBLISHES, None)
         self._open.set()
-        if self._pause_mode == "in_place" and self._cache_key == "version":
+        if self._pause_mode == "in_place" and (self._cache_key == "version" or self._disaggregated):
             for sent in self._requests:
                 if sent.overtaken and not sent.scope.expired():  # an earlier publish may already have ended it
                     sent.scope.reschedule(0.0)
 
-    def resume(self, version: int, tokens: Mapping[str, int], late: int) -> None:
+    def restore(self, version: int, tokens: Mapping[str, int], late: int) -> None:
         """Restore the saved version and token counts. Requests wait until every engine serves that version."""
         self.version, self.tokens, self.late_tokens = version, Counter(tokens), late
         self.hold()
@@ -191,6 +197,13 @@ class InFlight:
     def in_flight(self) -> int:
         """Number of open requests."""
         return len(self._requests)
+
+    async def confirmed(self, seconds: float | None = None) -> bool:
+        """Return True: what this object is told is done at once. Other processes confirm it (rollout/workers.py)."""
+        return True
+
+    async def gathered(self) -> None:
+        """Return at once: the sessions are here. Those of other processes are brought up to date for a snapshot."""
 
     async def drained(self, seconds: float) -> bool:
         """Wait until no request is in flight. Return False when that takes longer than `seconds`."""
@@ -246,7 +259,7 @@ class InFlight:
         try:
             first = samples[0].session
             header = self._trace(first.group, first.sample, first.activity.requests) if self._trace else ""
-            async for chunk in stream_chunks(self._http, request, first.group or request["rid"], header):
+            async for chunk in self._http.stream(request, first.group or request["rid"], header):
                 if not 0 <= chunk.index < len(answers):
                     raise EngineError(
                         f"the engine returned sample {chunk.index} for a request of {len(answers)} samples"
@@ -304,8 +317,11 @@ class InFlight:
         images: list[Any] = [data_url(png) for png in exchange.images]
         if images and len(sessions) > 1:
             images = [images]  # SGLang takes several samples for a batch, in which each prompt has a list of its own
+        rid = f"{self._named}{next(self._serial):010d}"  # fixed width: engines abort by prefix
+        replica = crc32((sessions[0].group or rid).encode()) % self._replicas
         return {
             **self._fields,
+            **({"routed_dp_rank": replica} if self._replicas > 1 else {}),
             **(routed if self._routing and exchange.purpose == "training" else {}),
             **({"lora_path": name} if name else {}),
             "input_ids": token_ids,
@@ -319,7 +335,7 @@ class InFlight:
             },
             "return_logprob": True,
             "stream": True,
-            "rid": f"{self._run}-{next(self._serial):010d}",  # fixed width: engines abort by prefix
+            "rid": rid,
             "extra_key": f"{self._run}-{key}",  # prefix caches are never shared between runs
         }
 

@@ -36,12 +36,14 @@ class Load:
     used: float
     """Tokens that running requests hold in the KV cache."""
     capacity: float
-    """Size of the KV cache in tokens."""
+    """Size of the KV cache in tokens; 0 in an engine that only prefills."""
     prefilled: float
     """Tokens prefilled so far, without those found in the cache."""
     prefill_seconds: float
     """Time spent on prefilling them."""
     url: str = ""
+    longest: float = 0.0
+    """Size of the smallest KV cache of the engine's replicas, which bounds the length of a sequence."""
     tokens_per_s: float | None = None
     """Tokens generated per second, between the last two queries of the counters."""
     cache_hit: float | None = None
@@ -83,12 +85,12 @@ class Loads:
             response = await self._http.get(f"{self._router}/workers")
         except httpx.TransportError:
             return []  # the router is dead or restarting
-        urls = [worker["url"] for worker in response.json()["workers"]] if response.status_code == 200 else []
-        found = await asyncio.gather(*[self._ask(url) for url in urls])
+        workers = response.json()["workers"] if response.status_code == 200 else []
+        found = await asyncio.gather(*[self._ask(worker["url"], worker.get("worker_type")) for worker in workers])
         self.latest, self._asked = [load for load in found if load], time.monotonic()
         return self.latest
 
-    async def _ask(self, url: str) -> Load | None:
+    async def _ask(self, url: str, kind: str | None) -> Load | None:
         try:
             response = await self._http.get(f"{url}/v1/loads", params={"include": "core"})
             if self._metrics:
@@ -101,7 +103,8 @@ class Loads:
             return None
         counters = self._counters.get(url)
         rates: Any = counters.rates if counters else {}
-        return replace(load_of(response.json()["loads"], url), **rates)
+        load = replace(load_of(response.json()["loads"], url), **rates)
+        return replace(load, used=0.0, capacity=0.0) if kind == "prefill" else load
 
     async def _scrape(self, url: str) -> None:
         now, before = time.monotonic(), self._counters.get(url)
@@ -165,6 +168,7 @@ def load_of(ranks: Sequence[dict[str, Any]], url: str = "") -> Load:
         prefilled=total("total_prefill_uncached_tokens"),
         prefill_seconds=total("total_prefill_busy_us") / 1e6,
         url=url,
+        longest=min(float(rank["max_total_num_tokens"]) for rank in ranks),
     )
 
 

@@ -1,10 +1,11 @@
 """Program that runs one SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
 
 This is the stock server, with in-place pauses that complete the step in flight (overlap.py), adapters that can be
-unloaded after any request (unloading.py), a warm-up for GPUs (warmup.py), metrics that require the key as its other
-routes do (they name the model's folder), and the CPU shim where there is no CUDA. The
-run's API key and ports come from the environment, because every user of the machine can read a command line. The module
-is not a `__main__.py`, because multiprocessing would not re-import that in spawned children, which need the shim too.
+unloaded after any request (unloading.py), quantized weights that can be published (quantized.py), publishes to pipeline
+stages (stages.py), a warm-up for GPUs (warmup.py), metrics that require the key as its other routes do (they name the
+model's folder), and the CPU shim where there is no CUDA. The run's API key and ports come from the environment, because
+every user of the machine can read a command line. The module is not a `__main__.py`, because multiprocessing would not
+re-import that in spawned children, which need the shim too.
 """
 
 from asyncrl import importing
@@ -16,9 +17,13 @@ import sys
 from typing import Any
 
 from asyncrl.backends.cpu.sglang_shim import install
-from asyncrl.engine import overlap, unloading, warmup
+from asyncrl.engine import overlap, quantized, stages, unloading, warmup
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS
+from asyncrl.network.ports import free_block
+
+REPLICA_PORTS = 8
+"""Consecutive ports that replicas of attention take, from that of their meeting on (server_args.py, PortArgs)."""
 
 
 def guard_metrics(module: Any) -> None:
@@ -33,7 +38,9 @@ install()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # a debugging tool of SGLang would import it, in 0.5 s
 importing.after_import("sglang.srt.utils.auth", guard_metrics)
 overlap.install()
+stages.install()
 unloading.install()
+quantized.install(sys.argv)
 warmup.install()
 stores.bind()
 
@@ -45,6 +52,8 @@ if __name__ == "__main__":
 
     importing.done()
     arguments = [*sys.argv[1:], *shlex.split(os.environ.get(ARGUMENTS, ""))]
+    if "--enable-dp-attention" in arguments and "--dist-init-addr" not in arguments:
+        arguments += ["--dist-init-addr", f"127.0.0.1:{free_block('127.0.0.1', REPLICA_PORTS)}"]
     if key := os.environ.get("ASYNCRL_API_KEY"):
         arguments += ["--api-key", key, "--admin-api-key", key]
     if incarnation := os.environ.get("ASYNCRL_INCARNATION"):  # its first weights are no version of the run

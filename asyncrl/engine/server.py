@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from urllib.parse import urlsplit
 
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
 from asyncrl.config.adapters import adapter_targets, engine_slots
+from asyncrl.config.quantization import BLOCK
 from asyncrl.engine import warmup
 from asyncrl.network.addresses import Addresses
+from asyncrl.parallel import EngineParallel
 
 # Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
 CPU_ARGS: dict[str, Any] = {
@@ -66,6 +69,40 @@ def adapter_args(config: Config, *, gpu: bool) -> dict[str, Any]:
     }
 
 
+def shape_args(shape: EngineParallel) -> dict[str, Any]:
+    """Return the arguments that divide the ranks of an engine, as far as they divide anything."""
+    sizes = {"ep_size": shape.ep, "dp_size": shape.dp, "pp_size": shape.pp}
+    return {"enable_dp_attention": shape.dp > 1, **{name: size for name, size in sizes.items() if size > 1}}
+
+
+def duty_args(engine: EngineConfig, duty: str, bootstrap: int) -> dict[str, Any]:
+    """Return the arguments of an engine that only prefills or only decodes; none for others. The router tells decoding
+    engines the port at which they meet one that prefills."""
+    if duty == "regular":
+        return {}
+    met = {"disaggregation_bootstrap_port": bootstrap} if duty == "prefill" else {}
+    return {"disaggregation_mode": duty, "disaggregation_transfer_backend": engine.transfer_backend, **met}
+
+
+QUANTIZATION_CONFIG: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"},
+    "int8": {"quant_method": "w8a8_int8"},
+}
+"""What the config.json of a folder with such weights says (weights/quantization.py)."""
+
+
+def quantization_args(engine: EngineConfig) -> dict[str, Any]:
+    """Return the arguments of engines that hold codes and scales; none otherwise.
+
+    The model folder has other weights, so the engines start with random ones of that form, and get the trainers' first
+    version before any request.
+    """
+    if not engine.holds_codes:
+        return {}
+    changes = {"quantization_config": QUANTIZATION_CONFIG[engine.quantization]}
+    return {"load_format": "dummy", "json_model_override_args": json.dumps(changes)}
+
+
 def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed: int, **more: Any) -> list[str]:
     """Return the command line of one engine.
 
@@ -76,6 +113,7 @@ def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed:
         model,
         url,
         gpu=gpu,
+        **shape_args(engine.parallel),
         **{
             "max_running_requests": engine.max_running_requests,
             "weight_version": "0",  # the weights that the run starts from
@@ -83,6 +121,7 @@ def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed:
             "stream_interval": engine.stream_interval,
             "random_seed": seed,
             "enable_metrics": engine.metrics,
+            **quantization_args(engine),
             **more,
         },
     )
@@ -169,6 +208,6 @@ def server_env(engine: EngineConfig | AuxiliaryModelConfig, *, gpu: bool) -> dic
     """
     if gpu:
         return {}
-    bind = "|".join(str(core) for core in range(engine.tensor_parallel))
-    several = {"SGLANG_CPU_OMP_THREADS_BIND": bind} if engine.tensor_parallel > 1 else {}
+    bind = "|".join(str(core) for core in range(engine.ranks))
+    several = {"SGLANG_CPU_OMP_THREADS_BIND": bind} if engine.ranks > 1 else {}
     return {"TORCHDYNAMO_DISABLE": "1", **several}

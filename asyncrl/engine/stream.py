@@ -31,36 +31,64 @@ class StreamBroken(Exception):
     """Raised when an answer ends early through no fault of the request, so that it may be continued elsewhere."""
 
 
-async def stream_chunks(
-    http: httpx.AsyncClient, request: dict[str, Any], routing_key: str, traceparent: str = ""
-) -> AsyncIterator[StreamChunk]:
-    """Yield the events of one request as they arrive. Raises StreamBroken, or EngineError if it is refused."""
-    headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key}
-    if traceparent:
-        headers["traceparent"] = traceparent
-    try:
-        async with http.stream("POST", "/generate", content=msgspec.json.encode(request), headers=headers) as response:
-            if response.status_code != 200:
-                text = (await response.aread()).decode(errors="replace")[:500]
-                problem = f"the router answered {response.status_code}: {text}"
-                passing = response.status_code in PASSING or NO_WORKER in text
-                raise StreamBroken(problem) if passing else EngineError(problem)
-            waiting = bytearray()
-            async for chunk in response.aiter_raw():
-                for event in _events(waiting, chunk):
-                    data = event.removeprefix(b"data: ")
-                    if data == b"[DONE]":
-                        return
-                    piece = decode_piece(data)
-                    if piece.error is not None:
-                        problem = f"the engine failed a request: {piece.error}"
-                        passing = piece.error.get("code") in PASSING or piece.error.get("type") == STREAM_ERROR
-                        raise StreamBroken(problem) if passing else EngineError(problem)
+class GenerateEndpoint:
+    """The router's /generate. It uses the transport without httpx's client, whose redirects, cookies and merging of
+    headers took a fifth of the CPU time of a request."""
+
+    def __init__(
+        self, router: str, access: Access, timeout: float, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        """`timeout` is that of the next chunk, in seconds."""
+        self._transport = transport or aiohttp_transport(access)
+        self._url = httpx.URL(f"{router}/generate")
+        self._headers = [("Content-Type", "application/json"), *access.headers.items()]
+        self._extensions = {"timeout": httpx.Timeout(timeout, connect=30.0).as_dict()}
+
+    async def stream(
+        self, request: dict[str, Any], routing_key: str, traceparent: str = ""
+    ) -> AsyncIterator[StreamChunk]:
+        """Yield the events of one request as they arrive. Raises StreamBroken, or EngineError if it is refused."""
+        headers = [*self._headers, (ROUTING_KEY, routing_key)]
+        if traceparent:
+            headers.append(("traceparent", traceparent))
+        content = msgspec.json.encode(request)
+        sent = httpx.Request("POST", self._url, headers=headers, content=content, extensions=self._extensions)
+        try:
+            response = await self._transport.handle_async_request(sent)
+            try:
+                async for piece in _pieces(response):
                     yield piece
-    except httpx.HTTPError as error:
-        raise StreamBroken(f"{type(error).__name__} {error}".strip()) from None
-    except msgspec.DecodeError as error:
-        raise StreamBroken(f"the stream of an engine has an invalid event: {error}") from None
+                return
+            finally:
+                await response.stream.aclose()  # type: ignore[union-attr]
+        except httpx.HTTPError as error:
+            raise StreamBroken(f"{type(error).__name__} {error}".strip()) from None
+        except msgspec.DecodeError as error:
+            raise StreamBroken(f"the stream of an engine has an invalid event: {error}") from None
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._transport.aclose()
+
+
+async def _pieces(response: httpx.Response) -> AsyncIterator[StreamChunk]:
+    stream: Any = response.stream
+    if response.status_code != 200:
+        text = b"".join([chunk async for chunk in stream]).decode(errors="replace")[:500]
+        problem = f"the router answered {response.status_code}: {text}"
+        raise StreamBroken(problem) if response.status_code in PASSING or NO_WORKER in text else EngineError(problem)
+    waiting = bytearray()
+    async for chunk in stream:
+        for event in _events(waiting, chunk):
+            data = event.removeprefix(b"data: ")
+            if data == b"[DONE]":
+                return
+            piece = decode_piece(data)
+            if piece.error is not None:
+                problem = f"the engine failed a request: {piece.error}"
+                passing = piece.error.get("code") in PASSING or piece.error.get("type") == STREAM_ERROR
+                raise StreamBroken(problem) if passing else EngineError(problem)
+            yield piece
     raise StreamBroken("the stream ended without its last event")
 
 

@@ -36,9 +36,10 @@ def install() -> None:
     after_import("sglang.srt.entrypoints.warmup", register)
 
 
-async def warm_up(_: str, manager: Any) -> None:
+async def warm_up(mode: str, manager: Any) -> None:
     """Answer prompts of several lengths, each once on every data-parallel replica, with the log-probabilities of all
-    new and some given tokens; then forget them."""
+    new and some given tokens; then forget them. An engine that only prefills or only decodes does so without a
+    partner."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     async def answer(length: int, replica: int) -> None:
@@ -48,17 +49,18 @@ async def warm_up(_: str, manager: Any) -> None:
             return_logprob=True,
             logprob_start_len=length - NEW_TOKENS,
         )
+        _without_partner(request, mode, replica)
         async for _ in manager.generate_request(request, None):
             pass
 
     for length in LENGTHS:
         if length + NEW_TOKENS < manager.context_len:
             await asyncio.gather(*(answer(length, replica) for replica in range(manager.server_args.dp_size)))
-    await read_image("", manager)
+    await read_image(mode, manager)
     await manager.flush_cache()
 
 
-async def read_image(_: str, manager: Any) -> None:
+async def read_image(mode: str, manager: Any) -> None:
     """Answer a prompt with an image, if the model reads images."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -71,5 +73,14 @@ async def read_image(_: str, manager: Any) -> None:
         image_data=[PNG],
         sampling_params={"max_new_tokens": 1, "ignore_eos": True},
     )
+    _without_partner(request, mode, 0)
     async for _chunk in manager.generate_request(request, None):
         pass
+
+
+def _without_partner(request: Any, mode: str, room: int) -> None:
+    """Let an engine that only prefills or only decodes answer a request by itself, with an invented KV cache."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    if mode != "null":
+        request.bootstrap_host, request.bootstrap_room = FAKE_BOOTSTRAP_HOST, room

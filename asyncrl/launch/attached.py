@@ -59,13 +59,13 @@ def wanted_of(config: Config) -> dict[str, Any]:
     engine, publishes = config.engine, config.mode == "train"
     # the stock server's pauses record wrong versions with overlap; only our own server (engine/overlap.py) mends that
     overlaps = publishes and config.weights.pause_mode == "in_place"
-    loads = {"dp_size": 1, "pp_size": 1, "speculative_algorithm": None}  # as in checks.py
+    shape = {"ep_size": engine.expert_parallel, "dp_size": engine.data_parallel, "pp_size": engine.pipeline_parallel}
+    replicated = {"enable_dp_attention": True} if engine.data_parallel > 1 else {}
     return {
         "tp_size": engine.tensor_parallel,
         "incremental_streaming_output": True,
         **({"disable_overlap_schedule": True} if overlaps else {}),
-        **(loads if publishes else {}),
-        **({"ep_size": 1} if publishes and config.weights.verify else {}),
+        **({**shape, **replicated, "speculative_algorithm": None} if publishes else {}),  # as in checks.py
         **({"custom_weight_loader": [DELTA_LOADER]} if config.weights.transport == "delta" else {}),
         **_adapters_of(config),
         **({"enable_return_routed_experts": True} if config.algo.routing_replay == "R3" else {}),

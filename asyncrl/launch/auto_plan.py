@@ -201,7 +201,7 @@ def _fits(split: GpuSplit, config: Config, keep: Collection[str], devices: Devic
     except ConfigError:
         return False
     engine = planned.engine
-    sizes = engine.count, engine.tensor_parallel, planned.trainer.world_size
+    sizes = engine.started, engine.ranks, planned.trainer.world_size
     return sizes == (split.engines, split.engine_gpus, split.trainers)
 
 
@@ -222,13 +222,13 @@ def _batch(config: Config, keep: Collection[str], folder: Path) -> Iterator[tupl
     yield from (("mean", work.answer), ("longest", rollout.max_new_tokens))
     yield "prompt", work.beginning + work.question
     if "engine.count" in keep:
-        yield "engines", engine.count
+        yield "engines", engine.started
     if "engine.max_running_requests" in keep:
         yield "max_running", engine.max_running_requests
     if "engine.max_total_tokens" in keep and engine.max_total_tokens:
         yield "kv_tokens", engine.max_total_tokens
     if "engine.tensor_parallel" in keep:
-        yield "engine_gpus", engine.tensor_parallel
+        yield "engine_gpus", engine.ranks
     if LAYOUT[0] in keep:
         yield "layout", [trainer.tensor_parallel, trainer.pipeline_parallel, trainer.expert_parallel]
 
@@ -250,7 +250,7 @@ def _on_cpus(
     copy, cores = trainer.world_size // trainer.data_parallel, devices.machines * rates.cores
     engines = engine.count if "engine.count" in keep else 1
     trainers = trainer.world_size if "trainer.data_parallel" in keep else copy
-    processes = max(cores - (cores > 2), engines * engine.tensor_parallel + trainers)
+    processes = max(cores - (cores > 2), engines * engine.ranks + trainers)
     machine = MachineRates(
         train=rates.train.get(trainer.dtype) or max(rates.train.values()),  # auto: the faster dtype
         generate=rates.generate.get(engine.dtype) or max(rates.generate.values()),
@@ -264,7 +264,7 @@ def _on_cpus(
         **dict(_batch(config, keep, folder)),
         **fields,
         "gpus": processes,
-        "engine_gpus": engine.tensor_parallel,
+        "engine_gpus": engine.ranks,
         "trainer_gpus": copy,
         "max_running": engine.max_running_requests,
         "kv_tokens": cache_tokens(engine, gpu=False),

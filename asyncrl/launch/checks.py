@@ -11,7 +11,9 @@ from typing import Any
 from asyncrl import tasks
 from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.config.lora import BLOCK
+from asyncrl.config.quantization import check_codes
 from asyncrl.errors import ConfigError
+from asyncrl.launch.engine_shape import check_shape
 from asyncrl.launch.megatron_fields import check_fields
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.vision import deepstack, image_shape
@@ -22,8 +24,9 @@ from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
 
 
-def check_model(config: Config, hf: dict[str, Any]) -> None:
-    """Refuse models and layouts that cannot be built. `hf` is the model folder's config.json."""
+def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
+    """Refuse models and layouts that cannot be built. `hf` is the model folder's config.json, `gpus` the number of each
+    machine."""
     check_architecture(hf)
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
     serves = [d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)]
@@ -31,7 +34,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     trains = [d for d in serves if rows % d == 0]  # Megatron shares out the rows of queries, keys and values
     for field, degree, allowed in (
         ("trainer", config.trainer.tensor_parallel, trains),
-        ("engine", config.engine.tensor_parallel, serves),  # SGLang replicates KV heads (weights/engine_layout.py)
+        ("engine", config.engine.parallel.attention, serves),  # SGLang replicates KV heads
     ):
         if degree not in allowed:
             number, what = (heads, "attention heads") if heads % degree else (kv_heads, "key-value heads")
@@ -40,6 +43,7 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
     _check_engine(hf)
+    check_shape(config, hf, family.get("num_moe_experts", 0))
     _check_roles(config, hf)
     _check_recompute(config.trainer, hf["num_hidden_layers"], family)
     _check_features(config.trainer, {**hf, **family})
@@ -50,6 +54,9 @@ def check_model(config: Config, hf: dict[str, Any]) -> None:
     _check_replay(config, hf)
     _check_vision(config, hf)
     _check_publishes(config)
+    if config.mode == "train":
+        gpu, sees = on_gpu(config.engine, gpus), image_shape(hf) is not None
+        check_codes(config, {**hf, **family}, gpu=gpu, sees=sees)
     longest = hf.get("max_position_embeddings", 0)
     if config.trainer.lora.path:
         check_start(config.trainer.lora, config.adapters)
@@ -200,10 +207,10 @@ def _check_dispatcher(trainer: TrainerConfig, experts: int) -> None:
             raise ConfigError("trainer.token_dispatcher", kind, f"{why}: set alltoall.")
 
 
-CANNOT_TELL_EXPERTS = ("pp_size", "pipeline_parallel_size", "enable_hierarchical_cache", "speculative_algorithm")
+CANNOT_TELL_EXPERTS = ("enable_hierarchical_cache", "speculative_algorithm")
 """SGLang settings that are incompatible with R3. SGLang 0.5.21 keeps the experts of a token on the rank that chose
-them, at the location of its KV entry. With pipeline parallelism those of other stages are missing, an entry that was
-moved to host memory and back belongs to another token, and draft tokens are not recorded."""
+them, at the location of its KV entry. An entry that was moved to host memory and back belongs to another token, and
+draft tokens are not recorded. (With pipeline parallelism those of other stages are missing.)"""
 
 
 def _check_replay(config: Config, hf: dict[str, Any]) -> None:
@@ -249,12 +256,11 @@ def _check_vision(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError("weights.verify", True, remedy)
 
 
-CANNOT_LOAD = ("dp_size", "data_parallel_size", "pp_size", "pipeline_parallel_size", "speculative_algorithm")
-"""SGLang settings with which an engine cannot take new weights. SGLang 0.5.21 refuses updates with several replicas in
-one engine; the ranks of pipeline stages would join the group of weights under the same numbers, and open one handle of
-shared memory twice; and it loads the tensors of the model into the draft model, too."""
+CANNOT_LOAD = ("speculative_algorithm",)
+"""SGLang settings with which an engine cannot take new weights: SGLang 0.5.21 loads the tensors of the model into the
+draft model, too."""
 CANNOT_VERIFY = (
-    *("ep_size", "expert_parallel_size", "ep", "moe_a2a_backend", "moe_dp_size", "moe_data_parallel_size"),
+    *("moe_a2a_backend", "moe_dp_size", "moe_data_parallel_size", "enable_dp_lm_head", "enable_eplb"),
     *("attn_cp_size", "attention_context_parallel_size", "moe_dense_tp_size", "dwdp_size"),
 )
 """SGLang settings that cut weights in other ways than weights/engine_layout.py, so that every engine would fail the
@@ -265,7 +271,7 @@ def _check_publishes(config: Config) -> None:
     """Check that the engines can take new weights, and prove that they have them."""
     if config.mode != "train":
         return
-    _refuse(config, CANNOT_LOAD, "cannot load new weights", "remove it; use more engines, or tensor parallelism.")
+    _refuse(config, CANNOT_LOAD, "cannot load new weights", "remove it.")
     if config.weights.verify:
         remedy = "remove it, or set weights.verify=false."
         _refuse(config, CANNOT_VERIFY, "cuts weights in a way that weights.verify does not know", remedy)
@@ -284,7 +290,7 @@ def check_devices(config: Config, gpus: int) -> None:
     trains, generates = config.mode != "rollout_only", config.mode != "replay"
     for name, section, ranks in (
         ("trainer", config.trainer, config.trainer.world_size * trains),
-        ("engine", config.engine, config.engine.count * config.engine.tensor_parallel * generates),
+        ("engine", config.engine, config.engine.started * config.engine.ranks * generates),
         ("teacher", config.teacher, config.teacher.started * config.teacher.tensor_parallel * generates),
         ("judge", config.judge, config.judge.started * config.judge.tensor_parallel * generates),
     ):
@@ -294,7 +300,7 @@ def check_devices(config: Config, gpus: int) -> None:
             raise ConfigError(f"{name}.device", "cuda", "This machine has no visible GPU: use cpu or auto.")
         wanted += ranks if on_gpu(section, gpus) else 0
     if config.cluster.placement == "colocated" and on_gpu(config.engine, gpus):
-        wanted -= config.engine.count * config.engine.tensor_parallel  # they use the trainers'
+        wanted -= config.engine.started * config.engine.ranks  # they use the trainers'
     if wanted > gpus:
         raise ConfigError(
             "trainer × engine ranks",

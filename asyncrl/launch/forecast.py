@@ -42,7 +42,7 @@ def forecast(config: Config, folder: Path, hf: dict[str, Any], precision: Precis
         train=trainer.train[config.trainer.dtype],
         generate=engine.generate[config.engine.dtype],
         trainers=config.trainer.world_size,
-        engines=max(1, config.engine.count) * config.engine.tensor_parallel,
+        engines=max(1, config.engine.started) * config.engine.ranks,
         cores=trainer.cores if trainer.host == engine.host else trainer.cores + engine.cores,
         two=min(trainer.two, engine.two),
     )

@@ -35,6 +35,7 @@ class Seat:
     node: Node
     gpus: tuple[int, ...] = ()  # indices of its GPUs among those of the node
     port: int = 0
+    bootstrap: int = 0  # port at which an engine that prefills tells others where its KV caches are
     meeting: int = 0  # rendezvous port of its ranks; for the router, its metrics port; for rollouts, that of spans
     scheme: str = "http"  # https if servers authenticate as the run's (tls.py)
 
@@ -59,6 +60,8 @@ class Placement:
     engines: list[list[Seat]]  # per engine, one seat for each machine that it spans; the first one's server answers
     teachers: list[Seat] = field(default_factory=list)
     judges: list[Seat] = field(default_factory=list)
+    episodes: list[Seat] = field(default_factory=list)  # processes that play episodes; none if the rollout process does
+    meeting: Seat | None = None  # where the rollout process listens for them
 
     def urls(self) -> dict[str, Any]:
         """Return the URLs of the servers, as fields of Addresses."""
@@ -66,8 +69,10 @@ class Placement:
             "engines": tuple(seats[0].url for seats in self.engines),
             "router": self.router.url,
             "rollout": self.rollout.url,
+            "bootstrap": {seats[0].url: seats[0].bootstrap for seats in self.engines if seats[0].bootstrap} or None,
             "teachers": tuple(seat.url for seat in self.teachers),
             "judges": tuple(seat.url for seat in self.judges),
+            "episodes": self.meeting.url if self.meeting else "",
         }
 
     def listening(self) -> list[str]:
@@ -91,8 +96,8 @@ class _Room:
 
     def seat(self, gpus: int = 0, ports: int = 0) -> Seat:
         taken, self.free = tuple(self.free[:gpus]), self.free[gpus:]
-        port, meeting, *_ = (*(next(self._ports) for _ in range(ports)), 0, 0)
-        return Seat(self.node, taken, port, meeting, self._scheme)
+        port, meeting, bootstrap, *_ = (*(next(self._ports) for _ in range(ports)), 0, 0, 0)
+        return Seat(self.node, taken, port, bootstrap, meeting, self._scheme)
 
     def again(self, gpus: Sequence[int]) -> _Room:
         """Return this node with these GPUs, to be assigned a second time."""
@@ -103,7 +108,9 @@ class _Room:
 
 def ports_wanted(config: Config) -> int:
     """Return the number of free ports that suffices for a node, whatever is placed on it."""
-    return 2 * (config.engine.count + config.teacher.started + config.judge.started) + 4 + config.tracing.engines
+    servers = config.engine.started + config.teacher.started + config.judge.started
+    several = config.tracing.engines + (config.rollout.processes > 1)
+    return 2 * servers + config.engine.prefill_count + 4 + several
 
 
 def place(config: Config, nodes: Sequence[Node]) -> Placement:
@@ -125,26 +132,37 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
     if config.mode == "replay":
         return Placement(router, rollout, trainers, [])
     fleets: dict[str, list[list[Seat]]] = {}
-    for name, section, count in (
-        ("engine", config.engine, config.engine.count),
-        ("teacher", config.teacher, config.teacher.started),
-        ("judge", config.judge, config.judge.started),
+    for name, section, duties in (
+        ("engine", config.engine, config.engine.duties),
+        ("teacher", config.teacher, ["regular"] * config.teacher.started),
+        ("judge", config.judge, ["regular"] * config.judge.started),
     ):
         rooms_for = others if config.cluster.trainer_nodes or not _on_gpu(name, section, each) else working
         if name == "engine" and config.cluster.placement == "colocated":
             rooms_for = _shared(config, trainers, working[:used])
-        fleets[name] = _fleet(name, section, count, rooms_for, each)
+        fleets[name] = _fleet(name, section, duties, rooms_for, each)
     heads = {name: [seats[0] for seats in fleet] for name, fleet in fleets.items()}
-    return Placement(router, rollout, trainers, fleets["engine"], heads["teacher"], heads["judge"])
+    episodes, meeting = _episodes(config, head, others)
+    return Placement(router, rollout, trainers, fleets["engine"], heads["teacher"], heads["judge"], episodes, meeting)
+
+
+def _episodes(config: Config, head: _Room, others: list[_Room]) -> tuple[list[Seat], Seat | None]:
+    """Return the seats of the processes that play episodes, round-robin over the rollout process's machine and those of
+    the engines, and where they meet."""
+    count = config.rollout.processes
+    if count == 1:
+        return [], None
+    rooms = list({id(room): room for room in (head, *others)}.values())
+    return [rooms[number % len(rooms)].seat() for number in range(count)], head.seat(ports=1)
 
 
 def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_Room]:
     """Return the trainers' machines with the trainers' GPUs, for engines that use them in turns."""
     gpus = {seat.node.name: seat.gpus for seat in trainers}
-    count, ranks = config.engine.count, config.engine.tensor_parallel
+    count, ranks = config.engine.started, config.engine.ranks
     if (shared := sum(map(len, gpus.values()))) and shared != count * ranks:
         raise ConfigError(
-            "engine.count × engine.tensor_parallel",
+            _sizes("engine", config.engine),
             f"{count} × {ranks}",
             f"With cluster.placement=colocated the engines use the {shared} GPUs of the trainers: the product must be "
             "that number.",
@@ -152,23 +170,24 @@ def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_R
     return [room.again(gpus[room.node.name]) for room in rooms]
 
 
-def place_engines(config: Config, nodes: Sequence[Node], count: int | None) -> list[list[Seat]]:
+def place_engines(config: Config, nodes: Sequence[Node], count: int | None, duty: str = "regular") -> list[list[Seat]]:
     """Place additional engines on machines of their own. Without `count`, place as many as fit the GPUs, or one per
     machine without GPUs. Raises ConfigError if there are too few machines."""
     each, rooms = len(nodes[0].gpus), [_Room(node, config.cluster) for node in nodes]
     if count is None:
-        gpu, ranks = _on_gpu("engine", config.engine, each), config.engine.tensor_parallel
+        gpu, ranks = _on_gpu("engine", config.engine, each), config.engine.ranks
         of_one = each // ranks if each >= ranks else 0
         count = max(1, len(nodes) * of_one or len(nodes) * each // ranks) if gpu else len(nodes)
-    return _fleet("engine", config.engine, count, rooms, each)
+    return _fleet("engine", config.engine, [duty] * count, rooms, each)
 
 
 def _fleet(
-    name: str, section: EngineConfig | AuxiliaryModelConfig, count: int, rooms: list[_Room], each: int
+    name: str, section: EngineConfig | AuxiliaryModelConfig, duties: list[str], rooms: list[_Room], each: int
 ) -> list[list[Seat]]:
+    ports = [3 if duty == "prefill" else 2 for duty in duties]
     if _on_gpu(name, section, each):
-        return [_on_gpus(name, section, rooms, each) for _ in range(count)]
-    return [[rooms[number % len(rooms)].seat(ports=2)] for number in range(count)]
+        return [_on_gpus(name, section, rooms, each, wanted) for wanted in ports]
+    return [[rooms[number % len(rooms)].seat(ports=wanted)] for number, wanted in enumerate(ports)]
 
 
 def _on_gpu(name: str, section: TrainerConfig | EngineConfig | AuxiliaryModelConfig, each: int) -> bool:
@@ -200,29 +219,39 @@ def _trainers(config: Config, rooms: list[_Room], each: int) -> list[Seat]:
     return seats
 
 
-def _on_gpus(name: str, section: EngineConfig | AuxiliaryModelConfig, rooms: list[_Room], each: int) -> list[Seat]:
-    ranks = section.tensor_parallel
+def _on_gpus(
+    name: str, section: EngineConfig | AuxiliaryModelConfig, rooms: list[_Room], each: int, ports: int
+) -> list[Seat]:
+    ranks = section.ranks
     for room in rooms:
         if len(room.free) >= ranks:
-            return [room.seat(gpus=ranks, ports=2)]
+            return [room.seat(gpus=ranks, ports=ports)]
     whole = [room for room in rooms if len(room.free) == each]
     if name == "engine" and ranks > each and ranks % each == 0 and len(whole) >= ranks // each:
         first, *more = whole[: ranks // each]
-        return [first.seat(gpus=each, ports=2), *(room.seat(gpus=each, ports=1) for room in more)]
+        return [first.seat(gpus=each, ports=ports), *(room.seat(gpus=each, ports=1) for room in more)]
     free = sum(len(room.free) for room in rooms)
     raise ConfigError(
-        f"{name}.count × {name}.tensor_parallel",
-        f"{section.count} × {ranks}",
+        _sizes(name, section),
+        f"{section.started} × {ranks}",
         f"No machine has {ranks} free GPUs ({free} are free in total): lower it, use more machines "
         "(cluster.nodes) or GPUs (cluster.gpus), or change the number of trainer ranks.",
     )
+
+
+def _sizes(name: str, section: EngineConfig | AuxiliaryModelConfig) -> str:
+    """Return the settings whose product is the number of GPUs of a fleet."""
+    apart = isinstance(section, EngineConfig) and section.disaggregated
+    count = f"({name}.prefill_count + {name}.decode_count)" if apart else f"{name}.count"
+    stages = f" × {name}.pipeline_parallel" if section.ranks > section.tensor_parallel else ""
+    return f"{count} × {name}.tensor_parallel{stages}"
 
 
 def nodes_wanted(config: Config, each: int) -> int:
     """Return the smallest number of machines with `each` GPUs that can hold the run."""
     problem: ConfigError | None = None
     fleets = (config.engine, config.teacher, config.judge)
-    most = config.trainer.world_size + sum(fleet.tensor_parallel * fleet.count for fleet in fleets) + 1
+    most = config.trainer.world_size + sum(fleet.ranks * fleet.started for fleet in fleets) + 1
     for count in range(1 + config.cluster.cpu_nodes, config.cluster.cpu_nodes + most):
         try:
             place(config, imagined(config, count, each))

@@ -6,8 +6,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TeacherConfig, on_gpu
@@ -19,6 +19,7 @@ from asyncrl.engine.server import (
     ROUTER_TRACE_ENV,
     adapter_args,
     deterministic_args,
+    duty_args,
     judge_argv,
     server_argv,
     server_env,
@@ -30,7 +31,10 @@ from asyncrl.launch.placement import Placement, Seat
 from asyncrl.network.addresses import ARGUMENTS, Addresses
 from asyncrl.network.tls import signed
 
-PORTS = ("--port", "--nccl-port", "--dist-init-addr", "--prometheus-port", "--otlp-traces-endpoint")
+PORTS = (
+    *("--port", "--nccl-port", "--dist-init-addr", "--disaggregation-bootstrap-port"),
+    *("--prometheus-port", "--otlp-traces-endpoint"),
+)
 """Arguments that are passed through the environment: every user of the machine can read a command line, seconds before
 its process listens."""
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -81,7 +85,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     router, hidden = _without_ports(argv)
     traced = {**trace_env(addresses), **ROUTER_TRACE_ENV} if addresses.spans else {}
     return [
-        *engines(config, addresses, placement.engines, run_dir),
+        *engines(config, addresses, placement.engines, run_dir, config.engine.duties),
         *_frozen(config, addresses, placement, run_dir),
         ProcessSpec(
             "router",
@@ -94,6 +98,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
         _rollout("asyncrl.rollout", addresses, placement.rollout, run_dir),
+        *_episodes(config, addresses, placement.episodes, run_dir),
         *([_collector(addresses, placement.rollout, run_dir)] if config.mode == "rollout_only" else trainers),
     ]
 
@@ -104,6 +109,21 @@ def _rollout(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> Pr
     env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **own}
     argv = [sys.executable, "-m", module, str(run_dir)]
     return ProcessSpec("rollout", argv, env, node=seat.node.name, reports=module == "asyncrl.rollout")
+
+
+def _episodes(config: Config, addresses: Addresses, seats: Sequence[Seat], run_dir: Path) -> list[ProcessSpec]:
+    """Return the specifications of the processes that play episodes (rollout.processes)."""
+    like = [_rollout("asyncrl.rollout.episodes", addresses, seat, run_dir) for seat in seats]
+    return [
+        replace(
+            spec,
+            name=f"episodes-{number}",
+            argv=[*spec.argv, str(number)],
+            restarts=config.cluster.max_restarts,
+            reports=True,
+        )
+        for number, spec in enumerate(like)
+    ]
 
 
 def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
@@ -154,16 +174,22 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), 
 
 
 def engines(
-    config: Config, addresses: Addresses, seats_of: list[list[Seat]], run_dir: Path, label: str = "", seed: int = 0
+    config: Config,
+    addresses: Addresses,
+    seats_of: list[list[Seat]],
+    run_dir: Path,
+    duties: Sequence[str],
+    label: str = "",
+    seed: int = 0,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the policy's engines. `label` distinguishes the names of engines that are started
-    later."""
+    """Return the specifications of the policy's engines, with what each does (engine.duties). `label` distinguishes the
+    names of engines that are started later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
     colocated = config.cluster.placement == "colocated"
     # an IPC handle can only be opened where the trainer's GPU is visible
     by_ipc = config.weights.transport == "tensor" or (colocated and config.weights.transport == "auto")
-    for number, seats in enumerate(seats_of):
+    for number, (seats, duty) in enumerate(zip(seats_of, duties, strict=True)):
         for place, seat in enumerate(seats):  # if several: one per machine, of which the first answers
             full = server_argv(
                 config.engine,
@@ -177,6 +203,7 @@ def engines(
                 enable_memory_saver=(colocated and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **adapter_args(config, gpu=gpu),
+                **duty_args(config.engine, duty, seat.bootstrap),
                 **_shown(run_dir, seat.url),
                 **trace_args(addresses, f"engine-{label}{number}"),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),

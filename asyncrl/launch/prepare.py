@@ -172,7 +172,7 @@ class Preparation:
 
     def models(self) -> None:
         """Check that the policy can be built, and that the teacher can score it."""
-        check_model(self.config, self.read("model"))
+        check_model(self.config, self.read("model"), self.gpus)
         for role in self.folders:
             self.read(role)
         if "teacher" in self.folders:

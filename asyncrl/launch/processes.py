@@ -1,7 +1,8 @@
 """The supervisor: owns every process of a run on this machine.
 
 waits for     the death of a process, or a signal to stop
-on a stall    of a process that reports its progress: writes down what each of them was doing, and ends the run
+on a stall    of a process that reports its progress: kills it if it may be restarted, otherwise writes down what each
+              of them was doing, and ends the run
 on death      restarts an engine or the router, once the run has started (launch/restarts.py). If any other process
               ends, except a trainer that has finished, ends the run and reports the process, its machine, how it ended
               and its last lines
@@ -78,7 +79,7 @@ class Supervisor:
             while not self._finished():
                 each_poll()
                 self._scratch.note(child.pid for child in self._children.values())
-                if self._stalls and (stalled := self._stalls.find()):
+                if self._stalls and (stalled := self._stalls.find()) and not self._replace(stalled):
                     raise ProcessDied(self._describe(self._stalls, stalled))
                 time.sleep(POLL_SECONDS)
             each_poll()
@@ -91,6 +92,7 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         spec = self._specs[name]
+        self._stalls_forget(name)
         self._scratch.starts()
         # to a file instead of a pipe, which grandchildren may keep open for long
         with self._log(name).open("ab") as log:
@@ -108,6 +110,21 @@ class Supervisor:
                 start_new_session=True,
                 preexec_fn=partial(_prepare, spec, near(spec.env)),
             )
+
+    def _replace(self, stalled: Sequence[Stalled]) -> bool:
+        """Kill the stalled processes that may be started again. Return whether there are any."""
+        found = [one for one in stalled if self._policy.allows(self._specs[one.name])]
+        for one in found:
+            print(f"asyncrl: {one.name} makes no progress ({one.doing}); killing it", file=sys.stderr, flush=True)
+            if not self._specs[one.name].step:
+                write_stack(self._children[one.name].pid, stack_file(self._run_dir / "logs", one.name))
+            self._kill(one.name)
+            self._stalls_forget(one.name)
+        return bool(found)
+
+    def _stalls_forget(self, name: str) -> None:
+        if self._stalls and self._specs[name].reports:
+            self._stalls.forget(name)
 
     def _finished(self) -> bool:
         """Handle all deaths since the last call. Return whether the run is over: all trainers ended well, or without

@@ -96,6 +96,12 @@ class Stalls(Leases):
                     found.append(Stalled(name, seen.told["doing"], still, silent))
         return sorted(found, key=lambda one: (not one.silent, -one.seconds))
 
+    def forget(self, name: str) -> None:
+        """Begin anew with a process that is started again."""
+        (self._folder / f"{name}{SUFFIX}").unlink(missing_ok=True)
+        self._seen.pop(f"{name}{SUFFIX}", None)
+        self._not_begun[name] = 0.0
+
     def last_report(self, name: str) -> str:
         """Return what a process reported last, and for how long it has been doing that."""
         if (seen := self._seen.get(f"{name}{SUFFIX}")) is None:

@@ -47,7 +47,7 @@ class Console:
             what = f"replays {escape(str(c.replay.source))}; {layout}"
         else:
             teacher = f"teacher {escape(c.teacher.model)}, " if c.teacher.model else ""
-            engines = c.engine.count + len(c.engine.urls)
+            engines = c.engine.started + len(c.engine.urls)
             what = (
                 f"on {escape(', '.join(c.mixture))}; {engines} engine(s), {teacher}{layout}; "
                 f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"

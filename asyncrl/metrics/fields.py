@@ -116,6 +116,12 @@ STEP_REFERENCE = {
     "kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the start of the step",
 }
 
+# The same file, with engine.quantization, except for adapters, whose base is quantized once
+STEP_QUANTIZATION = {
+    "quantization/error": "norm of the error of the quantized weights that this rank sent, relative to that of the "
+    "weights",
+}
+
 # The same file, with algo.entropy_bonus: computing the entropy takes a pass over the logits
 STEP_ENTROPY = {"entropy": "mean entropy of the policy at the trained tokens"}
 

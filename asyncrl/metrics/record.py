@@ -107,6 +107,7 @@ class StepLog:
             "time/verify": sent["verify"],
             "engines/serving": sent["engines"],
             "bytes/published": sent["bytes"],
+            **({"quantization/error": sent["error"]} if "error" in sent else {}),
             **({"adapters/resident": sent["adapters"]} if "adapters" in sent else {}),
             "time/step": now - self._last_end,
             "time/since_start": now + self._offset + self._before,

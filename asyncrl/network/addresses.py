@@ -86,9 +86,11 @@ class Addresses:
     teachers: tuple[str, ...] = ()  # engines of the teacher, started by the launcher or by others
     judge: Path | None = None
     judges: tuple[str, ...] = ()  # engines of the judge
+    bootstrap: dict[str, int] | None = None  # ports at which engines that prefill are met, by URL, if some only do that
     attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
     trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
     resume: Path | None = None  # checkpoint from which the run resumes
+    episodes: str = ""  # where the rollout process listens for those that play episodes (rollout.processes)
     spans: str = ""  # HOST:PORT at which the rollout process receives the router's spans (tracing.engines)
     trace_key: str = ""  # key of those who send it spans
     authority: str = ""  # PEM certificate that signed its servers' certificates; empty if they have none

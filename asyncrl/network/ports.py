@@ -48,6 +48,26 @@ def free_port(host: str) -> int:
     return free_ports(host, 1)[0]
 
 
+def free_block(host: str, count: int) -> int:
+    """Return the first of `count` consecutive free ports."""
+    for _ in range(ATTEMPTS):
+        first = free_port(host)
+        held: list[socket.socket] = []
+        try:
+            for port in range(first + 1, first + count):
+                held.append(socket.create_server((host, port)))
+                if not _leased(_folder() / str(port)):
+                    break
+            else:
+                return first
+        except OSError:
+            continue
+        finally:
+            for one in held:
+                one.close()
+    raise AsyncRLError(f"no {count} consecutive free ports between {FIRST_PORT} and {LAST_PORT} on {host}")
+
+
 def _folder() -> Path:
     """Return this user's lease folder on this machine.
 

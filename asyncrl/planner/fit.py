@@ -58,7 +58,7 @@ class Fit:
     def check(self, seeds: int = 2) -> str:
         """Simulate the run in its own setting, and return the prediction beside what was measured."""
         rollout, engine, trainer = self.settings.rollout, self.settings.engine, self.settings.trainer
-        given = inputs.parse(self.fields | {"engines": engine.count, "trainers": trainer.world_size})
+        given = inputs.parse(self.fields | {"engines": engine.started, "trainers": trainer.world_size})
         split = next(one for one in inputs.splits(given) if not one.colocated)
         limit = in_play(rollout.max_running_groups, given.group_size)
         setting = split.setting(rollout.max_staleness, rollout.effective_lead, limit)
@@ -95,16 +95,16 @@ def fit(run: Path) -> Fit:
     engine, trainer, rollout = settings.engine, settings.trainer, settings.rollout
     steady, notes = steps[int(len(steps) * STEADY) :], [PROMPTS]
     if len(groups) >= 8:
-        (per_token, per_request), lengths = engine_times(groups, engine.count), length_fields(groups)
+        (per_token, per_request), lengths = engine_times(groups, engine.started), length_fields(groups)
         mean = float(np.mean([one.tokens for g in groups for one in g.episodes]))
     else:
         lengths = mean_fields(steady)
-        per_token, per_request, varied = fleet_times(steady, engine.count, generating(rollout, lengths))
+        per_token, per_request, varied = fleet_times(steady, engine.started, generating(rollout, lengths))
         mean, notes = lengths["mean"], [*notes, UNKNOWN, *([] if varied else [CONSTANT])]
     rate, fixed = trainer_times(steady, rollout.batch_groups * rollout.group_size * mean)
     fields = {
-        "gpus": trainer.world_size + engine.count * engine.tensor_parallel,
-        "engine_gpus": engine.tensor_parallel,
+        "gpus": trainer.world_size + engine.started * engine.ranks,
+        "engine_gpus": engine.ranks,
         "trainer_gpus": trainer.world_size // trainer.data_parallel,
         "batch_groups": rollout.batch_groups,
         "group_size": rollout.group_size,

@@ -35,6 +35,8 @@ MOMENTS = 2
 CHECKPOINT = MASTER + MOMENTS * FLOAT
 """Bytes per parameter in a checkpoint, whatever the training precision (trainer/sharded.py), at most: moments in
 bfloat16 take half."""
+ROUTER = ".gate.weight"
+"""Name suffix of a router's weight."""
 KEYS = ("k_proj.weight", "v_proj.weight")
 """Name suffixes of tensors that engine ranks hold replicated if there are more ranks than key-value heads
 (weights/engine_layout.py)."""
@@ -183,24 +185,33 @@ def engine_rank(
     tensor: int,
     dtype: str,
     tokens: int,
+    replicas: int = 1,
+    stages: int = 1,
     cache_dtype: str = "",
+    codes: bool = False,
     adapters: Adapters | None = None,
     slots: int = 0,
 ) -> dict[str, int]:
-    """Return the bytes on one rank of an engine: its share of the weights, the KV cache of this many tokens, and a pool
-    of adapters, whose slots SGLang allocates at the start (max_loras_per_batch; its lora/mem_pool.py)."""
-    share = ParallelLayout(tensor=tensor, data=1, expert_tensor=tensor)
-    item = 1 if cache_dtype.startswith("fp8") else BYTES[dtype]
-    cache, parts = tokens * shape.layers * shape.cached * item, min(tensor, shape.cache_heads)
+    """Return the bytes on one rank of an engine, of the last of its pipeline stages: its share of the weights, the KV
+    cache of this many tokens (in each of the replicas of attention), and a pool of adapters, whose slots SGLang
+    allocates at the start (max_loras_per_batch; its lora/mem_pool.py). With `codes`, the linear maps of the layers have
+    8 bits; their scales, less than a hundredth of that, are not counted."""
+    share, layers = ParallelLayout(tensor=tensor, data=1, expert_tensor=tensor), -(-shape.layers // stages)
+    item, attention = 1 if cache_dtype.startswith("fp8") else BYTES[dtype], tensor // replicas
+    cache, parts = tokens * layers * shape.cached * item, min(attention, shape.cache_heads)
 
     def share_of(some: Sequence[Weight]) -> int:
-        keys = [one for one in some if one.name.endswith(KEYS) and not one.replicated]
-        repeated = sum(one.elements // parts - one.elements // tensor for one in keys)
-        return (held(some, shape, share, 0).all + repeated) * BYTES[dtype]
+        here = [one for one in some if one.layer is None or one.layer >= shape.layers - layers]
+        cut = [one for one in here if ".self_attn." in one.name and not (one.replicated or one.whole)]
+        ranks = [parts if one.name.endswith(KEYS) else attention for one in cut]
+        repeated = sum(one.elements // by - one.elements // tensor for one, by in zip(cut, ranks, strict=True))
+        return (held(here, shape, share, 0).all + repeated) * BYTES[dtype]
 
+    linear = [one for one in weights if one.layer is not None and len(one.shape) > 1 and not one.name.endswith(ROUTER)]
+    saved = share_of(linear) // BYTES[dtype] * (BYTES[dtype] - 1) if codes else 0
     tower = shape.tower // tensor * BYTES[dtype]
     pool = slots * share_of(adapters.served.matrices(weights)) if adapters else 0
-    return {"weights": share_of(weights) + tower, "KV cache": cache // parts, "adapters": pool}
+    return {"weights": share_of(weights) - saved + tower, "KV cache": cache // parts, "adapters": pool}
 
 
 def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, **engine: Any) -> int:

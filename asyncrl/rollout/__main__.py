@@ -7,7 +7,6 @@ from asyncrl import importing
 # isort: split
 import asyncio
 import json
-import os
 import signal
 import sys
 import time
@@ -16,53 +15,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.template import ChatTemplate
 from asyncrl.checkpoints.manifest import ROLLOUT
-from asyncrl.config import Config, RolloutConfig, cache_tokens, on_gpu, read
-from asyncrl.engine.adapters import adapter_names
-from asyncrl.engine.client import GenerationClient
+from asyncrl.config import Config, RolloutConfig, read
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
-from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.engine.session import GenerationSession
-from asyncrl.envs.tools.shared import close_shared
-from asyncrl.images.decoder import Vision
 from asyncrl.imports import load
-from asyncrl.models.architectures import routing_shape
-from asyncrl.models.vision import flat
-from asyncrl.network.addresses import READY, Access, Addresses
+from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
 from asyncrl.progress import Progress
 from asyncrl.records.events import Began, Event
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
-from asyncrl.rollout.agent import agents, each, figures
+from asyncrl.rollout.agent import each
 from asyncrl.rollout.buffer import build_buffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison
 from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
-from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
-from asyncrl.rollout.observer import Observer, trace_header
-from asyncrl.rollout.player import EpisodePlayer
-from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
+from asyncrl.rollout.observer import Observer
+from asyncrl.rollout.parts import ModelParts, PlayingParts
+from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.recorder import Recorder, WritingRecorder
-from asyncrl.rollout.reporters import FailureReporter, RunReporter
+from asyncrl.rollout.reporters import RunReporter
 from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.status import StatusFile
-from asyncrl.rollout.teacher import TeacherScorer
-from asyncrl.rollout.vision import vision_of
 from asyncrl.rollout.worker import Patience, Worker
+from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
-from asyncrl.tasks.scores import rewards
-
-TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
 
 
 async def main(run_dir: Path) -> None:
@@ -72,28 +58,19 @@ async def main(run_dir: Path) -> None:
     progress = Progress(run_dir, "rollout", config.cluster.stall_timeout)
     progress.doing("starting", within=config.rollout.batch_timeout)
     progress.watch()
-    tasks = build_all(config)
-    tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
+    model = ModelParts.load(config, addresses)
     importing.done()
-    template = ChatTemplate(tokenizer)
-    hf = flat(json.loads((addresses.model / "config.json").read_text()))
-    vision = vision_of(addresses.model, hf, config.rollout.images)
-    prompts = Prompts(config, tasks, template, hf["max_position_embeddings"], RunReporter(run_dir).warn, vision)
-    cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
-    client = _client(config, addresses, stop_tokens(addresses.model, tokenizer), hf, cache, vision)
-    rollout, loads = config.rollout, Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
-    teachers = _teacher_engines(config, addresses)
-    teacher = TeacherScorer(teachers) if teachers else None
     reporter = RunReporter(run_dir, lambda: client.inflight.version)
-    players, scores = agents(config, tasks, reporter.warn), rewards(config, tasks)
+    tasks = build_all(config)
+    playing = _playing(config, addresses, run_dir, model, tasks, reporter)
+    client: Any = playing.client
+    prompts = Prompts(config, tasks, model.template, model.hf["max_position_embeddings"], reporter.warn, model.vision)
+    rollout, loads = config.rollout, Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
     mixer = _mixer(config, tasks, prompts)
-    failures = FailureReporter(reporter.warn)
-    timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
-    player = EpisodePlayer(players, scores, template, timeouts, failures, retries=rollout.retries, teacher=teacher)
     correct = {name: task.correct for name, task in tasks.items()}
     observer = Observer(config, addresses, run_dir, reporter.warn, correct)
     evaluations = Evaluations(
-        *(player.play, client, tasks, prompts.held_out, config.eval, reporter.evaluated, observer.timelines)
+        *(playing.attempts, client, tasks, prompts.held_out, config.eval, reporter.evaluated, observer.timelines)
     )
     limiter = _concurrency_limiter(rollout)
     writer, resumed = _writer(config, run_dir), _resumed(addresses)
@@ -104,13 +81,15 @@ async def main(run_dir: Path) -> None:
         limiter=limiter,
         publish=reporter.publish,
         figures=lambda: {
-            **_taken(teacher, recorder, player, observer),
-            **dict(ChainMap(figures(players.values()), prompts.figures(), loads.figures())),
+            **_taken(recorder, observer),
+            **dict(ChainMap(playing.take_played(), prompts.figures(), loads.figures())),
         },
         recorder=recorder,
         timelines=observer.timelines,
     )
-    worker = Worker(groups, client, player, mixer, limiter, failures, **_rules(config))
+    sizes = {name: config.group_size(name) for name in config.mixture}
+    patience = Patience(rollout.max_failures, rollout.max_rejections)
+    worker = Worker(groups, client, playing.groups, mixer, limiter, patience, group_sizes=sizes)
     server = RolloutServer(
         groups,
         client.inflight,
@@ -128,10 +107,13 @@ async def main(run_dir: Path) -> None:
     async def roll_out() -> None:
         async with asyncio.TaskGroup() as working:
             working.create_task(status.follow())
-            await _until_ready(config, addresses, teachers)
-            for engine in await loads.ask() if cache is None else ():  # what fits on a GPU may be less than the context
-                client.narrow(int(engine.capacity))
-            await each(players.values(), "start")
+            if isinstance(playing, EpisodeWorkers):
+                working.create_task(playing.serve(run_dir, addresses.episodes))
+            await _until_ready(config, addresses)
+            # what fits on a GPU may be less than the context
+            for engine in await loads.ask() if model.cache is None else ():
+                client.narrow(int(engine.longest))
+            await playing.start()
             _ready(run_dir, observer, addresses)
             if _trainer_sends_first(config, addresses):
                 await groups.released()
@@ -151,29 +133,30 @@ async def main(run_dir: Path) -> None:
     finally:
         following.cancel()
         progress.doing("ending", within=config.cluster.stop_grace)
-        await each([*players.values(), *scores.values()], "close")
-        await close_shared()
-        await each([client, loads, teachers], "close")
+        await each([playing, loads], "close")
         observer.close()
         if writer:
             writer.close()
 
 
-def _rules(config: Config) -> dict[str, Any]:
-    """Return the settings of the worker."""
-    return {
-        "patience": Patience(config.rollout.max_failures, config.rollout.max_rejections),
-        "group_sizes": {name: config.group_size(name) for name in config.mixture},
-        "accept": load(config.rollout.accept, "rollout.accept"),
-    }
+def _playing(
+    config: Config,
+    addresses: Addresses,
+    run_dir: Path,
+    model: ModelParts,
+    tasks: dict[str, Task],
+    reporter: RunReporter,
+) -> PlayingParts | EpisodeWorkers:
+    """Return what plays the episodes: parts of this process, or other processes."""
+    if config.rollout.processes > 1:
+        return EpisodeWorkers(config, addresses, reporter.warn)
+    return PlayingParts.build(config, addresses, run_dir, model, tasks)
 
 
-async def _until_ready(config: Config, addresses: Addresses, teachers: TeacherEngines | None) -> None:
-    """Wait until the engines of the policy, the teacher and the judge can answer."""
+async def _until_ready(config: Config, addresses: Addresses) -> None:
+    """Wait until the engines of the policy and the judge can answer."""
     timeout = config.engine.start_timeout
     await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only")
-    if teachers:
-        await teachers.wait_until_ready(timeout)
     await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
 
 
@@ -183,9 +166,9 @@ def _ready(run_dir: Path, observer: Observer, addresses: Addresses) -> None:
     observer.ready(addresses.started_at)
 
 
-def _taken(*parts: TeacherScorer | Recorder | EpisodePlayer | Observer | None) -> dict[str, float]:
+def _taken(*parts: Recorder | Observer) -> dict[str, float]:
     """Return what these parts counted since the last batch."""
-    return {name: value for part in parts if part for name, value in part.take_figures().items()}
+    return {name: value for part in parts for name, value in part.take_figures().items()}
 
 
 def _writer(config: Config, run_dir: Path) -> Writer[Event] | None:
@@ -202,41 +185,6 @@ def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
     return bool(addresses.resume or attached or config.changes_base or config.cluster.placement == "colocated")
 
 
-def _client(
-    config: Config,
-    addresses: Addresses,
-    stop_token_ids: list[int],
-    hf: dict[str, Any],
-    cache: int | None,
-    vision: Vision | None,
-) -> GenerationClient:
-    context = int(config.engine.server_args.get("context_length") or hf["max_position_embeddings"])
-    return GenerationClient(
-        addresses.router,
-        run=addresses.run_id,
-        access=addresses.access,
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        stop_token_ids=stop_token_ids,
-        timeout=config.engine.request_timeout,
-        retry_timeout=config.engine.retry_timeout,
-        # the stock server cannot unload an adapter after a request with several samples (engine/unloading.py)
-        coalesce=config.rollout.coalesce and not (config.serves_adapters and addresses.attached),
-        cache_key=config.rollout.cache_key,
-        pause_mode=config.weights.pause_mode,
-        fields=config.engine.request_fields,
-        routing=routing_shape(hf) if config.algo.routing_replay == "R3" else None,
-        seed=config.run.seed if config.deterministic else None,
-        context=min(context, cache or context),
-        names=adapter_names(config, addresses.run_id),
-        adapter_per=config.rollout.adapter_per,
-        agents=config.agents,
-        past_versions=config.past_versions,
-        vision=vision,
-        trace=trace_header(config, addresses),
-    )
-
-
 def _go_on(
     resumed: Snapshot, groups: GroupLifecycle, prompts: Prompts, mixer: Mixer
 ) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
@@ -247,21 +195,6 @@ def _go_on(
         (ticket, prompts.again(name.uid, name.task, name.index), sessions)
         for ticket, name, sessions in groups.restore(resumed.service)
     ]
-
-
-def _teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | None:
-    """Return None without a teacher. External engines (teacher.urls) have their own API key, from the environment: no
-    file of the run stores it."""
-    if not addresses.teachers:
-        return None
-    teacher = config.teacher
-    return TeacherEngines(
-        addresses.teachers,
-        access=Access(os.environ.get(TEACHER_KEY, "")) if teacher.urls else addresses.access,
-        max_running=teacher.max_running,
-        request_timeout=teacher.request_timeout,
-        retry_timeout=teacher.retry_timeout,
-    )
 
 
 def _recorder(

@@ -43,7 +43,7 @@ class ReadyGroup:
 
     @property
     def trajectories(self) -> int:
-        return len(self.group.trajectories)
+        return len(self.group.lengths)
 
 
 @dataclass

@@ -85,7 +85,7 @@ class Mixer:
 
     def record(self, group: Group) -> None:
         """Record the rewards of a group that was played."""
-        history, rewards = self._played[group.task], [trajectory.total for trajectory in group.trajectories]
+        history, rewards = self._played[group.task], group.rewards
         history.groups += 1
         history.rewards = [*history.rewards, fmean(rewards)][-WINDOW:]
         solved = fmean(self._tasks[group.task].correct(reward) for reward in rewards)

@@ -31,6 +31,8 @@ from asyncrl.tasks import Task
 
 Play = Callable[[Prompt, GenerationSession], Awaitable[Trajectory]]
 """Plays and scores one episode."""
+Attempts = Callable[[Prompt, Sequence[GenerationSession]], Awaitable[Sequence["Attempt"]]]
+"""Plays and scores all attempts at a question."""
 Line = dict[str, Any]
 """One line of eval.jsonl: one set in one evaluation."""
 Attempt = Trajectory | AsyncRLError
@@ -50,7 +52,7 @@ class Evaluations:
 
     def __init__(
         self,
-        play: Play,
+        attempts: Attempts,
         client: GenerationClient,
         tasks: Mapping[str, Task],
         sets: Mapping[str, Sequence[Prompt]],
@@ -59,7 +61,7 @@ class Evaluations:
         timelines: Timelines | None = None,
     ) -> None:
         """`write` receives every line. Without evaluation sets there is nothing to do."""
-        self._play, self._client, self._tasks, self._sets = play, client, tasks, sets
+        self._attempts, self._client, self._tasks, self._sets = attempts, client, tasks, sets
         self._settings, self._write, self._timelines = settings, write, timelines or Timelines()
         self._room = asyncio.Semaphore(settings.max_running)
         self._serial = itertools.count()
@@ -117,29 +119,38 @@ class Evaluations:
         async with self._room:
             name = f"e{next(self._serial):010d}"
             temperatures = [0.0, *[self._settings.temperature] * self._settings.samples]
-            async with asyncio.TaskGroup() as group:
-                sessions = [
-                    self._client.generate(
-                        one,
-                        group=name,
-                        purpose="evaluation",
-                        sample=f"{prompt.uid} {number}",
-                        adapter=adapter,
-                        born=adapter,
-                    )
-                    for number, one in enumerate(temperatures)
-                ]
-                tasks = [group.create_task(self._attempt(prompt, session)) for session in sessions]
-        played = [task.result() for task in tasks]
+            sessions = [
+                self._client.generate(
+                    one,
+                    group=name,
+                    purpose="evaluation",
+                    sample=f"{prompt.uid} {number}",
+                    adapter=adapter,
+                    born=adapter,
+                )
+                for number, one in enumerate(temperatures)
+            ]
+            played = await self._attempts(prompt, sessions)
         self._timelines.evaluated(name, prompt, sessions, played)
         greedy, *sampled = played
         return QuestionAttempts(greedy, sampled)
 
-    async def _attempt(self, prompt: Prompt, session: GenerationSession) -> Attempt:
+
+def played_here(play: Play) -> Attempts:
+    """Return a function that plays all attempts in this process."""
+
+    async def attempt(prompt: Prompt, session: GenerationSession) -> Attempt:
         try:
-            return await self._play(prompt, session)
+            return await play(prompt, session)
         except (EpisodeFailed, EngineError) as failure:  # counted; one failed question does not end the run
             return failure
+
+    async def attempts(prompt: Prompt, sessions: Sequence[GenerationSession]) -> list[Attempt]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(attempt(prompt, session)) for session in sessions]
+        return [task.result() for task in tasks]
+
+    return attempts
 
 
 def summarize(name: str, answers: Sequence[QuestionAttempts], correct: Callable[[float], bool]) -> Line:

@@ -29,7 +29,7 @@ from asyncrl.rollout.limiter import ConcurrencyLimiter, UnboundedConcurrency
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.snapshot import GroupsState, Outstanding, PromptName, SiblingSnapshot
 from asyncrl.rollout.timelines import COMMITTED, Timelines
-from asyncrl.schema import Batch, Group, Prompt, Trajectory
+from asyncrl.schema import Batch, Group, Prompt
 
 CHECK_SECONDS = 5.0
 """The ledger is checked at every batch and version, and in between when a group ends, but at most once per this
@@ -102,30 +102,28 @@ class GroupLifecycle:
 
     async def commit(self, ticket: Ticket, group: Group) -> None:
         """Hand in a finished group; engines may have generated more tokens for it than its agent kept."""
-        discarded = sum(self._close(ticket, COMMITTED, group.trajectories)) - group.num_tokens
+        discarded = sum(self._close(ticket, COMMITTED, group.rewards)) - group.num_tokens
         seated = self._buffer.commit(ticket, group, discarded=discarded)
         self._recorder.committed(ticket, group, discarded)
-        rewards = [trajectory.total for trajectory in group.trajectories]
-        self._rewards += rewards
-        lengths = [trajectory.num_tokens for trajectory in group.trajectories]
-        self._audit.note(ticket.cohort, ticket.uid, lengths, rewards, trained=seated)
+        self._rewards += group.rewards
+        self._audit.note(ticket.cohort, ticket.uid, group.lengths, group.rewards, trained=seated)
         await self._ended()
 
     async def reject(self, ticket: Ticket, reason: str, group: Group | None = None) -> None:
         """Reject a group, with the tokens that engines generated for it; its slot will be replayed. Pass `group` if it
         was played to its end."""
-        received = self._close(ticket, reason, group.trajectories if group else ())
+        rewards = group.rewards if group else []
+        received = self._close(ticket, reason, rewards)
         self._buffer.reject(ticket, reason, tokens=sum(received))
         self._recorder.rejected(ticket, reason, sum(received), group)
-        rewards = [trajectory.total for trajectory in group.trajectories] if group else []
         self._audit.note(ticket.cohort, ticket.uid, received, rewards, trained=False)
         await self._ended()
 
-    def _close(self, ticket: Ticket, outcome: str, played: Sequence[Trajectory]) -> list[int]:
+    def _close(self, ticket: Ticket, outcome: str, rewards: Sequence[float]) -> list[int]:
         """Close the sessions and return the tokens that engines generated for each sibling."""
         group = self._playing.pop(ticket)
         received = [session.close() for session in group.siblings]
-        self._timelines.group(ticket, group.prompt.task, group.admitted, group.siblings, outcome, played)
+        self._timelines.group(ticket, group.prompt.task, group.admitted, group.siblings, outcome, rewards)
         return received
 
     async def _ended(self) -> None:
@@ -200,12 +198,13 @@ class GroupLifecycle:
         is new: if it is not, weights were sent again, and nothing was trained."""
         self._reused = reused
         await self.may_publish(version)
+        held = self._client.inflight.held
+        self._client.inflight.release(version)
+        await self._client.inflight.confirmed()
         new = version != self._buffer.version
         if new:
             self._buffer.publish(version)
             self._batch = None
-        held = self._client.inflight.held
-        self._client.inflight.release(version)
         self._timelines.published(version, held)
         self._released.set()
         ledger = self.ledger()
@@ -250,7 +249,7 @@ class GroupLifecycle:
     def restore(self, state: GroupsState) -> list[tuple[Ticket, PromptName, Sequence[GenerationSession]]]:
         """Restore a saved state, before anything has begun. Returns the groups that must be continued."""
         self._buffer.restore(state.buffer)
-        self._client.inflight.resume(state.buffer.version, state.tokens, state.late)
+        self._client.inflight.restore(state.buffer.version, state.tokens, state.late)
         self._audit.restore(state.audit)
         self._drawn, self._reused, self._rewards = state.drawn, state.reused, state.rewards
         self._retried, self._tokens_reported = Counter(state.retried), Counter(state.reported)

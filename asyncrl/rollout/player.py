@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from statistics import fmean
+from math import fsum
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +26,8 @@ from asyncrl.rollout.scoring import Scorer, score_by_branch
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.schema import Prompt, Template, Trajectory, Turn
 
+Sums = dict[str, tuple[float, float]]
+"""Figures that add up over processes: by name, a sum and the number of its terms, or 0 if the sum itself is wanted."""
 T = TypeVar("T")
 RETRY_DELAY = 0.5
 """Seconds before the first retry; the delay doubles with each further one."""
@@ -93,9 +95,21 @@ class EpisodePlayer:
                     await asyncio.sleep(RETRY_DELAY * random.uniform(0.5, 1.0) * 2 ** (self._retries - left))
         raise AssertionError("the last attempt always returns or raises")
 
-    def take_figures(self) -> dict[str, float]:
-        """Return the figures since the last call, under their names in metrics.jsonl."""
+    def take_sums(self) -> Sums:
+        """Return what was counted since the last call."""
         retried, self._retried = self._retried, Counter()
         parts, self._parts = self._parts, {}
-        means = {f"reward/part/{name}": fmean(values) for name, values in sorted(parts.items())}
-        return {"episodes/retried": float(retried.total()), **means}
+        means = {f"reward/part/{name}": (fsum(values), len(values)) for name, values in sorted(parts.items())}
+        return {"episodes/retried": (retried.total(), 0), **means}
+
+
+def add(sums: Sums, more: Sums) -> None:
+    """Add what another process counted."""
+    for name, (value, weight) in more.items():
+        before, weighed = sums.get(name, (0.0, 0.0))
+        sums[name] = before + value, weighed + weight
+
+
+def means(sums: Sums) -> dict[str, float]:
+    """Return the figures, under their names in metrics.jsonl."""
+    return {name: value / (weight or 1.0) for name, (value, weight) in sums.items()}

@@ -142,7 +142,7 @@ class Prompts:
             if (prompt := self._render("", name, index)) is None:
                 continue
             if (identity := _identity(prompt)) not in prompts:
-                prompts[identity] = msgspec.structs.replace(prompt, uid=f"e{next(serial):08d}", index=-1)
+                prompts[identity] = msgspec.structs.replace(prompt, uid=f"e{next(serial):08d}")
         whole = bool(task.size) and (files or first is None)  # its own file: use all of its questions
         if len(prompts) < self._questions and not whole:
             raise ConfigError(
@@ -205,7 +205,7 @@ class Prompts:
         found: dict[int, int] = {}
         begins = len(self._template.begin([{"role": "user", "content": ""}], ()))
         for index in range(task.size):
-            question = self._with_tools(ask(task, index, self._field(name)))
+            question = question_of(task, self._template, index, self._field(name))
             messages = without_images(question["messages"])
             most = begins + len(msgspec.json.encode(messages)) + TEMPLATE_BYTES * len(messages)
             most += self._vision.most_tokens * len(images_in(question["messages"])) if self._vision else 0
@@ -248,7 +248,7 @@ class Prompts:
 
     def _begin(self, name: str, index: int) -> tuple[Question, list[Future[bytes]]]:
         """Return a question and the futures of its images."""
-        question = self._with_tools(ask(self._tasks[name], index, self._field(name)))
+        question = question_of(self._tasks[name], self._template, index, self._field(name))
         return question, self._decoding(question)
 
     def _decoding(self, question: Question) -> list[Future[bytes]]:
@@ -270,13 +270,16 @@ class Prompts:
         images = [one.result() for one in pending]
         return ids, images, len(ids) + self._vision.tokens.added(ids, images)
 
-    def _with_tools(self, question: Question) -> Question:
-        """Describe the question's tools in the system message if the chat template ignores them."""
-        tools = question.get("tools", ())
-        if not ignores_tools(self._template, tools):
-            return question
-        form = question.get("tool_format", "hermes")
-        return {**question, "messages": tools_in_system(question["messages"], tools, form)}
+
+def question_of(task: Task, template: Template, index: int, field: str) -> Question:
+    """Return question `index` of the task that this setting configures. Its tools are described in the system message
+    if the chat template ignores them."""
+    question = ask(task, index, field)
+    tools = question.get("tools", ())
+    if not ignores_tools(template, tools):
+        return question
+    form = question.get("tool_format", "hermes")
+    return {**question, "messages": tools_in_system(question["messages"], tools, form)}
 
 
 def _identity(prompt: Prompt) -> Identity:

@@ -7,11 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from asyncrl.records.events import Adjusted, Admitted, Committed, Event, Published, Rejected, Saved, Taken, packed
+from asyncrl.records.events import (
+    Adjusted,
+    Admitted,
+    Committed,
+    Event,
+    PackedGroup,
+    Published,
+    Rejected,
+    Saved,
+    Taken,
+    packed,
+)
 from asyncrl.records.writer import Writer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Ledger
-from asyncrl.schema import Group
+from asyncrl.schema import EncodedGroup, Group
 
 
 class Recorder:
@@ -58,11 +69,11 @@ class WritingRecorder(Recorder):
 
     def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
         with self._measured():
-            content = packed(group)
-        self.write(Committed(ticket.slot, ticket.attempt, content, discarded), group.images)
+            content = _content(group)
+        self.write(Committed(ticket.slot, ticket.attempt, content, discarded), group.images if content.images else None)
 
     def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
-        content, images = (packed(group), group.images) if group else (None, None)
+        content, images = (_content(group), group.images) if group else (None, None)
         self.write(Rejected(ticket.slot, ticket.attempt, reason, tokens, content), images)
 
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
@@ -100,3 +111,9 @@ class WritingRecorder(Recorder):
         started = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - started
+
+
+def _content(group: Group) -> PackedGroup:
+    """Return the content of a group, which another process may have packed already."""
+    done: PackedGroup | None = group.packed if isinstance(group, EncodedGroup) else None
+    return done or packed(group)

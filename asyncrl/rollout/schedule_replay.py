@@ -73,6 +73,9 @@ class _InFlight:
 
     def release(self, version: int) -> None: ...
 
+    async def confirmed(self, seconds: float | None = None) -> bool:
+        return True
+
 
 @dataclass
 class _Client:

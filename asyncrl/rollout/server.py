@@ -109,7 +109,8 @@ class RolloutServer:
     async def hold(self, _: Request) -> Response:
         """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
         self._inflight.hold()
-        if self._drain and not await self._inflight.drained(POLL_SECONDS):
+        confirmed = await self._inflight.confirmed(POLL_SECONDS)
+        if not confirmed or (self._drain and not await self._inflight.drained(POLL_SECONDS)):
             return PlainTextResponse(self._groups.waiting_for(), status_code=202)
         return Response()
 
@@ -136,6 +137,7 @@ class RolloutServer:
     async def snapshot(self, request: Request) -> Response:
         """Return the whole rollout state, after everything recorded so far is flushed."""
         version = int((await request.json())["version"])
+        await self._inflight.gathered()
         if self._save is None or not self._groups.between_batches(version):
             return PlainTextResponse(f"version {version} is not the newest, or its batch has begun", status_code=409)
         data = self._save(self._groups.state())

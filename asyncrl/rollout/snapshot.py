@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from asyncrl import schema
 from asyncrl.engine.session import SavedCompletion
 from asyncrl.errors import RecordError
 from asyncrl.rollout.audit import AuditState
@@ -75,7 +76,7 @@ class Snapshot:
 
 def encode(snapshot: Snapshot) -> bytes:
     """Encode a snapshot as msgpack."""
-    return msgspec.msgpack.encode(snapshot)
+    return schema.encode(snapshot)
 
 
 def decode(data: bytes) -> Snapshot:

@@ -75,15 +75,15 @@ class TeacherScorer:
             for turn, (first, end) in zip(turns, places, strict=True)
         ]
 
-    def take_figures(self) -> dict[str, float]:
-        """Return the figures since the last call, under their names in metrics.jsonl."""
+    def take_sums(self) -> dict[str, tuple[float, float]]:
+        """Return what was counted since the last call (rollout/player.py, Sums)."""
         engines, seconds, episodes = self._engines.take_figures(), self._seconds, self._episodes
         self._seconds, self._episodes = 0.0, 0
         return {
-            "teacher/tokens": engines.tokens,
-            "teacher/cached": engines.cached / max(1, engines.tokens),
-            "teacher/retried": engines.retried,
-            "time/teacher": seconds / max(1, episodes),
+            "teacher/tokens": (engines.tokens, 0),
+            "teacher/cached": (engines.cached, engines.tokens),
+            "teacher/retried": (engines.retried, 0),
+            "time/teacher": (seconds, episodes),
         }
 
 

@@ -40,13 +40,11 @@ class Timelines:
         admitted: float,
         siblings: Sequence[GenerationSession],
         outcome: str,
-        played: Sequence[Trajectory] = (),
+        rewards: Sequence[float] = (),
     ) -> None:
-        """Record a group that was committed, or rejected for a reason; `played` are its trajectories if it was played
-        to its end."""
+        """Record a group that was committed, or rejected for a reason; it has rewards if it was played to its end."""
         began, ended = time.thread_time(), time.time()
-        rewards: list[float | None] = [one.total for one in played] or [None for _ in siblings]
-        episodes = _episodes(siblings, rewards, ended)
+        episodes = _episodes(siblings, rewards or [None for _ in siblings], ended)
         record = GroupTimeline(
             ticket.uid, ticket.slot, ticket.attempt, task, "training", ticket.born, admitted, ended, outcome, episodes
         )

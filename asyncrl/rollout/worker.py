@@ -15,17 +15,13 @@ from functools import partial
 
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
-from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
-from asyncrl.images import image_name
+from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
+from asyncrl.rollout.group_player import LOST, PlaysGroups
 from asyncrl.rollout.groups import GroupLifecycle
-from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.limiter import ConcurrencyLimiter
-from asyncrl.rollout.player import EpisodePlayer
-from asyncrl.rollout.reporters import FailureReporter
-from asyncrl.routing import share_prompt
-from asyncrl.schema import Group, Prompt, Trajectory
+from asyncrl.schema import Group, Prompt
 
 
 @dataclass(frozen=True)
@@ -43,19 +39,16 @@ class Worker:
         self,
         groups: GroupLifecycle,
         client: GenerationClient,
-        player: EpisodePlayer,
+        player: PlaysGroups,
         mixer: Mixer,
         limiter: ConcurrencyLimiter,
-        failures: FailureReporter,
         patience: Patience,
         *,
         group_sizes: Mapping[str, int],
-        accept: Accept = accept_all,
     ) -> None:
         """`group_sizes` is keyed by task."""
         self._groups, self._client, self._player, self._mixer = groups, client, player, mixer
-        self._limiter, self._failures, self._patience = limiter, failures, patience
-        self._group_sizes, self._accept = group_sizes, accept
+        self._limiter, self._patience, self._group_sizes = limiter, patience, group_sizes
         self._failures_in_a_row = self._rejections_in_a_row = 0
         self._playing: dict[Ticket, asyncio.Task[None]] = {}
         self._stopped: dict[Ticket, str] = {}
@@ -72,10 +65,10 @@ class Worker:
                 await self._limiter.acquire(largest)
                 ticket = await self._groups.ticket()
                 prompt = self._groups.draw(partial(self._mixer.draw, ticket.born))
-                size = self._group_sizes[prompt.task]
+                size, uid = self._group_sizes[prompt.task], ticket.uid
                 self._limiter.give_back(largest - size)
                 sessions = [
-                    self._client.generate(group=ticket.uid, sample=f"{ticket.uid} {number}", born=ticket.born)
+                    self._client.generate(group=uid, sample=f"{uid} {number}", born=ticket.born)
                     for number in range(size)
                 ]
                 self._groups.begin(ticket, prompt, sessions)
@@ -85,7 +78,7 @@ class Worker:
         while True:
             for ticket, reason in await self._groups.unwanted():
                 self._stopped[ticket] = reason
-                self._playing[ticket].cancel()
+                self._player.stop(ticket, self._playing[ticket])
 
     async def _play(
         self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession], *, inside: bool = True
@@ -100,37 +93,26 @@ class Worker:
         except asyncio.CancelledError:
             if ticket not in self._stopped:
                 raise
-            await self._groups.reject(ticket, self._stopped.pop(ticket))
+            await self._groups.reject(ticket, self._stopped[ticket])
         finally:
             del self._playing[ticket]
+            self._stopped.pop(ticket, None)
             if inside:
                 self._limiter.release(len(sessions))
 
     async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]) -> None:
         """Play all siblings and hand the group in, or reject it so that its slot is replayed with another prompt."""
         try:
-            async with asyncio.TaskGroup() as siblings:  # one failed sibling cancels the rest: no orphaned requests
-                tasks = [siblings.create_task(self._player.play(prompt, session)) for session in sessions]
-        except BaseExceptionGroup as raised:  # not except*, which wraps what is raised inside it before Python 3.11.4
-            failed, others = raised.split((EpisodeFailed, EngineError))
-            if failed is not None:
-                await self._fail(ticket, failed)
-            if others is not None:
-                raise others from None
+            group, verdict = await self._player.play(ticket, prompt, sessions)
+        except EpisodeFailed as failed:
+            await self._fail(ticket, failed)
         else:
             self._failures_in_a_row = 0
-            played = [task.result() for task in tasks]
-            images = _images(prompt, played, sessions)
-            named = [image_name(png) for png in prompt.images]
-            group = share_prompt(
-                Group(ticket.uid, ticket.slot, prompt.token_ids, played, prompt.task, None, named, images)
-            )
             self._mixer.record(group)
-            await self._hand_in(ticket, group)
+            await self._hand_in(ticket, group, verdict)
 
-    async def _hand_in(self, ticket: Ticket, group: Group) -> None:
-        """Commit a group that `accept` accepts; reject any other, so that its slot is replayed."""
-        verdict = self._accept(group)
+    async def _hand_in(self, ticket: Ticket, group: Group, verdict: bool | str) -> None:
+        """Commit a group that rollout.accept accepted; reject any other, so that its slot is replayed."""
         if verdict is True:
             self._rejections_in_a_row = 0
             await self._groups.commit(ticket, group)
@@ -144,21 +126,10 @@ class Worker:
                 "task is too hard or too easy for the model, or rollout.max_rejections is too low"
             )
 
-    async def _fail(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError]) -> None:
-        cause = failed.exceptions[0]
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
-        reason = cause.reason if isinstance(cause, EpisodeFailed) else "engine"
-        self._failures.tell(reason, ticket.uid, cause)
-        await self._groups.reject(ticket, reason)
+    async def _fail(self, ticket: Ticket, failed: EpisodeFailed) -> None:
+        await self._groups.reject(ticket, self._stopped.get(ticket, failed.reason))
+        if failed.reason == LOST or ticket in self._stopped:
+            return  # no fault of the group
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= self._patience.max_failures:
-            raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {cause}")
-
-
-def _images(prompt: Prompt, played: Sequence[Trajectory], sessions: Sequence[GenerationSession]) -> dict[str, bytes]:
-    """Return every image of a group once, by name."""
-    used = {name for one in played for turn in one.turns for name in turn.images}
-    sent = (png for session in sessions for exchange in session.exchanges for png in exchange.images) if used else ()
-    found = {image_name(png): png for png in (*prompt.images, *sent)}
-    return {name: found[name] for name in sorted(used | {image_name(png) for png in prompt.images})}
+            raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {failed}")

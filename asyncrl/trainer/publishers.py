@@ -26,6 +26,7 @@ from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.publish import Publisher, build_transport
+from asyncrl.weights.quantization import QuantizedWeights
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,15 @@ class PublisherBuilder:
             getattr(torch, self.config.engine.dtype),
             names=names,
             announce=self._announce,
-            base=base if self.addresses.attached or self.config.trainer.lora.base != "none" else None,
+            base=base if self.addresses.attached or self._changes_base else None,
             past=self._past() if self.config.agents.past else None,
         )
         return publisher, why
+
+    @property
+    def _changes_base(self) -> bool:
+        """Return whether the engines' base is not that of the model folder."""
+        return self.config.trainer.lora.base != "none" or self.config.engine.quantization != "none"
 
     def _past(self) -> PastAdapters:
         """Return the folders of past versions that play roles."""
@@ -96,6 +102,8 @@ class PublisherBuilder:
         """Return a publisher of all weights, with an adapter merged into them or without, and the reason for its
         transport."""
         config, policy, gpus = self.config, self.policy, self.addresses.gpus
+        kind, wide = config.engine.quantization, getattr(torch, config.engine.dtype)
+        weights = policy.weights
         transport, why = build_transport(
             config,
             self.fleet,
@@ -109,12 +117,12 @@ class PublisherBuilder:
             self.parallel,
             self.fleet,
             transport,
-            policy.weights,
+            weights if kind == "none" else QuantizedWeights(weights, policy.hf["architectures"][0], kind, wide),
             config.weights,
             expected=lambda: ExpectedChecksums(
                 policy.hf,
-                config.engine.tensor_parallel,
-                dtype=getattr(torch, config.engine.dtype),
+                config.engine.parallel,
+                dtype=wide,
                 device="cuda" if on_gpu(config.engine, gpus) else "cpu",
             ),
             hold=hold,

@@ -85,9 +85,9 @@ class PublishedAdapter(ABC):
 class SharedAdapter(PublishedAdapter):
     """An adapter in shared memory, for engines on this host. They keep views of it, so it is never written again."""
 
-    def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, engine_tp: int) -> None:
+    def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, ranks: int) -> None:
         super().__init__(name, config)
-        self._engine_tp = engine_tp
+        self._ranks = ranks
         (self._bucket,) = plan_buckets(((n, t.dtype, t.shape) for n, t in tensors.items()), 1 << 62)
         self._flat = shared_memory(nbytes(self._bucket))
         fill(self._flat, self._bucket, ((n, Pieces([t])) for n, t in tensors.items()))
@@ -98,7 +98,7 @@ class SharedAdapter(PublishedAdapter):
         return "/load_lora_adapter_from_tensors", {
             "lora_name": self.name,
             "config_dict": self._config,
-            "serialized_named_tensors": [handle(self._flat, self._bucket) for _ in range(self._engine_tp)],
+            "serialized_named_tensors": [handle(self._flat, self._bucket) for _ in range(self._ranks)],
             "load_format": "flattened_bucket",
             "expected_checksums": checksums(views(self._flat, self._bucket)) if verify else None,
         }
@@ -298,7 +298,7 @@ def build_adapters(
     def make(name: str, tensors: Tensors) -> PublishedAdapter:
         peft = engine_config(config.trainer.lora, tensors)
         if carried == "tensor":
-            return SharedAdapter(name, peft, tensors, config.engine.tensor_parallel)
+            return SharedAdapter(name, peft, tensors, config.engine.ranks)
         return AdapterFolder(name, peft, tensors, folder)
 
     if carried == "tensor":

@@ -1,7 +1,7 @@
 """The checksums that an SGLang engine must answer to POST /weights_checker {"action": "checksum"}, computed from the HF
 tensors sent.
 
-The engine hashes its own fused, padded parameters on every tensor-parallel rank; engine_layout.py describes how they
+The engine hashes its own fused, padded parameters on every rank; engine_layout.py describes how they
 are built from HF tensors. Nothing is assembled here: each part is added to its ranks' running hashes in order, and only
 the parts that arrive early are kept.
 """
@@ -16,14 +16,17 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import EngineError, WeightsError
-from asyncrl.weights.engine_layout import EngineLayout, ParameterTarget
+from asyncrl.parallel import EngineParallel
+from asyncrl.weights.engine_layout import EMBEDDING, HEAD, EngineLayout, ParameterTarget
+from asyncrl.weights.quantization import FORMATS
 
 TOWER = "visual."
 """Beginning of the names of a vision tower's parameters in every engine."""
 AXES = ".rotary_emb.axis_map"
 """End of the names of what SGLang computes from the config: which of three positions turns each rotated pair."""
+FP8 = FORMATS["fp8"]
 Checksums = list[dict[str, str]]
-"""A hash by engine parameter name, for each tensor-parallel rank."""
+"""A hash by engine parameter name, for each rank."""
 
 
 class Hash(Protocol):
@@ -87,6 +90,7 @@ class CudaHash:
         if self._tail.numel():
             padding = self._tail.new_zeros(-self._tail.numel() % 4)
             self._mix(torch.cat([self._tail, padding]).view(torch.int32).view(1, -1))
+            self._tail = padding[:0]  # so that it may be called again, for another rank with the same bytes
         if not self._words:
             return f"{0:016x}"
         mixed = _fmix32(torch.cat(self._sums) ^ (self._words * 4 & MASK))
@@ -139,33 +143,46 @@ class ExpectedChecksums:
 
     `hf` is the model's config.json. `dtype` is the dtype that the engine was started with (a weight sent in another
     dtype is converted, as the engine does). `device` is where the engine runs: hash and padding depend on it.
+
+    Codes of int8 and their scales are hashed as they are. Of codes of fp8, SGLang hashes the values in bfloat16.
     """
 
     def __init__(
-        self, hf: dict[str, Any], engine_tp: int, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
+        self, hf: dict[str, Any], shape: EngineParallel, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
     ) -> None:
-        self._layout = EngineLayout(hf, engine_tp, cpu=device == "cpu")
-        self._tp, self._dtype, self._new_hash = engine_tp, dtype, HASHES[device]
+        self._layout = EngineLayout(hf, shape, cpu=device == "cpu")
+        self._dtype, self._new_hash = dtype, HASHES[device]
+        self._scales: dict[str, Tensor] = {}
         self._open: dict[str, _Parameter] = {}
-        self._done: Checksums = [{} for _ in range(engine_tp)]
+        self._done: Checksums = [{} for _ in range(shape.ranks)]
 
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one full HF tensor. It may be overwritten afterwards: a tensor that arrives early is copied.
 
-        Raises WeightsError with the name of a tensor that the engine has no place for, that was added before, or that
-        is not divisible.
+        Codes of fp8 come after their scales. Raises WeightsError with the name of a tensor that the engine has no place
+        for, that was added before, or that is not divisible.
         """
-        if name == "lm_head.weight" and self._layout.tied:
-            return  # the engine skips it and has no such parameter
+        if name.endswith(FP8.suffix):
+            self._scales[name.removesuffix(FP8.suffix)] = tensor.clone()
+            return
+        if tensor.dtype is FP8.dtype:
+            tensor = FP8.dequantize(tensor, self._scales.pop(name), torch.bfloat16)
+        if name == HEAD and self._layout.tied:
+            return  # the engine skips it and has no such parameter, or a copy of the embedding
+        self._add(name, tensor)
+        if name == EMBEDDING and self._layout.tied and self._layout.split.shape.pp > 1:
+            self._add(HEAD, tensor)
+
+    def _add(self, name: str, tensor: Tensor) -> None:
         place = self._layout.find(name)
         under_way = self._open.get(place.parameter)
-        if place.parameter in self._done[0] or (
+        if place.parameter in self._done[place.ranks[0]] or (
             under_way and (place.index < under_way.turn or place.index in under_way.early)
         ):
             raise WeightsError(f"{name} was added twice; use a new ExpectedChecksums for each version")
         if under_way is None:
-            count = 1 if place.rule.same_everywhere else self._tp
+            count = 1 if place.rule.same_everywhere else len(place.ranks)
             under_way = self._open[place.parameter] = _Parameter([self._new_hash() for _ in range(count)])
         self._take(name, place, under_way, tensor)
 
@@ -173,20 +190,22 @@ class ExpectedChecksums:
         under_way.early[place.index] = name, tensor
         while under_way.turn in under_way.early:
             came, part = under_way.early.pop(under_way.turn)
-            _, cut = place.rule.parts[under_way.turn % len(place.rule.parts)]
-            part = part.to(place.rule.dtype or self._dtype)
-            for rank, running in enumerate(under_way.hashes):
+            if part.is_floating_point():
+                part = part.to(place.rule.dtype or self._dtype)
+            for rank, running in zip(place.ranks, under_way.hashes, strict=False):
                 try:
-                    running.update(cut(part, self._layout.split, rank))
+                    held = self._layout.part(place, under_way.turn, part, rank)
                 except ValueError as error:
                     raise WeightsError(f"{place.parameter}, from {came} {tuple(part.shape)}: {error}") from None
+                if held is not None:
+                    running.update(held)
             under_way.turn += 1
         if place.index in under_way.early:
             under_way.early[place.index] = name, tensor.clone()
         if under_way.turn == place.count:
             del self._open[place.parameter]
-            for rank, hashes in enumerate(self._done):
-                hashes[place.parameter] = under_way.hashes[rank % len(under_way.hashes)].hexdigest()
+            for number, rank in enumerate(place.ranks):
+                self._done[rank][place.parameter] = under_way.hashes[number % len(under_way.hashes)].hexdigest()
 
     @property
     def held_bytes(self) -> int:
@@ -201,7 +220,7 @@ class ExpectedChecksums:
 
 
 def merge(stages: Sequence[Checksums]) -> Checksums:
-    """Merge the results of all pipeline stages. Raises WeightsError if two stages hold the same parameter."""
+    """Merge the results of the trainer's pipeline stages. Raises WeightsError if two stages hold the same parameter."""
     merged: Checksums = [{} for _ in stages[0]]
     for stage in stages:
         for whole, part in zip(merged, stage, strict=True):
@@ -212,16 +231,19 @@ def merge(stages: Sequence[Checksums]) -> Checksums:
 
 
 def parse(answer: dict[str, Any]) -> Checksums:
-    """Parse the engine's answer, in order of tensor-parallel rank.
+    """Parse the engine's answer, in order of rank.
 
-    Raises EngineError unless it contains every rank of one tensor-parallel group exactly once.
+    Each replica of attention answers for all ranks. Raises EngineError if they contradict each other, or if ranks are
+    missing.
     """
     by_rank: dict[int, dict[str, str]] = {}
     for rank in answer.get("ranks") or []:
         place = rank["parallelism_info"]
         place = place[0] if isinstance(place, list) else place  # SGLang 0.5.20 gives one entry, not a list
-        by_rank[place["tp_rank"]] = rank["checksums"]
-    if not by_rank or sorted(by_rank) != list(range(len(answer["ranks"]))):
+        number = place.get("pp_rank", 0) * place.get("tp_size", 1) + place["tp_rank"]
+        if by_rank.setdefault(number, rank["checksums"]) != rank["checksums"]:
+            raise EngineError(f"/weights_checker returned two sets of checksums for rank {number}: {str(answer)[:200]}")
+    if not by_rank or sorted(by_rank) != list(range(len(by_rank))):
         raise EngineError(
             f"/weights_checker returned checksums of an invalid set of ranks: {sorted(by_rank)}: {str(answer)[:200]}"
         )
@@ -236,9 +258,7 @@ def differing(expected: Checksums, answered: Checksums) -> list[str]:
     only tensors that are not weights.
     """
     if len(expected) != len(answered):
-        raise WeightsError(
-            f"checksums of {len(expected)} tensor-parallel ranks are expected, but the engine reported {len(answered)}"
-        )
+        raise WeightsError(f"checksums of {len(expected)} ranks are expected, but the engine reported {len(answered)}")
     return sorted(
         {
             name

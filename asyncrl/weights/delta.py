@@ -36,9 +36,9 @@ class DeltaTransport(DiskTransport):
 
     session = True
 
-    def __init__(self, fleet: Fleet, root: Path, stage: int, engine_tp: int) -> None:
+    def __init__(self, fleet: Fleet, root: Path, stage: int, ranks: int) -> None:
         super().__init__(fleet, root, stage)
-        self._engine_tp = engine_tp
+        self._ranks = ranks
         self._base: dict[int, Tensor] = {}  # bucket number -> its bytes as the engines hold them
         self._base_version: int | None = None
         self._full = True
@@ -82,7 +82,7 @@ class DeltaTransport(DiskTransport):
             order = {"folder": str(folder), "version": version, "base": built_upon, "engine": number}
             payload = base64.b64encode(pickle.dumps([(json.dumps(order), torch.zeros(1))])).decode()
             bodies[url] = {
-                "serialized_named_tensors": [payload] * self._engine_tp,
+                "serialized_named_tensors": [payload] * self._ranks,
                 "load_format": DELTA_LOADER,
                 "flush_cache": False,
             }
@@ -106,12 +106,12 @@ class DeltaTransport(DiskTransport):
         for url, number in numbers.items():
             while url in self._fleet.urls:
                 found = [json.loads(file.read_text()) for file in (folder / "receipts").glob(f"{number}-*.json")]
-                if len(found) == self._engine_tp:
+                if len(found) == self._ranks:
                     if reasons := {reason for receipt in found if (reason := receipt["refused"])}:
                         refusals[url] = "; ".join(sorted(reasons))
                     break
                 if time.monotonic() > deadline:
-                    self._fleet.lose(url, f"{url} left {len(found)} of {self._engine_tp} receipts in {folder}")
+                    self._fleet.lose(url, f"{url} left {len(found)} of {self._ranks} receipts in {folder}")
                 time.sleep(RECEIPT_POLL)
         return refusals
 

@@ -49,7 +49,9 @@ class DiskTransport(Transport):
     def deliver(self, version: int) -> bool:
         """Publish the folder and let the engines load it."""
         folder = self._commit(version)
-        self._fleet.call("/update_weights_from_disk", {"model_path": str(folder), "flush_cache": False})
+        # otherwise SGLang would take the format that the engine was started with, which may be that of random weights
+        body = {"model_path": str(folder), "load_format": "auto", "flush_cache": False}
+        self._fleet.call("/update_weights_from_disk", body)
         self._forget_old(version)
         return True
 

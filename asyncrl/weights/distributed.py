@@ -31,8 +31,8 @@ class DistributedTransport(Transport):
 
     turns = True
 
-    def __init__(self, fleet: Fleet, engine_tp: int, *, host: str, stage: int, backend: str) -> None:
-        self._fleet, self._engine_tp, self._host = fleet, engine_tp, host
+    def __init__(self, fleet: Fleet, ranks: int, *, host: str, stage: int, backend: str) -> None:
+        self._fleet, self._ranks, self._host = fleet, ranks, host
         self._stage, self._backend = stage, backend
         self._group: dist.ProcessGroup | None = None
         self._name = ""
@@ -97,13 +97,13 @@ class DistributedTransport(Transport):
         return ""
 
     def _connect(self) -> None:
-        """Join a group with the engines. Rank 0 is this process; engine i has the ranks from 1 + i * tp on. All join at
-        once."""
+        """Join a group with the engines. Rank 0 is this process, and the others are those of each engine in turn. All
+        join at once."""
         members = self._fleet.urls
         if self._members == members and self._made_at == self._fleet.changes:
             return
         self._disconnect()
-        world = 1 + len(members) * self._engine_tp
+        world = 1 + len(members) * self._ranks
         port = free_port(self._host)
         self._name = f"asyncrl-stage{self._stage}-{secrets.token_hex(4)}"
         joining = self._fleet.start(
@@ -112,7 +112,7 @@ class DistributedTransport(Transport):
                 url: {
                     "master_address": self._host,
                     "master_port": port,
-                    "rank_offset": 1 + i * self._engine_tp,
+                    "rank_offset": 1 + i * self._ranks,
                     "world_size": world,
                     "group_name": self._name,
                     "backend": self._backend,

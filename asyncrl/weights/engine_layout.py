@@ -1,13 +1,15 @@
-"""Mapping from HF tensors to the parameters of an SGLang engine, and their split over its tensor-parallel ranks.
+"""Mapping from HF tensors to the parameters of an SGLang engine, and their split over its ranks.
 
 There is one table per model family, read from SGLang 0.5.21: `load_weights` of sglang/srt/models/*.py, and the weight
 loaders of layers/linear.py, layers/vocab_parallel_embedding.py and layers/moe/fused_moe_triton/layer.py. A fused
 parameter is the concatenation of its HF tensors, each cut for the rank, so that its bytes are known part by part.
 
 An engine on CPU pads dimensions that are not divisible (configs/update_config.py); one on a GPU replicates key-value
-heads and refuses everything else. The tables cover engines with tensor parallelism alone: no expert or data parallelism
-inside an engine, no quantized weights, no weights packed for AMX. On CPU, several shared experts must have an inner
-size that needs no padding.
+heads and refuses everything else. Of the ranks of a pipeline stage, the consecutive ones of a group hold the same
+routed experts, or the same replica of attention (runtime_context.py, derive_spawn_ranks). The input embedding is cut
+like attention, and the output layer, like MLPs, over the whole stage. No weights that the engine
+quantizes itself, none packed for AMX.
+On CPU, several shared experts must have an inner size that needs no padding.
 """
 
 from __future__ import annotations
@@ -21,48 +23,56 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
+from asyncrl.parallel import EngineParallel
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.quantization import FORMATS
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+INT8 = FORMATS["int8"]
 VOCAB_MULTIPLE = 64
-CPU_INNER_MULTIPLE = 32  # multiplied by the tensor-parallel degree
+CPU_INNER_MULTIPLE = 32  # multiplied by the ranks of a stage
 
 
 @dataclass(frozen=True)
 class Split:
-    """One engine's tensor-parallel degree, and the head counts of its model before padding."""
+    """One engine's ranks, and the head counts of its model before padding."""
 
-    tp: int
+    shape: EngineParallel
     heads: int
     kv_heads: int
     cpu: bool
 
-    def share(self, length: int, multiple: int = 1) -> int:
-        """Return a rank's share of a dimension, padded on CPU to `multiple` per rank. Raises ValueError if it is not
-        divisible."""
+    def share(self, length: int, ranks: int, multiple: int = 1) -> int:
+        """Return the share of each of `ranks` ranks in a dimension, padded on CPU to `multiple` for each rank of the
+        stage. Raises ValueError if it is not divisible."""
         if self.cpu:
-            return _up(length, multiple * self.tp) // self.tp
-        if length % self.tp:
-            raise ValueError(f"{length} does not divide by the engine's tensor parallelism of {self.tp}")
-        return length // self.tp
+            return _up(length, multiple * self.shape.tp) // ranks
+        if length % ranks:
+            raise ValueError(f"{length} does not divide among {ranks} ranks of an engine")
+        return length // ranks
 
     @property
     def kv_replicas(self) -> int:
-        """Number of ranks that hold the same key-value head."""
-        return 1 if self.cpu else max(1, self.tp // self.kv_heads)
+        """Number of ranks of a replica of attention that hold the same key-value head."""
+        return 1 if self.cpu else max(1, self.shape.attention // self.kv_heads)
 
     @property
     def kv_heads_here(self) -> int:
         """Key-value heads of a rank."""
-        return 1 if self.kv_replicas > 1 else self.share(self.kv_heads)
+        return 1 if self.kv_replicas > 1 else self.share(self.kv_heads, self.shape.attention)
 
     @property
     def heads_here(self) -> int:
         """Query heads of a rank. Padding preserves the number of queries per key."""
-        return self.kv_heads_here * (self.heads // self.kv_heads) if self.cpu else self.share(self.heads)
+        return (
+            self.kv_heads_here * (self.heads // self.kv_heads)
+            if self.cpu
+            else self.share(self.heads, self.shape.attention)
+        )
 
 
 Cut = Callable[[Tensor, Split, int], Tensor]
-"""Maps (full HF tensor, split, rank) to that rank's part, which is a view if nothing is padded."""
+"""Maps (full HF tensor, split, rank of the stage) to that rank's part, which is a view if nothing is padded."""
 
 
 def _up(length: int, multiple: int) -> int:
@@ -86,10 +96,17 @@ def _heads(tensor: Tensor, dim: int, total: int, index: int, count: int) -> Tens
 
 
 def _vocab(tensor: Tensor, split: Split, rank: int) -> Tensor:
-    padded = _up(tensor.shape[0], VOCAB_MULTIPLE)
-    if padded % split.tp:
-        padded = _up(tensor.shape[0], VOCAB_MULTIPLE * split.tp)
-    return _slice(tensor, 0, rank, padded // split.tp)
+    return _rows(tensor, split.shape.tp, rank)
+
+
+def _embedding(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    return _rows(tensor, split.shape.attention, rank % split.shape.attention)
+
+
+def _rows(tensor: Tensor, ranks: int, index: int) -> Tensor:
+    length = tensor.shape[0]
+    multiple = VOCAB_MULTIPLE * ranks if _up(length, VOCAB_MULTIPLE) % ranks else VOCAB_MULTIPLE
+    return _slice(tensor, 0, index, _up(length, multiple) // ranks)
 
 
 def _whole(tensor: Tensor, split: Split, rank: int) -> Tensor:
@@ -97,23 +114,27 @@ def _whole(tensor: Tensor, split: Split, rank: int) -> Tensor:
 
 
 def _query(tensor: Tensor, split: Split, rank: int) -> Tensor:
-    return _heads(tensor, 0, split.heads, rank, split.heads_here)
+    return _heads(tensor, 0, split.heads, rank % split.shape.attention, split.heads_here)
 
 
 def _key(tensor: Tensor, split: Split, rank: int) -> Tensor:
-    return _heads(tensor, 0, split.kv_heads, rank // split.kv_replicas, split.kv_heads_here)
+    return _heads(tensor, 0, split.kv_heads, rank % split.shape.attention // split.kv_replicas, split.kv_heads_here)
 
 
 def _out(tensor: Tensor, split: Split, rank: int) -> Tensor:
-    return _heads(tensor, 1, split.heads, rank, split.heads_here)
+    return _heads(tensor, 1, split.heads, rank % split.shape.attention, split.heads_here)
 
 
-def _inner_rows(tensor: Tensor, split: Split, rank: int) -> Tensor:
-    return _slice(tensor, 0, rank, split.share(tensor.shape[0], CPU_INNER_MULTIPLE))
+def _inner(dim: int, *, routed: bool = False) -> Cut:
+    def cut(tensor: Tensor, split: Split, rank: int) -> Tensor:
+        ranks = split.shape.per_expert if routed else split.shape.tp
+        return _slice(tensor, dim, rank % ranks, split.share(tensor.shape[dim], ranks, CPU_INNER_MULTIPLE))
+
+    return cut
 
 
-def _inner_columns(tensor: Tensor, split: Split, rank: int) -> Tensor:
-    return _slice(tensor, 1, rank, split.share(tensor.shape[1], CPU_INNER_MULTIPLE))
+_inner_rows, _inner_columns = _inner(0), _inner(1)
+_expert_rows, _expert_columns = _inner(0, routed=True), _inner(1, routed=True)
 
 
 @dataclass(frozen=True)
@@ -131,10 +152,18 @@ class EngineParameter:
         """True if the parameter stacks the tensors of all routed experts."""
         return "{expert}" in self.parts[0][0]
 
+    def of_scales(self, suffix: str) -> EngineParameter:
+        """Return the rule of the scales of its output channels, [channels, 1]."""
+        parts = (
+            (name + suffix, _whole if cut in (_out, _inner_columns, _expert_columns) else cut)
+            for name, cut in self.parts
+        )
+        return EngineParameter(self.engine + suffix, tuple(parts), torch.float32)
+
     @property
     def same_everywhere(self) -> bool:
         """True if all ranks hold the same bytes."""
-        return all(cut is _whole for _, cut in self.parts)
+        return all(cut is _whole for _, cut in self.parts) and not self.per_expert
 
 
 Table = tuple[EngineParameter, ...]
@@ -164,10 +193,10 @@ def _experts(mlp: str, *, gate: str, up: str, down: str) -> Table:
     return (
         _layer(
             f"{mlp}.experts.w13_weight",
-            (f"{mlp}.experts.{{expert}}.{gate}.weight", _inner_rows),
-            (f"{mlp}.experts.{{expert}}.{up}.weight", _inner_rows),
+            (f"{mlp}.experts.{{expert}}.{gate}.weight", _expert_rows),
+            (f"{mlp}.experts.{{expert}}.{up}.weight", _expert_rows),
         ),
-        _layer(f"{mlp}.experts.w2_weight", (f"{mlp}.experts.{{expert}}.{down}.weight", _inner_columns)),
+        _layer(f"{mlp}.experts.w2_weight", (f"{mlp}.experts.{{expert}}.{down}.weight", _expert_columns)),
     )
 
 
@@ -183,9 +212,9 @@ def _qkv(kind: str) -> EngineParameter:
 # --- parts --------------------------------------------------------------------------------------------------
 
 BODY: Table = (
-    EngineParameter("model.embed_tokens.weight", (("model.embed_tokens.weight", _vocab),)),
+    EngineParameter(EMBEDDING, ((EMBEDDING, _embedding),)),
     EngineParameter("model.norm.weight", (("model.norm.weight", _whole),)),
-    EngineParameter("lm_head.weight", (("lm_head.weight", _vocab),)),
+    EngineParameter(HEAD, ((HEAD, _vocab),)),
     _same("input_layernorm.weight"),
     _same("post_attention_layernorm.weight"),
 )
@@ -272,6 +301,9 @@ FAMILIES: dict[str, Table] = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
 }
 
+HEAD_EVERYWHERE = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM")
+"""Families of which every pipeline stage loads the output layer, though only the last one uses it."""
+
 
 def _table(hf: dict[str, Any]) -> Table:
     architecture = (hf.get("architectures") or ["none named"])[0]
@@ -295,39 +327,64 @@ def _fuses_shared_expert(hf: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ParameterTarget:
-    """Destination of an HF tensor: the engine parameter's full name, its rule, and which of its `count` parts the
-    tensor is."""
+    """Destination of an HF tensor: the engine parameter's full name, its rule, which of its `count` parts the tensor
+    is, and the ranks of the engine that have the parameter."""
 
     parameter: str
     rule: EngineParameter
     index: int
     count: int
+    ranks: range
 
 
 class EngineLayout:
     """The table of one model, looked up by HF name. Raises WeightsError for a family without a table."""
 
-    def __init__(self, hf: dict[str, Any], tp: int, *, cpu: bool) -> None:
+    def __init__(self, hf: dict[str, Any], shape: EngineParallel, *, cpu: bool) -> None:
         dims, table = dims_of(hf), _table(hf)
-        self.split = Split(tp, dims.heads, dims.kv_heads, cpu)
-        self.tied = dims.tied
+        self.split = Split(shape, dims.heads, dims.kv_heads, cpu)
+        self.tied, self._layers = dims.tied, int(hf.get("num_hidden_layers") or 0)
         self._architecture = hf["architectures"][0]
         self._routed = int(hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts") or 0)
-        self._shared_is_routed = not cpu and _fuses_shared_expert(hf)
-        self._rules = {name: (rule, index) for rule in table for index, (name, _) in enumerate(rule.parts)}
+        self._shared_is_routed = not cpu and shape.ep == 1 and _fuses_shared_expert(hf)
+        self._experts = self._routed + self._shared_is_routed
+        scales = tuple(rule.of_scales(INT8.suffix) for rule in table)
+        self._rules = {name: (rule, index) for rule in (*table, *scales) for index, (name, _) in enumerate(rule.parts)}
 
     def find(self, name: str) -> ParameterTarget:
         """Return the place of an HF tensor. Raises WeightsError if the engine has none."""
         renamed = name.replace(".shared_experts.", f".experts.{self._routed}.") if self._shared_is_routed else name
         general, layer, block, expert = _general(renamed)
-        experts = self._routed + self._shared_is_routed
-        if general not in self._rules or (expert or 0) >= max(experts, 1):
+        if general not in self._rules or (expert or 0) >= max(self._experts, 1):
             raise WeightsError(f"{name}: an SGLang engine of {self._architecture} has no place for this tensor")
         rule, index = self._rules[general]
-        count = len(rule.parts) * (experts if rule.per_expert else 1)
-        return ParameterTarget(
-            rule.engine.format(layer=layer, block=block), rule, index + len(rule.parts) * (expert or 0), count
-        )
+        parameter, each = rule.engine.format(layer=layer, block=block), len(rule.parts)
+        count = each * (self._experts if rule.per_expert else 1)
+        return ParameterTarget(parameter, rule, index + each * (expert or 0), count, self._ranks(name, layer))
+
+    def part(self, target: ParameterTarget, number: int, tensor: Tensor, rank: int) -> Tensor | None:
+        """Return what a rank has of one of the parameter's parts; None if it has none of this expert. Raises
+        ValueError if the tensor is not divisible."""
+        expert, kind = divmod(number, len(target.rule.parts))
+        rank %= self.split.shape.tp
+        if (
+            target.rule.per_expert
+            and rank // self.split.shape.per_expert != expert * self.split.shape.ep // self._experts
+        ):
+            return None
+        return target.rule.parts[kind][1](tensor, self.split, rank)
+
+    def _ranks(self, name: str, layer: int | None) -> range:
+        """Return the ranks of the stages that have this tensor: those of its layer, of the first or of the last."""
+        shape = self.split.shape
+        stages = range(shape.pp)
+        if layer is not None and shape.pp > 1:
+            stages = next(stages[s : s + 1] for s in stages if layer in shape.layers(self._layers, s))
+        elif name == EMBEDDING:
+            stages = stages[:1]
+        elif name != HEAD or self._architecture not in HEAD_EVERYWHERE:
+            stages = stages[-1:]
+        return range(stages.start * shape.tp, stages.stop * shape.tp)
 
 
 def _general(name: str) -> tuple[str, int | None, int | None, int | None]:

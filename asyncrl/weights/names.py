@@ -189,12 +189,13 @@ def local_name(name: str) -> str:
 
 
 INSEPARABLE = {"self_attn.kv_a_proj_with_mqa.weight": "self_attn.q_a_proj.weight"}
-"""HF tensors that an engine must get in one call: SGLang's deepseek_v2.py fuses the two only if it sees both, and
-otherwise silently keeps the old weights."""
+"""HF tensors, with their scales, that an engine must get in one call: SGLang's deepseek_v2.py fuses the two only if it
+sees both, and otherwise silently keeps the old weights."""
 
 
 def unit_of(hf_name: str) -> str:
-    """Return a key that is equal for tensors that must arrive together."""
+    """Return a key that is equal for tensors that must arrive together, among them a weight and its scales."""
+    hf_name = hf_name.removesuffix("_inv").removesuffix("_scale")
     for name, leader in INSEPARABLE.items():
         if hf_name.endswith(name):
             return hf_name.removesuffix(name) + leader
@@ -252,6 +253,11 @@ class Mapping:
         if self.tower and hf_name.startswith(self.tower):
             return True
         return _general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0] in self._hf
+
+    def is_linear(self, hf_name: str) -> bool:
+        """Return whether an HF tensor is the weight of a linear layer that can have adapters, or be quantized."""
+        rule = self._hf.get(_general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0])
+        return rule is not None and rule.linear
 
     def adapts(self, module: str) -> bool:
         """Return whether some linear layer has this module of PEFT, named without the number of its layer."""

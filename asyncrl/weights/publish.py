@@ -45,6 +45,7 @@ from asyncrl.weights.delta import DeltaTransport
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.names import unit_of
+from asyncrl.weights.quantization import QuantizedWeights
 from asyncrl.weights.reshard import Resharder
 from asyncrl.weights.tensor import TensorTransport
 from asyncrl.weights.transport import Transport
@@ -63,7 +64,7 @@ class Publisher:
         parallel: Parallel,
         fleet: Fleet,
         transport: Transport,
-        weights: Resharder,
+        weights: Resharder | QuantizedWeights,
         settings: WeightsConfig,
         *,
         expected: Callable[[], ExpectedChecksums],
@@ -98,7 +99,7 @@ class Publisher:
     @torch.no_grad()
     def publish(self, version: int) -> dict[str, float]:
         """Publish a version; runs on every rank. Returns the seconds of filling, of verifying and of the pause, the
-        bytes sent by this rank, and the number of engines that serve."""
+        bytes sent by this rank, the number of engines that serve, and the error of quantized weights."""
         started = time.monotonic()
         first = self._parallel.is_first
         if self._plan is None:
@@ -132,6 +133,7 @@ class Publisher:
             "verify": verified,
             "bytes": float(sum(nbytes(bucket) for bucket in self._plan or [])),
             "engines": float(len(self._fleet.serving)),
+            **({"error": self._weights.error()} if isinstance(self._weights, QuantizedWeights) else {}),
         }
 
     # -- participants --------------------------------------------------------------------------------------
@@ -289,16 +291,16 @@ def build_transport(
     because stages on several machines must make the same choice. `gpu` says whether the trainer runs on GPUs. `folder`
     is where disk and delta write.
     """
-    engine_tp = config.engine.tensor_parallel
+    ranks = config.engine.ranks
     colocated = config.cluster.placement == "colocated"
     host_of_all = host if alone else ""
     name, reason = choose(config.weights.transport, list(fleet.urls), host_of_all, gpu=gpu, colocated=colocated)
     if name == "tensor":
-        return TensorTransport(fleet, engine_tp), f"tensor ({reason})"
+        return TensorTransport(fleet, ranks), f"tensor ({reason})"
     if name == "disk":
         return DiskTransport(fleet, folder, stage), f"disk in {folder} ({reason})"
     if name == "delta":
-        return DeltaTransport(fleet, folder, stage, engine_tp), f"delta in {folder} ({reason})"
+        return DeltaTransport(fleet, folder, stage, ranks), f"delta in {folder} ({reason})"
     backend = "nccl" if gpu else "gloo"
-    transport = DistributedTransport(fleet, engine_tp, host=host, stage=stage, backend=backend)
+    transport = DistributedTransport(fleet, ranks, host=host, stage=stage, backend=backend)
     return transport, f"distributed over {backend} ({reason})"

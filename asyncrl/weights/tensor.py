@@ -33,9 +33,9 @@ class TensorTransport(Transport):
     have when the engine answers for the next bucket, so a stream needs three buckets there.
     """
 
-    def __init__(self, fleet: Fleet, engine_tp: int) -> None:
-        self._fleet, self._engine_tp = fleet, engine_tp
-        self.memories = 3 if torch.cuda.is_available() and engine_tp > 1 else 2
+    def __init__(self, fleet: Fleet, ranks: int) -> None:
+        self._fleet, self._ranks = fleet, ranks
+        self.memories = 3 if torch.cuda.is_available() and ranks > 1 else 2
         self._shared = SharedBuffers()
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
@@ -43,7 +43,7 @@ class TensorTransport(Transport):
         return shared_memory(nbytes) if device.type == "cpu" else super().allocate(nbytes, device)
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
-        """Send a separate handle for every engine and tensor-parallel rank; each rank takes its part of every tensor.
+        """Send a separate handle for every engine and rank; each rank takes its part of every tensor.
 
         Shared memory is reference-counted: a handle adds one reference and opening it removes one, so no handle may be
         opened twice.
@@ -52,7 +52,7 @@ class TensorTransport(Transport):
             torch.cuda.current_stream(flat.device).synchronize()
         bodies = {
             url: {
-                "serialized_named_tensors": [self._handle(flat, bucket) for _ in range(self._engine_tp)],
+                "serialized_named_tensors": [self._handle(flat, bucket) for _ in range(self._ranks)],
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
             }

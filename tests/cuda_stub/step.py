@@ -18,6 +18,7 @@ from tests.cuda_stub import device, fake  # isort: skip
 from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.models.tiny import write_random_model
+from asyncrl.parallel import EngineParallel
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from tests.cuda_stub import attention, memory, ranks
 from tests.fakes import changed, compose_values
@@ -153,7 +154,7 @@ def _fill(policy: Any, parallel: Any, engine_ranks: int) -> dict[str, Any]:
         places |= fill(torch.empty(nbytes(bucket), dtype=torch.uint8, device=parallel.device), bucket, stream)
     assert not list(stream), "tensors that were not planned"
     assert bool(places) == parallel.exports
-    checksums = ExpectedChecksums(policy.hf, engine_ranks, dtype=torch.bfloat16, device="cuda")
+    checksums = ExpectedChecksums(policy.hf, EngineParallel(engine_ranks), dtype=torch.bfloat16, device="cuda")
     for name, tensor in policy.weights.hf_tensors():
         checksums.add(name, tensor)
     assert {str(x.device) for x in places.values()} <= {"cuda:0"}

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.parallel import EngineParallel
 from asyncrl.weights.checksum import ExpectedChecksums
 from tests.fakes import JsonHandler
 
@@ -120,7 +121,7 @@ class ScramblingEngine:
         return {}
 
     def _checksums(self, _: dict[str, Any]) -> dict[str, Any]:
-        checksums = ExpectedChecksums(self._hf, 1, dtype=torch.float32)
+        checksums = ExpectedChecksums(self._hf, EngineParallel(), dtype=torch.float32)
         for name, tensor in self.weights.items():
             checksums.add(name, tensor)
         return {"ranks": [{"parallelism_info": {"tp_rank": 0}, "checksums": checksums.result()[0]}]}

@@ -197,7 +197,7 @@ def test_a_resumed_completion_has_one_version(one: SavedCompletion, versions: li
     engine = answering()
 
     async def play(client: GenerationClient) -> Completion:
-        client.inflight.resume(3, {}, 0)
+        client.inflight.restore(3, {}, 0)
         session = client.resume("g", "g 0", 0, 2, [one])
         client.inflight.release(3)
         return await session(PROMPT)
@@ -213,7 +213,7 @@ def test_a_resumed_episode_that_keeps_one_adapter_goes_on_with_it_or_starts_over
     engine = answering()
 
     async def play(client: GenerationClient) -> list[int]:
-        client.inflight.resume(3, {}, 0)
+        client.inflight.restore(3, {}, 0)
         session = client.resume("g", "g 0", 0, 2, [saved(version, "stop")])
         client.inflight.release(3)
         turns = [await session(PROMPT), await session([*PROMPT, 5])]

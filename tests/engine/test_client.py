@@ -146,6 +146,22 @@ def test_held_requests_wait_for_release_and_then_carry_its_version() -> None:
     assert {answer.versions[0].version for answer in answers} == {7}
 
 
+def test_the_requests_of_a_group_go_to_one_replica_and_groups_to_all() -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: GenerationClient) -> None:
+        for _ in range(2):
+            for group in range(40):
+                await client.generate(group=f"g{group}")(PROMPT)
+
+    asked(engine, play, replicas=4)
+    chosen = [request["routed_dp_rank"] for request in engine.requests]
+    assert chosen[:40] == chosen[40:]
+    assert set(chosen) == {0, 1, 2, 3}
+    asked(alone := FakeEngine(echo()), play)
+    assert not any("routed_dp_rank" in request for request in alone.requests)
+
+
 def test_request_in_flight_stays_open_while_new_ones_are_held() -> None:
     gate = asyncio.Event()
     answer = completion(tokens=4, versions=(0, 1))

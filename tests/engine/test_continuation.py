@@ -250,7 +250,7 @@ def test_requests_of_a_group_carry_one_routing_key_and_those_of_others_their_own
 
 
 def across_a_publish(
-    first: Callable[[asyncio.Event], Reply], **settings: Any
+    first: Callable[[asyncio.Event], Reply], group: str = "g", **settings: Any
 ) -> tuple[FakeEngine, Completion, GenerationClient]:
     """A request is in flight while version 8 is published; its engine goes on after that."""
     made: list[GenerationClient] = []
@@ -258,7 +258,7 @@ def across_a_publish(
     async def play(client: GenerationClient) -> Completion:
         made.append(client)
         client.inflight.release(7)
-        asking = asyncio.create_task(client.generate(group="g")(PROMPT))
+        asking = asyncio.create_task(client.generate(group=group)(PROMPT))
         await until(lambda: engine.requests)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -279,6 +279,13 @@ def across_a_publish(
 
 def started_late(gate: asyncio.Event) -> Reply:
     return [gate, stream(pieces(completion(tokens=4, versions=(7, 8))))]
+
+
+def test_request_that_a_publish_overtakes_is_asked_anew_where_its_first_token_may_be_on_its_way() -> None:
+    """Whatever the cache key: the engine that decodes would record that token under the new version."""
+    engine, _, client = across_a_publish(started_late, group="g-v8", cache_key="group", disaggregated=True)
+    assert len(engine.requests) == 2
+    assert client.inflight.figures.continued == Counter(overtaken=1)
 
 
 def test_request_that_a_publish_overtakes_is_asked_anew_under_the_new_key() -> None:

@@ -20,7 +20,7 @@ from asyncrl.engine.hand_over import CHANGES, HandOver, HandOverStep, OutOfTurn,
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.models import catalog
 from asyncrl.network.addresses import TRAINING, Access
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import EngineParallel, Parallel
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.publish import Publisher
@@ -76,7 +76,7 @@ class Rig:
             DiskTransport(self.fleet, folder / "weights", 0),
             self.weights,  # type: ignore[arg-type]
             config.weights,
-            expected=lambda: ExpectedChecksums(hf, 1, dtype=torch.float32),
+            expected=lambda: ExpectedChecksums(hf, EngineParallel(), dtype=torch.float32),
             hold=lambda: None,
             announce=lambda version: None,
             update=self.hand_over.update,

@@ -45,8 +45,8 @@ def asked(answers: dict[str, httpx.Response | Exception]) -> list[Load]:
 
 
 def test_an_engine_is_the_sum_of_its_data_parallel_ranks() -> None:
-    assert load_of([RANK]) == Load(3, 1, 500.0, 1000.0, 900.0, 2.5)
-    assert load_of([RANK, RANK]) == Load(6, 2, 1000.0, 2000.0, 1800.0, 5.0)
+    assert load_of([RANK]) == Load(3, 1, 500.0, 1000.0, 900.0, 2.5, longest=1000.0)
+    assert load_of([RANK, RANK]) == Load(6, 2, 1000.0, 2000.0, 1800.0, 5.0, longest=1000.0)
 
 
 def test_engines_that_are_dead_or_refuse_are_left_out() -> None:

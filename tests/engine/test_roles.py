@@ -135,7 +135,7 @@ def test_an_episode_keeps_its_past_version_through_publishes_retries_and_a_resum
         client.inflight.release(9)
         session.forget()
         turns.append(await session(PROMPT, None, "old"))
-        client.inflight.resume(5, {}, 0)
+        client.inflight.restore(5, {}, 0)
         client.inflight.release(5)
         resumed = client.resume("g", "g 0", 4, 0, [])
         turns.append(await resumed(PROMPT, None, "old"))

@@ -2,9 +2,10 @@
 
     python -m tests.integration.engine_ranks JOBS.json
 
-A job is {"args": of the server, "env": for it, "tp": its ranks, "out": a file for the checksums of each rank}. Imports
-once and forks a process for each rank, which takes a second or two where a server takes a minute. A job that fails says
-so on stderr and writes nothing; the others go on.
+A job is {"args": of the server, "env": for it, "out": a file for the checksums of each rank}, and perhaps "published":
+files of safetensors that are loaded one after the other, as a publish is, before the checksums are taken. Imports once
+and forks a process for each rank, which takes a second or two where a server takes a minute. A job that fails says so
+on stderr and writes nothing; the others go on.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from asyncrl.backends.cpu.sglang_shim import install
+from asyncrl.engine import quantized
 
 install()
 
@@ -27,8 +31,9 @@ from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.distributed import bootstrap  # noqa: E402
 from sglang.srt.entrypoints.engine import _set_envs_and_config  # noqa: E402
 from sglang.srt.layers.moe import initialize_moe_config  # noqa: E402
+from sglang.srt.layers.quantization import fp8, kv_cache, w8a8_int8  # noqa: E402
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
-from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank  # noqa: E402
+from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
 from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
 
 
@@ -61,13 +66,19 @@ def wait_for(pids: list[int]) -> None:
         raise RuntimeError("a rank failed")
 
 
-def load_rank(args: Any, ports: Any, rank: int, out: Path) -> None:
+def as_on_a_gpu() -> None:
+    """Let SGLang take its path for CUDA after loading quantized weights; the one for CPUs wants AMX. Nothing is
+    multiplied here."""
+    quantized.keep_parameters(w8a8_int8)
+    quantized.forget_scales(kv_cache)
+    fp8._is_cpu = False
+
+
+def load_rank(args: Any, ports: Any, rank: int, out: Path, published: Sequence[str]) -> None:
     """Compute the checksums of one rank and write them as JSON."""
-    publish(
-        args,
-        role="scheduler",
-        ranks=SpawnRanks(world_rank=spawn_world_rank(args, tp_rank=rank, pp_rank=0), gpu_id=rank),
-    )
+    if published:
+        as_on_a_gpu()
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
     initialize_moe_config()
     model = ModelConfig.from_server_args(args)
     bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=ports.nccl_port)
@@ -75,6 +86,11 @@ def load_rank(args: Any, ports: Any, rank: int, out: Path) -> None:
     runner = ModelRunner(
         model_config=model, mem_fraction_static=0.5, gpu_id=rank, nccl_port=ports.nccl_port, server_args=args
     )
+    for file in published:
+        runner.weight_updater.begin_weight_update()
+        loaded = runner.weight_updater.load_weights_from_distributed(list(load_file(file).items()))
+        assert loaded == (True, "Succeeded to update parameter online."), loaded
+        runner.weight_updater.end_weight_update(run_post_load=True)
     out.write_text(json.dumps(runner.check_weights(action="checksum", role="target")["checksums"]))
 
 
@@ -83,9 +99,10 @@ def load(job: dict[str, Any]) -> None:
     os.environ.update(job["env"])
     args = prepare_server_args(job["args"])
     _set_envs_and_config(args)
-    ports, ranks = PortArgs.init_new(args), range(job["tp"])
+    ports, ranks = PortArgs.init_new(args), range(args.tp_size * args.pp_size)
+    published = job.get("published", [])
     outs = [Path(f"{job['out']}.{rank}") for rank in ranks]
-    wait_for([forked(lambda rank=rank: load_rank(args, ports, rank, outs[rank])) for rank in ranks])
+    wait_for([forked(lambda rank=rank: load_rank(args, ports, rank, outs[rank], published)) for rank in ranks])
     Path(job["out"]).write_text(json.dumps([json.loads(out.read_text()) for out in outs]))
 
 

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
-from asyncrl.engine.router import RouterWorkers
+from asyncrl.engine.router import RouterWorkers, duties_of
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.publish import Publisher, build_transport
+from asyncrl.weights.quantization import QuantizedWeights
 
 DEGREES = ("tp", "pp", "cp", "dp", "etp", "ep")
 ALONE: dict[str, Any] = {
@@ -72,6 +73,11 @@ class SeededWeights:
         return tensors
 
 
+def quantized(weights: SeededWeights, hf: dict[str, Any], kind: Any, wide: torch.dtype) -> QuantizedWeights:
+    """Return what a publisher sends to quantized engines."""
+    return QuantizedWeights(weights, hf["architectures"][0], kind, wide)  # type: ignore[arg-type]
+
+
 def make(
     config: Config,
     addresses: Addresses,
@@ -89,22 +95,24 @@ def make(
         urls or addresses.engines,
         addresses.access,
         timeout,
-        router=RouterWorkers(addresses.router, addresses.access, timeout),
+        router=RouterWorkers(addresses.router, addresses.access, timeout, duties_of(addresses)),
+        duties=duties_of(addresses),
     )
     transport, _ = build_transport(
         config, fleet, host=config.cluster.host or "", alone=True, stage=0, gpu=device != "cpu", folder=folder
     )
     parallel = Parallel(**{**ALONE, "device": torch.device(device)})
     hf = flat(json.loads((addresses.model / "config.json").read_text()))
-    dtype = getattr(torch, config.engine.dtype)
+    dtype, kind = getattr(torch, config.engine.dtype), config.engine.quantization
+    sent: Any = weights if kind == "none" else quantized(weights, hf, kind, dtype)
     return Publisher(
         parallel,
         fleet,
         transport,
-        weights,  # type: ignore[arg-type]
+        sent,
         config.weights,
         expected=lambda: ExpectedChecksums(
-            hf, config.engine.tensor_parallel, dtype=dtype, device="cuda" if addresses.gpus else "cpu"
+            hf, config.engine.parallel, dtype=dtype, device="cuda" if addresses.gpus else "cpu"
         ),
         hold=hold,
         announce=announce,
@@ -113,7 +121,8 @@ def make(
 
 def publish(publisher: Publisher, version: int) -> dict[str, float]:
     """Set the weights to a version and publish it."""
-    publisher._weights.version = version  # type: ignore[attr-defined]
+    weights: Any = publisher._weights
+    getattr(weights, "_weights", weights).version = version
     return publisher.publish(version)
 
 

@@ -7,6 +7,7 @@ seconds of a core for every rank, and there are a hundred ranks in the tests.
 from __future__ import annotations
 
 import atexit
+import importlib
 import json
 import multiprocessing
 import os
@@ -23,6 +24,10 @@ from pathlib import Path
 
 from asyncrl.network.ports import free_port
 
+PRELOADED = (
+    *("asyncrl.trainer.policy", "asyncrl.trainer.sharded", "asyncrl.weights.export"),  # with most of Megatron
+    "tests.integration.test_step",  # with pytest, hydra and httpx, which several scripts need
+)
 ROOT = Path(__file__).parents[2]
 LAST = 4000  # characters of a failure's output
 
@@ -83,8 +88,8 @@ def serve(prepare: Callable[[], None] = lambda: None) -> None:
     megatron_shim.enable()
     prepare()
 
-    import tests.fakes
-    import tests.integration.test_step  # noqa: F401  # with pytest, hydra and httpx, which several scripts need
+    for module in PRELOADED:
+        importlib.import_module(module)
 
     importing.done()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")

@@ -1,7 +1,7 @@
 """The checksums in SGLang equal those computed from the HF folder, for every parameter of every family.
 
-Every family is loaded at every degree by SGLang's model runner (engine_ranks.py); one is also served, and the others
-are in a campaign.
+Every family is loaded in every shape of an engine by SGLang's model runner (engine_ranks.py); one is also served, and
+the others are in a campaign.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,17 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
 from asyncrl.config import Config, load
 from asyncrl.engine.server import server_argv, server_env
 from asyncrl.launch.main import CONF
 from asyncrl.network.ports import free_port
+from asyncrl.parallel import EngineParallel
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, parse
 from asyncrl.weights.folder import HFFolder
+from asyncrl.weights.quantization import FORMATS
+from tests.integration.publisher import SeededWeights, quantized
 
 pytestmark = pytest.mark.integration
 
@@ -80,14 +85,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, padded": ("llama", {"num_key_value_heads": 1, "intermediate_size": 72}),
     "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
+    "qwen3": ("qwen3", {"num_hidden_layers": 3}),
+    "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", ROUTED),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "glm4_moe": ("glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
     "deepseek_v3": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": 32}),
     "deepseek_v3, whole queries": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }
-CASES = [(name, tp) for name in MODELS for tp in (1, 2)]
+ROUTED_MODELS = tuple(name for name in MODELS if name.startswith(("qwen3_moe", "mixtral", "glm4", "deepseek")))
+REPLICATED_MODELS = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3, whole queries")
+STAGED_MODELS = tuple(name for name in MODELS if name not in ("llama, tied", "llama, padded"))
+CASES = [
+    *((name, EngineParallel(tp)) for name in MODELS for tp in (1, 2)),
+    *((name, EngineParallel(tp=2, ep=2)) for name in ROUTED_MODELS),
+    *((name, EngineParallel(tp=4, ep=2 if name in ROUTED_MODELS else 1, dp=2)) for name in REPLICATED_MODELS),
+    *((name, EngineParallel(pp=2)) for name in STAGED_MODELS),
+    ("qwen3_moe", EngineParallel(tp=2, ep=2, dp=2, pp=2)),
+]
+
+
+def named(value: object) -> str | None:
+    return "-".join(map(str, astuple(value))) if isinstance(value, EngineParallel) else None
 
 
 def write_model(folder: Path, model_type: str, changes: dict[str, Any]) -> None:
@@ -105,19 +124,21 @@ def write_model(folder: Path, model_type: str, changes: dict[str, Any]) -> None:
     model.save_pretrained(folder)
 
 
-def engine_of(tp: int) -> Config:
+def engine_of(shape: EngineParallel) -> Config:
     """Return the configuration with the settings that matter here."""
+    fields = ("tensor_parallel", "expert_parallel", "data_parallel", "pipeline_parallel")
+    sizes = [f"engine.{field}={size}" for field, size in zip(fields, astuple(shape), strict=True)]
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(
-            compose("train", ["experiment=tiny", f"engine.tensor_parallel={tp}", "engine.dtype=bfloat16"]), resolve=True
+            compose("train", ["experiment=tiny", "engine.dtype=bfloat16", *sizes]), resolve=True
         )
     return load(raw)
 
 
 @contextmanager
-def serving(model: Path, tp: int) -> Iterator[str]:
+def serving(model: Path, shape: EngineParallel) -> Iterator[str]:
     """Run one engine, started as by the launcher, and yield its address."""
-    config = engine_of(tp)
+    config = engine_of(shape)
     url, log = f"http://127.0.0.1:{free_port('127.0.0.1')}", model.with_suffix(".log")
     argv, env = server_argv(config.engine, model, url, gpu=False, seed=0), server_env(config.engine, gpu=False)
     with log.open("w") as out:
@@ -142,9 +163,9 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def expected_of(folder: Path, tp: int) -> Checksums:
+def expected_of(folder: Path, shape: EngineParallel) -> Checksums:
     hf = json.loads((folder / "config.json").read_text())
-    expected = ExpectedChecksums(hf, tp, dtype=torch.bfloat16)
+    expected = ExpectedChecksums(hf, shape, dtype=torch.bfloat16)
     with HFFolder(folder) as source:
         for name in source.names():
             expected.add(name, source.read(name))
@@ -160,49 +181,111 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.fixture(scope="module")
-def loaded(folders: dict[str, Path]) -> dict[tuple[str, int], Path]:
-    """Return files with the checksums of every model at every degree, loaded by SGLang without a server."""
-    jobs, outs = [], {}
-    for tp in (1, 2):
-        engine = engine_of(tp).engine
-        for name, folder in folders.items():
-            outs[name, tp] = folder.with_suffix(f".tp{tp}.json")
-            args = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:]
-            env = server_env(engine, gpu=False)
-            jobs.append({"args": args, "env": env, "tp": tp, "out": str(outs[name, tp])})
-    plan = next(iter(folders.values())).parent / "jobs.json"
+def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> Path:
+    """Run jobs of engine_ranks.py, and return their log."""
+    plan, log = folder / "jobs.json", folder / "jobs.log"
     plan.write_text(json.dumps(jobs))
-    with plan.with_suffix(".log").open("w") as log:
+    with log.open("w") as out:
         command = [sys.executable, "-m", "tests.integration.engine_ranks", str(plan)]
-        subprocess.run(command, stdout=log, stderr=log, check=True, timeout=600)
+        subprocess.run(command, stdout=out, stderr=out, check=True, timeout=600)
+    return log
+
+
+@pytest.fixture(scope="module")
+def loaded(folders: dict[str, Path]) -> dict[tuple[str, EngineParallel], Path]:
+    """Return files with the checksums of every model in every shape, loaded by SGLang without a server."""
+    jobs, outs = [], {}
+    for name, shape in CASES:
+        engine, folder = engine_of(shape).engine, folders[name]
+        outs[name, shape] = folder.with_suffix(f".{named(shape)}.json")
+        args = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:]
+        env = server_env(engine, gpu=False)
+        jobs.append({"args": args, "env": env, "out": str(outs[name, shape])})
+    run_jobs(next(iter(folders.values())).parent, jobs)
     return outs
 
 
-@pytest.mark.parametrize(("name", "tp"), CASES)
+@pytest.mark.parametrize(("name", "shape"), CASES, ids=named)
 def test_sglang_loads_what_is_expected_of_every_parameter(
-    name: str, tp: int, folders: dict[str, Path], loaded: dict[tuple[str, int], Path]
+    name: str, shape: EngineParallel, folders: dict[str, Path], loaded: dict[tuple[str, EngineParallel], Path]
 ) -> None:
-    out = loaded[name, tp]
+    out = loaded[name, shape]
     assert out.exists(), (out.parent / "jobs.log").read_text()[-5000:]
     answered = json.loads(out.read_text())
-    assert differing(expected_of(folders[name], tp), answered) == []
-    assert len(answered) == tp
-    assert all(len(rank) > 10 for rank in answered)
+    assert differing(expected_of(folders[name], shape), answered) == []
+    assert len(answered) == shape.ranks
+    assert all(len(rank) > 5 for rank in answered)
+
+
+WHOLE_BLOCKS = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 256,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+QUANTIZED = [
+    (name, kind, tp) for name in ("qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3") for kind in FORMATS for tp in (1, 2)
+]
+
+
+def publishes(folder: Path, kind: Any, count: int) -> list[Path]:
+    """Write what the trainers of this model publish, each version with other weights, as safetensors."""
+    weights = SeededWeights(folder)
+    hf = json.loads((folder / "config.json").read_text())
+    files = []
+    for version in range(count):
+        weights.version = version
+        sent = quantized(weights, hf, kind, torch.bfloat16).stream()
+        files.append(folder / f"{kind}-{version}.publish")
+        save_file({name: pieces.tensor() for name, pieces in sent}, files[-1])
+    return files
+
+
+def test_sglang_loads_two_publishes_of_codes_and_scales_as_expected(tmp_path: Path) -> None:
+    """On the way that SGLang takes with CUDA, from random weights as engines start with. Nothing is multiplied."""
+    jobs, cases = [], []
+    for name, kind, tp in QUANTIZED:
+        folder = tmp_path / name
+        if not folder.exists():
+            model_type, changes = MODELS[name]
+            write_model(
+                folder, model_type, {**changes, **{k: v for k, v in WHOLE_BLOCKS.items() if k in {*SIZES, *changes}}}
+            )
+        engine = engine_of(EngineParallel(tp)).engine.model_copy(update={"quantization": kind})
+        args = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:]
+        files, out = publishes(folder, kind, 2), tmp_path / f"{name}.{kind}.{tp}.json"
+        env = server_env(engine, gpu=False)
+        jobs.append({"args": args, "env": env, "out": str(out), "published": list(map(str, files))})
+        cases.append((folder, tp, files[-1], out))
+    log = run_jobs(tmp_path, jobs)
+    for folder, tp, file, out in cases:
+        assert out.exists(), f"{out.name}:\n{log.read_text()[-5000:]}"
+        hf = json.loads((folder / "config.json").read_text())
+        expected = ExpectedChecksums(hf, EngineParallel(tp), dtype=torch.bfloat16)
+        tensors = load_file(file)
+        for name in sorted(tensors, key=lambda name: not name.endswith("_scale_inv")):  # as a bucket has them
+            expected.add(name, tensors[name])
+        assert differing(expected.result(), json.loads(out.read_text())) == [], out.name
 
 
 SERVED = [  # latent attention loads, but an engine with this project's attention for CPU cannot run it
-    pytest.param(*case, marks=[] if case == ("qwen3", 2) else pytest.mark.campaign)
+    pytest.param(*case, marks=[] if case == ("qwen3", EngineParallel(2)) else pytest.mark.campaign)
     for case in CASES
     if not case[0].startswith("deepseek")
 ]
 
 
-@pytest.mark.parametrize(("name", "tp"), SERVED)
+@pytest.mark.parametrize(("name", "shape"), SERVED, ids=named)
 def test_an_engine_answers_with_the_expected_checksum_of_every_parameter(
-    name: str, tp: int, folders: dict[str, Path]
+    name: str, shape: EngineParallel, folders: dict[str, Path]
 ) -> None:
-    with serving(folders[name], tp) as url:
+    with serving(folders[name], shape) as url:
         answered = parse(httpx.post(f"{url}/weights_checker", json={"action": "checksum"}, timeout=60).json())
-    assert differing(expected_of(folders[name], tp), answered) == []
-    assert len(answered) == tp
+    assert differing(expected_of(folders[name], shape), answered) == []
+    assert len(answered) == shape.ranks

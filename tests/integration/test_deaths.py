@@ -32,14 +32,13 @@ def _kill_and_check(tmp_path: Path, victim: str, step: int, delay: float) -> Non
     nothing_is_left(run_dir, started)
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("victim", ["engine"])  # rollout process, trainer and launcher: test_resume.py; all: a campaign
+@pytest.mark.campaign  # of an engine: test_intruder.py, of a trainer: test_colocated.py, the others: test_resume.py
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_death_ends_the_run_with_a_diagnosis(victim: str, tmp_path: Path) -> None:
     _kill_and_check(tmp_path, victim, step=2, delay=0.0)
 
 
 @pytest.mark.campaign
-@pytest.mark.integration
 def test_the_launchers_own_death_leaves_nothing(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with start(run_dir, "run.max_steps=100000", "eval.questions=0") as process:

@@ -15,16 +15,14 @@ LEARNING = ("trainer.optimizer.lr=2e-3", "trainer.optimizer.warmup_steps=4")
 
 
 def test_the_exported_folder_serves_and_trains_on_where_a_token_budget_ended_the_run(tmp_path: Path) -> None:
-    """The last published weights and the exported ones give the same greedy answers, also with another parallelism."""
+    """The last published weights and the exported ones give the same greedy answers."""
     first, second = tmp_path / "first", tmp_path / "second"
     steps = run(first, f"run.token_budget={BUDGET}", *LEARNING, "trainer.save_hf_every=20")
     assert f"reached run.token_budget {BUDGET}" in json.loads((first / "summary.json").read_text())["reason"]
     assert sum(step["tokens/generated"] for step in steps[:-1]) < BUDGET
     assert [step["lr"] for step in steps[:5]] == pytest.approx([0.5e-3, 1e-3, 1.5e-3, 2e-3, 2e-3])
     assert {path.name for path in first.glob("hf*")} >= {"hf", "hf-000020"}
-    steps = run(
-        second, f"model.path={first / 'hf'}", "engine.tensor_parallel=2", "rollout.max_staleness=0", "run.max_steps=3"
-    )
+    steps = run(second, f"model.path={first / 'hf'}", "rollout.max_staleness=0", "run.max_steps=2")
     start_of_all, *_, after = (line["reward/mean"] for line in lines(first / "eval.jsonl"))
     before = lines(second / "eval.jsonl")[0]["reward/mean"]
     assert after > start_of_all + 0.2, "the first run learned too little to tell its weights from others"

@@ -1,6 +1,6 @@
 """Every experiment that is not sized for GPUs, and every shipped agent, plays and trains on the real engine.
 
-Their tasks share two runs, each with the settings of its experiment. The small model outputs digits: it plays games,
+Their tasks share a run, each with the settings of its experiment. The small model outputs digits: it plays games,
 and never calls a tool.
 """
 
@@ -68,19 +68,39 @@ def roles_of(groups: list[Group]) -> set[str]:
     return {turn.role for group in groups for trajectory in group.trajectories for turn in trajectory.turns}
 
 
-def test_every_experiment_trains_and_is_evaluated(tmp_path: Path) -> None:
+def of_recipes() -> dict[str, Any]:
+    """Return a game for each agent of the recipes: guided attempts, notes in the place of a context that is full, and
+    ways that begin in one context."""
+    game = compose_values("experiment=tiny_game")["task"]
+    agents = {
+        "guided": {"guide": "guides:hint", "tries": 2, "max_turns": 4},
+        "memory": {"context_tokens": 0, "note_tokens": 4, "max_turns": 4},
+        "forking": {"fork_at": [0, 1], "branches": 2, "max_turns": 4},
+    }
+    more = {"group_size": 4, "weight": 2.0}
+    return {
+        name: {**game, **more, "agent": f"asyncrl_recipes.{name}.agent:{name.title()}", "agent_params": params}
+        for name, params in agents.items()
+    }
+
+
+def test_every_experiment_and_agent_trains_and_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "guides.py").write_text(HINT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     write_speaker(tmp_path / "model", DIGITS, ends=0.5)
     write_speaker(tmp_path / "judge", ["yes", "no", " yes", " no"], ends=0.1)
-    judge = compose_values("experiment=judge")["judge"]
-    mixture = write_mixture(tmp_path / "conf", *map(of_experiment, EXPERIMENTS), {"judge": judge})
+    judge, recipes = compose_values("experiment=judge")["judge"], of_recipes()
+    parts = (*map(of_experiment, EXPERIMENTS), {"judge": judge, "tasks": recipes})
     run_dir = tmp_path / "run"
     steps = run(
         run_dir,
-        *(*mixture, *SIZES, *SPEAKER, f"model.path={tmp_path / 'model'}", f"judge.model={tmp_path / 'judge'}"),
-        *("judge.dtype=float32", "judge.max_total_tokens=8192", "rollout.batch_groups=18", "rollout.max_failures=1"),
+        *(*write_mixture(tmp_path / "conf", *parts), *SIZES, *SPEAKER, f"model.path={tmp_path / 'model'}"),
+        *(f"judge.model={tmp_path / 'judge'}", "judge.dtype=float32", "judge.max_total_tokens=8192"),
+        *("rollout.batch_groups=24", "rollout.max_failures=1", "algo.advantage=turn_loo"),
     )
     played = by_task(run_dir)
-    assert played.keys() == set(EXPERIMENTS)
+    assert played.keys() == {*EXPERIMENTS, *recipes}
     assert books_balance(run_dir)["groups"]["rejected"] == {}
     assert sum(step["proxy/turns"] for step in steps) > 0
     rewards = {
@@ -91,43 +111,14 @@ def test_every_experiment_trains_and_is_evaluated(tmp_path: Path) -> None:
     games = [*played["game"], *played["self_play"], *played["tiny_game"]]
     assert max(turns_of(games)) > 1, "one move in four is valid"
     assert "player-0" in roles_of(played["self_play"]) <= {"player-0", "player-1"}
-    evaluated = lines(run_dir / "eval.jsonl")
-    sets = {"mbpp", "gsm8k", "nim_expert"}
-    assert {line["set"] for line in evaluated} == sets | set(EXPERIMENTS)
-    assert all((line["questions"], line["failed"]) == (2, 0) for line in evaluated)
-    assert {line["version_max"] for line in evaluated} == {0, 3}
-    nothing_is_left(run_dir)
-
-
-def test_agents_of_recipes_train_with_what_they_know_of_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guided attempts, notes in the place of a context that is full, and ways that begin in one context."""
-    (tmp_path / "guides.py").write_text(HINT)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    write_speaker(tmp_path / "model", DIGITS, ends=0.5)
-    game = compose_values("experiment=tiny_game")["task"]
-    agents = {
-        "guided": {"guide": "guides:hint", "tries": 2, "max_turns": 4},
-        "memory": {"context_tokens": 0, "note_tokens": 4, "max_turns": 4},
-        "forking": {"fork_at": [0, 1], "branches": 2, "max_turns": 4},
-    }
-    tasks = {
-        name: {**game, "agent": f"asyncrl_recipes.{name}.agent:{name.title()}", "agent_params": params}
-        for name, params in agents.items()
-    }
-    mixture = write_mixture(tmp_path / "conf", {"tasks": tasks})
-    run_dir = tmp_path / "run"
-    steps = run(
-        run_dir,
-        *(*mixture, *SIZES, *SPEAKER, f"model.path={tmp_path / 'model'}", "algo.advantage=turn_loo"),
-        *("rollout.batch_groups=12", "rollout.max_failures=1", "rollout.group_size=4"),
-    )
-    played = by_task(run_dir)
-    assert played.keys() == agents.keys()
-    assert books_balance(run_dir)["groups"]["rejected"] == {}
     assert {"", "guided"} <= roles_of(played["guided"]) <= {"", "guided", "guided2"}
     notes = [t for group in played["memory"] for t in group.trajectories if len(t.turns) > 2]
     assert notes, "some episode went on behind its notes"
     assert min(turns_of(played["forking"])) >= 3, "every trunk has two more ways from its first turn"
     assert all(json.dumps(step["loss"]) != "NaN" for step in steps)
+    evaluated = lines(run_dir / "eval.jsonl")
+    sets = {"mbpp", "gsm8k", "nim_expert"}
+    assert {line["set"] for line in evaluated} == sets | played.keys()
+    assert all((line["questions"], line["failed"]) == (2, 0) for line in evaluated)
+    assert {line["version_max"] for line in evaluated} == {0, 3}
     nothing_is_left(run_dir)

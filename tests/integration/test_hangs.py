@@ -10,12 +10,14 @@ import os
 import re
 import signal
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
 
 from asyncrl.launch.stalls import stack_file
+from asyncrl.planner.lengths import Lengths
 from tests.integration.running import (
     descendants,
     finish,
@@ -23,13 +25,26 @@ from tests.integration.running import (
     nothing_is_left,
     output,
     processes_of,
-    run,
     start,
     wait_for_step,
 )
 from tests.integration.test_survival import serving, wait_until
+from tests.integration.workload import Workload
 
 pytestmark = pytest.mark.integration
+ROOT = Path(__file__).resolve().parents[2]
+STUBS = "tests.integration.stub_run"
+"""Command with stub engines and a stub trainer, for what concerns the launcher and the rollout process alone."""
+
+
+@pytest.fixture
+def stub_workload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a run with stubs find its workload, and modules in the test's folder."""
+    lengths = asdict(Lengths(mean=4.0, sigma=0.3, longest=8, group_size=16))
+    for name, value in Workload(lengths, per_token=0.005, start_after=[0.0], train_seconds=0.1).environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+
 
 USERS = '''
 import asyncio, time
@@ -54,28 +69,22 @@ def score(answer, row):
 '''
 
 
-def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("stub_workload")
+def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alone(tmp_path: Path) -> None:
     (tmp_path / "users.py").write_text(USERS)
     (tmp_path / "questions.jsonl").write_text(
         "".join(json.dumps({"prompt": f"{number:03}", "answer": f"{number:03}"}) + "\n" for number in range(1000))
     )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     run_dir = tmp_path / "run"
-    steps = run(
-        run_dir,
-        "task=file",
-        f"task.train_file={tmp_path / 'questions.jsonl'}",
-        "task.reward=users:score",
-        "agent=users:Agent",
-        "rollout.agent_timeout=1.0",
-        "rollout.reward_timeout=1.0",
-        "rollout.batch_groups=4",
-        "rollout.group_size=2",
-        "run.max_steps=5",
-        "eval.questions=0",
-    )
+    settings = [
+        *("task=file", f"task.train_file={tmp_path / 'questions.jsonl'}", "task.reward=users:score"),
+        *("agent=users:Agent", "rollout.agent_timeout=1.0", "rollout.reward_timeout=1.0"),
+        *("rollout.batch_groups=4", "rollout.group_size=2", "run.max_steps=5", "eval.questions=0"),
+        *("weights.verify=false", "cluster.tls=false"),
+    ]
+    with start(run_dir, *settings, module=STUBS) as process:
+        code, text = finish(process, run_dir)
+    assert code == 0, text
     ledger = json.loads((run_dir / "summary.json").read_text())["ledger"]
     rejected = Counter(ledger["groups"]["rejected"])
     assert rejected.keys() == {"agent_timeout", "reward_error", "reward_timeout"}
@@ -83,8 +92,8 @@ def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alon
         book = ledger[kind]
         places = sum(book[place] for place in ("running", "ready", "training", "trained"))
         assert book["issued"] == places + sum(book["rejected"].values())
-    assert ledger["groups"]["trained"] == len(steps) * 4
-    assert ledger["trajectories"]["trained"] == len(steps) * 8
+    assert ledger["groups"]["trained"] == 5 * 4
+    assert ledger["trajectories"]["trained"] == 5 * 8
     tokens = ledger["tokens"]
     assert tokens.pop("generated") == sum(tokens.values()) > 0
     assert ledger["events"]["requeued"] <= rejected.total()
@@ -96,6 +105,7 @@ def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alon
     nothing_is_left(run_dir)
 
 
+@pytest.mark.campaign  # test_rollout_faults.py stops and kills both over stubs, test_weight_faults.py real engines
 def test_router_and_engine_that_are_stopped_or_killed_while_the_trainer_waits_are_replaced(tmp_path: Path) -> None:
     """The run is synchronous, so that no publish finds the stopped engine. At the end SIGTERM stops everything."""
     run_dir = tmp_path / "run"
@@ -158,15 +168,13 @@ def blocks_the_loop():
 """
 
 
-def test_agent_that_blocks_the_event_loop_is_named_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("stub_workload")
+def test_agent_that_blocks_the_event_loop_is_named_with_its_line(tmp_path: Path) -> None:
     """A blocking wait cannot be ended by a time limit of the episode, and blocks all others."""
     (tmp_path / "blocking.py").write_text(BLOCKING)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     run_dir = tmp_path / "run"
-    overrides = ["agent=blocking:Agent", "eval.questions=0", "cluster.stall_timeout=8"]
-    with start(run_dir, *overrides) as process:
+    overrides = ["agent=blocking:Agent", "eval.questions=0", "cluster.stall_timeout=8", "cluster.tls=false"]
+    with start(run_dir, *overrides, module=STUBS) as process:
         code, text = finish(process, run_dir, 120)
     assert code == 1, text
     assert "rollout makes no progress: its last report is 'serving'" in text

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import socket
 import ssl
 import stat
@@ -24,7 +25,7 @@ import pytest
 
 from asyncrl.network.addresses import Addresses
 from asyncrl.network.ports import FIRST_PORT, LAST_PORT
-from tests.integration.running import descendants, finish, nothing_is_left, start, wait_for_step
+from tests.integration.running import descendants, finish, nothing_is_left, processes_of, start, wait_for_step
 
 pytestmark = [
     pytest.mark.integration,
@@ -32,7 +33,8 @@ pytestmark = [
 ]
 NOBODY = 65534
 SETTINGS = (
-    *("trainer.data_parallel=2", "engine.count=2", "engine.tensor_parallel=2", "record=true", "checkpoint.every=1"),
+    *("trainer.data_parallel=2", "engine.tensor_parallel=2", "record=true", "checkpoint.every=1"),
+    "cluster.on_engine_death=fail",
     *("rollout.batch_groups=4", "rollout.group_size=2", "run.max_steps=100000", "eval.questions=0"),
 )
 ASKED = {  # of every server, whatever it is; what may be answered with 200 says nothing of the run
@@ -173,6 +175,7 @@ def public() -> Iterator[Path]:
 
 
 def test_nothing_of_a_run_is_anybody_elses(public: Path) -> None:
+    """Then an engine dies, which ends this run with a diagnosis (cluster.on_engine_death=fail)."""
     run_dir = public / "run"
     with start(run_dir, *SETTINGS) as process:
         wait_for_step(process, run_dir, 2)
@@ -208,7 +211,9 @@ def test_nothing_of_a_run_is_anybody_elses(public: Path) -> None:
         assert [said for said in told if said[2] < 400 and said[1] not in open_to_all] == []
         assert not [body for *_, body in told if addresses.api_key.encode() in body or b"token" in body.lower()]
         assert process.poll() is None
-        process.terminate()
-        finish(process, run_dir)
-    nothing_is_left(run_dir)
+        os.kill(processes_of(process, run_dir)["engine-0"], signal.SIGKILL)
+        code, text = finish(process, run_dir, 60.0)
+    assert code == 1, text
+    assert "engine-0 died: killed by SIGKILL" in text
+    nothing_is_left(run_dir, processes)
     assert json.loads((run_dir / "config.json").read_text())["record"]

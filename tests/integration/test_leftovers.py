@@ -44,7 +44,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_run_that_was_killed_with_all_its_processes_is_cleaned_up_by_the_next(temporary: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "killed"
-    with start(run_dir, "run.max_steps=100000", "eval.questions=0", "engine.count=2") as process:
+    with start(run_dir, "run.max_steps=100000", "eval.questions=0") as process:
         wait_for_step(process, run_dir, 2)
         mapped = shared_files(processes_of(process, run_dir).values())
         noted = next(temporary.glob(f"{PREFIX}*")) / NOTED

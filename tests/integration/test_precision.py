@@ -35,23 +35,22 @@ def dtypes(folder: Path) -> tuple[str, str]:
     ],
 )
 def test_sides_may_differ_and_engines_hold_the_trainers_weights(trainer: str, engine: str, tmp_path: Path) -> None:
-    """Every publish is verified by the engines' checksums (weights.verify_every). A replay takes the recorded formats
-    although its own settings say auto."""
-    live = tmp_path / "live"
-    formats = [f"trainer.dtype={trainer}", f"engine.dtype={engine}"]
-    run(live, *SMALL, *formats, "weights.verify_every=1", "record=true")
-    assert dtypes(live) == (trainer, engine)
-    if trainer == "bfloat16":
-        again = tmp_path / "again"
-        run(again, *SMALL, "mode=replay", f"replay.from={live}", "trainer.dtype=auto", "engine.dtype=auto")
-        assert dtypes(again) == (trainer, engine)
-        assert "auto: as in the run that it resumes or replays" in output(again)
-
-
-def test_auto_is_resolved_told_estimated_and_kept_by_a_resume(tmp_path: Path) -> None:
+    """Every publish is verified by the engines' checksums (weights.verify_every). A run that resumes takes the formats
+    of the first although its own settings say auto: the machine may be another one now."""
     folder = tmp_path / "run"
-    auto = ["trainer.dtype=auto", "engine.dtype=auto", "checkpoint.every=1"]
-    run(folder, *SMALL, *auto, "resume=auto")
+    formats = [f"trainer.dtype={trainer}", f"engine.dtype={engine}"]
+    kept = [*SMALL, "weights.verify_every=1", "checkpoint.every=1", "resume=auto"]
+    run(folder, *kept, *formats)
+    assert dtypes(folder) == (trainer, engine)
+    if trainer == "bfloat16":
+        run(folder, *kept, "trainer.dtype=auto", "engine.dtype=auto", "run.max_steps=3")
+        assert dtypes(folder) == (trainer, engine)
+        assert "auto: as in the run that it resumes or replays" in output(folder)
+
+
+def test_auto_is_resolved_told_and_estimated(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(folder, *SMALL, "trainer.dtype=auto", "engine.dtype=auto")
     first = dtypes(folder)
     assert "auto" not in first
     summary = json.loads((folder / "summary.json").read_text())
@@ -63,9 +62,6 @@ def test_auto_is_resolved_told_estimated_and_kept_by_a_resume(tmp_path: Path) ->
     assert summary["estimate/run"] > 0
     assert summary["estimate/error"] == pytest.approx(summary["estimate/run"] / summary["time/total"] - 1)
     (other,) = set(probe.DTYPES) - {first[0]}
-    run(folder, *SMALL, *auto, "resume=auto", "run.max_steps=3")  # the machine may be another one now
-    assert dtypes(folder) == first
-    assert "as in the run that it resumes" in output(folder)
     assert other not in summary["dtype/trainer"].split()[0]
 
 

@@ -85,17 +85,30 @@ def packed_of(weight: torch.Tensor, base: Any) -> tuple[torch.Tensor, torch.Tens
     return packed.codes, packed.scales, packed.dequantized()
 
 
-@pytest.mark.parametrize("way", ["merged", "versions"])
-def test_engines_serve_the_dequantized_base_from_the_first_version_on(way: str, tmp_path: Path) -> None:
-    """The gap between the log-probabilities of trainer and engine is that of float32, in every step."""
-    small = ["run.max_steps=2", "eval.questions=0", "rollout.batch_groups=4", "rollout.group_size=4"]
-    small += ["rollout.max_staleness=0", "weights.verify_every=1", "checkpoint.every=1"]
-    quantized = ["trainer.lora.rank=4", "trainer.lora.base=nf4", f"weights.lora={way}"]
-    steps = run(tmp_path / "run", *small, *quantized)
-    assert len(steps) == 2
-    assert max(step["logprob_gap/max"] for step in steps) < 1e-4
-    if way == "merged":
-        kept = (tmp_path / "run" / "base" / "base.json").stat().st_mtime_ns
-        steps = run(tmp_path / "run", *small, *quantized, "resume=auto", "run.max_steps=3")
-        assert steps[-1]["logprob_gap/max"] < 1e-4
-        assert (tmp_path / "run" / "base" / "base.json").stat().st_mtime_ns == kept
+SMALL = [
+    *("run.max_steps=2", "eval.questions=0", "rollout.batch_groups=4", "rollout.group_size=4"),
+    *("rollout.max_staleness=0", "weights.verify_every=1", "trainer.lora.rank=4", "trainer.lora.base=nf4"),
+]
+
+
+def test_engines_serve_the_dequantized_base_and_the_adapter_from_the_first_version_on(tmp_path: Path) -> None:
+    """The gap between the log-probabilities of trainer and engine is that of float32, in every step: of a run with
+    merged weights, and of one that starts from its adapter (trainer.lora.path) and publishes adapters."""
+    first = run(tmp_path / "first", *SMALL, "weights.lora=merged", "trainer.optimizer.lr=1e-2")
+    start_from = f"trainer.lora.path={tmp_path / 'first' / 'hf'}"
+    second = run(tmp_path / "second", *SMALL, "weights.lora=versions", start_from, "trainer.optimizer.lr=1e-30")
+    assert max(step["logprob_gap/max"] for step in (*first, *second)) < 1e-4
+    mine, theirs = (load_file(tmp_path / name / "hf" / "adapter_model.safetensors") for name in ("first", "second"))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert any(mine[name].abs().max() > 1e-3 for name in mine if "lora_B" in name), "the first run changed nothing"
+
+
+@pytest.mark.campaign  # test_resume.py resumes runs; this one must not quantize again
+def test_a_run_that_resumes_keeps_the_quantized_base(tmp_path: Path) -> None:
+    kept = [*SMALL, "weights.lora=merged", "checkpoint.every=1"]
+    run(tmp_path / "run", *kept)
+    written = (tmp_path / "run" / "base" / "base.json").stat().st_mtime_ns
+    steps = run(tmp_path / "run", *kept, "resume=auto", "run.max_steps=3")
+    assert steps[-1]["logprob_gap/max"] < 1e-4
+    assert (tmp_path / "run" / "base" / "base.json").stat().st_mtime_ns == written

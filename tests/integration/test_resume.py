@@ -164,16 +164,13 @@ def check_conversion(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """A trainer rank is killed after a checkpoint, then, in the resumed run, the rollout process."""
+    """The rollout process is killed after a checkpoint. Episodes are played by two processes, and then by three."""
     layout, run_dir = ["trainer.data_parallel=2"], tmp_path / "run"
-    Blow("trainer", 5, 0.15).strike(run_dir, *layout)
-    first = max(CheckpointStore(run_dir).versions(), default=0)
-    text = Blow("rollout", max(first, 6) + 2, 0.0).strike(run_dir, *layout)
-    assert f"resuming from {CheckpointStore(run_dir).path(first)}" in text
+    Blow("rollout", 7, 0.15).strike(run_dir, *layout, "rollout.processes=2")
     assert len(lines(run_dir / "metrics.jsonl")) < STEPS
-    second = max(CheckpointStore(run_dir).versions())
-    text = go_on_to_the_end(run_dir, *layout)
-    assert f"resuming from {CheckpointStore(run_dir).path(second)}" in text
+    newest = max(CheckpointStore(run_dir).versions())
+    text = go_on_to_the_end(run_dir, *layout, "rollout.processes=3")
+    assert f"resuming from {CheckpointStore(run_dir).path(newest)}" in text
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *layout)
     check_conversion(run_dir, tmp_path)

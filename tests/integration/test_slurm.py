@@ -101,13 +101,18 @@ class Submitted:
 
     def nodes(self) -> dict[str, str]:
         """Return the node of each process of the job."""
-        run_id = json.loads((self.run_dir / "addresses.json").read_text())["run_id"]
-        found = {}
-        for pid in pids_carrying(run_id):
-            environment = psutil.Process(pid).environ()
-            if "ASYNCRL_TASK" in environment:
-                found[environment["ASYNCRL_TASK"].partition("/")[2]] = environment["SLURMD_NODENAME"]
-        return found
+        return nodes_of(self.run_dir)
+
+
+def nodes_of(run_dir: Path) -> dict[str, str]:
+    """Return the node of each process of a run."""
+    run_id = json.loads((run_dir / "addresses.json").read_text())["run_id"]
+    found = {}
+    for pid in pids_carrying(run_id):
+        environment = psutil.Process(pid).environ()
+        if "ASYNCRL_TASK" in environment:
+            found[environment["ASYNCRL_TASK"].partition("/")[2]] = environment["SLURMD_NODENAME"]
+    return found
 
 
 def goes_on_exactly(job: Submitted, steps: int, tmp_path: Path) -> None:
@@ -181,19 +186,28 @@ def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) 
     assert CheckpointStore(job.run_dir).versions()[-1] == then  # not a step is done twice
     assert "ended as requested" in job.output
     job.finishes()
-    goes_on_exactly(job, steps, tmp_path)
+    assert [step["version"] for step in job.steps()] == list(range(1, steps + 1))
+    books_balance(job.run_dir)
+    nothing_is_left(job.run_dir)
 
 
-def test_two_jobs_share_their_nodes_and_one_is_cancelled(lab: Lab, tmp_path: Path) -> None:
-    shape = ("cluster.nodes=2", *SMALL, *SHARED)
-    one = Submitted(lab, tmp_path / "one", *shape, "run.max_steps=1000")
+def test_two_jobs_share_their_nodes_and_the_launcher_of_one_is_killed_in_an_allocation_that_goes_on(
+    lab: Lab, tmp_path: Path
+) -> None:
+    """Slurm would keep the launcher's steps until the allocation ends, also in an interactive one."""
+    one, shape = tmp_path / "one", ("cluster.nodes=2", *SMALL, *SHARED)
+    lab.run("salloc", "--nodes=2", "--ntasks-per-node=1", "--mem=1000", "--no-shell")
+    number = lab.run("squeue", "--noheader", "--format=%i").strip()
+    inside = {**lab.env, "SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "node[1-2]"}
+    argv = [sys.executable, "-m", "asyncrl.launch.main", *JOB, *shape, f"run.dir={one}", "run.max_steps=1000"]
     other = Submitted(lab, tmp_path / "other", *shape, "run.max_steps=30")
-    one.wait_for_step(3)
-    other.wait_for_step(3)
-    assert set(one.nodes().values()) == set(other.nodes().values()) == {"node1", "node2"}
-    lab.run("scancel", one.id)
-    one.wait_for_state("CANCELLED")
-    nothing_is_left(one.run_dir)
+    with subprocess.Popen(lab.at_head(*argv), env=inside) as launcher:
+        lab.wait_for(lambda: len(lines(one / "metrics.jsonl")) >= 3, "step 3", TIMEOUT)
+        other.wait_for_step(3)
+        assert set(nodes_of(one).values()) == set(nodes_of(other.run_dir).values()) == {"node1", "node2"}
+        launcher.kill()
+    nothing_is_left(one)
+    lab.run("scancel", number)
     other.finishes()
     nothing_is_left(other.run_dir)
 
@@ -260,18 +274,3 @@ def revive(lab: Lab, node: str) -> None:
     lab.start_node(node)
     lab.wait_for(lambda: lab.states()[node] in ("idle", "mix", "alloc"), f"{node} again", TIMEOUT)
     time.sleep(1)
-
-
-def test_launcher_that_is_killed_in_an_allocation_that_goes_on_leaves_nothing(lab: Lab, tmp_path: Path) -> None:
-    """Slurm would keep the steps until the allocation ends, also in an interactive one."""
-    run_dir = tmp_path / "run"
-    settings = (*JOB, *SMALL, "cluster.nodes=2", f"run.dir={run_dir}", "run.max_steps=1000")
-    lab.run("salloc", "--nodes=2", "--no-shell")
-    number = lab.run("squeue", "--noheader", "--format=%i").strip()
-    inside = {**lab.env, "SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "node[1-2]"}
-    argv = [sys.executable, "-m", "asyncrl.launch.main", *settings]
-    with subprocess.Popen(lab.at_head(*argv), env=inside) as launcher:
-        lab.wait_for(lambda: len(lines(run_dir / "metrics.jsonl")) >= 3, "step 3", TIMEOUT)
-        launcher.kill()
-    nothing_is_left(run_dir)
-    lab.run("scancel", number)

@@ -60,6 +60,14 @@ def test_an_engine_that_does_not_fit_takes_whole_nodes() -> None:
     assert found.trainers[0].node.name == "node1"
 
 
+def test_an_engine_has_gpus_for_all_of_its_stages() -> None:
+    shape = {"engine.tensor_parallel": 2, "engine.expert_parallel": 2, "engine.pipeline_parallel": 2}
+    found = placed(2, 8, **{"trainer.data_parallel": 4, "engine.count": 3, **shape})
+    assert [seats[0].gpus for seats in found.engines] == [(4, 5, 6, 7), (0, 1, 2, 3), (4, 5, 6, 7)]
+    with pytest.raises(ConfigError, match=r"engine.count × engine.tensor_parallel × engine.pipeline_parallel.*4 × 4"):
+        placed(2, 8, **{"trainer.data_parallel": 4, "engine.count": 4, **shape})
+
+
 def test_engines_of_a_teacher_stand_on_one_machine() -> None:
     with pytest.raises(ConfigError, match=r"teacher.count × teacher.tensor_parallel.*No machine has 8 free GPUs"):
         placed(4, 4, **{"teacher.model": "/t", "teacher.tensor_parallel": 8})

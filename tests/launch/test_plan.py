@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -157,6 +158,13 @@ def test_deterministic_engines_heed_seeds_and_on_a_cpu_have_one_request_at_a_tim
     assert "enable-deterministic-inference" not in flags(made()["engine-0"])
 
 
+def test_engines_that_hold_codes_start_with_random_ones_in_the_format_of_the_publishes() -> None:
+    real = flags(made(gpus=2, **{"engine.quantization": "fp8", "engine.dtype": "bfloat16"})["engine-0"])
+    assert real["load-format"] == "dummy"
+    assert json.loads(str(real["json-model-override-args"]))["quantization_config"]["weight_block_size"] == [128, 128]
+    assert "load-format" not in flags(made(**{"engine.quantization": "fp8_simulated"})["engine-0"])
+
+
 def test_server_args_win_and_take_flags_numbers_and_absence() -> None:
     extra = {"log_level": "debug", "enable_metrics": True, "mem_fraction_static": 0.5, "skip_server_warmup": False}
     found = flags(made(**{"engine.server_args": extra})["engine-0"])
@@ -245,8 +253,37 @@ def test_the_ranks_of_an_engine_meet_at_a_port_of_ours() -> None:
     """SGLang's own choice is ephemeral, and whoever connects somewhere in the seconds until it listens may get it."""
     specs = made(2)
     assert [flags(specs[f"engine-{i}"])["nccl-port"] for i in (0, 1)] == ["20005", "20007"]
-    replicas = made(2, **{"engine.server_args": {"dp_size": 2}})  # each of these needs one of its own
-    assert "nccl-port" not in flags(replicas["engine-0"])
+    replicas = taught(**{"teacher.server_args": {"dp_size": 2}})  # each of these needs one of its own
+    assert "nccl-port" not in flags(replicas["teacher-0"])
+
+
+def test_an_engine_is_started_in_its_shape_with_a_core_for_each_rank() -> None:
+    shape = {"tensor_parallel": 4, "expert_parallel": 2, "data_parallel": 4, "pipeline_parallel": 2}
+    engine = made(1, **{f"engine.{name}": size for name, size in shape.items()})["engine-0"]
+    given = {"tp-size": "4", "ep-size": "2", "dp-size": "4", "pp-size": "2", "enable-dp-attention": True}
+    assert given.items() <= flags(engine).items()
+    assert engine.env["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1|2|3|4|5|6|7"
+    assert not given.keys() & (flags(made(1)["engine-0"]).keys() - {"tp-size"})
+
+
+APART = {"engine.prefill_count": 1, "engine.decode_count": 2, "rollout.coalesce": False}
+
+
+def test_engines_that_prefill_and_that_decode_are_told_so_and_meet_at_a_port_of_ours() -> None:
+    specs = made(0, **APART)
+    told = [flags(specs[f"engine-{number}"]) for number in range(3)]
+    assert [one["disaggregation-mode"] for one in told] == ["prefill", "decode", "decode"]
+    assert {one["disaggregation-transfer-backend"] for one in told} == {"mooncake"}
+    config = tiny_config(**{"engine.count": 0, **APART})
+    placement = place(config, [Node("", "127.0.0.1", (), PORTS)])
+    (met,) = (placement.urls()["bootstrap"] or {}).values()
+    assert told[0]["disaggregation-bootstrap-port"] == str(met)
+    assert not [one for one in told[1:] if "disaggregation-bootstrap-port" in one]
+    assert flags(specs["router"])["pd-disaggregation"] is True
+    assert "pd-disaggregation" not in flags(made(1)["router"])
+    assert not [word for spec in specs.values() for word in spec.argv if str(met) in word]
+    numbers = [number for seats in placement.engines for one in seats for number in (one.port, one.meeting)]
+    assert len({*numbers, met}) == 7
 
 
 def test_addresses_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from asyncrl.launch.leftovers import carrying
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.stalls import SHOWN, Stalls, innermost, stack_file, state, write_stack
+from asyncrl.network.addresses import READY
 from asyncrl.progress import FOLDER, Progress
 from tests.test_leases import Clock
 
@@ -264,3 +265,18 @@ def test_run_ends_and_says_what_each_was_doing(
         assert "py-spy is not installed" in stack_file(tmp_path / "logs", "trainer-1").read_text()
         assert stopped or "in waits_for_ever" in log
     assert carrying(f"ASYNCRL_RUN_ID={run_id}".encode()) == []
+
+
+def test_process_that_may_be_started_again_is_killed_when_it_stalls_and_the_run_goes_on(tmp_path: Path) -> None:
+    run_id = secrets.token_hex(8)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / READY).touch()
+    env = {"ASYNCRL_RUN_ID": run_id, "NAME": "episodes-0", "HANGS": "yes", "PATIENCE": "1.5"}
+    code = RANK.replace('os.environ["HANGS"] == "yes"', 'not os.environ["ASYNCRL_INCARNATION"]')
+    hangs = ProcessSpec("episodes-0", [sys.executable, "-c", code, str(tmp_path)], env, restarts=1, reports=True)
+    log = str(tmp_path / "logs" / "episodes-0.log")
+    waits = f"import time\nwhile open({log!r}).read().count('up') < 2: time.sleep(0.1)\ntime.sleep(2)"
+    trainer = ProcessSpec("trainer-0", [sys.executable, "-c", waits], env, ends_the_run=True)
+    stalls = Stalls(tmp_path, ["episodes-0"], 1.5)
+    Supervisor([hangs, trainer], tmp_path, run_id, 1.0, stalls=stalls).run(lambda: None)
+    assert "waits_for_ever" in stack_file(tmp_path / "logs", "episodes-0").read_text()

@@ -22,7 +22,7 @@ from asyncrl.jsonl import append
 from asyncrl.metrics.fields import EVAL, EVAL_BY_K, STEP, STEP_BY_ROLE, STEP_BY_TASK, SUMMARY, SUMMARY_BY_SET, unknown
 from asyncrl.metrics.record import StepLog, accuracies
 from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.rollout.evaluation import Evaluations, played_here
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.schema import Batch, Generate, Group, Prompt, Trajectory, Turn
 from tests.fakes import FakeClient, LengthTask, completion, group, tiny_config, trajectory
@@ -157,7 +157,9 @@ def test_evaluation_line_has_the_documented_fields_and_no_other() -> None:
     async def line(samples: int) -> dict[str, Any]:
         client: Any = FakeClient()
         settings, sets = tiny_config(**{"eval.samples": samples}).eval, {"copy3": [Prompt("e", [12, 11], {}, "copy3")]}
-        (found,) = await Evaluations(play, client, {"copy3": LengthTask()}, sets, settings, lambda _: None).now()
+        (found,) = await Evaluations(
+            played_here(play), client, {"copy3": LengthTask()}, sets, settings, lambda _: None
+        ).now()
         return found
 
     assert sorted(asyncio.run(line(samples=0))) == sorted(EVAL)

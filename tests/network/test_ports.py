@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.network import ports
-from asyncrl.network.ports import LEASE_SECONDS, free_port, free_ports
+from asyncrl.network.ports import LEASE_SECONDS, free_block, free_port, free_ports
 
 ASKS = "from asyncrl.network.ports import free_ports; print(*free_ports('127.0.0.1', 30))"
 
@@ -79,3 +79,11 @@ def test_no_folder_of_ours_is_an_error_in_words(temporary: Path, monkeypatch: py
 def test_address_of_another_machine_is_refused_by_name() -> None:
     with pytest.raises(AsyncRLError, match=r"cluster\.host"):
         free_ports("192.0.2.1", 1)
+
+
+@pytest.mark.usefixtures("temporary")
+def test_a_block_is_leased_as_a_whole_and_avoids_ports_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "LAST_PORT", ports.FIRST_PORT + 12)
+    first = free_block("127.0.0.1", 4)
+    others = {free_port("127.0.0.1") for _ in range(3)}
+    assert not others & set(range(first, first + 4))

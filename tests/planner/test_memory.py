@@ -325,6 +325,28 @@ def test_an_engine_holds_its_share_of_the_weights_and_the_cache_of_all_tokens() 
     assert engine_rank(model(), SHAPE, tensor=1, dtype="bfloat16", tokens=1, cache_dtype="fp8_e4m3")["KV cache"] == 32
 
 
+def test_replicas_of_attention_repeat_its_weights_and_stages_share_the_layers() -> None:
+    engine = {"dtype": "bfloat16", "tokens": 1000}
+    matrices = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")
+    layers = [Weight(f"model.layers.{layer}.{name}.weight", (8, 8)) for layer in range(4) for name in matrices]
+    alone = engine_rank(layers, SHAPE, tensor=4, **engine)  # type: ignore[arg-type]
+    replicated = engine_rank(layers, SHAPE, tensor=4, replicas=2, **engine)  # type: ignore[arg-type]
+    assert (alone["weights"], replicated["weights"]) == (4 * 3 * 16 * 2, 4 * (2 * 32 + 16) * 2)
+    staged = engine_rank(layers, SHAPE, tensor=4, stages=2, **engine)  # type: ignore[arg-type]
+    assert {name: 2 * size for name, size in staged.items()} == alone
+
+
+def test_codes_halve_the_linear_maps_of_the_layers_alone() -> None:
+    wide, codes = (
+        engine_rank(model(experts=4), SHAPE, tensor=2, dtype="bfloat16", tokens=1, codes=on) for on in (False, True)
+    )
+    kept = [
+        one for one in model(experts=4) if one.layer is None or len(one.shape) == 1 or one.name.endswith(".gate.weight")
+    ]
+    outside = engine_rank(kept, SHAPE, tensor=2, dtype="bfloat16", tokens=1)["weights"]
+    assert 2 * (codes["weights"] - outside) == wide["weights"] - outside > 0
+
+
 def test_the_cache_that_fits_fills_the_room_beside_the_weights() -> None:
     part = {"tensor": 2, "dtype": "bfloat16"}
     tokens = cache_that_fits(model(), SHAPE, 10_000, **part)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,25 +15,32 @@ import msgspec
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.session import GenerationSession
+from asyncrl.network.addresses import Access
+from asyncrl.network.ports import free_port
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
+from asyncrl.rollout.episodes import EpisodeWorker, play_until_closed
+from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
 from asyncrl.rollout.limiter import FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.snapshot import GroupsState, Snapshot
+from asyncrl.rollout.wire import Channel, Hello, connect
 from asyncrl.rollout.worker import Patience, Worker
+from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import TaskScoreReward
-from tests.fakes import FakeEngine, FakeTemplate, LengthTask, pieces, prompts
+from tests.fakes import FakeEngine, FakeTemplate, LengthTask, addresses, pieces, prompts, tiny_config
 
 EOS, LONGEST = 10, 8
 KEY = {"authorization": "Bearer key0"}
@@ -147,10 +155,16 @@ class Machinery:
         agent: Agent | None = None,
         name: str = "length",
         template: Template | None = None,
+        processes: int = 1,
         **client: Any,
     ) -> None:
+        """With several `processes`, each has a client of its own and a connection to the buffer's; all of them run in
+        this process."""
         self.engine = engine
-        self.client = engine.client(**client)
+        settings = tiny_config(**{"rollout.processes": processes, "rollout.temperature": 1.0})
+        self.pool = EpisodeWorkers(settings, addresses(), lambda text: None) if processes > 1 else None
+        self.client: Any = self.pool or engine.client(**client)
+        self.joined: dict[int, tuple[Channel, asyncio.Task[None]]] = {}
         self.buffer = CohortBuffer(batch_groups, max_staleness, lead)
 
         scored = task or LengthTask()
@@ -167,13 +181,15 @@ class Machinery:
             EpisodeTimeouts(agent=60.0, reward=60.0, episode=None),
             failures,
         )
+        playing = GroupPlayer(player, failures)
+        self.processes = processes
+        self.new_parts = lambda: PlayingParts(engine.client(**client), {}, {}, None, None, player, playing, 5.0)
         self.worker = Worker(
             self.groups,
             self.client,
-            player,
+            self.pool or playing,
             self.mixer,
             FixedConcurrency(max_running) if max_running else UnboundedConcurrency(),
-            failures,
             Patience(max_failures=10**6),
             group_sizes={name: group_size},
         )
@@ -208,6 +224,12 @@ class Machinery:
             first = self.buffer.version
             if first:  # it goes on
                 await source.post("/version", json={"version": first})
+            if self.pool:
+                self.url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+                serving = group.create_task(self.pool.serve(Path(), self.url))
+                for number in range(self.processes):
+                    await self.join(number)
+                await self.pool.start()
             working = group.create_task(self.worker.run(self.outstanding))
             for version in range(first, first + steps):
                 while (answer := await source.get("/batch", params={"version": version})).status_code == 202:
@@ -226,8 +248,33 @@ class Machinery:
                 answer = await source.post("/snapshot", json={"version": first + steps})
                 saved.append(answer.raise_for_status().content)
             working.cancel()
+            if self.pool:
+                serving.cancel()
+        for number in list(self.joined):
+            await self.leave(number)
         await self.client.close()
         return found
+
+    async def join(self, number: int) -> None:
+        """Let a process connect to the buffer's."""
+        while True:
+            try:
+                channel = await connect(self.url, Access("key0"))
+                break
+            except OSError:
+                await asyncio.sleep(0)
+        channel.send(Hello("key0", number))
+        worker = EpisodeWorker(channel, self.new_parts(), lambda task, index: {}, record=False)
+        playing = asyncio.create_task(play_until_closed(channel, worker))
+        playing.add_done_callback(lambda task: task.cancelled() or task.exception())  # the other end raises it
+        self.joined[number] = channel, playing
+
+    async def leave(self, number: int) -> None:
+        """Let a process die: its connection ends, and so does everything that it did."""
+        channel, playing = self.joined.pop(number)
+        channel.close()
+        playing.cancel()
+        await asyncio.wait([playing])
 
     @property
     def overtaken(self) -> int:

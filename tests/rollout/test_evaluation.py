@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.client import GenerationClient
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
-from asyncrl.rollout.evaluation import Evaluations, QuestionAttempts, pass_at, summarize
+from asyncrl.rollout.evaluation import Evaluations, QuestionAttempts, pass_at, played_here, summarize
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.schema import Generate, Prompt, Trajectory
 from tests.fakes import FakeEngine, LengthTask, echo, tiny_config, trajectory, until
@@ -36,7 +36,7 @@ class Site:
         sets = {name: [Prompt("", [12, next(serial), 11], {}, name) for _ in range(questions)] for name in names}
         settings = tiny_config(**{f"eval.{name}": value for name, value in eval_.items()}).eval
         self.evaluations = Evaluations(
-            self.play,
+            played_here(self.play),
             self.client,
             dict.fromkeys(names, LengthTask()),
             sets,
@@ -254,7 +254,7 @@ def test_error_of_an_evaluation_is_raised_at_the_next_version() -> None:
 def test_without_sets_nothing_runs() -> None:
     async def main() -> None:
         client: GenerationClient = FakeEngine(echo()).client()
-        evaluations = Evaluations(Site.play, client, {}, {}, tiny_config(**{"eval.every": 1}).eval, print)  # type: ignore[arg-type]
+        evaluations = Evaluations(played_here(Site.play), client, {}, {}, tiny_config(**{"eval.every": 1}).eval, print)  # type: ignore[arg-type]
         evaluations.published(1)
         assert await evaluations.now() == []
 

@@ -90,19 +90,26 @@ def prompt_of(uid: str) -> Prompt:
 
 
 @settings(deadline=None, max_examples=examples(12))
-@given(seed=st.integers(0, 2**32), stop=st.integers(1, 4), slack=st.integers(0, 2), running=st.sampled_from([None, 2]))
+@given(
+    seed=st.integers(0, 2**32),
+    stop=st.integers(1, 4),
+    slack=st.integers(0, 2),
+    running=st.sampled_from([None, 2]),
+    processes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+)
 def test_run_that_goes_on_trains_every_group_once_with_the_tokens_that_were_written(
-    seed: int, stop: int, slack: int, running: int | None
+    seed: int, stop: int, slack: int, running: int | None, processes: tuple[int, int]
 ) -> None:
+    """Also with another number of processes that play."""
     shape = {"lead": 2, "max_staleness": 2 + slack, "max_running": running}
     whole = machinery(Chain(seed), **shape).batches(8)
     engine = Chain(seed + 1)
-    before, saved = machinery(engine, **shape).snapshot(stop)
+    before, saved = machinery(engine, **shape, processes=processes[0]).snapshot(stop)
     state = snapshot.decode(saved).service
 
     again = Chain(seed + 2)
     again.version = stop
-    resumed = machinery(again, drawn=state.drawn, **shape)
+    resumed = machinery(again, drawn=state.drawn, **shape, processes=processes[1])
     resumed.go_on(saved, prompt_of)
     after = resumed.batches(8 - stop)
 

@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.engine.scorer import TeacherStats
 from asyncrl.errors import EngineError, EpisodeFailed
+from asyncrl.rollout.player import means
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.schema import Completion, Prompt, Trajectory, Turn, VersionSpan
 from tests.rollout.test_worker import Site
@@ -73,7 +74,7 @@ def test_failure_of_the_engines_is_the_episodes_with_a_reason_of_its_own() -> No
 
 
 def test_figures_have_the_names_of_the_metrics() -> None:
-    assert TeacherScorer(Scored()).take_figures() == {
+    assert means(TeacherScorer(Scored()).take_sums()) == {
         "teacher/tokens": 20,
         "teacher/cached": 0.25,
         "teacher/retried": 1,

@@ -14,7 +14,9 @@ from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import CurriculumInput, Mixer, TaskProgress
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
+from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
+from asyncrl.rollout.hooks import accept_all
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.limiter import FixedConcurrency, UnboundedConcurrency
 from asyncrl.rollout.player import EpisodePlayer
@@ -84,10 +86,9 @@ class Site:
         self.worker = Worker(
             groups,
             self.client,
-            self.player,
+            GroupPlayer(self.player, failures, settings.pop("accept", accept_all)),
             self.mixer,
             settings.pop("limiter", UnboundedConcurrency()),
-            failures,
             patience,
             group_sizes=settings.pop("group_sizes", sizes),
             **settings,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from asyncrl.errors import WeightsError
+from asyncrl.parallel import EngineParallel
 from asyncrl.weights import names
 from asyncrl.weights.checksum import CudaHash, ExpectedChecksums
 from asyncrl.weights.engine_layout import FAMILIES
@@ -75,7 +76,7 @@ def model(architecture: str, seed: int = 0, kv_heads: int = 2) -> dict[str, Tens
 
 
 def results(tensors: dict[str, Tensor], hf: dict[str, Any], tp: int, device: Any = "cpu") -> list[dict[str, str]]:
-    expected = ExpectedChecksums(hf, tp, dtype=torch.bfloat16, device=device)
+    expected = ExpectedChecksums(hf, EngineParallel(tp), dtype=torch.bfloat16, device=device)
     for name, tensor in tensors.items():
         expected.add(name, tensor)
     return expected.result()
@@ -123,7 +124,7 @@ def test_a_rank_holds_its_queries_above_its_keys_and_values(device: Any, tp: int
     width = (HIDDEN,) if kind == "weight" else ()
     q, k, v = (distinct(heads * HEAD_DIM, *width) * sign for heads, sign in ((HEADS, 1), (kv_heads, -1), (kv_heads, 3)))
     hf = config("Qwen2ForCausalLM", num_key_value_heads=kv_heads)
-    expected = ExpectedChecksums(hf, tp, dtype=torch.float32, device=device)
+    expected = ExpectedChecksums(hf, EngineParallel(tp), dtype=torch.float32, device=device)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         expected.add(f"model.layers.5.self_attn.{name}_proj.{kind}", tensor)
     cut = []
@@ -137,7 +138,9 @@ def test_a_rank_holds_its_queries_above_its_keys_and_values(device: Any, tp: int
 @pytest.mark.parametrize(("device", "tp", "kv_heads"), HEADS_OF_RANKS)
 def test_a_rank_holds_the_columns_of_its_queries_in_the_output_projection(device: Any, tp: int, kv_heads: int) -> None:
     full, name = distinct(HIDDEN, HEADS * HEAD_DIM), "model.layers.0.self_attn.o_proj.weight"
-    expected = ExpectedChecksums(config(num_key_value_heads=kv_heads), tp, dtype=torch.float32, device=device)
+    expected = ExpectedChecksums(
+        config(num_key_value_heads=kv_heads), EngineParallel(tp), dtype=torch.float32, device=device
+    )
     expected.add(name, full)
     ranks = HEADS_OF_RANKS[device, tp, kv_heads]
     assert expected.result() == [{name: digest(chosen(full, heads.split()[0], HEADS, 1), device)} for heads in ranks]
@@ -158,7 +161,7 @@ def test_gated_mlps_and_experts_are_cut_by_inner_features_and_stacked(inner: int
         for place in [f"experts.{expert}.", *["shared_experts."] * (expert == 0)]
         for name, full in (("gate", gate), ("up", up), ("down", down))
     }
-    expected = ExpectedChecksums(config("Glm4MoeForCausalLM"), tp, dtype=torch.float32)
+    expected = ExpectedChecksums(config("Glm4MoeForCausalLM"), EngineParallel(tp), dtype=torch.float32)
     for name, tensor in tensors.items():
         expected.add(name, tensor)
     gate, up = (pad(tensor, (0, 0, 0, padded - inner)) for tensor in (gate, up))
@@ -179,10 +182,86 @@ def test_gated_mlps_and_experts_are_cut_by_inner_features_and_stacked(inner: int
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
 def test_the_vocabulary_is_padded_with_zeros_to_a_multiple_of_64(vocab: int, tp: int, rows: int, name: str) -> None:
     full = distinct(vocab, HIDDEN)
-    expected = ExpectedChecksums(config(), tp, dtype=torch.float32)
+    expected = ExpectedChecksums(config(), EngineParallel(tp), dtype=torch.float32)
     expected.add(name, full)
     padded = pad(full, (0, 0, 0, rows * tp - vocab))
     assert expected.result() == [{name: digest(padded[rank * rows : (rank + 1) * rows])} for rank in range(tp)]
+
+
+def held(shape: EngineParallel, tensors: dict[str, Tensor], hf: dict[str, Any], device: Any = "cuda") -> list[dict]:
+    expected = ExpectedChecksums(hf, shape, dtype=torch.float32, device=device)
+    for name, tensor in tensors.items():
+        expected.add(name, tensor)
+    return expected.result()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_group_of_ranks_has_experts_of_its_own_and_divides_each_of_them(reverse: bool) -> None:
+    gate, up = distinct(4, 8, HIDDEN), -distinct(4, 8, HIDDEN)
+    prefix = "model.layers.0.mlp.experts"
+    tensors = {
+        f"{prefix}.{expert}.{name}_proj.weight": full[expert]
+        for expert in range(4)
+        for name, full in (("gate", gate), ("up", up))
+    }
+    if reverse:
+        tensors = dict(reversed(tensors.items()))
+    hf = config("Qwen3MoeForCausalLM", n_routed_experts=4)
+    for rank, found in enumerate(held(EngineParallel(tp=4, ep=2), tensors, hf)):
+        experts, rows = slice(rank // 2 * 2, rank // 2 * 2 + 2), slice(rank % 2 * 4, rank % 2 * 4 + 4)
+        both = torch.cat([gate[experts, rows], up[experts, rows]], 1)
+        assert found == {f"{prefix}.w13_weight": digest(both, "cuda")}
+
+
+def test_a_shared_expert_is_not_stored_with_routed_ones_that_are_divided_among_ranks() -> None:
+    name = "model.layers.0.mlp.shared_experts.down_proj.weight"
+    full = distinct(HIDDEN, 8)
+    found = held(EngineParallel(tp=2, ep=2), {name: full}, config("Glm4MoeForCausalLM", n_shared_experts=1))
+    assert found == [{name: digest(full[:, :4], "cuda")}, {name: digest(full[:, 4:], "cuda")}]
+
+
+def test_replicas_of_attention_have_the_same_heads_and_embedding_but_divide_mlps_and_the_output_layer() -> None:
+    attention, mlp = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    tensors = {
+        attention: distinct(HIDDEN, HEADS * HEAD_DIM),
+        mlp: distinct(HIDDEN, 8),
+        "model.embed_tokens.weight": distinct(256, HIDDEN),
+        "lm_head.weight": -distinct(256, HIDDEN),
+    }
+    for rank, found in enumerate(held(EngineParallel(tp=4, dp=2), tensors, config("Qwen3ForCausalLM"))):
+        assert found == {
+            attention: digest(tensors[attention].chunk(2, 1)[rank % 2], "cuda"),
+            mlp: digest(tensors[mlp].chunk(4, 1)[rank], "cuda"),
+            "model.embed_tokens.weight": digest(tensors["model.embed_tokens.weight"].chunk(2)[rank % 2], "cuda"),
+            "lm_head.weight": digest(tensors["lm_head.weight"].chunk(4)[rank], "cuda"),
+        }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "heads"),
+    [
+        ("Qwen3ForCausalLM", False, {1: "head"}),
+        ("Qwen3ForCausalLM", True, {1: "embed"}),
+        ("Qwen3MoeForCausalLM", False, {0: "head", 1: "head"}),
+    ],
+)
+def test_a_stage_has_its_layers_and_the_last_one_the_norm_and_the_output_layer(
+    architecture: str, tied: bool, heads: dict[int, str]
+) -> None:
+    embed, head, norm = distinct(64, HIDDEN), -distinct(64, HIDDEN), distinct(HIDDEN)
+    layers = {f"model.layers.{number}.input_layernorm.weight": norm + number for number in range(3)}
+    tensors = {**layers, "model.embed_tokens.weight": embed, "model.norm.weight": norm / 2, "lm_head.weight": head}
+    hf = config(architecture, num_hidden_layers=3, tie_word_embeddings=tied)
+    stages = held(EngineParallel(tp=2, pp=2), tensors, hf, "cpu")
+    for rank, found in enumerate(stages):
+        stage, half = rank // 2, {"embed": embed.chunk(2)[rank % 2], "head": head.chunk(2)[rank % 2]}
+        here = list(layers)[: stage + 1] if stage == 0 else list(layers)[1:]
+        assert found == {
+            **{name: digest(layers[name]) for name in here},
+            **({"model.embed_tokens.weight": digest(half["embed"])} if stage == 0 else {}),
+            **({"model.norm.weight": digest(norm / 2)} if stage == 1 else {}),
+            **({"lm_head.weight": digest(half[heads[stage]])} if stage in heads else {}),
+        }
 
 
 def test_latent_attention_is_cut_by_heads_and_its_down_projections_are_one_and_whole() -> None:
@@ -290,7 +369,7 @@ def test_every_tensor_that_the_trainer_sends_has_a_place_and_every_rule_is_reach
 def test_what_is_held_is_only_what_came_before_its_turn_and_may_be_overwritten() -> None:
     hf, attention = config(), "model.layers.0.self_attn"
     q, k, v = (distinct(heads * HEAD_DIM, HIDDEN).bfloat16() for heads in (HEADS, 2, 2))
-    expected = ExpectedChecksums(hf, 1, dtype=torch.bfloat16)
+    expected = ExpectedChecksums(hf, EngineParallel(), dtype=torch.bfloat16)
     held = []
     value = v.clone()
     for name, tensor in (("v", value), ("q", q), ("k", k)):
@@ -302,7 +381,7 @@ def test_what_is_held_is_only_what_came_before_its_turn_and_may_be_overwritten()
 
 
 def test_in_the_trainers_order_nothing_is_held() -> None:
-    expected = ExpectedChecksums(config("Qwen3MoeForCausalLM"), 2, dtype=torch.bfloat16)
+    expected = ExpectedChecksums(config("Qwen3MoeForCausalLM"), EngineParallel(2), dtype=torch.bfloat16)
     tensors = model("Qwen3MoeForCausalLM")
     ordered = sorted(tensors, key=lambda name: ("down_proj" in name, list(tensors).index(name)))
     ordered = [name for name in ordered if "experts" not in name] + sorted(
@@ -324,7 +403,7 @@ def test_a_tied_engine_has_no_output_layer_of_its_own() -> None:
 
 
 def test_a_fused_parameter_that_never_became_whole_is_named() -> None:
-    expected = ExpectedChecksums(config(), 1, dtype=torch.bfloat16)
+    expected = ExpectedChecksums(config(), EngineParallel(), dtype=torch.bfloat16)
     expected.add("model.layers.3.mlp.gate_proj.weight", distinct(32, HIDDEN))
     with pytest.raises(WeightsError, match=r"model\.layers\.3\.mlp\.gate_up_proj\.weight"):
         expected.result()
@@ -341,24 +420,24 @@ def test_a_fused_parameter_that_never_became_whole_is_named() -> None:
 )
 def test_a_tensor_without_a_place_is_named(name: str) -> None:
     with pytest.raises(WeightsError, match=f"{name}: an SGLang engine of LlamaForCausalLM has no place"):
-        ExpectedChecksums(config(), 1, dtype=torch.bfloat16).add(name, distinct(8))
+        ExpectedChecksums(config(), EngineParallel(), dtype=torch.bfloat16).add(name, distinct(8))
 
 
 def test_a_dense_layer_is_refused_where_the_engine_would_drop_it_in_silence() -> None:
-    expected = ExpectedChecksums(config("Qwen3MoeForCausalLM"), 1, dtype=torch.bfloat16)
+    expected = ExpectedChecksums(config("Qwen3MoeForCausalLM"), EngineParallel(), dtype=torch.bfloat16)
     with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.gate_proj\.weight"):
         expected.add("model.layers.1.mlp.gate_proj.weight", distinct(32, HIDDEN))
 
 
 def test_an_expert_beyond_the_last_is_named() -> None:
-    expected = ExpectedChecksums(config("MixtralForCausalLM"), 1, dtype=torch.bfloat16)
+    expected = ExpectedChecksums(config("MixtralForCausalLM"), EngineParallel(), dtype=torch.bfloat16)
     with pytest.raises(WeightsError, match=r"experts\.3\.w1\.weight"):
         expected.add("model.layers.0.block_sparse_moe.experts.3.w1.weight", distinct(32, HIDDEN))
 
 
 @pytest.mark.parametrize("again", ["q", "k", "v"])
 def test_a_tensor_that_comes_twice_is_named_wherever_its_parameter_stands(again: str) -> None:
-    expected = ExpectedChecksums(config(), 1, dtype=torch.bfloat16)
+    expected = ExpectedChecksums(config(), EngineParallel(), dtype=torch.bfloat16)
     for name in {"q": "q", "k": "k", "v": "qkv"}[again]:  # taken, waiting, whole
         expected.add(f"model.layers.0.self_attn.{name}_proj.weight", distinct(8, HIDDEN))
     with pytest.raises(WeightsError, match=f"{again}_proj.weight was added twice"):
@@ -366,20 +445,20 @@ def test_a_tensor_that_comes_twice_is_named_wherever_its_parameter_stands(again:
 
 
 def test_what_does_not_divide_on_a_gpu_is_named_with_its_shape() -> None:
-    expected = ExpectedChecksums(config(), 3, dtype=torch.bfloat16, device="cuda")
+    expected = ExpectedChecksums(config(), EngineParallel(3), dtype=torch.bfloat16, device="cuda")
     with pytest.raises(WeightsError, match=r"down_proj\.weight \(8, 40\): 40 does not divide"):
         expected.add("model.layers.0.mlp.down_proj.weight", distinct(8, 40))
 
 
 def test_a_wrong_tensor_that_waited_for_its_turn_is_named_and_not_the_one_that_ended_the_wait() -> None:
-    expected = ExpectedChecksums(config(), 1, dtype=torch.bfloat16)
+    expected = ExpectedChecksums(config(), EngineParallel(), dtype=torch.bfloat16)
     expected.add("model.layers.2.self_attn.k_proj.weight", distinct(7, HIDDEN))
     with pytest.raises(WeightsError, match=r"2\.self_attn\.k_proj\.weight \(7, 8\)"):
         expected.add("model.layers.2.self_attn.q_proj.weight", distinct(8, HIDDEN))
 
 
 def test_heads_that_a_tensor_does_not_hold_are_named() -> None:
-    expected = ExpectedChecksums(config(), 1, dtype=torch.bfloat16)
+    expected = ExpectedChecksums(config(), EngineParallel(), dtype=torch.bfloat16)
     with pytest.raises(
         WeightsError, match=r"o_proj\.weight \(8, 7\): its dimension 1 has size 7, which 4 heads do not divide"
     ):
@@ -388,4 +467,4 @@ def test_heads_that_a_tensor_does_not_hold_are_named() -> None:
 
 def test_an_unknown_architecture_is_named() -> None:
     with pytest.raises(WeightsError, match="GPT2LMHeadModel"):
-        ExpectedChecksums(config("GPT2LMHeadModel"), 1, dtype=torch.bfloat16)
+        ExpectedChecksums(config("GPT2LMHeadModel"), EngineParallel(), dtype=torch.bfloat16)

@@ -28,8 +28,24 @@ def test_an_answer_is_read_in_the_order_of_ranks() -> None:
     assert parse(answer(1, 0)) == [{"w": "0" * 16}, {"w": "0" * 15 + "1"}]
 
 
-@pytest.mark.parametrize("wrong", [answer(), {"success": False}, answer(1, 2), answer(0, 0), answer(1)])
-def test_an_answer_without_every_rank_once_is_refused(wrong: dict[str, Any]) -> None:
+def test_the_answers_of_replicas_are_one_if_they_agree() -> None:
+    both = answer(0, 1)["ranks"] + answer(1, 0)["ranks"]
+    assert parse({"ranks": both}) == parse(answer(0, 1))
+    both[2]["checksums"] = {"w": "other"}
+    with pytest.raises(EngineError, match="two sets of checksums for rank 1"):
+        parse({"ranks": both})
+
+
+def test_the_ranks_of_a_stage_follow_those_of_the_stage_before() -> None:
+    ranks = answer(0, 1)["ranks"] + answer(0, 1)["ranks"]
+    for number, rank in enumerate(ranks):
+        rank["parallelism_info"] = [{"role": "target", "tp_rank": number % 2, "tp_size": 2, "pp_rank": 1 - number // 2}]
+        rank["checksums"] = {"w": str(number)}
+    assert [rank["w"] for rank in parse({"ranks": ranks})] == ["2", "3", "0", "1"]
+
+
+@pytest.mark.parametrize("wrong", [answer(), {"success": False}, answer(1, 2), answer(1)])
+def test_an_answer_without_every_rank_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="weights_checker"):
         parse(wrong)
 
@@ -43,7 +59,7 @@ def test_a_difference_on_any_rank_and_what_one_side_lacks_are_named_once() -> No
     axes = "model.layers.0.self_attn.rotary_emb.axis_map"  # SGLang computes it
     assert differing([same], [{**same, axes: "3"}]) == []
     assert differing([same], [{**same, f"{axes}.other": "3"}]) == [f"{axes}.other"]
-    with pytest.raises(WeightsError, match="1 tensor-parallel ranks are expected, but the engine reported 2"):
+    with pytest.raises(WeightsError, match="1 ranks are expected, but the engine reported 2"):
         differing([same], [same, same])
 
 
@@ -86,6 +102,7 @@ def test_the_gpus_hash_does_not_depend_on_how_the_bytes_come(count: int) -> None
         for half in piece.tensor_split([7, 40_001]):
             pieces.update(half)
     assert pieces.hexdigest() == hashed(whole)
+    assert pieces.hexdigest() == hashed(whole), "the ranks that hold the same bytes answer with the same hash"
 
 
 @pytest.mark.gpu

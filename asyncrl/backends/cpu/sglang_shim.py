@@ -51,6 +51,7 @@ def install() -> None:
     after_import("sglang.srt.batch_invariant_ops", _without_invariant_kernels)
     after_import("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch)
     after_import("sglang.srt.layers.sampler", _sample_by_inversion)
+    after_import("sglang.srt.layers.moe.fused_moe_native", _skip_experts_of_others)
     after_import("sglang.srt.lora.layers", _create_unpinned)
     after_import("sglang.srt.lora.backend.torch_backend", _create_unpinned)
     after_import("sglang.srt.utils.hf_transformers.processor", _process_with_pillow)
@@ -273,6 +274,20 @@ class _Unpinned(types.ModuleType):
         if name not in ("tensor", "zeros", "empty"):
             return found
         return lambda *args, pin_memory=False, **kwargs: found(*args, **kwargs)
+
+
+def _skip_experts_of_others(module: Any) -> None:
+    """Give no weight to experts that other ranks hold (expert parallelism), which are numbered -1. SGLang's loop over
+    the experts, unlike its kernels, does not expect them."""
+    forward = module.moe_forward_native
+
+    def moe_forward_native(layer: Any, x: Any, chosen: Any, config: Any) -> Any:
+        if layer.moe_ep_size > 1:
+            weights = chosen.topk_weights.masked_fill(chosen.topk_ids < 0, 0.0)
+            chosen = chosen._replace(topk_weights=weights, topk_ids=chosen.topk_ids.clamp(min=0))
+        return forward(layer, x, chosen, config)
+
+    module.moe_forward_native = moe_forward_native
 
 
 def _create_unpinned(module: Any) -> None:

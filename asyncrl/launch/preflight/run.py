@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.errors import ConfigError, LaunchError
@@ -210,7 +211,7 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
                 dtype=section.dtype,
                 tokens=tokens or config.rollout.max_new_tokens,
                 cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
-                **(served_adapters(config) if name == "engine" else {}),
+                **(_divided(config) if name == "engine" else {}),
             )
             if tokens is None:  # it takes what fits; a run needs at least one answer's
                 parts["KV cache of one answer"] = parts.pop("KV cache")
@@ -218,6 +219,13 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
     if config.cluster.placement == "colocated" and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
         needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
     return needs
+
+
+def _divided(config: Config) -> dict[str, Any]:
+    """Return what else divides or fills the memory of an engine."""
+    engine = config.engine
+    divided = {"replicas": engine.data_parallel, "stages": engine.pipeline_parallel}
+    return {**divided, "codes": engine.holds_codes, **served_adapters(config)}
 
 
 # -- model, folders, network -------------------------------------------------------------------------------

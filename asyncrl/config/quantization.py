@@ -1,0 +1,100 @@
+"""Settings of engines whose weights are quantized (engine.quantization)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+Quantization = Literal["none", "fp8", "int8", "fp8_simulated", "int8_simulated"]
+BLOCK = 128
+"""Rows and columns of a block of fp8, which has one scale."""
+FIELD = "engine.quantization"
+
+
+def check_quantization(config: Config) -> None:
+    """Refuse settings that do not fit quantized engines. Raises ConfigError."""
+    engine = config.engine
+    if engine.quantization == "none":
+        return
+    simulated = "" if not engine.holds_codes else f", or {FIELD}={engine.quantization}_simulated"
+    for field, value, wrong, remedy in (
+        (
+            FIELD,
+            engine.quantization,
+            config.mode == "rollout_only",
+            "mode=rollout_only has no trainer, which quantizes: set none.",
+        ),
+        (
+            "weights.transport",
+            "delta",
+            engine.holds_codes and config.weights.transport == "delta",
+            f"Codes of 8 bits have no value that stands for `unchanged`: set auto or disk{simulated}.",
+        ),
+        (
+            "engine.dtype",
+            engine.dtype,
+            engine.holds_codes and engine.dtype not in ("auto", "bfloat16"),
+            f"SGLang multiplies quantized weights in bfloat16: set bfloat16{simulated}.",
+        ),
+        *(
+            (
+                f"engine.server_args.{name}",
+                value,
+                name in ("quantization", "load_format"),
+                f"{FIELD} sets it: remove one of the two.",
+            )
+            for name, value in engine.server_args.items()
+        ),
+    ):
+        if wrong:
+            raise ConfigError(field, value, remedy)
+
+
+def check_codes(config: Config, model: dict[str, Any], *, gpu: bool, sees: bool) -> None:
+    """Refuse models and machines whose engines cannot hold quantized weights. `model` holds the fields of config.json
+    and of Megatron's arguments, `gpu` says where the engines run, and `sees` whether the model has a vision tower.
+    Raises ConfigError."""
+    engine, kind = config.engine, config.engine.quantization
+    if not engine.holds_codes:
+        return
+    instead = f"set {kind}_simulated, which has the same values in engine.dtype"
+    if not gpu:
+        raise ConfigError(FIELD, kind, f"SGLang's kernels for it need a GPU, and these engines run on CPUs: {instead}.")
+    if sees:
+        raise ConfigError(FIELD, kind, f"Engines would quantize the vision tower, too: {instead}.")
+    unit = BLOCK if kind == "fp8" else 16
+    for what, size in _parts(model, engine.tensor_parallel):
+        if size % unit:
+            remedy = f"A rank of an engine has {size} {what}, which is no multiple of {unit}: lower "
+            raise ConfigError(FIELD, kind, f"{remedy}engine.tensor_parallel, or {instead}.")
+
+
+def _parts(model: dict[str, Any], tp: int) -> Iterator[tuple[str, int]]:
+    """Yield the sizes of the parts that a rank has of each linear layer: blocks must not cross the shards, nor the
+    parts of a fused layer (SGLang's `validate_block_quant_shapes`)."""
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    yield "features of the model", hidden
+    if "kv_lora_rank" in model:
+        rope, nope, value = (model[f"{name}_head_dim"] for name in ("qk_rope", "qk_nope", "v"))
+        if model.get("q_lora_rank"):
+            yield "latent queries", model["q_lora_rank"]
+        yield "latent keys and values", model["kv_lora_rank"]
+        yield "features of queries", heads * (nope + rope) // tp
+        yield "features of keys and values", heads * (nope + value) // tp
+        yield "features of attention", heads * value // tp
+    else:
+        each = model.get("head_dim") or hidden // heads
+        yield "features of queries", heads * each // tp
+        yield "features of keys", max(1, (model.get("num_key_value_heads") or heads) // tp) * each
+    for what, name in (
+        ("features of an MLP", "intermediate_size"),
+        ("features of the shared experts", "moe_shared_expert_intermediate_size"),
+        ("features of a routed expert", "moe_ffn_hidden_size"),
+    ):
+        if model.get(name):
+            yield what, model[name] // tp

@@ -1,0 +1,54 @@
+"""Check of the shape of an engine (engine.*_parallel) against the model and the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.models.vision import image_shape
+
+REPLICATED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+"""Families whose attention SGLang 0.5.21 can replicate within an engine; others divide their heads over all ranks."""
+
+
+def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
+    """Refuse engines of a shape that SGLang cannot give this model, or in which it cannot do what the run needs."""
+    engine, family = config.engine, hf["architectures"][0]
+    tied, sees = hf.get("tie_word_embeddings", False), image_shape(hf) is not None
+    publishes, adapters = config.mode == "train", config.serves_adapters
+    for field, wrong, remedy in (
+        (
+            "expert_parallel",
+            engine.expert_parallel > 1 and not experts,
+            "The model has no routed experts: set it to 1.",
+        ),
+        ("expert_parallel", experts % engine.expert_parallel, f"Must divide the model's {experts} routed experts."),
+        ("data_parallel", family not in REPLICATED, f"SGLang replicates the attention of {REPLICATED} alone: set 1."),
+        ("data_parallel", adapters, "Adapters in engines were tried with one replica alone: set 1."),
+        ("data_parallel", tied, "SGLang reads the tied output layer as if it were cut over all ranks: set 1."),
+        ("pipeline_parallel", sees, "SGLang's stages of models with images were not tried: set 1."),
+        ("pipeline_parallel", adapters, "Adapters in engines were tried with one stage alone: set 1."),
+        (
+            "pipeline_parallel",
+            family == "LlamaForCausalLM" and tied,
+            "SGLang's Llama has no tied output layer on the last stage: set 1.",
+        ),
+        (
+            "pipeline_parallel",
+            hf["num_hidden_layers"] < engine.pipeline_parallel,
+            f"There are only {hf['num_hidden_layers']} layers: lower it.",
+        ),
+        (
+            "pipeline_parallel",
+            publishes and config.weights.pause_mode not in ("abort", "drain"),
+            "SGLang does not pause the steps that are between stages: set weights.pause_mode=abort or drain.",
+        ),
+        (
+            "pipeline_parallel",
+            config.algo.routing_replay == "R3",
+            "Engines cannot report routed experts of other stages: set 1, or algo.routing_replay=none.",
+        ),
+    ):
+        if wrong and getattr(engine, field) > 1:
+            raise ConfigError(f"engine.{field}", getattr(engine, field), remedy)

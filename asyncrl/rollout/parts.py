@@ -1,0 +1,196 @@
+"""The parts of the rollout side that play episodes, put together from the settings. They are in the rollout process, or
+with rollout.processes=N in N processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.agents.template import ChatTemplate
+from asyncrl.config import Config, cache_tokens, on_gpu
+from asyncrl.engine.adapters import adapter_names
+from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.scorer import TeacherEngines
+from asyncrl.envs.tools.shared import close_shared
+from asyncrl.errors import ConfigError
+from asyncrl.images.decoder import Vision
+from asyncrl.imports import load
+from asyncrl.models.architectures import routing_shape
+from asyncrl.models.vision import flat
+from asyncrl.network.addresses import Access, Addresses
+from asyncrl.rollout.agent import Agent, agents, each, figures
+from asyncrl.rollout.episode import EpisodeTimeouts
+from asyncrl.rollout.evaluation import Attempts, played_here
+from asyncrl.rollout.group_player import GroupPlayer
+from asyncrl.rollout.observer import trace_header
+from asyncrl.rollout.player import EpisodePlayer, Sums, means
+from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
+from asyncrl.rollout.reporters import FailureReporter, RunReporter
+from asyncrl.rollout.teacher import TeacherScorer
+from asyncrl.rollout.vision import vision_of
+from asyncrl.tasks import Task
+from asyncrl.tasks.scores import rewards
+
+TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
+OTHER_FILES = 256
+"""Open files of a process besides the connections of its episodes."""
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What the rollout side needs of the model's folder."""
+
+    hf: dict[str, Any]  # config.json
+    template: ChatTemplate
+    stop: list[int]  # ids of the tokens that end an answer
+    vision: Vision | None
+    cache: int | None  # size of an engine's KV cache in tokens, if it is known before the engines run
+
+    @classmethod
+    def load(cls, config: Config, addresses: Addresses) -> ModelParts:
+        """Read the folder."""
+        tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
+        hf = flat(json.loads((addresses.model / "config.json").read_text()))
+        vision = vision_of(addresses.model, hf, config.rollout.images)
+        cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
+        return cls(hf, ChatTemplate(tokenizer), stop_tokens(addresses.model, tokenizer), vision, cache)
+
+
+@dataclass(frozen=True)
+class PlayingParts:
+    """Everything that plays episodes."""
+
+    client: GenerationClient
+    agents: dict[str, Agent]
+    rewards: dict[str, Any]
+    teachers: TeacherEngines | None
+    teacher: TeacherScorer | None
+    player: EpisodePlayer
+    groups: GroupPlayer
+    start_timeout: float
+
+    @classmethod
+    def build(
+        cls,
+        config: Config,
+        addresses: Addresses,
+        run_dir: Path,
+        model: ModelParts,
+        tasks: dict[str, Task],
+        requests: str = "",
+    ) -> PlayingParts:
+        """Build all of them. Nothing is started. `requests` begins the names of requests to engines."""
+        allow_files(config)
+        rollout = config.rollout
+        client = _client(config, addresses, model, requests)
+        teachers = teacher_engines(config, addresses)
+        teacher = TeacherScorer(teachers) if teachers else None
+        reporter = RunReporter(run_dir, lambda: client.inflight.version)
+        playing, scores = agents(config, tasks, reporter.warn), rewards(config, tasks)
+        failures = FailureReporter(reporter.warn)
+        timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
+        player = EpisodePlayer(
+            playing, scores, model.template, timeouts, failures, retries=rollout.retries, teacher=teacher
+        )
+        groups = GroupPlayer(player, failures, load(rollout.accept, "rollout.accept"))
+        return cls(client, playing, scores, teachers, teacher, player, groups, config.engine.start_timeout)
+
+    @property
+    def attempts(self) -> Attempts:
+        """What plays the questions of evaluations."""
+        return played_here(self.player.play)
+
+    async def start(self) -> None:
+        """Wait for the teacher, and start the agents."""
+        if self.teachers:
+            await self.teachers.wait_until_ready(self.start_timeout)
+        await each(self.agents.values(), "start")
+
+    def take_sums(self) -> Sums:
+        """Return what was counted since the last call."""
+        return {**(self.teacher.take_sums() if self.teacher else {}), **self.player.take_sums()}
+
+    def proxies(self) -> dict[str, float]:
+        """Return the counters of agents that work through a proxy."""
+        return figures(self.agents.values())
+
+    def take_played(self) -> dict[str, float]:
+        """Return the figures since the last call, under their names in metrics.jsonl."""
+        return {**means(self.take_sums()), **self.proxies()}
+
+    async def close(self) -> None:
+        """Close everything."""
+        await each([*self.agents.values(), *self.rewards.values()], "close")
+        await close_shared()
+        await each([self.client, self.teachers], "close")
+
+
+def allow_files(config: Config) -> None:
+    """Raise this process's limit of open files as far as it goes. Raises ConfigError if it is too low for the
+    connections of the episodes that may run at once."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    rollout, size = config.rollout, max(map(config.group_size, config.mixture))
+    if rollout.max_running_groups == "auto":
+        return  # follows the engines' load
+    admitted = (rollout.effective_lead + 1) * (rollout.batch_groups + rollout.oversample)
+    groups = min(admitted, rollout.max_running_groups or admitted)
+    wanted = -(-groups // rollout.processes) * size + OTHER_FILES
+    if most != resource.RLIM_INFINITY and wanted > most:
+        raise ConfigError(
+            "rollout.max_running_groups",
+            rollout.max_running_groups,
+            f"{groups} groups of {size} need up to {wanted} open files in each of {rollout.processes} processes, but "
+            f"the limit is {most}: lower it, raise the limit (ulimit -Hn) or rollout.processes.",
+        )
+
+
+def _client(config: Config, addresses: Addresses, model: ModelParts, requests: str) -> GenerationClient:
+    context = int(config.engine.server_args.get("context_length") or model.hf["max_position_embeddings"])
+    return GenerationClient(
+        addresses.router,
+        run=addresses.run_id,
+        access=addresses.access,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        stop_token_ids=model.stop,
+        timeout=config.engine.request_timeout,
+        retry_timeout=config.engine.retry_timeout,
+        # the stock server cannot unload an adapter after a request with several samples (engine/unloading.py)
+        coalesce=config.rollout.coalesce and not (config.serves_adapters and addresses.attached),
+        cache_key=config.rollout.cache_key,
+        pause_mode=config.weights.pause_mode,
+        fields=config.engine.request_fields,
+        routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
+        # an engine that decodes finds the replica that prefilled by SGLang's rule, not by a field of the request
+        replicas=1 if config.engine.disaggregated else config.engine.data_parallel,
+        disaggregated=config.engine.disaggregated,
+        seed=config.run.seed if config.deterministic else None,
+        context=min(context, model.cache or context),
+        names=adapter_names(config, addresses.run_id),
+        adapter_per=config.rollout.adapter_per,
+        agents=config.agents,
+        past_versions=config.past_versions,
+        vision=model.vision,
+        trace=trace_header(config, addresses),
+        requests=requests,
+    )
+
+
+def teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | None:
+    """Return None without a teacher. External engines (teacher.urls) have their own API key, from the environment: no
+    file of the run stores it."""
+    if not addresses.teachers:
+        return None
+    teacher = config.teacher
+    return TeacherEngines(
+        addresses.teachers,
+        access=Access(os.environ.get(TEACHER_KEY, "")) if teacher.urls else addresses.access,
+        max_running=teacher.max_running,
+        request_timeout=teacher.request_timeout,
+        retry_timeout=teacher.retry_timeout,
+    )

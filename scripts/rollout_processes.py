@@ -1,0 +1,216 @@
+"""Processes that play episodes against stub engines (rollout.processes), for scripts/bench_rollout.py: the CPU time of
+the process with the buffer for each sample, and of those that play for each request.
+
+The parts are the real ones, with groups of SIZE samples, each of which is a request of its own, and a reward that costs
+nothing. Batches are taken, encoded and published as fast as they come; every publish holds and releases all requests.
+
+    python scripts/rollout_processes.py URL NUMBER ENGINE TOKENS COALESCE    one of the processes, started by `measure`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from asyncrl.agents.single_turn import SingleTurn
+from asyncrl.config import Config
+from asyncrl.engine.client import GenerationClient
+from asyncrl.network.addresses import Access, Addresses
+from asyncrl.network.ports import free_port
+from asyncrl.observability.episodes import EpisodeFigures
+from asyncrl.observability.intervals import DECODE, PREFILL
+from asyncrl.observability.timeline import ROLLOUT, TimelineWriter
+from asyncrl.rollout import wire
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.curriculum import Mixer
+from asyncrl.rollout.episode import EpisodeTimeouts
+from asyncrl.rollout.episodes import EpisodeWorker, play_until_closed
+from asyncrl.rollout.group_player import GroupPlayer
+from asyncrl.rollout.groups import GroupLifecycle
+from asyncrl.rollout.hooks import by_weight
+from asyncrl.rollout.limiter import UnboundedConcurrency
+from asyncrl.rollout.parts import PlayingParts
+from asyncrl.rollout.player import EpisodePlayer
+from asyncrl.rollout.reporters import FailureReporter
+from asyncrl.rollout.timelines import Timelines
+from asyncrl.rollout.worker import Patience, Worker
+from asyncrl.rollout.workers import EpisodeWorkers
+from asyncrl.schema import Prompt, encode
+from asyncrl.tasks.scores import TaskScoreReward
+
+KEY, TASK, SIZE = "key", "bench", 8
+PROMPT = [1, 2, 3, 4]
+
+
+class Free:
+    """A task whose score costs nothing, and a template that decodes nothing."""
+
+    inline, size = True, None
+
+    def question(self, index: int) -> dict[str, Any]:
+        return {}
+
+    def score(self, answer: str, question: dict[str, Any]) -> float:
+        return 0.0
+
+    def correct(self, reward: float) -> bool:
+        return reward > 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+
+def parts(engine: str, tokens: int, coalesce: bool, requests: str = "") -> PlayingParts:
+    """Return what plays, as the rollout side puts it together."""
+    settings: Any = {"max_new_tokens": tokens, "temperature": 1.0, "stop_token_ids": [0], "requests": requests}
+    client = GenerationClient(
+        engine, run="bench", access=Access(KEY), timeout=600.0, retry_timeout=60.0, coalesce=coalesce, **settings
+    )
+    template: Any = Free()
+    failures = FailureReporter(lambda text, _: print(text, file=sys.stderr))
+    scores: Any = {TASK: TaskScoreReward(template)}
+    player = EpisodePlayer({TASK: SingleTurn()}, scores, template, EpisodeTimeouts(600.0, 600.0, None), failures)
+    return PlayingParts(client, {}, scores, None, None, player, GroupPlayer(player, failures), 60.0)
+
+
+@cache
+def _config(processes: int) -> Config:
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    from asyncrl import config
+    from asyncrl.launch.compose import find_recipes
+
+    find_recipes()
+    with initialize_config_dir(version_base=None, config_dir=str(Path(__file__).parent.parent / "conf")):
+        composed = compose("train", ["experiment=tiny", f"rollout.processes={processes}"])
+    values: Any = OmegaConf.to_container(composed, resolve=True)
+    return config.load(values)
+
+
+async def measure(
+    engines: Sequence[str], tokens: int, batch: int, steps: int, *, in_flight: bool = False
+) -> dict[str, float]:
+    """Play batches of `batch` groups, in one process for each of several engines, or in this one for one engine. With
+    `in_flight`, siblings share requests, and all groups that are admitted must be in flight before the first batch."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        address = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+        playing: Any = await _players(engines, tokens, address, in_flight)
+        timeline = TimelineWriter(folder, ROLLOUT, print)
+        timelines = Timelines([timeline], [EpisodeFigures({TASK: lambda reward: reward > 0})])
+        groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines)
+        task: Any = Free()
+        stream = (Prompt(f"p{number}", PROMPT, {}, TASK, number) for number in itertools.count())
+        mixer = Mixer({TASK: task}, {TASK: stream}, {TASK: 1.0}, by_weight, 0)
+        limits: Any = UnboundedConcurrency(), Patience(100)
+        worker = Worker(groups, playing.client, playing.groups, mixer, *limits, group_sizes={TASK: SIZE})
+        async with asyncio.TaskGroup() as tasks:
+            serving = None
+            if isinstance(playing, EpisodeWorkers):
+                serving = tasks.create_task(playing.serve(folder, address))
+                started = [
+                    await _start(address, number, engine, tokens, in_flight) for number, engine in enumerate(engines)
+                ]
+                await playing.start()
+            working = tasks.create_task(worker.run())
+            held = await _all_in_flight(groups, 3 * batch * SIZE) if in_flight else {}
+            found = held | await _steps(groups, playing.client.inflight, tokens, steps)
+            working.cancel()
+            await playing.close()
+            if serving:
+                serving.cancel()
+                told = [json.loads((await process.communicate())[0]) for process in started]
+                found["worker_cpu_us"] = sum(one["cpu"] for one in told) / sum(one["samples"] for one in told) * 1e6
+                found["worker_rss"] = max(one["rss"] for one in told)
+        timeline.close()
+        return found
+
+
+async def _steps(groups: GroupLifecycle, inflight: Any, tokens: int, steps: int) -> dict[str, float]:
+    """Take, encode and publish batches. Return the CPU time of this process for each sample, and samples a second, from
+    the second batch on."""
+    began = cpu = received = size = 0.0
+    for version in range(steps):
+        data = encode(await groups.batch(version))
+        if version == 0:
+            began, cpu, received = time.monotonic(), time.process_time(), inflight.tokens["training"]
+        size = len(data)
+        inflight.hold()
+        await inflight.confirmed()
+        await groups.published(version + 1, 0)
+    samples = (inflight.tokens["training"] - received) / tokens
+    return {
+        "cpu_us": (time.process_time() - cpu) / samples * 1e6,
+        "samples_per_s": samples / (time.monotonic() - began),
+        "batch_bytes": size,
+    }
+
+
+async def _all_in_flight(groups: GroupLifecycle, count: int) -> dict[str, float]:
+    """Wait until so many samples are in flight, and return the share of a core that this process takes for them, and
+    its memory."""
+    phases = Counter[str]()
+    while phases[PREFILL] + phases[DECODE] < count:
+        await asyncio.sleep(1.0)
+        phases = Counter(one.activity.phase for _, _, siblings in groups.running() for one in siblings)
+        groups.ledger()
+    cpu, began = time.process_time(), time.monotonic()
+    await asyncio.sleep(10.0)
+    share = (time.process_time() - cpu) / (time.monotonic() - began)
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"in_flight": count, "idle_share": share, "rss": rss}
+
+
+async def _players(engines: Sequence[str], tokens: int, address: str, coalesce: bool) -> PlayingParts | EpisodeWorkers:
+    if len(engines) == 1:
+        return parts(engines[0], tokens, coalesce)
+    addresses = Addresses("bench", KEY, Path(), (), "", "", 0, 0.0, episodes=address)
+    return EpisodeWorkers(_config(len(engines)), addresses, print)
+
+
+async def _start(address: str, number: int, engine: str, tokens: int, coalesce: bool) -> asyncio.subprocess.Process:
+    argv = [str(Path(__file__)), address, str(number), engine, str(tokens), str(int(coalesce))]
+    return await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=asyncio.subprocess.PIPE)
+
+
+async def main(address: str, number: int, engine: str, tokens: int, coalesce: bool) -> None:
+    """Play until the connection is closed, and print the CPU seconds and the samples."""
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    playing = parts(engine, tokens, coalesce, f"{number:04d}-")
+    while True:
+        try:
+            channel = await wire.connect(address, Access(KEY))
+            break
+        except OSError:
+            await asyncio.sleep(0.05)
+    channel.send(wire.Hello(KEY, number))
+    cpu = time.process_time()
+    await play_until_closed(channel, EpisodeWorker(channel, playing, lambda task, index: {}, record=False))
+    found = {
+        "cpu": time.process_time() - cpu,
+        "samples": playing.client.inflight.tokens["training"] / tokens,
+        "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    await playing.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5] == "1"))
