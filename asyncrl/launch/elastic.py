@@ -68,7 +68,7 @@ class ElasticPilot:
             cluster.max_engines or first.engines,
             unit=self._unit,
             settle_seconds=engine.start_timeout,
-            lendable=config.trainer.world_size // engine.tensor_parallel if self._gpu else 0,
+            lendable=config.trainer.world_size // engine.ranks if self._gpu else 0,
         )
         self._acts = cluster.elastic == "act"
         self._controller = ElasticController(first, config.rollout.batch_groups, limits, acts=self._acts)
@@ -115,7 +115,7 @@ class ElasticPilot:
         gone = [url for url in self._gpus_of if self._registry.has_left(url) and url not in self._registry.leaving()]
         free = [*self._free, *(gpu for url in gone for gpu in self._gpus_of[url])]
         free = [gpu for gpu in free if gpu not in used]
-        wanted = self._config.engine.tensor_parallel if self._gpu else 0
+        wanted = self._config.engine.ranks if self._gpu else 0
         if len(free) < wanted:
             raise LaunchError(f"an engine takes {wanted} GPUs, and {len(free)} of this machine are free")
         mine = free[:wanted]
@@ -185,7 +185,7 @@ class ElasticPilot:
 def _unit(config: Config, *, gpu: bool) -> int:
     """Return the number of engines that join at once: under Slurm, all of a machine."""
     whole = config.cluster.launcher == "slurm" and gpu and config.cluster.gpus
-    return max(1, whole // config.engine.tensor_parallel) if whole else 1
+    return max(1, whole // config.engine.ranks) if whole else 1
 
 
 def free_gpus(placement: Placement) -> list[str]:
