@@ -36,7 +36,8 @@ PRIOR = 8
 """Number of steps for which the engines' speed at the last change counts when it is measured again."""
 PAYBACK = 20
 """Number of steps within which a change must have gained what it costs."""
-CONCURRENCY_STEP = 1.25
+CONCURRENCY_STEPS = (1.25, 2.0)
+"""Factors by which a limit of concurrency changes at once."""
 _NONE = (("", 0), 0)  # the best change and for how many steps: none
 SLOWEST = 8.0
 """Largest factor by which the engines' speed may differ from what is expected."""
@@ -260,8 +261,8 @@ class ElasticController:
         for sign in (1, -1):
             if 1 <= now.lead + sign <= now.max_staleness:
                 yield "lead", sign, replace(now, lead=now.lead + sign)
-            if now.in_play:
-                yield "in_play", sign, replace(now, in_play=max(1, round(now.in_play * CONCURRENCY_STEP**sign)))
+            for factor in CONCURRENCY_STEPS if now.in_play else ():
+                yield "in_play", sign, replace(now, in_play=max(1, round((now.in_play or 0) * factor**sign)))
 
     def _best(self, sample: LengthSample, now: Setting, law: Prediction) -> tuple[str, int, Setting, float] | None:
         """Return the best change: field, direction, setting and gain. One that needs no GPU comes first, and of those

@@ -185,6 +185,19 @@ def test_stationary_lengths_cost_at_most_a_fiftieth() -> None:
     assert outcome(1.0, 3, moves=True).tokens_per_s > 0.98 * fixed[3]
 
 
+def test_lead_and_concurrency_that_limit_a_run_are_raised_while_no_engine_can_be_added() -> None:
+    workload = SimulatedWorkload(Lengths(300, 0.6, 2000, 8).episodes(), 16)
+    few = replace(split(4), train_rate=6000.0, max_staleness=4, lead=4, in_play=48)
+    slow = replace(few, lead=1, in_play=0)
+    for setting, action in ((few, "raise_concurrency"), (slow, "raise_lead")):
+        fixed = simulate_elastic(workload, setting, 50)
+        found = simulate_elastic(workload, setting, 50, ElasticLimits(4, 4))
+        assert {one.action for one in found.decisions} == {action}
+        assert {one.binds for one in found.decisions} == {"concurrency"}
+        assert found.tokens_per_s > 1.2 * fixed.tokens_per_s
+        assert found.staleness_max <= 4
+
+
 @settings(max_examples=examples(10), deadline=None)
 @given(seed=st.integers(0, 2**32), turns=st.sampled_from([1.0, 3.0]))
 def test_engines_that_come_and_go_lose_no_token_and_keep_the_bound(seed: int, turns: float) -> None:
