@@ -30,8 +30,10 @@ MARGIN, HEADROOM = 0.03, 0.15
 """Least gain of a change; how much faster the trainer could be before an engine that is given back would be missed."""
 SLIGHT = 0.02
 """Share of a step for which the trainer may wait and still counts as never waiting."""
-PATIENCE, WINDOW, GROUPS = 3, 24, 96
-"""Steps in a row for which a change must pay, at first; steps over which times are averaged; groups with lengths."""
+PATIENCE, WINDOW = 3, 24
+"""Steps in a row for which a change must pay, at first; steps over which times are averaged."""
+GROUPS, MOST_GROUPS = 96, 1024
+"""Number of latest groups whose lengths are used, at least and at most; two batches in between."""
 PRIOR = 8
 """Number of steps for which the engines' speed at the last change counts when it is measured again."""
 PAYBACK = 20
@@ -149,7 +151,9 @@ class ElasticController:
             self.setting = replace(setting, lead=setting.max_staleness)
         self._workload = SimulatedWorkload(_no_episodes, batch_groups, prompt)
         self._steps: deque[StepObservation] = deque(maxlen=WINDOW)
-        self._groups: deque[Sequence[tuple[float, float]]] = deque(maxlen=max(GROUPS, 2 * batch_groups))
+        self._groups: deque[Sequence[tuple[float, float]]] = deque(
+            maxlen=min(MOST_GROUPS, max(GROUPS, 2 * batch_groups))
+        )
         self._slowness = self._slowness_before = 1.0  # of the engines, against the shape; at the last change
         self._turns: Counter[str] = Counter()  # by field: how often decisions turned round
         self._last: dict[str, int] = {}  # by field: direction of the last decision
