@@ -183,6 +183,8 @@ def _check(config: Config, devices: Devices) -> None:
     for name, value, wrong in (
         ("mode", config.mode, config.mode != "train"),
         ("engine.urls", engine.urls, bool(engine.urls)),
+        ("engine.prefill_count", engine.prefill_count, engine.prefill_count > 0),
+        ("engine.pipeline_parallel", engine.pipeline_parallel, engine.ranks != engine.tensor_parallel),
         ("cluster.placement", cluster.placement, cluster.placement != "separate"),
         ("cluster.trainer_nodes", cluster.trainer_nodes, cluster.trainer_nodes is not None),
         ("trainer.context_parallel", config.trainer.context_parallel, config.trainer.context_parallel > 1),

@@ -55,25 +55,34 @@ class Fit:
     notes: list[str]
     """What the run does not tell."""
 
-    def check(self, seeds: int = 2) -> str:
-        """Simulate the run in its own setting, and return the prediction beside what was measured."""
+    def compare(self, seeds: int = 2) -> dict[str, tuple[float, float]]:
+        """Simulate the run in its own setting. Return what is predicted and what was measured: samples per second,
+        the trainer's busy fraction and the mean staleness."""
         rollout, engine, trainer = self.settings.rollout, self.settings.engine, self.settings.trainer
         given = inputs.parse(self.fields | {"engines": engine.started, "trainers": trainer.world_size})
         split = next(one for one in inputs.splits(given) if not one.colocated)
         limit = in_play(rollout.max_running_groups, given.group_size)
         setting = split.setting(rollout.max_staleness, rollout.effective_lead, limit)
-        warm = 2 + 2 * rollout.max_staleness
+        warm, batch = 2 + 2 * rollout.max_staleness, given.batch_groups * given.group_size
         found = [simulate(given.workload(seed), setting, max(20, warm), warm) for seed in range(seeds)]
-        rate = statistics.fmean(given.batch_groups * given.group_size / one.step for one in found)
-        busy = statistics.fmean(one.trainer_busy for one in found)
-        age = statistics.fmean(one.staleness_mean for one in found)
         seconds = sum(step["time/step"] for step in self.steps)
-        measured = len(self.steps) * given.batch_groups * given.group_size / seconds
-        working = sum(_working(step) for step in self.steps) / seconds
-        ages = statistics.fmean(step["staleness/mean"] for step in self.steps)
+        mean = statistics.fmean
+        return {
+            "samples_per_s": (mean(batch / one.step for one in found), len(self.steps) * batch / seconds),
+            "trainer_busy": (mean(one.trainer_busy for one in found), sum(map(_working, self.steps)) / seconds),
+            "staleness": (
+                mean(one.staleness_mean for one in found),
+                mean(step["staleness/mean"] for step in self.steps),
+            ),
+        }
+
+    def check(self, seeds: int = 2) -> str:
+        """Return the comparison in words."""
+        (rate, made), busy, ages = self.compare(seeds).values()
         return (
-            f"In its own setting the run is predicted to make {rate:.4g} samples/s and made {measured:.4g} "
-            f"({rate / measured - 1:+.1%}); trainer busy {busy:.0%}, {working:.0%}; staleness {age:.2f}, {ages:.2f}."
+            f"In its own setting the run is predicted to make {rate:.4g} samples/s and made {made:.4g} "
+            f"({rate / made - 1:+.1%}); trainer busy {busy[0]:.0%}, {busy[1]:.0%}; staleness {ages[0]:.2f}, "
+            f"{ages[1]:.2f}."
         )
 
 
@@ -191,13 +200,13 @@ def length_fields(groups: Sequence[GroupTimeline]) -> dict[str, float]:
     variance = max(float(every.var()), 1e-12)
     episodes = [one for group in groups for one in group.episodes]
     gaps = sum(_turns(one) - 1 for one in episodes)
-    outside = sum(outside(one) for one in episodes if _turns(one) > 1)
+    seconds = sum(outside(one) for one in episodes if _turns(one) > 1)
     return {
         "mean": float(np.mean(np.exp(every))),
         "sigma": variance**0.5,
         "alike": min(1.0, max(0.0, 1 - within / variance)),
         "turns": float(np.mean([_turns(one) for one in episodes])),
-        "tool_seconds": outside / gaps if gaps else 0.0,
+        "tool_seconds": seconds / gaps if gaps else 0.0,
     }
 
 

@@ -164,13 +164,20 @@ def check_conversion(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """The rollout process is killed after a checkpoint. Episodes are played by two processes, and then by three."""
+    """The rollout process is killed after a checkpoint. Episodes are played by two processes, and then by three. The
+    run keeps the plan that it was started with."""
     layout, run_dir = ["trainer.data_parallel=2"], tmp_path / "run"
-    Blow("rollout", 7, 0.15).strike(run_dir, *layout, "rollout.processes=2")
+    planned = [*layout, "cluster.plan=auto"]
+    Blow("rollout", 7, 0.15).strike(run_dir, *planned, "rollout.processes=2")
     assert len(lines(run_dir / "metrics.jsonl")) < STEPS
+    plan = json.loads((run_dir / "plan.json").read_text())
+    assert plan["kept"] == ["rollout.lead", "trainer.data_parallel"]
+    (run_dir / "plan.json").write_text(json.dumps(plan | {"devices": "other devices"}))
     newest = max(CheckpointStore(run_dir).versions())
-    text = go_on_to_the_end(run_dir, *layout, "rollout.processes=3")
+    text = go_on_to_the_end(run_dir, *planned, "rollout.processes=3")
     assert f"resuming from {CheckpointStore(run_dir).path(newest)}" in text
+    assert "plan for other devices: engine.count=1" in text
+    assert f"plan: predicted {plan['prediction']['samples_per_s']:.3g} samples/s" in text
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *layout)
     check_conversion(run_dir, tmp_path)

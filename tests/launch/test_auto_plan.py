@@ -84,6 +84,9 @@ def test_the_command_line_is_obeyed(model: Path) -> None:
     assert config.trainer.data_parallel >= 2
     assert {"engine.count", "rollout.lead", "trainer.tensor_parallel"} <= set(made.kept)
     assert not set(made.kept) & {word.partition("=")[0] for word in made.overrides}
+    made, config = on_gpus(model, machines(2, 8), "trainer.data_parallel=3")
+    assert made.prediction["trainer_gpus"] == config.trainer.world_size
+    assert config.trainer.data_parallel == 3
 
 
 def test_a_faster_gpu_is_recognized_and_generates_more(model: Path) -> None:

@@ -44,22 +44,6 @@ def test_laws_agree_with_the_simulation() -> None:
     assert errors[int(0.9 * len(errors))] <= 0.15
 
 
-A = Lengths(8000, 0.9, 27_000, 16)
-PUBLISHED = [(22, 4, 4, 2.75), (20, 8, 8, 3.44), (24, 2, 2, 1.89), (20, 1, 1, 1.46), (20, 8, 4, 3.02)]
-"""Rows of the published simulation of 32 devices: engines, bound, lead, throughput over the synchronous run's."""
-
-
-@pytest.mark.parametrize(("engines", "bound", "lead", "ratio"), PUBLISHED)
-def test_published_ratios_to_the_synchronous_run(engines: int, bound: int, lead: int, ratio: float) -> None:
-    workload, sample = SimulatedWorkload(A.episodes(), 128), LengthSample.of(A.group, 1024)
-    shape = EngineShape(0.012, 0.00012, 256)
-    apart = Setting(engines, 10_000.0 * (32 - engines), bound, lead, 6.0, 3.0, in_play=0, shape=shape)
-    turns = Setting(32, 320_000.0, 0, 0, 6.0, 15.0, in_play=0, shape=shape)
-    synchronous = predict(sample, workload, turns)
-    assert 2048 / synchronous.samples_per_s == pytest.approx(461, rel=0.1)
-    assert predict(sample, workload, apart).samples_per_s / synchronous.samples_per_s == pytest.approx(ratio, rel=0.1)
-
-
 def test_the_law_that_binds_is_named_and_staleness_is_the_lead_less_what_waits() -> None:
     shape, lengths = EngineShape(0.01, 0.0005, 16), Lengths(100, 0.5, 400, 4)
     workload, sample = SimulatedWorkload(lengths.episodes(), 8), LengthSample.of(lengths.group)
