@@ -23,6 +23,8 @@ class ElasticResult:
     seconds: float
     tokens: float
     """Trained tokens."""
+    engine_seconds: float
+    """Seconds for which engines were part of the run, summed over engines."""
     staleness_max: int
     decisions: Sequence[ElasticDecision]
     last: Setting
@@ -39,7 +41,8 @@ def simulate_elastic(
     """Simulate so many steps from the start; under a controller if there are limits."""
     run = _ElasticRun(workload, setting, limits, join)
     run.until(steps)
-    return ElasticResult(run.now, run.counters()[0], max(run.staleness), run.decisions, run.setting)
+    trained = run.counters()[0]
+    return ElasticResult(run.now, trained, run.engine_seconds, max(run.staleness), run.decisions, run.setting)
 
 
 class _ElasticRun(_Run):
@@ -55,7 +58,7 @@ class _ElasticRun(_Run):
         self._groups: dict[_Playing, Sequence[SimulatedEpisode]] = {}
         self._groups_ended: list[Sequence[tuple[float, float]]] = []
         self._step_began, self._before = 0.0, (0.0, 0.0)  # of the step: time; trained tokens and busy seconds
-        self._still_until = 0.0
+        self._still_until = self.engine_seconds = 0.0
 
     # -- what a step measures ------------------------------------------------------------------------------
 
@@ -84,6 +87,8 @@ class _ElasticRun(_Run):
         seconds = self.now - max(self._step_began, self._still_until)
         spent, pause = busy - self._before[1], self.setting.pause
         ended, self._groups_ended = self._groups_ended, []
+        engines = sum(not self._left(engine) for engine in self._engines)
+        self.engine_seconds += engines * (self.now - self._step_began)
         seen = StepObservation(
             self._buffer.version,
             self.now,
@@ -91,7 +96,7 @@ class _ElasticRun(_Run):
             max(0.0, seconds - spent - pause),
             pause,
             trained - self._before[0],
-            sum(not self._left(engine) for engine in self._engines),
+            engines,
             ended,
         )
         if self._controller and (decision := self._controller.observe(seen)):
