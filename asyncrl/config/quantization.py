@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.errors import ConfigError
+from asyncrl.parallel import EngineParallel
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -68,33 +69,33 @@ def check_codes(config: Config, model: dict[str, Any], *, gpu: bool, sees: bool)
     if sees:
         raise ConfigError(FIELD, kind, f"Engines would quantize the vision tower, too: {instead}.")
     unit = BLOCK if kind == "fp8" else 16
-    for what, size in _parts(model, engine.tensor_parallel):
+    for what, size in _parts(model, engine.parallel):
         if size % unit:
             remedy = f"A rank of an engine has {size} {what}, which is no multiple of {unit}: lower "
             raise ConfigError(FIELD, kind, f"{remedy}engine.tensor_parallel, or {instead}.")
 
 
-def _parts(model: dict[str, Any], tp: int) -> Iterator[tuple[str, int]]:
+def _parts(model: dict[str, Any], shape: EngineParallel) -> Iterator[tuple[str, int]]:
     """Yield the sizes of the parts that a rank has of each linear layer: blocks must not cross the shards, nor the
     parts of a fused layer (SGLang's `validate_block_quant_shapes`)."""
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    hidden, heads, ranks = model["hidden_size"], model["num_attention_heads"], shape.attention
     yield "features of the model", hidden
     if "kv_lora_rank" in model:
         rope, nope, value = (model[f"{name}_head_dim"] for name in ("qk_rope", "qk_nope", "v"))
         if model.get("q_lora_rank"):
             yield "latent queries", model["q_lora_rank"]
         yield "latent keys and values", model["kv_lora_rank"]
-        yield "features of queries", heads * (nope + rope) // tp
-        yield "features of keys and values", heads * (nope + value) // tp
-        yield "features of attention", heads * value // tp
+        yield "features of queries", heads * (nope + rope) // ranks
+        yield "features of keys and values", heads * (nope + value) // ranks
+        yield "features of attention", heads * value // ranks
     else:
         each = model.get("head_dim") or hidden // heads
-        yield "features of queries", heads * each // tp
-        yield "features of keys", max(1, (model.get("num_key_value_heads") or heads) // tp) * each
-    for what, name in (
-        ("features of an MLP", "intermediate_size"),
-        ("features of the shared experts", "moe_shared_expert_intermediate_size"),
-        ("features of a routed expert", "moe_ffn_hidden_size"),
+        yield "features of queries", heads * each // ranks
+        yield "features of keys", max(1, (model.get("num_key_value_heads") or heads) // ranks) * each
+    for what, name, ranks in (
+        ("features of an MLP", "intermediate_size", shape.tp),
+        ("features of the shared experts", "moe_shared_expert_intermediate_size", shape.tp),
+        ("features of a routed expert", "moe_ffn_hidden_size", shape.per_expert),
     ):
         if model.get(name):
-            yield what, model[name] // tp
+            yield what, model[name] // ranks

@@ -66,6 +66,7 @@ def test_simulated_formats_fit_all_of_it_but_a_run_without_a_trainer() -> None:
         ({"intermediate_size": 1152}, 2, "fp8", "has 576 features of an MLP"),
         ({"moe_ffn_hidden_size": 384}, 2, "fp8", "has 192 features of a routed expert, .* set fp8_simulated"),
         ({"moe_ffn_hidden_size": 384}, 2, "int8", None),
+        ({"moe_ffn_hidden_size": 384, "expert_parallel": 2}, 2, "fp8", None),  # each expert is on one rank
         (LATENT, 2, "fp8", None),
         ({**LATENT, "qk_nope_head_dim": 32}, 4, "fp8", "has 192 features of queries"),
     ],
@@ -73,7 +74,8 @@ def test_simulated_formats_fit_all_of_it_but_a_run_without_a_trainer() -> None:
 def test_blocks_cross_neither_ranks_nor_parts_of_a_fused_layer(
     changes: dict[str, int], tp: int, kind: str, remedy: str | None
 ) -> None:
-    config = tiny_config(**{"engine.quantization": kind, "engine.dtype": "bfloat16", "engine.tensor_parallel": tp})
+    shape = {"engine.tensor_parallel": tp, "engine.expert_parallel": changes.get("expert_parallel", 1)}
+    config = tiny_config(**{"engine.quantization": kind, "engine.dtype": "bfloat16", **shape})
     if remedy is None:
         check_codes(config, MODEL | changes, gpu=True, sees=False)
         return

@@ -218,7 +218,7 @@ def test_sglang_loads_what_is_expected_of_every_parameter(
 
 
 WHOLE_BLOCKS = {
-    "hidden_size": 256,
+    "hidden_size": 512,
     "intermediate_size": 512,
     "head_dim": 128,
     "num_hidden_layers": 2,
@@ -247,10 +247,18 @@ def publishes(folder: Path, kind: Any, count: int) -> list[Path]:
     return files
 
 
-def test_sglang_loads_two_publishes_of_codes_and_scales_as_expected(tmp_path: Path) -> None:
+FEW = [("qwen2", "fp8", 2), ("qwen3_moe", "int8", 2), ("deepseek_v3", "fp8", 2)]
+
+
+@pytest.mark.parametrize(
+    "which", [pytest.param(FEW, id="few"), pytest.param(QUANTIZED, id="all", marks=pytest.mark.campaign)]
+)
+def test_sglang_loads_two_publishes_of_codes_and_scales_as_expected(
+    which: list[tuple[str, str, int]], tmp_path: Path
+) -> None:
     """On the way that SGLang takes with CUDA, from random weights as engines start with. Nothing is multiplied."""
     jobs, cases = [], []
-    for name, kind, tp in QUANTIZED:
+    for name, kind, tp in which:
         folder = tmp_path / name
         if not folder.exists():
             model_type, changes = MODELS[name]
