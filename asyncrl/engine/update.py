@@ -91,13 +91,13 @@ class Update:
         if url in self._sessionless:
             return {}
         try:
-            return self._fleet.post(url, "/begin_weight_update")
+            return self._fleet.post(url, "/begin_weight_update", {"selector": self._fleet.selector})
         except CallRefused as refusal:
             if refusal.status == 404:
                 self._sessionless.add(url)
                 return {}
         self._fleet.post(url, "/end_weight_update")  # a trainer that died left its session open
-        return self._fleet.post(url, "/begin_weight_update")
+        return self._fleet.post(url, "/begin_weight_update", {"selector": self._fleet.selector})
 
     def _end(self, url: str) -> Answer:
         return {} if url in self._sessionless else self._fleet.post(url, "/end_weight_update")
