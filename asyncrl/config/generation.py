@@ -73,9 +73,20 @@ class EngineConfig(Section):
     metrics: bool
     """Start the engines with SGLang's counters (--enable-metrics), from which the run takes tokens per second, cache
     hits and preemptions of each. Engines of engine.urls that have them are asked, too."""
-    router_policy: Literal["manual", "random", "round_robin", "cache_aware", "power_of_two"]
-    """Load-balancing policy of the router. manual: a new group goes to the engine with the fewest requests, and all of
-    its requests and turns stay on that engine, which holds their shared prefix cache."""
+    router_policy: Literal["manual", "consistent_hashing", "cache_aware", "round_robin", "random"]
+    """Load-balancing policy of the router (docs/router.md). manual: a new group goes to the engine with the fewest
+    requests, and all of its requests and turns stay on that engine, which holds their shared prefix cache."""
+    speculative: Literal["none", "ngram", "eagle", "eagle3", "mtp"]
+    """Drafts of tokens, which the model verifies in one step, so that answers and log-probabilities remain its own
+    (docs/speculation.md). ngram (alone on CPUs): what followed the same tokens before in any answer of the engine;
+    eagle, eagle3: those of engine.draft_model; mtp: those of the model's layer of multi-token prediction."""
+    draft_model: str | None
+    """HF folder of the draft model of eagle and eagle3, which is not trained."""
+    draft_tokens: Count | None
+    """Tokens that a step verifies, including the last token before its drafts; unset: SGLang's choice."""
+    hicache: Count | None
+    """Gigabytes of host memory for prefix caches, for each rank of an engine on GPUs (SGLang's HiCache,
+    --hicache-size); unset: none."""
     start_timeout: Positive
     """Timeout in seconds for the startup of an engine (including the teacher's) or of the router. On a GPU it includes
     the first requests, which compile kernels (engine/warmup.py)."""
@@ -245,6 +256,10 @@ class RolloutConfig(Section):
     """Sampling temperature; the trainer divides its logits by the same number."""
     coalesce: bool
     """Send the siblings of a group as one request with n samples."""
+    spread_siblings: Literal["auto"] | bool
+    """Send each sibling of a group to the engine with the fewest requests, instead of all to the same engine, where
+    they share the cache of their prompt (engine.router_policy=manual). auto: if answers are at least 4 times as long as
+    their prompt, and there are several engines. Siblings that are spread are not sent as one request."""
     cache_key: Literal["version", "group"]
     """Which requests may share a prefix cache. version: requests with the same weights, so that a later turn is
     prefilled again after a publish; group: the turns of a group, whatever their weights, as in one long answer under
@@ -269,6 +284,10 @@ class RolloutConfig(Section):
     over_age: Literal["wait", "drop"]
     """Handling of a group that is still running when it must be trained. wait: the batch waits for it; drop: the batch
     is completed without it if other groups are ready. Dropping favours short answers."""
+    replacement: Literal["newest", "slot"]
+    """Place of the group that replaces a rejected one. newest: among the groups that are admitted last, so that no
+    batch waits for it longer than for these; slot: that of the rejected group, so that without slack the batches do not
+    depend on when groups end."""
     episode_timeout: Positive | None
     """Timeout of a whole episode in seconds, including its reward; unset: only the timeouts of its parts apply."""
     agent_timeout: Positive

@@ -53,7 +53,9 @@ def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | N
     """
     companions = model or source / COMPANIONS
     hf = read_config(companions)
-    structure, dims, checkpoint = Structure(hf), dims_of(hf), CheckpointReader(source)
+    checkpoint = CheckpointReader(source)
+    drafts = any(key.startswith("mtp.") for key in checkpoint.model_keys)
+    structure, dims = Structure(hf, drafts=drafts), dims_of(hf)
     located = [(parameter, checkpoint.locate(parameter)) for parameter in structure]
     _check_keys(checkpoint, [address for _, address in located], source)
 
@@ -62,7 +64,8 @@ def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | N
             whole = _cast(read(address), parameter, dtype)
             yield from zip(parameter.found.hf_names(), _parts(parameter, whole, dims), strict=True)
 
-    write_hf(out, companions, dtype, stream(checkpoint.described), stream(checkpoint.read), limit)
+    changes = {} if structure.drafts or not hf.get("num_nextn_predict_layers") else {"num_nextn_predict_layers": 0}
+    write_hf(out, companions, dtype, stream(checkpoint.described), stream(checkpoint.read), limit, changes)
 
 
 def write_hf(
@@ -72,13 +75,14 @@ def write_hf(
     described: Iterator[tuple[str, Tensor]],
     tensors: Iterator[tuple[str, Tensor]],
     limit: int,
+    changes: dict[str, Any] | None = None,
 ) -> None:
-    """Write an HF folder whose config and tokenizer come from another one. `described` yields what `tensors` does,
-    without values."""
+    """Write an HF folder whose config, but for `changes`, and tokenizer come from another one. `described` yields what
+    `tensors` does, without values."""
     shards = plan_buckets(((name, t.dtype, t.shape) for name, t in described), limit)
     with building(out) as folder:
         check_space(folder, sum(shard[-1].end for shard in shards))
-        copy_companions(companions, folder, _dtype_change(dtype))
+        copy_companions(companions, folder, {**_dtype_change(dtype), **(changes or {})})
         report = progress()
         files: dict[str, Bucket] = {}
         for number, shard in enumerate(shards, 1):
@@ -93,8 +97,8 @@ def write_hf(
 
 
 def _check_leftover(tensors: HFFolder, structure: Structure, hf: dict[str, Any], source: Path) -> dict[str, Any]:
-    """Check that no tensor is left over, except those of multi-token prediction layers after the last layer. Returns
-    the changes of config.json that follow from leaving these out."""
+    """Check that no tensor is left over, except in layers of multi-token prediction. Returns the changes of config.json
+    that follow from leaving these out."""
     known = {name for parameter in structure for name in parameter.found.hf_names()}
     left = [name for name in tensors.names() if name not in known and not IGNORED.search(name)]
     if hf.get("tie_word_embeddings"):
@@ -102,9 +106,9 @@ def _check_leftover(tensors: HFFolder, structure: Structure, hf: dict[str, Any],
     further = [name for name in left if _layer(name) >= hf["num_hidden_layers"]]
     if others := sorted(set(left) - set(further)):
         raise WeightsError(f"{source} holds tensors that its config.json has no place for: {_listed(others)}")
-    if not further:
+    if not further or structure.drafts:  # its layers' copies of the embedding and of the output layer
         return {}
-    _say(f"omitted, because multi-token prediction is not trained: {_listed(sorted(further))}")
+    _say(f"omitted, because config.json has no layers of multi-token prediction: {_listed(sorted(further))}")
     return {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in hf else {}
 
 

@@ -16,7 +16,7 @@ from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.models.vision import TOWERS
-from asyncrl.weights.names import FAMILIES, Found, NameRule, Table, module_of
+from asyncrl.weights.names import FAMILIES, MTP, Found, NameRule, Table, module_of
 
 Arguments = dict[str, Any]
 
@@ -32,6 +32,7 @@ OPTIONAL: tuple[tuple[str, Callable[[Arguments, bool], object]], ...] = (
     (r"\.mlp\.(experts|router)\.", lambda arguments, moe: moe),
     (r"\.mlp\.linear_fc", lambda arguments, moe: not moe),
 )
+MTP_NAMES = frozenset(rule.megatron for rule in MTP)
 FUSED_NORMS = {  # stored under the names of TransformerEngine's fused linears
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -62,7 +63,8 @@ class Structure:
     Raises WeightsError for an architecture without a table, or for a config that lacks a required field.
     """
 
-    def __init__(self, hf: dict[str, Any]) -> None:
+    def __init__(self, hf: dict[str, Any], *, drafts: bool = True) -> None:
+        """`drafts` says whether its layers of multi-token prediction belong to it."""
         architecture = (hf.get("architectures") or ["none named"])[0]
         if architecture not in FAMILIES:
             known = ", ".join(sorted(FAMILIES))
@@ -80,6 +82,8 @@ class Structure:
             raise WeightsError(f"config.json has {error.value}") from None
         except KeyError as error:
             raise WeightsError(f"config.json has no {error.args[0]}") from None
+        knows = any(rule.megatron in MTP_NAMES for rule in self._table)
+        self.drafts: int = (hf.get("num_nextn_predict_layers") or 0) if drafts and knows else 0
         self._tied = bool(hf.get("tie_word_embeddings", False))
 
     def __iter__(self) -> Iterator[Parameter]:
@@ -90,7 +94,7 @@ class Structure:
             if rule.megatron.startswith("embedding."):
                 yield self._parameter(rule, None, None)
         experts: int = self._arguments.get("num_moe_experts", 0)
-        for layer in range(self._layers):
+        for layer in range(self._layers + self.drafts):
             for rule in by_layer:
                 if self._has(rule, layer):
                     for expert in range(experts) if rule.expert else (None,):
@@ -105,7 +109,7 @@ class Structure:
         """Yield the matrices of an adapter that each linear layer may have."""
         for parameter in self:
             rule, layer, expert = parameter.found.rule, parameter.found.layer, parameter.found.expert
-            if layer is None or not rule.linear:
+            if layer is None or int(layer) >= self._layers or not rule.linear:
                 continue
             for projection in rule.projections():
                 for matrix in "AB":
@@ -113,7 +117,10 @@ class Structure:
                     yield self._parameter(of_layer, int(layer), expert)
 
     def _has(self, rule: NameRule, layer: int) -> bool:
-        moe = bool(self._arguments["moe_layer_freq"][layer]) if "moe_layer_freq" in self._arguments else False
+        drafts = layer >= self._layers  # all of them have experts
+        if rule.megatron in MTP_NAMES:
+            return drafts
+        moe = drafts or bool(self._arguments.get("moe_layer_freq", [0] * self._layers)[layer])
         for pattern, condition in OPTIONAL:
             if re.search(pattern, rule.megatron):
                 return bool(condition(self._arguments, moe))
@@ -129,8 +136,13 @@ class Structure:
         if layer is None:
             yield Address(name, (), ())
             return
+        drafts = layer - self._layers
+        if drafts >= 0:
+            part = "" if name in MTP_NAMES else "transformer_layer."
+            name = name.replace("decoder.layers.{layer}.", f"mtp.layers.{drafts}.{part}")
         index, counts = ((), ()) if expert is None else ((expert,), (self._arguments["num_moe_experts"],))
-        for stacked in (True, False) if "moe_layer_freq" not in self._arguments else (False, True):
+        stackings = (False,) if drafts >= 0 else (True, False)
+        for stacked in reversed(stackings) if "moe_layer_freq" in self._arguments else stackings:
             general = name.replace("layers.{layer}", "layers" if stacked else f"layers.{layer}")
             general = general.replace("local_experts.{expert}", "experts")
             place = ((layer, *index), (self._layers, *counts)) if stacked else (index, counts)

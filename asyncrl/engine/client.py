@@ -1,10 +1,10 @@
 """HTTP client for generation: it sends token ids, and receives token ids, log-probabilities and, with the last chunk,
 weight versions (partial_completion.py).
 
-Siblings that request the same prompt at the same time share one request with n samples. Answers stream as disjoint
-chunks, so the client holds every token that an engine has sent. When an answer is interrupted (by a weight update that
-aborts it, the death of an engine or of the router, a connection reset, a 503), the client requests the rest, starting
-after the last token that it received.
+Siblings that share an engine and request the same prompt at the same time share one request with n samples. Answers
+stream as disjoint chunks, so the client holds every token that an engine has sent. When an answer is interrupted (by a
+weight update that aborts it, the death of an engine or of the router, a connection reset, a 503), the client requests
+the rest, starting after the last token that it received.
 
     waits for     the answers to open requests (engine/inflight.py)
     on a failure  retries with exponential backoff; when no token has arrived for retry_timeout, the request fails with
@@ -24,7 +24,7 @@ from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
 from asyncrl.engine.inflight import CacheKey, InFlight, PendingSample
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, joined
 from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
-from asyncrl.engine.session import GenerationSession, SavedCompletion, seed_of
+from asyncrl.engine.session import GenerationSession, SavedCompletion, SiblingSpread, seed_of
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.images import ImageRefused
@@ -60,6 +60,7 @@ class GenerationClient:
         timeout: float,
         retry_timeout: float,
         coalesce: bool,
+        spread: bool | Literal["auto"] = False,
         cache_key: CacheKey = "version",
         pause_mode: str = "in_place",
         fields: Mapping[str, Any] | None = None,
@@ -79,6 +80,7 @@ class GenerationClient:
     ) -> None:
         """Create a client of the router at `router`.
 
+        spread: send siblings to different engines (rollout.spread_siblings)
         routing: make engines return the experts of every token in requests for training
         replicas: number of replicas of attention in each engine
         disaggregated: some engines only prefill, and others only decode
@@ -111,7 +113,7 @@ class GenerationClient:
         self._routing = routing
         self._vision = vision
         self._coalesce, self.temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
-        self._seed = seed
+        self._seed, self._spread = seed, SiblingSpread(spread)
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[_Asking]] = {}
         self._tasks: dict[asyncio.Task[None], list[_Asking]] = {}
@@ -180,6 +182,9 @@ class GenerationClient:
         loop = asyncio.get_running_loop()
         added = self._added(token_ids, images)
         limit = self._limit(len(token_ids) + added, most)
+        if not session.routing_key:
+            alone = session.sample and self._spread(len(token_ids) + added)
+            session.routing_key = session.sample if alone else session.group
         exchange = session.asks(token_ids, limit, role, images, added)
         if (recalled := session.recall(exchange)) is not None:
             return self._go_on(session, exchange, recalled)
@@ -189,7 +194,7 @@ class GenerationClient:
             future.set_result(exchange.completion)
             return future
         key: tuple = (next(self._serial),)
-        if self._coalesce and session.temperature > 0:
+        if self._coalesce and session.temperature > 0 and session.routing_key == session.group:
             served_by = exchange.name, exchange.adapter, exchange.purpose
             key = (session.group, session.temperature, limit, served_by, tuple(token_ids), *images)
         self.inflight.adapters.acquire(exchange.holds)
@@ -337,6 +342,7 @@ class GenerationClient:
                 self.inflight.figures.refilled_tokens += last.prompt_tokens - last.cached_tokens
             routed.add(parts[-1])
         completion = routed.into(joined(parts), len(token_ids), parts[-1])
+        self._spread.finished(len(completion.token_ids))
         session.routed = [*token_ids, *completion.token_ids] if completion.routing else []
         exchange.completion, exchange.parts = completion, []
         return completion

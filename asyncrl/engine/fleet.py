@@ -80,7 +80,8 @@ class Fleet:
 
     Only rank 0 has `router` and `register`, and decides which engines serve. Other ranks send weights and report the
     engines that they lost. `attached` engines were started by others, and wait for their weights at first. `duties`
-    says which engines prefill and which decode. `on_lost` is called with the URL, the incarnation and the reason of
+    says which engines prefill and which decode, and `selector` which of an engine's models receive weights: the
+    "target", or "all", with its draft model. `on_lost` is called with the URL, the incarnation and the reason of
     every lost engine. With `on_lost`, losing the last engine is not an error, because the engine is started again.
     """
 
@@ -94,8 +95,10 @@ class Fleet:
         router: RouterMembership | None = None,
         register: EngineRegister | None = None,
         on_lost: Callable[[str, str, str], None] | None = None,
+        selector: str = "all",
         duties: Duties = every_engine,
     ) -> None:
+        self.selector = selector
         self._configured, self._attached = (*urls, *attached), set(attached)
         self.serving, self.joining = list(urls), list(attached)
         self.lost: dict[str, str] = {}
@@ -310,6 +313,8 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
             jsonl.append(run_dir / LOST, lost)
 
     restart = config.cluster.on_engine_death == "restart"
+    # SGLang would load the policy's layers into the layers of the same names of a draft model
+    selector = "target" if config.engine.draft_model else "all"
     return Fleet(
         addresses.engines,
         addresses.access,
@@ -318,5 +323,6 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
         router=router,
         register=registry if decides else None,
         on_lost=note if restart else None,
+        selector=selector,
         duties=duties,
     )

@@ -41,7 +41,8 @@ class Update:
 
     def __init__(self, fleet: Fleet, *, mode: str) -> None:
         self._fleet = fleet
-        self._mode = "retract" if mode == "drain" else mode  # no request is left to retract
+        # no request is left to abort; after a retraction a scheduler would not even clean up what has just ended
+        self._mode = "abort" if mode == "drain" else mode
         self._sessionless: set[str] = set()
 
     @contextmanager
@@ -90,13 +91,13 @@ class Update:
         if url in self._sessionless:
             return {}
         try:
-            return self._fleet.post(url, "/begin_weight_update")
+            return self._fleet.post(url, "/begin_weight_update", {"selector": self._fleet.selector})
         except CallRefused as refusal:
             if refusal.status == 404:
                 self._sessionless.add(url)
                 return {}
         self._fleet.post(url, "/end_weight_update")  # a trainer that died left its session open
-        return self._fleet.post(url, "/begin_weight_update")
+        return self._fleet.post(url, "/begin_weight_update", {"selector": self._fleet.selector})
 
     def _end(self, url: str) -> Answer:
         return {} if url in self._sessionless else self._fleet.post(url, "/end_weight_update")

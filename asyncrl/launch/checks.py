@@ -53,6 +53,7 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     _check_dispatcher(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)
     _check_vision(config, hf)
+    _check_drafts(config, hf)
     _check_publishes(config)
     if config.mode == "train":
         gpu, sees = on_gpu(config.engine, gpus), image_shape(hf) is not None
@@ -76,6 +77,30 @@ def _check_engine(hf: dict[str, Any]) -> None:
         raise ConfigError(
             "model.path", "Qwen3-MoE with dense layers", "SGLang does not support its dense layers: use another model."
         )
+
+
+def _check_drafts(config: Config, hf: dict[str, Any]) -> None:
+    """Refuse to draft with, or train, layers of multi-token prediction that the model does not have. SGLang and
+    trainer/mtp.py know models with one of them. And refuse a draft model that is not there."""
+    draft = config.engine.draft_model
+    if draft and not Path(draft).expanduser().joinpath("config.json").is_file():
+        raise ConfigError("engine.draft_model", draft, "It has no config.json: name a folder of HF.")
+    serves = config.engine.speculative == "mtp" and config.mode != "replay"
+    for field, value, wanted in (("engine.speculative", "mtp", serves), ("trainer.mtp", config.trainer.mtp, True)):
+        if wanted and value and (layers := hf.get("num_nextn_predict_layers") or 0) != 1:
+            remedy = f"The model has {layers} layers of multi-token prediction (num_nextn_predict_layers): remove it."
+            raise ConfigError(field, value, remedy)
+
+
+def check_gpu_features(config: Config, gpus: int) -> None:
+    """Refuse what SGLang has on GPUs only: attention of draft models, and copies of caches to host memory."""
+    engine = config.engine
+    if on_gpu(engine, gpus) or not engine.started or config.mode == "replay":
+        return
+    if engine.speculative not in ("none", "ngram"):
+        raise ConfigError("engine.speculative", engine.speculative, "Engines on CPUs draft with ngram only.")
+    if engine.hicache:
+        raise ConfigError("engine.hicache", engine.hicache, "Engines on CPUs have one cache: raise max_total_tokens.")
 
 
 def _check_roles(config: Config, hf: dict[str, Any]) -> None:

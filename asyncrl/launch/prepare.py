@@ -15,7 +15,7 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.launch import forecast, layers, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
-from asyncrl.launch.checks import check_devices, check_files, check_model
+from asyncrl.launch.checks import check_devices, check_files, check_gpu_features, check_model
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
 from asyncrl.launch.precision import Precision
@@ -151,6 +151,7 @@ class Preparation:
             gpus = count_gpus(cluster.gpus)
             self.nodes = [this_node(cluster.host, cluster.interface, gpus, ports_wanted(self.config))]
             check_devices(self.config, gpus)
+        check_gpu_features(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
 
     def find(self, role: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, RolloutConfig, read
+from asyncrl.config.speculation import draft_room
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
 from asyncrl.engine.session import GenerationSession
@@ -112,7 +113,7 @@ async def main(run_dir: Path) -> None:
             await _until_ready(config, addresses)
             # what fits on a GPU may be less than the context
             for engine in await loads.ask() if model.cache is None else ():
-                client.narrow(int(engine.longest))
+                client.narrow(int(engine.longest) - draft_room(config.engine))
             await playing.start()
             _ready(run_dir, observer, addresses)
             if _trainer_sends_first(config, addresses):

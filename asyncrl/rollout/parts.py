@@ -11,6 +11,7 @@ from typing import Any
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
+from asyncrl.config.speculation import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.scorer import TeacherEngines
@@ -161,6 +162,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         retry_timeout=config.engine.retry_timeout,
         # the stock server cannot unload an adapter after a request with several samples (engine/unloading.py)
         coalesce=config.rollout.coalesce and not (config.serves_adapters and addresses.attached),
+        spread=config.rollout.spread_siblings if len(addresses.engines) + len(addresses.attached) > 1 else False,
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
@@ -169,7 +171,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         replicas=1 if config.engine.disaggregated else config.engine.data_parallel,
         disaggregated=config.engine.disaggregated,
         seed=config.run.seed if config.deterministic else None,
-        context=min(context, model.cache or context),
+        context=min(context, model.cache - draft_room(config.engine) if model.cache else context),
         names=adapter_names(config, addresses.run_id),
         adapter_per=config.rollout.adapter_per,
         agents=config.agents,

@@ -105,10 +105,8 @@ class Network:
         self.vision = vision or (ImageEncoder(self.hf, folder, trainer, parallel) if sees else None)
         self._forbidden = self._columns(forbidden_ids(self.hf))
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
-        chunks = [
-            megatron.build_model(self.hf, self.config, stage, adapted=bool(trainer.lora.rank)).to(parallel.device)
-            for stage in stages
-        ]
+        of_model = {"adapted": bool(trainer.lora.rank), "drafts": bool(trainer.mtp) and not value_head}
+        chunks = [megatron.build_model(self.hf, self.config, stage, **of_model).to(parallel.device) for stage in stages]
         # A critic sees with the policy's tower, and does not train it.
         self._trains_tower = sees and vision is None and trainer.vision.tower == "trained"
         if self._trains_tower and chunks[0].pre_process and self.vision:
@@ -292,7 +290,8 @@ class Network:
         rows = self._trainer.logit_rows
         weight = None if hasattr(model, "value_head") else megatron.head_weight(model)
         values = getattr(model, "value_head", None)
-        return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, values, self._forbidden)
+        drafted, model.drafted = getattr(model, "drafted", None), None
+        return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, values, self._forbidden, drafted)
 
     def _columns(self, ids: list[int]) -> Tensor | None:
         """Return this rank's columns of the logits of some tokens."""

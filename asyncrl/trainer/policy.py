@@ -51,7 +51,8 @@ class Policy:
         self._reference = self._load_reference(folder)
         self._replay = ReplayBuffer(algo.replay_groups, config.rollout.max_staleness, config.run.seed)
         self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
-        self._advantage, self._objective = ADVANTAGES.find(algo.advantage), Objective(algo, config.rollout)
+        self._advantage = ADVANTAGES.find(algo.advantage)
+        self._objective = Objective(algo, config.rollout, config.trainer.mtp)
         self._critic = (
             Critic(config, folder, parallel, progress, self.network.meter, self.network.vision)
             if self._advantage.traits.critic

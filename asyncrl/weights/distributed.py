@@ -54,6 +54,7 @@ class DistributedTransport(Transport):
             "shapes": [list(entry.shape) for entry in bucket],
             "load_format": "flattened_bucket",
             "flush_cache": False,
+            "selector": self._fleet.selector,
         }
         if not self._fleet.urls:
             return  # all are dead and will be restarted

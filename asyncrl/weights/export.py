@@ -61,7 +61,8 @@ def save_hf(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Save the weights, merged with this adapter if there is one; runs on every rank. Each pipeline stage writes its
-    own files, with one tensor in memory at a time. Config, tokenizer and vision tower come from the source folder. The
+    own files, with one tensor in memory at a time. Config, tokenizer, and the weights that the
+    trainer leaves alone (a vision tower, layers of multi-token prediction) come from the source folder. The
     folder gets its final name only when it is complete.
 
     Raises WeightsError if the disk cannot take it.
@@ -72,8 +73,8 @@ def save_hf(
         shutil.copytree(source, building, ignore=shutil.ignore_patterns(*WEIGHTS))
     plans: list[list[Bucket]] = [[] for _ in range(dist.get_world_size())]
     own = list(weights.described())
-    copied = partial(_tower, source, but={name for name, *_ in own}) if parallel.is_first else lambda **_: iter(())
-    shapes = ((name, one.dtype, one.shape) for name, one in copied(described=True))
+    copied = partial(_kept, source, but={name for name, *_ in own}) if parallel.is_first else lambda **_: iter(())
+    shapes = [(name, one.dtype, one.shape) for name, one in copied(described=True)]
     # collective, so that rank 0 has created the folder
     dist.all_gather_object(plans, plan_buckets(chain(own, shapes), shard_bytes))
     names = iter(_file_names(sum(len(plan) for plan in plans)))
@@ -86,20 +87,26 @@ def save_hf(
     dist.barrier()
     if parallel.is_first:
         write_index(building, {name: bucket for of_rank in files for name, bucket in of_rank})
-        _describe(building, dtype)
+        _describe(building, dtype, drafts=any(name.endswith(".eh_proj.weight") for name, *_ in chain(own, shapes)))
         shutil.rmtree(target, ignore_errors=True)
         os.rename(building, target)
     dist.barrier()
 
 
-def _tower(source: Path, *, but: set[str], described: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a folder's vision tower, but those that are trained; `described` ones have no values."""
-    architectures = json.loads((source / "config.json").read_text()).get("architectures") or [""]
-    if (tower := TOWERS.get(architectures[0])) is None:
+def _kept(source: Path, *, but: set[str], described: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a folder's vision tower and layers of multi-token prediction, but those that are trained;
+    `described` ones have no values."""
+    hf = json.loads((source / "config.json").read_text())
+    (architecture,) = hf.get("architectures") or [""]
+    tower = TOWERS[architecture].prefix if architecture in TOWERS else None
+    if not (tower or hf.get("num_nextn_predict_layers")):
         return
     with HFFolder(source) as given:
+        drafts = set(given.mtp_names())
+        if any(name in but for name in drafts):  # the layer is trained; the rest are copies that nobody reads
+            drafts = set()
         for name in given.names():
-            if name.startswith(tower.prefix) and name not in but:
+            if name not in but and (name in drafts or (tower and name.startswith(tower))):
                 yield name, given.described(name) if described else given.read(name)
 
 
@@ -128,10 +135,11 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _describe(folder: Path, dtype: str) -> None:
-    """Write the precision into config.json, and remove what was left out."""
+def _describe(folder: Path, dtype: str, *, drafts: bool) -> None:
+    """Write the precision into config.json, and that there are no layers of multi-token prediction unless the folder
+    has them."""
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)
-    if "num_nextn_predict_layers" in config:
-        config["num_nextn_predict_layers"] = 0  # multi-token prediction was dropped at loading
+    if "num_nextn_predict_layers" in config and not drafts:
+        config["num_nextn_predict_layers"] = 0
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))

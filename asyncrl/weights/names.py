@@ -50,8 +50,9 @@ class NameRule:
 
     @property
     def linear(self) -> bool:
-        """True for the weight of a linear layer that can have adapters: all but the output layer and routers."""
-        return self.layout in LINEAR and self.megatron.endswith(".weight")
+        """True for the weight of a linear layer that can have adapters: all but the output layer, routers and the
+        projection of multi-token prediction."""
+        return self.layout in LINEAR and self.megatron.endswith(".weight") and "eh_proj" not in self.megatron
 
     def projections(self) -> dict[str, str]:
         """Return PEFT's modules of a linear layer's adapters by their last names. Routed experts have the form of
@@ -142,6 +143,13 @@ MIXTRAL_EXPERTS: Table = (
     ),
 )
 
+MTP: Table = (  # layers after the last one, whose other weights are those of an ordinary layer
+    _layer("enorm.weight", WHOLE, "enorm.weight"),
+    _layer("hnorm.weight", WHOLE, "hnorm.weight"),
+    _layer("eh_proj.weight", COLUMN, "eh_proj.weight"),
+    _layer("final_layernorm.weight", WHOLE, "shared_head.norm.weight"),
+)
+
 # --- families -----------------------------------------------------------------------------------------------
 
 LLAMA: Table = (*BODY, *ATTENTION, *MLP)
@@ -152,8 +160,8 @@ QWEN3_VL: Table = tuple(
 )
 QWEN3_MOE: Table = (*QWEN3, *ROUTER, *EXPERTS)
 MIXTRAL: Table = (*BODY, *ATTENTION, *MIXTRAL_EXPERTS)
-GLM4_MOE: Table = (*QWEN3_MOE, *QKV_BIAS, *ROUTER_BIAS, *SHARED_EXPERTS)
-DEEPSEEK_V3: Table = (*BODY, *LATENT_ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EXPERTS, *SHARED_EXPERTS)
+GLM4_MOE: Table = (*QWEN3_MOE, *QKV_BIAS, *ROUTER_BIAS, *SHARED_EXPERTS, *MTP)
+DEEPSEEK_V3: Table = (*BODY, *LATENT_ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EXPERTS, *SHARED_EXPERTS, *MTP)
 
 FAMILIES: dict[str, Table] = {
     "LlamaForCausalLM": LLAMA,

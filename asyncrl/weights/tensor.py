@@ -55,6 +55,7 @@ class TensorTransport(Transport):
                 "serialized_named_tensors": [self._handle(flat, bucket) for _ in range(self._ranks)],
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
+                "selector": self._fleet.selector,
             }
             for url in self._fleet.urls
         }

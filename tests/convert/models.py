@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.convert.cli import main
@@ -37,6 +37,27 @@ def written(folder: Path, name: str) -> Path:
     (folder / "templates").mkdir()
     (folder / "templates" / "tool.jinja").write_text("{{ tool }}")
     return folder
+
+
+def add_drafts(folder: Path) -> None:
+    """Add a layer of multi-token prediction, with random weights and shapes like the last layer's, and a copy of the
+    embedding, as DeepSeek publishes it."""
+    file, hf = next(folder.glob("*.safetensors")), json.loads((folder / "config.json").read_text())
+    hidden, last = hf["hidden_size"], hf["num_hidden_layers"] - 1
+    held, draw = load_file(file), torch.Generator().manual_seed(7)
+    own = {"enorm": [hidden], "hnorm": [hidden], "eh_proj": [hidden, 2 * hidden], "shared_head.norm": [hidden]}
+    shapes = {
+        f"{name}.weight": torch.empty(shape, dtype=held["model.norm.weight"].dtype) for name, shape in own.items()
+    }
+    prefix = f"model.layers.{last}."
+    shapes |= {name.removeprefix(prefix): tensor for name, tensor in held.items() if name.startswith(prefix)}
+    drawn = {
+        f"model.layers.{last + 1}.{name}": (torch.randn(like.shape, generator=draw) * 0.15).to(like.dtype)
+        for name, like in shapes.items()
+    }
+    copy = {f"model.layers.{last + 1}.embed_tokens.weight": held["model.embed_tokens.weight"].clone()}
+    save_file({**held, **drawn, **copy}, file, {"format": "pt"})
+    rewritten(folder, num_nextn_predict_layers=1)
 
 
 def converted(source: Path, *options: str) -> tuple[Path, Path]:

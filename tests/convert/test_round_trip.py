@@ -21,7 +21,7 @@ from asyncrl.convert.checkpoint import CheckpointReader, CheckpointWriter
 from asyncrl.convert.cli import main
 from asyncrl.convert.parameters import Address, Parameter, Structure
 from asyncrl.models.tiny import write_random_model
-from tests.convert.models import converted, described, rewritten, tensors, written
+from tests.convert.models import add_drafts, converted, described, rewritten, tensors, written
 
 
 def test_every_tensor_and_companion_comes_back_byte_for_byte(model: Path) -> None:
@@ -89,18 +89,31 @@ def test_mixed_precision_is_laid_out_without_holes(tmp_path: Path) -> None:
     assert described(back) == described(source)
 
 
-def test_layers_that_predict_further_tokens_are_left_out_and_named(
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
+def test_layers_of_multi_token_prediction_come_back_byte_for_byte(tmp_path: Path, name: str) -> None:
+    source = written(tmp_path / "hf", name)
+    add_drafts(source)
+    between, back = converted(source)
+    before = described(source)
+    del before["model.layers.3.embed_tokens.weight"]  # a copy
+    assert described(back) == before
+    assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    keys = CheckpointReader(between).model_keys
+    own = {key.removeprefix("mtp.layers.0.") for key in keys if key.startswith("mtp.")}
+    assert {"eh_proj.weight", "final_layernorm.weight", "transformer_layer.mlp.router.weight"} <= own
+
+
+def test_layers_that_config_does_not_name_are_left_out_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = written(tmp_path / "hf", "deepseek-v3")
     further = {"model.layers.3.eh_proj.weight": torch.ones(2, 2), "model.layers.3.mlp.gate.weight": torch.ones(2)}
     save_file(further, source / "further.safetensors")
-    rewritten(source, num_nextn_predict_layers=1)
+    rewritten(source, num_nextn_predict_layers=0)
     _, back = converted(source)
     said = capsys.readouterr().err
     assert all(name in said for name in further)
     assert tensors(back).keys() == tensors(source).keys() - further.keys()
-    assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def test_a_tied_models_second_embedding_is_not_stored(tmp_path: Path) -> None:

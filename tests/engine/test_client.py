@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from asyncrl.engine.client import GenerationClient
 from asyncrl.errors import EngineError
+from asyncrl.metrics.fields import STEP_DRAFTS
 from asyncrl.observability.intervals import DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
@@ -114,6 +115,32 @@ def test_without_coalescing_every_sibling_is_a_request() -> None:
     engine = FakeEngine(echo())
     asked(engine, lambda client: siblings(client, 3), coalesce=False)
     assert [request["sampling_params"]["n"] for request in engine.requests] == [1, 1, 1]
+
+
+def test_siblings_are_spread_once_answers_are_much_longer_than_the_prompt_and_each_stays_where_it_is() -> None:
+    engine = FakeEngine(echo(tokens=24))
+
+    async def play(client: GenerationClient) -> None:
+        for turns in (1, 2):
+            sessions = [client.generate(group=f"g{turns}", sample=f"g{turns} {number}") for number in range(2)]
+            for _ in range(turns):
+                await asyncio.gather(*(session(PROMPT) for session in sessions))
+            await asyncio.gather(*(session([9] * 100) for session in sessions))  # of a long context
+
+    asked(engine, play, spread="auto", max_new_tokens=24)
+    assert [request["sampling_params"]["n"] for request in engine.requests] == [2, 2, 1, 1, 1, 1, 1, 1]
+    assert engine.routes == ["g1", "g1", *["g2 0", "g2 1"] * 3]
+
+
+@pytest.mark.parametrize(("spread", "routes"), [(True, ["g 0", "g 1"]), (False, ["g"])])
+def test_siblings_are_spread_or_not_as_configured(spread: bool, routes: list[str]) -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: GenerationClient) -> None:
+        await asyncio.gather(*(client.generate(group="g", sample=f"g {number}")(PROMPT) for number in range(2)))
+
+    asked(engine, play, spread=spread)
+    assert engine.routes == routes
 
 
 def test_turn_after_turn_asks_anew() -> None:
@@ -392,3 +419,21 @@ def test_what_must_be_prefilled_is_what_no_cache_can_hold() -> None:
         return [*needed, client.inflight.take_needed()]
 
     assert asked(engine, play) == [3 + 3, 2, 9, 0]
+
+
+def test_drafts_are_counted_as_the_engine_reports_them() -> None:
+    """Under speculative decoding SGLang reports drafts with the last chunk of each answer."""
+    counts = {"spec_num_proposed_drafts": 10, "spec_num_correct_drafts": 4, "spec_verify_ct": 2}
+    plain, drafting = (
+        FakeEngine(lambda _, meta=meta: [stream(pieces(completion(6), **meta))]) for meta in ({}, counts)
+    )
+
+    async def play(client: GenerationClient) -> dict[str, float]:
+        for _ in range(3):
+            await client.generate()(PROMPT)
+        return client.inflight.take_figures().drafts()
+
+    assert asked(plain, play) == {}
+    found = asked(drafting, play)
+    assert found == {"drafts/accepted": 0.4, "drafts/tokens_per_step": 3.0}
+    assert found.keys() == STEP_DRAFTS.keys()

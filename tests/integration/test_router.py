@@ -1,12 +1,16 @@
-"""Tests of the real router in front of a recording worker: which requests it forwards, and how it reports failures."""
+"""Tests of the real router in front of recording workers: which requests it forwards and to which engine, and how it
+reports failures."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +46,7 @@ class Recorder:
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
-        self.breaks = 0
+        self.breaks, self.seconds = 0, 0.0
         self.answer = stream(pieces(completion()))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -59,23 +63,28 @@ class Recorder:
             assert request.transport
             request.transport.abort()
         else:
+            await asyncio.sleep(self.seconds)
             await response.write(self.answer)
         return response
 
 
 @asynccontextmanager
-async def router_and_worker(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, str, Recorder]]:
-    """Yield a client of the router, the worker's URL, and the registered worker."""
-    worker_port, router_port, metrics_port = free_ports("127.0.0.1", 3)
-    recorder, app = Recorder(), web.Application()
-    app.router.add_route("*", "/{path:.*}", recorder.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", worker_port).start()
-    url, worker = f"http://127.0.0.1:{router_port}", f"http://127.0.0.1:{worker_port}"
-    with (folder / "router.log").open("w") as log:
+async def router_and_workers(
+    folder: Path, count: int, policy: str = "manual"
+) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, Recorder]]]:
+    """Yield a client of the router, and its registered workers by URL."""
+    router_port, metrics_port, *ports = free_ports("127.0.0.1", 2 + count)
+    workers, runners = {f"http://127.0.0.1:{port}": Recorder() for port in ports}, []
+    for port, recorder in zip(ports, workers.values(), strict=True):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", recorder.handle)
+        runners.append(web.AppRunner(app))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", port).start()
+    url = f"http://127.0.0.1:{router_port}"
+    with (folder / f"router-{policy}.log").open("w") as log:
         router = await asyncio.create_subprocess_exec(
-            *router_argv(tiny_config().engine, url, metrics_port),
+            *router_argv(tiny_config(**{"engine.router_policy": policy}).engine, url, metrics_port),
             env={**os.environ, "ASYNCRL_API_KEY": KEY},
             stdout=log,
             stderr=log,
@@ -85,13 +94,27 @@ async def router_and_worker(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClie
         async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=30.0) as http:
             await until_status(http, "/health", 200)
             assert (await http.get("/readiness")).status_code == 503  # there is no worker yet
-            await register(http, worker, KEY)
+            for worker in workers:
+                await register(http, worker, KEY)
             await until_status(http, "/readiness", 200)
-            yield http, worker, recorder
+            for _ in range(600):
+                if sum(one["is_healthy"] for one in (await http.get("/workers")).json()["workers"]) == count:
+                    break
+                await asyncio.sleep(0.05)
+            yield http, workers
     finally:
         router.kill()
         await router.wait()
-        await runner.cleanup()
+        for runner in runners:
+            await runner.cleanup()
+
+
+@asynccontextmanager
+async def router_and_worker(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, str, Recorder]]:
+    """Yield a client of the router, the worker's URL, and the registered worker."""
+    async with router_and_workers(folder, 1) as (http, workers):
+        ((worker, recorder),) = workers.items()
+        yield http, worker, recorder
 
 
 async def until_status(http: httpx.AsyncClient, path: str, status: int) -> None:
@@ -199,3 +222,88 @@ def test_the_key_protects_requests_and_workers(tmp_path: Path) -> None:
             assert not recorder.bodies
 
     asyncio.run(main())
+
+
+ENGINES, GROUPS, SIBLINGS, TURNS = 4, 20, 4, 3
+PROMPT = 200
+"""Tokens of a group's prompt, enough for policies that look for common prefixes."""
+
+
+@dataclass
+class Spread:
+    """How the requests of groups were spread over engines."""
+
+    groups: float
+    """Mean fraction of a group's requests on the engine that got most of them."""
+    episodes: float
+    """Mean fraction of an episode's turns on the engine that got most of them."""
+    busiest: float
+    """Requests of the engine that got most, relative to an even spread."""
+
+
+async def spread(folder: Path, policy: str) -> Spread:
+    """Play groups of siblings with several turns through the router."""
+    by_group: dict[str, Counter[str]] = defaultdict(Counter)
+    by_episode: dict[str, Counter[str]] = defaultdict(Counter)
+    async with router_and_workers(folder, ENGINES, policy) as (http, workers):
+        client = GenerationClient(
+            str(http.base_url), run="spread", access=Access(KEY), max_new_tokens=8, temperature=1.0, stop_token_ids=[],
+            timeout=30.0, retry_timeout=0.0, coalesce=False,
+        )  # fmt: skip
+        for number, recorder in enumerate(workers.values()):
+            recorder.seconds = 0.02 + 0.01 * number
+
+        async def episode(group: int, sibling: int) -> None:
+            context = [100 + group] * PROMPT
+            generate = client.generate(group=f"g{group}", sample=f"{group}/{sibling}")
+            for turn in range(TURNS):
+                context += [1000 + 10 * sibling + turn] * 3
+                context += (await generate(context)).token_ids
+
+        await asyncio.gather(*[episode(group, one) for group in range(GROUPS) for one in range(SIBLINGS)])
+        await client.close()
+    for url, recorder in workers.items():
+        for body in recorder.bodies:
+            asked = msgspec.json.decode(body)["input_ids"]
+            group, sibling = asked[0] - 100, (asked[PROMPT] - 1000) // 10
+            by_group[f"{group}"][url] += 1
+            by_episode[f"{group}/{sibling}"][url] += 1
+
+    def mean_share(counts: dict[str, Counter[str]]) -> float:
+        return sum(max(of.values()) / of.total() for of in counts.values()) / len(counts)
+
+    requests = [len(recorder.bodies) for recorder in workers.values()]
+    assert sum(requests) == GROUPS * SIBLINGS * TURNS
+    return Spread(mean_share(by_group), mean_share(by_episode), max(requests) * ENGINES / sum(requests))
+
+
+@pytest.mark.integration
+def test_what_each_policy_does_to_groups_and_to_balance(tmp_path: Path) -> None:
+    """Some policies are random in part, so the bounds are wide."""
+
+    def found(policy: str) -> Spread:
+        spread_out = asyncio.run(spread(tmp_path, policy))
+        print(policy, spread_out)
+        return spread_out
+
+    manual = found("manual")
+    assert manual.groups == manual.episodes == 1.0
+    assert manual.busiest < 1.3
+    assert found("consistent_hashing").groups == 1.0, "but engines get unequal numbers of groups"
+    aware = found("cache_aware")
+    assert min(aware.groups, aware.episodes) > 0.85
+    assert aware.busiest < 1.8
+    turns = found("round_robin")
+    assert turns.groups < 0.6
+    assert turns.busiest < 1.05
+    assert found("random").groups < 0.65
+
+
+@pytest.mark.integration
+def test_the_router_has_no_power_of_two_without_workers_at_its_start(tmp_path: Path) -> None:
+    """That is why engine.router_policy does not offer it: engines are registered when they are up."""
+    argv = router_argv(tiny_config().engine, "http://127.0.0.1:1", 2)
+    argv[argv.index("--policy") + 1] = "power_of_two"
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert "requires at least 2 workers" in done.stderr

@@ -55,6 +55,9 @@ def install() -> None:
     after_import("sglang.srt.lora.layers", _create_unpinned)
     after_import("sglang.srt.lora.backend.torch_backend", _create_unpinned)
     after_import("sglang.srt.utils.hf_transformers.processor", _process_with_pillow)
+    os.environ["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"  # accepted drafts are moved without a compiled kernel
+    after_import("sglang.kernels.ops.speculative.ngram_corpus", _match_in_python)
+    after_import("sglang.srt.speculative.eagle_utils", _sample_drafts)
     _name_operators(torch)
 
 
@@ -181,8 +184,25 @@ def _qwen_processor(folder: str, by_transformers: Any) -> Any:
     return kind(images, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
+def _match_in_python(module: Any) -> None:
+    """Replace SGLang's n-gram trie, which is compiled, with ours."""
+    from asyncrl.backends.cpu.speculation import NgramCorpus
+
+    module.get_ngram_corpus_cls = lambda: NgramCorpus
+
+
+def _sample_drafts(module: Any) -> None:
+    """Let SGLang draw the target's tokens where it would verify drafts greedily, as in its algorithm UNO."""
+    from asyncrl.backends.cpu import speculation
+
+    sys.modules["sglang.srt.speculative.uno_utils"] = speculation
+    module._verify_uses_greedy = lambda *, is_all_greedy, **_: is_all_greedy
+    module._can_use_sparse_uno_tree_target_sampling = lambda *_: True
+
+
 class _Absent:
-    """A name in a missing kernel package. It can be imported; calling it raises NotImplementedError."""
+    """A name in a missing kernel package. It can be imported. A call raises NotImplementedError, unless there is a
+    function of this name for speculative decoding."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -192,7 +212,11 @@ class _Absent:
             raise AttributeError(attribute)
         return _Absent(f"{self._name}.{attribute}")
 
-    def __call__(self, *_: Any, **__: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from asyncrl.backends.cpu import speculation
+
+        if stand_in := getattr(speculation, self._name.rpartition(".")[2], None):
+            return stand_in(*args, **kwargs)
         raise NotImplementedError(f"{self._name} is not available on this CPU-only machine")
 
 
@@ -277,15 +301,20 @@ class _Unpinned(types.ModuleType):
 
 
 def _skip_experts_of_others(module: Any) -> None:
-    """Give no weight to experts that other ranks hold (expert parallelism), which are numbered -1. SGLang's loop over
-    the experts, unlike its kernels, does not expect them."""
+    """Leave out experts that other ranks hold (expert parallelism), which are numbered -1. SGLang's loop over the
+    experts, unlike its kernels, does not expect them."""
     forward = module.moe_forward_native
 
     def moe_forward_native(layer: Any, x: Any, chosen: Any, config: Any) -> Any:
-        if layer.moe_ep_size > 1:
-            weights = chosen.topk_weights.masked_fill(chosen.topk_ids < 0, 0.0)
-            chosen = chosen._replace(topk_weights=weights, topk_ids=chosen.topk_ids.clamp(min=0))
-        return forward(layer, x, chosen, config)
+        if layer.moe_ep_size == 1:
+            return forward(layer, x, chosen, config)
+        here, summed = chosen.topk_ids >= 0, x.new_zeros(x.shape)
+        if here.any():  # each pair of a token and an expert as a token of its own
+            tokens = here.nonzero()[:, 0]
+            ids, weights = chosen.topk_ids[here][:, None], chosen.topk_weights[here][:, None]
+            pairs = chosen._replace(topk_ids=ids, topk_weights=weights)
+            summed.index_add_(0, tokens, forward(layer, x[tokens], pairs, config))
+        return summed
 
     module.moe_forward_native = moe_forward_native
 

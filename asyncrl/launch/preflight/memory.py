@@ -80,7 +80,7 @@ def check_memory(
     for role, need in needs.items():
         for seat in ranks[role]:
             # the seat of an engine on GPUs stands for all of its ranks there
-            own = need.host + PROCESS[role] * max(1, len(seat.gpus) if role != "trainer" else 1)
+            own = (need.host + PROCESS[role]) * max(1, len(seat.gpus) if role != "trainer" else 1)
             used[seat.node.name] += own + (0 if need.gpu else need.total)
             sure[seat.node.name] += own + (0 if need.gpu else need.certain)
     known = {name: machines[name].memory for name in used if name in machines and machines[name].memory}

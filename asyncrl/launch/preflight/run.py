@@ -215,7 +215,7 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
             )
             if tokens is None:  # it takes what fits; a run needs at least one answer's
                 parts["KV cache of one answer"] = parts.pop("KV cache")
-            needs[name] = MemoryNeed(parts, gpu)
+            needs[name] = MemoryNeed(parts, gpu, (config.engine.hicache or 0) * 10**9 if name == "engine" else 0)
     if config.cluster.placement == "colocated" and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
         needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
     return needs

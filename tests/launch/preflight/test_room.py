@@ -40,6 +40,12 @@ def test_what_a_checkpoint_stages_is_the_machines_for_every_rank() -> None:
     assert on_one(needs, machine(gpus=2, ram=20), **shape)["memory"] == "error"  # 2 x 10, and the processes
 
 
+def test_caches_in_host_memory_of_all_ranks_of_an_engine_count() -> None:
+    needs, shape = {"engine": gb(1, host=20)}, {"engine.tensor_parallel": 4}
+    assert on_one(needs, machine(gpus=5, ram=100), 5, **shape)["memory"] == "ok"
+    assert on_one(needs, machine(gpus=5, ram=75), 5, **shape)["memory"] == "error"
+
+
 def test_processes_of_all_ranks_of_an_engine_count() -> None:
     """Four of 0.83 GB, and 0.30 of a trainer."""
     needs, shape = {"trainer": gb(1), "engine": gb(1)}, {"engine.tensor_parallel": 4}

@@ -24,11 +24,11 @@ from asyncrl.launch.preflight.findings import Finding, failed
 from asyncrl.launch.preflight.folders import look_at
 from asyncrl.launch.preflight.model_files import INDEX, read_model
 from asyncrl.launch.preflight.reach import Reach
-from asyncrl.launch.preflight.run import preflight, require
+from asyncrl.launch.preflight.run import ModelFolder, _needs, preflight, require
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.models import catalog
-from asyncrl.planner.shapes import packed
+from asyncrl.planner.shapes import packed, shape_of
 from asyncrl.rollout.questions import look
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import compose_values, tiny_config
@@ -179,6 +179,12 @@ def test_engines_of_a_job_to_come_have_room_for_adapters(tmp_path: Path) -> None
     for rank, told in ((None, False), (8, True)):
         config = tiny_config(**{**values, "trainer.lora.rank": rank, "engine.max_total_tokens": 4096})
         assert ("adapters" in found(config, tmp_path)["engine"].value) == told
+
+
+def test_the_cache_of_an_engine_in_host_memory_is_counted() -> None:
+    config = tiny_config(**{"engine.device": "cuda", "engine.hicache": 20, "rollout.cache_key": "version"})
+    shape = shape_of(json.loads((catalog.resolve("builtin:tiny") / "config.json").read_text()))
+    assert _needs(config, 1, {"model": ModelFolder([], shape)})["engine"].host == 20e9
 
 
 def test_an_engine_whose_cache_takes_what_fits_needs_room_for_one_answer(tmp_path: Path) -> None:

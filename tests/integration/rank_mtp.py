@@ -1,0 +1,62 @@
+"""One trainer rank of a test of multi-token prediction: python rank_mtp.py FOLDER LAYOUT, under torchrun.
+
+For each model that FOLDER/LAYOUT.json names, writes the weights that it exports after loading, the log-probabilities
+that its layer of multi-token prediction gives to the targets of a batch, and all gradients under their HF names.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from asyncrl.backends.cpu import megatron_shim
+
+megatron_shim.enable()
+
+import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from asyncrl.algo.pack import Pack, pack  # noqa: E402
+from asyncrl.config import TrainerConfig  # noqa: E402
+from asyncrl.trainer.head import Head  # noqa: E402
+from asyncrl.trainer.network import Network  # noqa: E402
+from asyncrl.trainer.parallel import initialize  # noqa: E402
+from tests.integration.families import groups  # noqa: E402
+
+
+def main(folder: Path, layout: str) -> None:
+    settings = json.loads((folder / f"{layout}.json").read_text())
+    trainer = TrainerConfig.model_validate(settings["trainer"])
+    parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
+    batch = pack(groups(), multiple=parallel.tp)
+    for name in settings["models"]:
+        network = Network(trainer, folder / name, parallel)
+        exported = {name: tensor.clone() for name, tensor in network.weights.hf_tensors()}
+        drafted: list[Tensor] = []
+
+        def visit(head: Head, pack: Pack, drafted: list[Tensor] = drafted) -> Tensor:
+            logprobs, _ = head.score(pack, 1.0)
+            if head.drafted is None:
+                return logprobs.sum()
+            drafts, _ = head.drafts.score(pack, 1.0)
+            drafted.append(drafts.detach())
+            return logprobs.sum() + 0.5 * drafts.sum()
+
+        network.train([batch], visit)
+        for parameter in network.parameters():
+            parameter.data.copy_(parameter.main_grad)  # type: ignore[attr-defined]
+        gradients = {name: tensor.clone() for name, tensor in network.weights.hf_tensors()}
+        keys = sorted({box.key for one in network.placed() for box in one.boxes})
+        if parallel.exports:
+            (folder / f"{layout}-{name}.keys").write_text(json.dumps(keys))
+            save_file(exported, folder / f"{layout}-{name}.weights")
+            save_file(gradients, folder / f"{layout}-{name}.gradients")
+            if drafted:
+                save_file({"logprobs": drafted[0]}, folder / f"{layout}-{name}.drafts")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main(Path(sys.argv[1]), sys.argv[2])
