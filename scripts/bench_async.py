@@ -1,14 +1,16 @@
 """Benchmark of asynchronous against synchronous training, compared with a bound and a simulation.
 
-    python scripts/bench_async.py [--quick] [--workloads NAME ...] [--modes NAME ...] [--steps N] [--scale N]
+    python scripts/bench_async.py [--full | --quick] [--workloads NAME ...] [--modes NAME ...] [--steps N] [--scale N]
     python scripts/bench_async.py --real [--quick] [--steps N] [OVERRIDE ...]
 
 By default the engines are time-dilated stubs (scripts/dilated_run.py) with a published calibration, scaled down in
 state and time. There are 8 devices, each an engine or an eighth of the trainer, and 16 groups of 8 answers per batch.
 Lengths are those of reasoning models (log-normal, sigma 0.9), with a heavier tail (1.3), or of an agent with slow
-tools. The baseline is colocated: all devices generate, then all train, and switching costs time. Each mode uses the
-split of devices that is fastest in the simulation; all modes train on the same groups. Time is scaled down by --scale
-(default 80). The cost of asyncrl per request is not scaled, so it weighs more than in a real run.
+tools; with --full also with dynamic sampling that rejects half of the groups. The baseline is colocated: all devices
+generate, then all train, and switching costs time. Each mode uses the split of devices that is fastest in the
+simulation; all modes train on the same groups. Time is scaled down by --scale (default 80). The cost of asyncrl per
+request is not scaled, so it weighs more than in a real run. Each row is printed as soon as its run has ended. By
+default there are few modes and steps, which take about 9 minutes; --full runs all modes, for more than an hour.
 
 --real runs `experiment=count_bits` (8 prompts x 8 samples of at most 6 tokens) on the real engine and trainer instead,
 alternately with rollout.max_staleness=0 and with the configured bound, three times each. It prints the ratio and the
@@ -21,14 +23,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +47,8 @@ from asyncrl.planner.simulation import Setting, SimulatedWorkload, SimulationRes
 from scripts import machine
 from scripts.dilated_run import DilatedRun, Measured
 
-COLUMNS = ("", "engines", "tokens/s", "x colocated", "simulated", "of the bound", "staleness")
+COLUMNS = ("", "engines", "tokens/s", "x colocated", "simulated", "of the bound", "staleness, mean and max")
+ROW = "{:20} {:>7} {:>8} {:>11} {:>14} {:>12} {:>23}"
 FIGURES = (
     "samples_per_s",
     "step_s",
@@ -63,7 +67,7 @@ FIGURES = (
 DEVICES, BATCH = 8, 16
 SHAPE = EngineShape(0.012, 0.00048, 64)
 RATE = 2500.0
-WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools")
+WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools", "half rejected")
 
 
 def lengths(workload: str, scale: float) -> Lengths:
@@ -83,6 +87,9 @@ class Mode:
     lead: int | None = None
     drain: bool = False
     colocated: bool = False
+    spread: bool = True
+    replacement: Literal["newest", "slot"] = "newest"
+    in_play: int | None = 0
 
     def setting(self, engines: int, scale: float) -> Setting:
         """Return the setting in which this many devices generate."""
@@ -94,7 +101,9 @@ class Mode:
             train_fixed=6.0 / scale,
             pause=(15.0 if self.colocated else 3.0) / scale,
             drain=self.drain,
-            in_play=0,
+            replacement=self.replacement,
+            spread=self.spread,
+            in_play=self.in_play,
             shape=SHAPE,
         )
 
@@ -109,25 +118,34 @@ MODES = [
     Mode("bound 8", 8),
     Mode("bound 8, lead 4", 8, lead=4),
     Mode("bound 4, drain", 4, drain=True),
+    Mode("bound 4, together", 4, spread=False),  # the siblings of a group on one engine
+    Mode("bound 8, together", 8, spread=False),
+    Mode("bound 4, in slots", 4, replacement="slot"),
+    Mode("bound 8, auto", 8, in_play=None),  # rollout.max_running_groups
 ]
+FEWER = ("bound 4", "bound 8")
+"""Modes that run by default, besides the baseline."""
 
 
-def dilated(
-    name: str, modes: Sequence[Mode], steps: int, scale: float, console: Console
-) -> dict[str, dict[str, float]]:
-    """Measure every mode on one workload, and compare it with the baseline, the law and the simulation."""
-    run = DilatedRun(lengths(name, scale), BATCH)
+def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[str, dict[str, float]]:
+    """Measure every mode on one workload, compare it with the baseline, the law and the simulation, and print it."""
+    rejected = 0.5 if name == "half rejected" else 0.0
+    run = DilatedRun(lengths(name, scale), BATCH, rejected)
     try:
         workload = run.workload()
         tokens = [sum(one.tokens for one in workload.episodes(number)) for number in range(64 * BATCH)]
-        bound, _ = bottleneck_bound(DEVICES, SHAPE, RATE, 6.0 / scale, BATCH * sum(tokens) / len(tokens))
+        accepted = replace(  # the engines generate the rejected groups, too
+            SHAPE, per_token=SHAPE.per_token / (1 - rejected), per_request=SHAPE.per_request / (1 - rejected)
+        )
+        bound, _ = bottleneck_bound(DEVICES, accepted, RATE, 6.0 / scale, BATCH * sum(tokens) / len(tokens))
         found: dict[str, dict[str, float]] = {}
-        table = Table(*COLUMNS, title=f"{name}: bound {bound:.0f}")
+        print(f"\n{name}: no asynchronous run exceeds {bound:.0f} tokens/s\n{ROW.format(*COLUMNS)}", flush=True)
         rates: dict[str, tuple[Measured, SimulationResult]] = {}
         for mode in modes:
-            warm = 2 if mode.max_staleness == 0 else 6
-            setting, expected = best_split(mode, workload, steps, warm, scale)
-            measured = run.run(setting, steps, warm)
+            # a synchronous step does not depend on those before, and takes several times as long
+            warm, counted = (1, math.ceil(steps / 2)) if mode.max_staleness == 0 else (6, steps)
+            setting, expected = best_split(mode, workload, counted, warm, scale)
+            measured = run.run(setting, counted, warm)
             rates[mode.name] = measured, expected
             base, simulated_base = rates["colocated"]
             ratio, predicted = (
@@ -142,16 +160,16 @@ def dilated(
             }
             if "lead 0" in rates:
                 found[mode.name]["async_over_lead0"] = measured.tokens_per_s / rates["lead 0"][0].tokens_per_s
-            table.add_row(
+            row = ROW.format(
                 mode.name,
-                str(setting.engines),
+                setting.engines,
                 f"{measured.tokens_per_s:.0f}",
                 f"{ratio:.2f}",
                 f"{predicted:.2f} ({found[mode.name]['simulator_error']:+.0%})",
                 f"{measured.tokens_per_s / bound:.0%}",
-                f"{measured.staleness_mean:.1f}, {measured.staleness_max} at most",
+                f"{measured.staleness_mean:.1f}, {measured.staleness_max}",
             )
-        console.print(table)
+            print(row, flush=True)
         return found
     finally:
         run.close()
@@ -267,24 +285,25 @@ def rounded(value: Any) -> Any:
 def main() -> None:
     """Measure, and print tables and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps of few modes, or the tiny model")
+    parser.add_argument("--quick", action="store_true", help="few steps of one mode and workload, or the tiny model")
+    parser.add_argument("--full", action="store_true", help="more steps of all modes")
     parser.add_argument("--real", action="store_true", help="the real engine and trainer")
     parser.add_argument("--runs", type=int, default=3, help="--real: runs of each mode (default 3)")
-    parser.add_argument("--steps", type=int, help="steps of each run (default 24, --real 40)")
-    parser.add_argument("--workloads", nargs="*", default=list(WORKLOADS), choices=WORKLOADS)
+    parser.add_argument("--steps", type=int, help="steps of each run (default 12, --full 24, --real 40)")
+    parser.add_argument("--workloads", nargs="*", choices=WORKLOADS)
     parser.add_argument("--modes", nargs="*", choices=[mode.name for mode in MODES], help="beside the baseline")
     parser.add_argument("--scale", type=float, default=80.0, help="of time; runs take as much longer when it is less")
     parser.add_argument("overrides", nargs="*", help="--real: further settings of asyncrl-train, for both modes")
     options = parser.parse_args()
-    console, this = Console(width=110), machine.report()
+    this = machine.report()
     if options.real:
-        print(json.dumps({**rounded(real(options, this["two_over_one"], console)), "machine": this}))
+        print(json.dumps({**rounded(real(options, this["two_over_one"], Console(width=110))), "machine": this}))
         return
-    wanted = options.modes or (["bound 4"] if options.quick else [mode.name for mode in MODES])
+    wanted = options.modes or (FEWER[:1] if options.quick else [mode.name for mode in MODES] if options.full else FEWER)
     modes = [mode for mode in MODES if mode.colocated or mode.name in wanted]
-    workloads = options.workloads[:1] if options.quick else options.workloads
-    steps = options.steps or (4 if options.quick else 24)
-    found = {name: dilated(name, modes, steps, options.scale, console) for name in workloads}
+    workloads = options.workloads or (WORKLOADS[:1] if options.quick else WORKLOADS if options.full else WORKLOADS[:3])
+    steps = options.steps or (4 if options.quick else 24 if options.full else 12)
+    found = {name: dilated(name, modes, steps, options.scale) for name in workloads}
     print(json.dumps({**rounded(found), "machine": this}))
 
 

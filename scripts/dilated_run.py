@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -29,32 +28,25 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from asyncrl import config as configuration  # noqa: E402
-from asyncrl import jsonl, tasks  # noqa: E402
+from asyncrl import tasks  # noqa: E402
 from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.config import Config  # noqa: E402
-from asyncrl.engine.fleet import build_fleet  # noqa: E402
-from asyncrl.engine.registry import Registry  # noqa: E402
+from asyncrl.engine.fleet import Fleet  # noqa: E402
 from asyncrl.engine.router import router_argv  # noqa: E402
-from asyncrl.jsonl import Tail  # noqa: E402
-from asyncrl.launch.elastic import ElasticPilot  # noqa: E402
-from asyncrl.launch.leftovers import die_with_parent  # noqa: E402
 from asyncrl.launch.machine import this_node  # noqa: E402
 from asyncrl.launch.main import CONF  # noqa: E402
-from asyncrl.launch.placement import Placement, place, ports_wanted  # noqa: E402
+from asyncrl.launch.placement import place, ports_wanted  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
-from asyncrl.network.addresses import ELASTIC, RESTARTED, Addresses  # noqa: E402
-from asyncrl.network.ports import free_port  # noqa: E402
+from asyncrl.network.addresses import Addresses  # noqa: E402
 from asyncrl.planner.lengths import Lengths  # noqa: E402
 from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402
 from asyncrl.schema import decode_batch  # noqa: E402
 from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
-from scripts.slow_tools import VARIABLE  # noqa: E402
+from scripts.slow_tools import REJECTED, VARIABLE, accepted  # noqa: E402
 from scripts.stub_engine import number_of  # noqa: E402
 
 KEY = "bench"
-STUB = "stub.json"
-"""File with the command of the stub engines, but for their ports."""
 PIECE = 16
 """Number of tokens per chunk of a streamed answer."""
 
@@ -73,33 +65,15 @@ class Measured:
 class DilatedRun:
     """Runs of one workload. Each `run` starts all processes again."""
 
-    def __init__(self, lengths: Lengths, batch_groups: int) -> None:
-        self._lengths, self._batch_groups = lengths, batch_groups
+    def __init__(self, lengths: Lengths, batch_groups: int, rejected: float = 0.0) -> None:
+        """`rejected` is the fraction of groups that dynamic sampling rejects."""
+        self._lengths, self._batch_groups, self._rejected = lengths, batch_groups, rejected
         self._agent = "scripts.slow_tools:SlowTools" if lengths.turns > 1 else "asyncrl.agents.single_turn:SingleTurn"
         self._folder = Path(tempfile.mkdtemp(prefix="dilated-"))
         self._model = self._folder / "model"
         shutil.copytree(catalog.resolve("builtin:tiny"), self._model)
         settings = json.loads((self._model / "config.json").read_text())
         (self._model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 1 << 20}))
-
-    def run_elastic(self, setting: Setting, steps: int, most: int, growth: float) -> list[dict[str, Any]]:
-        """Train so many batches while answers grow, with a controller that may add engines up to `most`. Returns the
-        lines of metrics.jsonl, with the decision made after a step as "decision". Raises LedgerError if a group is
-        lost."""
-        more = ["cluster.elastic=act", f"cluster.max_engines={most}"]
-        config = self._config(setting, *more, pause_mode="in_place")
-        with self._processes(config, setting, ["--growth", str(float(growth)), str(float(steps))]) as (
-            addresses,
-            run_dir,
-            placement,
-        ):
-            pilot = ElasticPilot(config, run_dir, addresses, placement, [sys.executable, __file__])
-            try:
-                _train(addresses, config, setting, steps, 0, run_dir, pilot)
-            finally:
-                pilot.end()
-            found = {one["step"]: one for one in Tail(run_dir / ELASTIC)()}
-            return [{**step, "decision": found.get(step["step"])} for step in Tail(run_dir / "metrics.jsonl")()]
 
     def close(self) -> None:
         """Remove the temporary files."""
@@ -116,15 +90,20 @@ class DilatedRun:
         def of(number: int) -> list[SimulatedEpisode]:
             return list(episodes(numbers[number]))
 
-        return SimulatedWorkload(of, self._batch_groups, longest=self._lengths.longest)
+        return SimulatedWorkload(
+            of,
+            self._batch_groups,
+            longest=self._lengths.longest,
+            accepted=lambda number: accepted(numbers[number], self._rejected),
+        )
 
     def run(self, setting: Setting, steps: int, warm: int) -> Measured:
         """Train `warm` + `steps` batches."""
         config = self._config(setting, pause_mode="drain" if setting.drain else "in_place")
-        with self._processes(config, setting) as (addresses, run_dir, _):
-            return _train(addresses, config, setting, steps, warm, run_dir)
+        with self._processes(config, setting) as addresses:
+            return _train(addresses, config, setting, steps, warm)
 
-    def _config(self, setting: Setting, *more: str, pause_mode: str) -> Config:
+    def _config(self, setting: Setting, *, pause_mode: str) -> Config:
         groups = {None: "auto", 0: None}.get(setting.in_play, setting.in_play)
         overrides = [
             "experiment=tiny",
@@ -137,20 +116,20 @@ class DilatedRun:
             f"rollout.group_size={self._lengths.group_size}",
             f"rollout.max_staleness={setting.max_staleness}",
             f"rollout.lead={'null' if setting.lead is None else setting.lead}",
+            f"rollout.replacement={setting.replacement}",
+            f"rollout.spread_siblings={str(setting.spread).lower()}",
+            "rollout.accept=scripts.slow_tools:accept",
             f"rollout.max_running_groups={'null' if groups is None else groups}",
             f"rollout.max_new_tokens={self._lengths.longest}",
             f"agent={self._agent}",
             f"weights.pause_mode={pause_mode}",
-            *more,
         ]
         with initialize_config_dir(str(CONF), version_base=None):
             values: Any = OmegaConf.to_container(compose("train", overrides), resolve=True)
         return configuration.load(values)
 
     @contextmanager
-    def _processes(
-        self, config: Config, setting: Setting, more: Sequence[str] = ()
-    ) -> Iterator[tuple[Addresses, Path, Placement]]:
+    def _processes(self, config: Config, setting: Setting) -> Iterator[Addresses]:
         placement = place(config, [this_node(config.cluster.host, None, 0, ports_wanted(config))])
         addresses = Addresses(
             run_id="bench",
@@ -169,11 +148,7 @@ class DilatedRun:
             f"--lengths={json.dumps(asdict(self._lengths))}",
             f"--shape={json.dumps(_finite(asdict(setting.shape)))}",
             f"--interval={PIECE}",
-            *more,
         ]
-        (run_dir / STUB).write_text(json.dumps([word for word in stub if not word.isdigit()]))
-        (run_dir / "logs").mkdir()
-        Registry(run_dir).clear()
         commands = [
             [sys.executable, *stub],
             router_argv(config.engine, addresses.router, placement.router.meeting),
@@ -185,11 +160,12 @@ class DilatedRun:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             VARIABLE: json.dumps(asdict(self._lengths)),
+            REJECTED: str(self._rejected),
         }
         with (run_dir / "log").open("w") as log:
             running = [subprocess.Popen(command, env=env, stdout=log, stderr=log) for command in commands]
         try:
-            yield addresses, run_dir, placement
+            yield addresses
         except Exception as error:
             raise RuntimeError(f"{error}\n{(run_dir / 'log').read_text()[-3000:]}") from error
         finally:
@@ -206,22 +182,13 @@ def _tasks(config: Config) -> dict[str, tasks.Task]:
     return {name: tasks.build(task) for name, task in config.mixture.items()}
 
 
-def _train(
-    addresses: Addresses,
-    config: Config,
-    setting: Setting,
-    steps: int,
-    warm: int,
-    run_dir: Path,
-    pilot: ElasticPilot | None = None,
-) -> Measured:
-    """Act as the trainer: sleep for the duration of each step, and publish only the version number. `pilot` decides
-    about engines after each step."""
-    fleet = build_fleet(config, addresses, run_dir, decides=True)
+def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, warm: int) -> Measured:
+    """Act as the trainer: sleep for the duration of each step, and publish only the version number."""
+    fleet = Fleet(addresses.engines, addresses.access, 30.0)
     source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
     ages: list[int] = []
     tokens = busy = 0.0
-    began, ended = 0.0, time.monotonic()
+    began = 0.0
     for version in range(warm + steps):
         if version == warm:
             began, tokens, busy, ages = time.monotonic(), 0.0, 0.0, []
@@ -233,54 +200,12 @@ def _train(
         tokens += written
         busy += time.monotonic() - started
         source.hold()
-        if pilot:
-            fleet.reconcile()
         fleet.call("/pause_generation", {"mode": "in_place"})
         paused = time.monotonic()
         fleet.call("/update_weight_version", {"new_version": str(version + 1)})
         time.sleep(max(0.0, paused + setting.pause - time.monotonic()))
         fleet.call("/continue_generation")
-        fleet.admit()
         source.announce(version + 1)
-        if pilot:
-            before, ended = ended, time.monotonic()
-            line = {
-                "step": version + 1,
-                "time/since_start": ended,
-                "time/step": ended - before,
-                "time/wait_batch": started - before,
-                "time/pause": setting.pause,
-                "completion/length": written / sum(len(group.trajectories) for group in batch.groups),
-                "episodes/turns": 1.0,
-                "engines/serving": len(fleet.serving),
-                "admission/lead": batch.rollout["admission/lead"],
-                "staleness/max": max(ages[-config.rollout.batch_groups * config.rollout.group_size :]),
-                "tokens": written,
-            }
-            jsonl.append(run_dir / "metrics.jsonl", line)
-            pilot.each_poll()
     seconds = time.monotonic() - began
-    source.status()  # the ledger, which the rollout process has checked
     fleet.close()
     return Measured(tokens / seconds, seconds / steps, sum(ages) / len(ages), max(ages), busy / seconds)
-
-
-def join(run_dir: Path) -> None:
-    """Run one more stub engine, as asyncrl-engines does, until it is asked to leave and the trainer has released it."""
-    registry, address = Registry(run_dir), f"127.0.0.1:{free_port('127.0.0.1')}"
-    url, port = f"http://{address}", address.partition(":")[2]
-    registry.starts(url)
-    lease = registry.lease_of(url, host=socket.gethostname())
-    first, *more = json.loads((run_dir / STUB).read_text())
-    env = {**os.environ, "ASYNCRL_INCARNATION": f"{RESTARTED}{port}"}
-    engine = subprocess.Popen([sys.executable, first, port, *more], env=env, preexec_fn=die_with_parent)
-    while not registry.has_left(url) and engine.poll() is None:
-        lease.renew()
-        time.sleep(0.2)
-    engine.kill()
-    lease.end()
-    registry.stopped(url)
-
-
-if __name__ == "__main__":
-    join(Path(sys.argv[2]))

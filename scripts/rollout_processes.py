@@ -128,14 +128,16 @@ async def measure(
                 ]
                 await playing.start()
             working = tasks.create_task(worker.run())
-            held = await _all_in_flight(groups, 3 * batch * SIZE) if in_flight else {}
-            found = held | await _steps(groups, playing.client.inflight, tokens, steps)
+            if in_flight:
+                found = await _all_in_flight(groups, 3 * batch * SIZE)
+            else:
+                found = await _steps(groups, playing.client.inflight, tokens, steps)
             working.cancel()
             await playing.close()
             if serving:
                 serving.cancel()
                 told = [json.loads((await process.communicate())[0]) for process in started]
-                found["worker_cpu_us"] = sum(one["cpu"] for one in told) / sum(one["samples"] for one in told) * 1e6
+                found["worker_cpu_us"] = sum(one["cpu"] for one in told) / sum(one["requests"] for one in told) * 1e6
                 found["worker_rss"] = max(one["rss"] for one in told)
         timeline.close()
         return found
@@ -180,7 +182,7 @@ async def _players(engines: Sequence[str], tokens: int, address: str, coalesce: 
     if len(engines) == 1:
         return parts(engines[0], tokens, coalesce)
     addresses = Addresses("bench", KEY, Path(), (), "", "", 0, 0.0, episodes=address)
-    return EpisodeWorkers(_config(len(engines)), addresses, print)
+    return EpisodeWorkers(_config(len(engines)), addresses, lambda text, traceback=None: print(text))
 
 
 async def _start(address: str, number: int, engine: str, tokens: int, coalesce: bool) -> asyncio.subprocess.Process:
@@ -205,7 +207,7 @@ async def main(address: str, number: int, engine: str, tokens: int, coalesce: bo
     await play_until_closed(channel, EpisodeWorker(channel, playing, lambda task, index: {}, record=False))
     found = {
         "cpu": time.process_time() - cpu,
-        "samples": playing.client.inflight.tokens["training"] / tokens,
+        "requests": max(1.0, playing.client.inflight.tokens["training"] / tokens),
         "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     await playing.close()

@@ -1,20 +1,32 @@
-"""Agent with slow tools for bench_async.py. Its turns and tool times follow the lengths of the workload."""
+"""Agent with slow tools for bench_async.py, whose turns and tool times follow the lengths of the workload, and dynamic
+sampling that rejects a fraction of the groups."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import random
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.planner.lengths import Lengths
-from asyncrl.schema import Generate, Prompt, Trajectory, Turn
+from asyncrl.schema import Generate, Group, Prompt, Trajectory, Turn
 from scripts.stub_engine import SEPARATOR, number_of
 
-VARIABLE = "BENCH_LENGTHS"
+VARIABLE, REJECTED = "BENCH_LENGTHS", "BENCH_REJECTED"
+
+
+def accepted(number: int, rejected: float) -> bool:
+    """Return whether the group of a question is accepted, where a fraction is `rejected`."""
+    return random.Random(f"accept {number}").random() >= rejected
+
+
+def accept(group: Group) -> bool:
+    """rollout.accept of the benchmark."""
+    return accepted(number_of(group.prompt_ids), float(os.environ[REJECTED]))
 
 
 class SlowTools:

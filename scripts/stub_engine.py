@@ -5,7 +5,8 @@ group, which the prompt contains as digits of the tiny model. One process serves
 campaigns use it in addition to the real engine, never instead of it. See `python scripts/stub_engine.py --help`.
 
 The answer of sample i is [i, 0, 0, ...] with i below 10. A later turn follows SEPARATOR, so that a request itself shows
-which sample and turn it continues, and from which token.
+which sample and turn it continues, and from which token. With --lengths, samples of one prompt are counted over all
+engines, because siblings may come as requests of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import struct
 import sys
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,7 +75,10 @@ class Stub:
         interval: int,
         version: str = "0",
         growth: Callable[[str], float] = lambda version: 1.0,
+        siblings: Callable[[Sequence[int]], int] | None = None,
     ) -> None:
+        """`siblings` returns the number of a prompt's next sample; unset: that in its request."""
+        self._siblings = siblings
         self._engine, self._tokens, self._interval = SimulatedEngine(shape), tokens, interval
         self._version, self._growth = version, growth
         self._cuts: deque[int] = deque()
@@ -165,7 +169,10 @@ class Stub:
         if self._cuts:
             stream.cut_after = self._cuts.popleft()
         for index in range(sampling["n"]):
-            sibling = index if len(said) == 1 and not begun else (said[0] or [index])[0]
+            if len(said) > 1 or begun:
+                sibling = (said[0] or [index])[0]
+            else:
+                sibling = self._siblings(prompt) if self._siblings else index
             length = round(self._tokens(prompt, sibling, len(said) - 1) * self._growth(self._version))
             total = max(1, min(length - len(begun), sampling["max_new_tokens"]))
             job = SimulatedRequest(
@@ -359,11 +366,17 @@ def main() -> None:
         factor, versions = options.growth
         return float(factor ** min(1.0, int(version if version.isdigit() else 0) / versions))
 
+    asked = Counter[tuple[int, ...]]()
+
+    def siblings(prompt: Sequence[int]) -> int:
+        asked[tuple(prompt)] += 1
+        return (asked[tuple(prompt)] - 1) % options.lengths["group_size"]
+
     # as in engine/serve.py: the label of weights that are not from the run
     version = os.environ.get("ASYNCRL_INCARNATION") or "0"
     time.sleep(options.start_after)
-    shape = EngineShape(**options.shape)
-    asyncio.run(serve(options.ports, lambda: Stub(shape, tokens, options.interval, version, growth)))
+    shape, counted = EngineShape(**options.shape), siblings if options.lengths else None
+    asyncio.run(serve(options.ports, lambda: Stub(shape, tokens, options.interval, version, growth, counted)))
 
 
 async def serve(ports: Sequence[int], engine: Callable[[], Stub]) -> None:

@@ -7,14 +7,16 @@ import copy
 import itertools
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+from aiohttp import ClientError
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
@@ -149,6 +151,31 @@ def stream(events: Iterable[dict[str, Any]]) -> bytes:
 Reply = bytes | Sequence[bytes | asyncio.Event | Exception] | AsyncIterator[bytes] | httpx.Response | Exception
 
 
+class FakeHttp:
+    """Stand-in for aiohttp's session whose requests a function answers, with errors and responses of httpx."""
+
+    def __init__(self, handle: Callable[[httpx.Request], Awaitable[httpx.Response]]) -> None:
+        self._handle = handle
+
+    @asynccontextmanager
+    async def post(self, url: str, data: bytes, headers: dict[str, str]) -> AsyncIterator[Any]:
+        try:
+            response = await self._handle(httpx.Request("POST", url, content=data, headers=headers))
+            stream: Any = response.stream
+            try:
+                yield SimpleNamespace(
+                    status=response.status_code,
+                    read=response.aread,
+                    content=SimpleNamespace(iter_any=lambda: aiter(stream)),
+                )
+            finally:
+                await stream.aclose()
+        except httpx.HTTPError as error:
+            raise type(type(error).__name__, (ClientError,), {})(str(error)) from None
+
+    async def close(self) -> None: ...
+
+
 class FakeEngine:
     """Answers /generate with what `answer` makes of the request: bytes, pieces of bytes (with events to wait for and
     errors to break with between them) or an iterator of them, a whole response, or an error."""
@@ -195,7 +222,7 @@ class FakeEngine:
             "timeout": 5.0,
             "retry_timeout": 0.02,
             "coalesce": True,
-            "transport": httpx.MockTransport(self.handle),
+            "http": FakeHttp(self.handle),
         }
         return GenerationClient("http://router", **(settings | changes))
 

@@ -238,7 +238,7 @@ class Config(Section):
         if self.cluster.elastic == "off":
             return
         least, most = self.cluster.min_engines, self.cluster.max_engines
-        count = self.engine.count + len(self.engine.urls)
+        count, prefill = self.engine.count + len(self.engine.urls), self.engine.prefill_count
         for field, value, wrong, remedy in (
             ("mode", self.mode, self.mode != "train", "Only a run that trains can be elastic"),
             (
@@ -247,6 +247,7 @@ class Config(Section):
                 self.cluster.placement == "colocated",
                 "Engines and trainers take turns",
             ),
+            ("engine.prefill_count", prefill, self.engine.disaggregated, "Only engines that do both come and go"),
             ("metrics.timeline", False, not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
             ("cluster.min_engines", least, least > count, f"The run starts with {count} engines: lower it"),
             ("cluster.max_engines", most, most is not None and most < count, f"It starts with {count}: raise it"),

@@ -256,6 +256,10 @@ class RolloutConfig(Section):
     """Sampling temperature; the trainer divides its logits by the same number."""
     coalesce: bool
     """Send the siblings of a group as one request with n samples."""
+    spread_siblings: Literal["auto"] | bool
+    """Send each sibling of a group to the engine with the fewest requests, instead of all to the same engine, where
+    they share the cache of their prompt (engine.router_policy=manual). auto: if answers are at least 4 times as long as
+    their prompt, and there are several engines. Siblings that are spread are not sent as one request."""
     cache_key: Literal["version", "group"]
     """Which requests may share a prefix cache. version: requests with the same weights, so that a later turn is
     prefilled again after a publish; group: the turns of a group, whatever their weights, as in one long answer under
@@ -280,6 +284,10 @@ class RolloutConfig(Section):
     over_age: Literal["wait", "drop"]
     """Handling of a group that is still running when it must be trained. wait: the batch waits for it; drop: the batch
     is completed without it if other groups are ready. Dropping favours short answers."""
+    replacement: Literal["newest", "slot"]
+    """Place of the group that replaces a rejected one. newest: among the groups that are admitted last, so that no
+    batch waits for it longer than for these; slot: that of the rejected group, so that without slack the batches do not
+    depend on when groups end."""
     episode_timeout: Positive | None
     """Timeout of a whole episode in seconds, including its reward; unset: only the timeouts of its parts apply."""
     agent_timeout: Positive

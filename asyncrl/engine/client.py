@@ -1,10 +1,10 @@
 """HTTP client for generation: it sends token ids, and receives token ids, log-probabilities and, with the last chunk,
 weight versions (partial_completion.py).
 
-Siblings that request the same prompt at the same time share one request with n samples. Answers stream as disjoint
-chunks, so the client holds every token that an engine has sent. When an answer is interrupted (by a weight update that
-aborts it, the death of an engine or of the router, a connection reset, a 503), the client requests the rest, starting
-after the last token that it received.
+Siblings that share an engine and request the same prompt at the same time share one request with n samples. Answers
+stream as disjoint chunks, so the client holds every token that an engine has sent. When an answer is interrupted (by a
+weight update that aborts it, the death of an engine or of the router, a connection reset, a 503), the client requests
+the rest, starting after the last token that it received.
 
     waits for     the answers to open requests (engine/inflight.py)
     on a failure  retries with exponential backoff; when no token has arrived for retry_timeout, the request fails with
@@ -18,15 +18,13 @@ import itertools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
-import httpx
-
 from asyncrl.config.roles import AgentsConfig
 from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
 from asyncrl.engine.inflight import CacheKey, InFlight, PendingSample
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, joined
 from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
-from asyncrl.engine.session import GenerationSession, SavedCompletion, seed_of
+from asyncrl.engine.session import GenerationSession, SavedCompletion, SiblingSpread, seed_of
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.errors import AsyncRLError, EngineError
 from asyncrl.images import ImageRefused
@@ -62,6 +60,7 @@ class GenerationClient:
         timeout: float,
         retry_timeout: float,
         coalesce: bool,
+        spread: bool | Literal["auto"] = False,
         cache_key: CacheKey = "version",
         pause_mode: str = "in_place",
         fields: Mapping[str, Any] | None = None,
@@ -76,11 +75,12 @@ class GenerationClient:
         past_versions: PastVersions = no_past,
         vision: Vision | None = None,
         trace: Callable[[str, str, int], str] | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        http: Any = None,
         requests: str = "",
     ) -> None:
         """Create a client of the router at `router`.
 
+        spread: send siblings to different engines (rollout.spread_siblings)
         routing: make engines return the experts of every token in requests for training
         replicas: number of replicas of attention in each engine
         disaggregated: some engines only prefill, and others only decode
@@ -89,9 +89,10 @@ class GenerationClient:
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
         agents, past_versions: adapters of roles, and the past versions that play some (Config.past_versions)
         vision: how the model reads images, if it does
+        http: replaces aiohttp's session
         trace, requests: make the header `traceparent` and the names of requests (engine/inflight.py)
         """
-        self._http = GenerateEndpoint(router, access, timeout, transport)
+        self._http = GenerateEndpoint(router, access, timeout, http)
         self._longest, self._context, self._stop = max_new_tokens, context, stop_token_ids
         self.inflight = InFlight(
             self._http,
@@ -112,7 +113,7 @@ class GenerationClient:
         self._routing = routing
         self._vision = vision
         self._coalesce, self.temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
-        self._seed = seed
+        self._seed, self._spread = seed, SiblingSpread(spread)
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[_Asking]] = {}
         self._tasks: dict[asyncio.Task[None], list[_Asking]] = {}
@@ -159,7 +160,7 @@ class GenerationClient:
         for task in open_requests:
             task.cancel()
         await asyncio.gather(*open_requests, return_exceptions=True)
-        await self._http.aclose()
+        await self._http.close()
         if self._vision:
             self._vision.decoder.close()
 
@@ -181,6 +182,9 @@ class GenerationClient:
         loop = asyncio.get_running_loop()
         added = self._added(token_ids, images)
         limit = self._limit(len(token_ids) + added, most)
+        if not session.routing_key:
+            alone = session.sample and self._spread(len(token_ids) + added)
+            session.routing_key = session.sample if alone else session.group
         exchange = session.asks(token_ids, limit, role, images, added)
         if (recalled := session.recall(exchange)) is not None:
             return self._go_on(session, exchange, recalled)
@@ -190,7 +194,7 @@ class GenerationClient:
             future.set_result(exchange.completion)
             return future
         key: tuple = (next(self._serial),)
-        if self._coalesce and session.temperature > 0:
+        if self._coalesce and session.temperature > 0 and session.routing_key == session.group:
             served_by = exchange.name, exchange.adapter, exchange.purpose
             key = (session.group, session.temperature, limit, served_by, tuple(token_ids), *images)
         self.inflight.adapters.acquire(exchange.holds)
@@ -253,34 +257,33 @@ class GenerationClient:
             future.set_result(recalled)
             return future
         exchange.parts.append(PartialCompletion.recalled(recalled, known_rows(session.routed, token_ids)))
-
-        async def finish() -> None:
-            completion = await self._whole(session, exchange)
-            if not future.done():
-                future.set_result(completion)
-
         self.inflight.adapters.acquire(exchange.holds)
-        self._watch(finish(), [(session, exchange, future)])
+        self._watch(self._finish(session, exchange, future), [(session, exchange, future)])
         return future
 
     async def _answer(self, asking: list[_Asking], token_ids: list[int]) -> None:
         """Send one request with a sample for each sibling. A sibling proceeds as soon as its own sample is complete."""
+        known = min(known_rows(session.routed, token_ids) for session, _, _ in asking)
+        if len(asking) == 1:
+            ((session, exchange, future),) = asking
+            await self.inflight.stream([PendingSample(session, exchange)], token_ids, begun=0, routed_from=known)
+            await self._finish(session, exchange, future)
+            return
         async with asyncio.TaskGroup() as answers:
 
             def pending(
                 session: GenerationSession, exchange: Exchange, future: asyncio.Future[Completion]
             ) -> PendingSample:
-                return PendingSample(session, exchange, lambda: answers.create_task(finish(session, exchange, future)))
+                return PendingSample(
+                    session, exchange, lambda: answers.create_task(self._finish(session, exchange, future))
+                )
 
-            async def finish(
-                session: GenerationSession, exchange: Exchange, future: asyncio.Future[Completion]
-            ) -> None:
-                completion = await self._whole(session, exchange)
-                if not future.done():  # the sibling may have been cancelled
-                    future.set_result(completion)
-
-            known = min(known_rows(session.routed, token_ids) for session, _, _ in asking)
             await self.inflight.stream([pending(*one) for one in asking], token_ids, begun=0, routed_from=known)
+
+    async def _finish(self, session: GenerationSession, exchange: Exchange, future: asyncio.Future[Completion]) -> None:
+        completion = await self._whole(session, exchange)
+        if not future.done():  # the sibling may have been cancelled
+            future.set_result(completion)
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         """End the use of a request's adapter, and pass its error to each sibling that has no answer yet.
@@ -339,6 +342,7 @@ class GenerationClient:
                 self.inflight.figures.refilled_tokens += last.prompt_tokens - last.cached_tokens
             routed.add(parts[-1])
         completion = routed.into(joined(parts), len(token_ids), parts[-1])
+        self._spread.finished(len(completion.token_ids))
         session.routed = [*token_ids, *completion.token_ids] if completion.routing else []
         exchange.completion, exchange.parts = completion, []
         return completion

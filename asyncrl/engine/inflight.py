@@ -74,6 +74,7 @@ class Listener(Protocol):
 
     group: str
     sample: str
+    routing_key: str
     temperature: float
     closed: bool
     cached: tuple[str, int]
@@ -275,7 +276,7 @@ class InFlight:
         try:
             first = samples[0].session
             header = self._trace(first.group, first.sample, first.activity.requests) if self._trace else ""
-            async for chunk in self._http.stream(request, first.group or request["rid"], header):
+            async for chunk in self._http.stream(request, first.routing_key or request["rid"], header):
                 if not 0 <= chunk.index < len(answers):
                     raise EngineError(
                         f"the engine returned sample {chunk.index} for a request of {len(answers)} samples"

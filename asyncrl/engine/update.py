@@ -41,7 +41,8 @@ class Update:
 
     def __init__(self, fleet: Fleet, *, mode: str) -> None:
         self._fleet = fleet
-        self._mode = "retract" if mode == "drain" else mode  # no request is left to retract
+        # no request is left to abort; after a retraction a scheduler would not even clean up what has just ended
+        self._mode = "abort" if mode == "drain" else mode
         self._sessionless: set[str] = set()
 
     @contextmanager

@@ -28,7 +28,7 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, LaunchError
 from asyncrl.launch.leftovers import die_with_parent
-from asyncrl.launch.placement import Placement
+from asyncrl.launch.placement import Placement, Seat
 from asyncrl.network.addresses import ELASTIC, Addresses
 
 if TYPE_CHECKING:
@@ -48,16 +48,18 @@ class ElasticPilot:
         run_dir: Path,
         addresses: Addresses,
         placement: Placement,
-        command: Sequence[str] = COMMAND,
+        command: Sequence[str] = (),
     ) -> None:
-        """`command` adds engines, as asyncrl-engines does."""
+        """`command` adds engines instead of asyncrl-engines."""
         from asyncrl.planner.elastic import ElasticController, ElasticLimits  # imports numpy
         from asyncrl.planner.observed import RunObserver, setting_of
 
         cluster, engine = config.cluster, config.engine
-        self._config, self._run_dir, self._addresses, self._command = config, run_dir, addresses, command
+        self._config, self._run_dir, self._addresses, self._command = config, run_dir, addresses, command or COMMAND
         self._registry, self._added = Registry(run_dir), list[tuple[subprocess.Popen[bytes], list[str]]]()
         self._gpu = on_gpu(engine, addresses.gpus)
+        here = placement.rollout.node
+        self._gpus_of = {one[0].url: _gpus(one) for one in placement.engines if one[0].node == here}
         self._free = free_gpus(placement)
         first = setting_of(config)
         self._unit = _unit(config, gpu=self._gpu)
@@ -66,7 +68,7 @@ class ElasticPilot:
             cluster.max_engines or first.engines,
             unit=self._unit,
             settle_seconds=engine.start_timeout,
-            lendable=config.trainer.world_size // engine.tensor_parallel if self._gpu else 0,
+            lendable=config.trainer.world_size // engine.ranks if self._gpu else 0,
         )
         self._acts = cluster.elastic == "act"
         self._controller = ElasticController(first, config.rollout.batch_groups, limits, acts=self._acts)
@@ -110,8 +112,10 @@ class ElasticPilot:
         if self._config.cluster.launcher == "slurm":
             return self._submit()
         used = {gpu for process, gpus in self._added if process.poll() is None for gpu in gpus}
-        free = [gpu for gpu in self._free if gpu not in used]
-        wanted = self._config.engine.tensor_parallel if self._gpu else 0
+        gone = [url for url in self._gpus_of if self._registry.has_left(url) and url not in self._registry.leaving()]
+        free = [*self._free, *(gpu for url in gone for gpu in self._gpus_of[url])]
+        free = [gpu for gpu in free if gpu not in used]
+        wanted = self._config.engine.ranks if self._gpu else 0
         if len(free) < wanted:
             raise LaunchError(f"an engine takes {wanted} GPUs, and {len(free)} of this machine are free")
         mine = free[:wanted]
@@ -181,7 +185,7 @@ class ElasticPilot:
 def _unit(config: Config, *, gpu: bool) -> int:
     """Return the number of engines that join at once: under Slurm, all of a machine."""
     whole = config.cluster.launcher == "slurm" and gpu and config.cluster.gpus
-    return max(1, whole // config.engine.tensor_parallel) if whole else 1
+    return max(1, whole // config.engine.ranks) if whole else 1
 
 
 def free_gpus(placement: Placement) -> list[str]:
@@ -189,5 +193,9 @@ def free_gpus(placement: Placement) -> list[str]:
     seats = [*placement.trainers, *(seat for seats in placement.engines for seat in seats)]
     seats += [*placement.teachers, *placement.judges]
     node = placement.rollout.node
-    used = {node.gpus[place] for seat in seats if seat.node == node for place in seat.gpus}
+    used = _gpus([seat for seat in seats if seat.node == node])
     return [gpu for gpu in node.gpus if gpu not in used]
+
+
+def _gpus(seats: Sequence[Seat]) -> list[str]:
+    return [seat.node.gpus[place] for seat in seats for place in seat.gpus]

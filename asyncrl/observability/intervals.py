@@ -36,6 +36,11 @@ _WAITS_FOR = {
 }
 
 
+def waits_for(phase: str, name: str) -> str:
+    """Say what an episode in this phase is waiting for."""
+    return "the end of a publish" if name == PUBLISH else _WAITS_FOR[phase].format(name=name)
+
+
 class Interval(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A stretch of an episode's time. Intervals of one episode nest (a tool's is inside of its environment's), and
     overlap where the agent makes several requests or calls several tools at once."""
@@ -78,8 +83,7 @@ class Activity:
     def waits_for(self) -> str:
         """What the episode is waiting for; "" once it has ended."""
         if self.open:
-            last = self.open[-1]
-            return "the end of a publish" if last.name == PUBLISH else _WAITS_FOR[last.phase].format(name=last.name)
+            return waits_for(self.open[-1].phase, self.open[-1].name)
         return "" if self.ended else "its agent"
 
     @property

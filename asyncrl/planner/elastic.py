@@ -30,13 +30,16 @@ MARGIN, HEADROOM = 0.03, 0.15
 """Least gain of a change; how much faster the trainer could be before an engine that is given back would be missed."""
 SLIGHT = 0.02
 """Share of a step for which the trainer may wait and still counts as never waiting."""
-PATIENCE, WINDOW, GROUPS = 3, 24, 96
-"""Steps in a row for which a change must pay, at first; steps over which times are averaged; groups with lengths."""
+PATIENCE, WINDOW = 3, 24
+"""Steps in a row for which a change must pay, at first; steps over which times are averaged."""
+GROUPS, MOST_GROUPS = 96, 1024
+"""Number of latest groups whose lengths are used, at least and at most; two batches in between."""
 PRIOR = 8
 """Number of steps for which the engines' speed at the last change counts when it is measured again."""
 PAYBACK = 20
 """Number of steps within which a change must have gained what it costs."""
-CONCURRENCY_STEP = 1.25
+CONCURRENCY_STEPS = (1.25, 2.0)
+"""Factors by which a limit of concurrency changes at once."""
 _NONE = (("", 0), 0)  # the best change and for how many steps: none
 SLOWEST = 8.0
 """Largest factor by which the engines' speed may differ from what is expected."""
@@ -148,7 +151,9 @@ class ElasticController:
             self.setting = replace(setting, lead=setting.max_staleness)
         self._workload = SimulatedWorkload(_no_episodes, batch_groups, prompt)
         self._steps: deque[StepObservation] = deque(maxlen=WINDOW)
-        self._groups: deque[Sequence[tuple[float, float]]] = deque(maxlen=max(GROUPS, 2 * batch_groups))
+        self._groups: deque[Sequence[tuple[float, float]]] = deque(
+            maxlen=min(MOST_GROUPS, max(GROUPS, 2 * batch_groups))
+        )
         self._slowness = self._slowness_before = 1.0  # of the engines, against the shape; at the last change
         self._turns: Counter[str] = Counter()  # by field: how often decisions turned round
         self._last: dict[str, int] = {}  # by field: direction of the last decision
@@ -233,7 +238,7 @@ class ElasticController:
 
     def _scaled(self, sample: LengthSample, rate: float) -> float:
         """Return the largest slowness at which the laws give this many episodes per second. If the trainer never
-        waits, that is only an upper bound: the engines may be faster."""
+        waits, that is only an upper bound, below which the engines count as fast as their episodes say."""
 
         def given(factor: float) -> Prediction:
             return self._laws(sample, self._workload, self._slowed(factor))
@@ -243,27 +248,29 @@ class ElasticController:
         for _ in range(12):
             middle = (low * high) ** 0.5
             low, high = (middle, high) if given(middle).samples_per_s >= rate else (low, middle)
-        return low if self._waits > SLIGHT else min(self._slowness_before, low)
+        return low if self._waits > SLIGHT else min(1.0, low)
 
     # -- choosing ------------------------------------------------------------------------------------------
 
     def _neighbours(self, now: Setting) -> Iterator[tuple[str, int, Setting]]:
         """Yield neighbouring settings: the field that changes, the direction, and the setting."""
         assert now.lead is not None
-        unit = self._limits.unit
-        for step in {unit, max(1, now.engines // (8 * unit)) * unit}:
+        step = self._limits.unit
+        while step <= max(self._limits.unit, now.engines):
             for sign in (1, -1):
                 engines = now.engines + sign * step
                 if self._limits.min_engines <= engines <= self._limits.max_engines:
                     yield "engines", sign, self._limits.with_engines(now, engines)
+            step *= 2
         for sign in (1, -1):
             if 1 <= now.lead + sign <= now.max_staleness:
                 yield "lead", sign, replace(now, lead=now.lead + sign)
-            if now.in_play:
-                yield "in_play", sign, replace(now, in_play=max(1, round(now.in_play * CONCURRENCY_STEP**sign)))
+            for factor in CONCURRENCY_STEPS if now.in_play else ():
+                yield "in_play", sign, replace(now, in_play=max(1, round((now.in_play or 0) * factor**sign)))
 
     def _best(self, sample: LengthSample, now: Setting, law: Prediction) -> tuple[str, int, Setting, float] | None:
-        """Return the best change: field, direction, setting and gain. One that needs no GPU comes first."""
+        """Return the best change: field, direction, setting and gain. One that needs no GPU comes first, and of those
+        that are about as good, the smallest."""
         gains, savings = [], []
         for name, sign, other in self._neighbours(now):
             gain = self._laws(sample, self._workload, other).samples_per_s / law.samples_per_s - 1
@@ -278,7 +285,9 @@ class ElasticController:
         if lent := self._lent(sample, now, law):
             gains += [] if any(name == "engines" for name, *_ in gains) else [lent]
         if gains:
-            return max(gains, key=lambda one: (one[0] in ("lead", "in_play"), one[3]))
+            gains = [one for one in gains if one[0] in ("lead", "in_play")] or gains
+            most = max(gain for *_, gain in gains)
+            return next(one for one in gains if one[3] > most - SLIGHT)
         return savings[0] if savings else None
 
     def _batch(self, sample: LengthSample) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.planner.elastic import ElasticController, ElasticDecision, ElasticLimits, StepObservation
 from asyncrl.planner.engine import SimulatedEngine
-from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload, _Playing, _Run
+from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload, _Home, _Playing, _Run
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class ElasticResult:
     seconds: float
     tokens: float
     """Trained tokens."""
+    engine_seconds: float
+    """Seconds for which engines were part of the run, summed over engines."""
     staleness_max: int
     decisions: Sequence[ElasticDecision]
     last: Setting
@@ -39,7 +41,8 @@ def simulate_elastic(
     """Simulate so many steps from the start; under a controller if there are limits."""
     run = _ElasticRun(workload, setting, limits, join)
     run.until(steps)
-    return ElasticResult(run.now, run.counters()[0], max(run.staleness), run.decisions, run.setting)
+    trained = run.counters()[0]
+    return ElasticResult(run.now, trained, run.engine_seconds, max(run.staleness), run.decisions, run.setting)
 
 
 class _ElasticRun(_Run):
@@ -55,20 +58,18 @@ class _ElasticRun(_Run):
         self._groups: dict[_Playing, Sequence[SimulatedEpisode]] = {}
         self._groups_ended: list[Sequence[tuple[float, float]]] = []
         self._step_began, self._before = 0.0, (0.0, 0.0)  # of the step: time; trained tokens and busy seconds
-        self._still_until = 0.0
+        self._still_until = self.engine_seconds = 0.0
 
     # -- what a step measures ------------------------------------------------------------------------------
 
     def _first_turns(self, playing: _Playing, episodes: Sequence[SimulatedEpisode]) -> None:
         self._groups[playing] = episodes
-        if self._left(playing.engine):
-            playing.engine = self._fewest_requests()
         super()._first_turns(playing, episodes)
 
-    def _turn(self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float) -> None:
-        if self._left(playing.engine):
-            playing.engine = self._fewest_requests()
-        super()._turn(playing, episode, number, context)
+    def _turn(self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float, home: _Home) -> None:
+        if self._left(home.engine):
+            home.engine = self._fewest_requests()
+        super()._turn(playing, episode, number, context, home)
 
     def _ended(self, playing: _Playing) -> None:
         super()._ended(playing)
@@ -86,6 +87,8 @@ class _ElasticRun(_Run):
         seconds = self.now - max(self._step_began, self._still_until)
         spent, pause = busy - self._before[1], self.setting.pause
         ended, self._groups_ended = self._groups_ended, []
+        engines = sum(not self._left(engine) for engine in self._engines)
+        self.engine_seconds += engines * (self.now - self._step_began)
         seen = StepObservation(
             self._buffer.version,
             self.now,
@@ -93,7 +96,7 @@ class _ElasticRun(_Run):
             max(0.0, seconds - spent - pause),
             pause,
             trained - self._before[0],
-            sum(not self._left(engine) for engine in self._engines),
+            engines,
             ended,
         )
         if self._controller and (decision := self._controller.observe(seen)):
@@ -135,17 +138,17 @@ class _ElasticRun(_Run):
     def _remove_engine(self, engine: SimulatedEngine) -> None:
         """Let an engine leave: its requests continue on others."""
         self._count(engine, math.inf)
-        moved = [(job, playing, number) for job, (playing, _, number) in self._jobs.items() if playing.engine is engine]
+        moved = [(job, number, home) for job, (_, _, number, home) in self._jobs.items() if home.engine is engine]
         for job, _, _ in moved:
             engine.abort(job, self.now)
         self._expect(engine)
-        for job, playing, number in moved:
-            if playing.engine is engine:
-                playing.engine = self._fewest_requests()
-                self._count(playing.engine, playing.first_turns > 0)
-            self._count(playing.engine, number > 0)
-            playing.engine.submit(job, self.now)
-            self._expect(playing.engine)
+        for job, number, home in moved:
+            if home.engine is engine:
+                home.engine = self._fewest_requests()
+                self._count(home.engine, home.first_turns > 0)
+            self._count(home.engine, number > 0)
+            home.engine.submit(job, self.now)
+            self._expect(home.engine)
 
     def _left(self, engine: SimulatedEngine) -> bool:
         return self._open[self._places[engine]] == math.inf

@@ -27,7 +27,7 @@ def setting_of(config: Config) -> Setting:
     """Return a run's setting as it starts, with speeds that the first observations replace."""
     engine, rollout = config.engine, config.rollout
     return Setting(
-        engines=engine.count + len(engine.urls),
+        engines=engine.started + len(engine.urls),
         train_rate=1.0,
         max_staleness=rollout.max_staleness,
         lead=rollout.effective_lead,

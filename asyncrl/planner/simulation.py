@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 from asyncrl.engine.loads import Load
 from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
@@ -45,6 +46,8 @@ class SimulatedWorkload:
     """Tokens of a prompt."""
     longest: int = 1 << 20
     """Maximum tokens of an episode."""
+    accepted: Callable[[int], bool] = lambda number: True
+    """Whether the group that is started as number `number` may be trained."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,9 @@ class Setting:
     """Throughput of the whole trainer in tokens per second."""
     max_staleness: int
     lead: int | None = None
+    replacement: Literal["newest", "slot"] = "newest"
+    spread: bool = False
+    """Whether the siblings of a group are spread over the engines."""
     train_fixed: float = 0.0
     """Fixed seconds per step, in addition."""
     pause: float = 0.0
@@ -103,11 +109,18 @@ class SimulatedGroup(Group, frozen=True, array_like=True):
 class _Playing:
     ticket: Ticket
     left: int
-    first_turns: int  # first turns in progress; they count as one request, because siblings request them together
     tokens: float
-    engine: SimulatedEngine
     born: int
     size: int
+    accepted: bool
+
+
+@dataclass(eq=False)
+class _Home:
+    """Engine of the episodes that stay together: all siblings, or a single one."""
+
+    engine: SimulatedEngine
+    first_turns: int  # in progress; they count as one request, because siblings request them together
 
 
 def simulate(workload: SimulatedWorkload, setting: Setting, steps: int, warm: int = 4) -> SimulationResult:
@@ -138,7 +151,13 @@ class _Run:
         self.workload, self.setting = workload, setting
         self.now = 0.0
         self.staleness: list[int] = []
-        self._buffer = CohortBuffer(workload.batch_groups, setting.max_staleness, setting.lead, clock=lambda: self.now)
+        self._buffer = CohortBuffer(
+            workload.batch_groups,
+            setting.max_staleness,
+            setting.lead,
+            replacement=setting.replacement,
+            clock=lambda: self.now,
+        )
         self._engines = [SimulatedEngine(setting.shape) for _ in range(setting.engines)]
         self._open = [0.0] * setting.engines  # number of requests, as the router counts them; inf: has left
         self._least = [(0.0, place) for place in range(setting.engines)]  # those, lowest first, beside stale entries
@@ -149,7 +168,7 @@ class _Run:
         self._number = itertools.count()
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._jobs: dict[SimulatedRequest, tuple[_Playing, SimulatedEpisode, int]] = {}
+        self._jobs: dict[SimulatedRequest, tuple[_Playing, SimulatedEpisode, int, _Home]] = {}
         self._held: list[Callable[[], None]] | None = None
         self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
         self._training = self._draining = False
@@ -211,11 +230,11 @@ class _Run:
 
     def _admit(self) -> None:
         while self._may_start(self._size) and (ticket := self._buffer.admit()):
-            episodes = self.workload.episodes(next(self._number))
-            engine = self._fewest_requests()
+            number = next(self._number)
+            episodes = self.workload.episodes(number)
             size, tokens = len(episodes), sum(one.tokens for one in episodes)
             self._size = size
-            playing = _Playing(ticket, size, size, tokens, engine, -1, size)
+            playing = _Playing(ticket, size, tokens, -1, size, self.workload.accepted(number))
             self._in_play += size
             if self._window:
                 self._window.start(size)
@@ -247,35 +266,37 @@ class _Run:
             self._held.append(request)
 
     def _first_turns(self, playing: _Playing, episodes: Sequence[SimulatedEpisode]) -> None:
-        self._needed += self.workload.prompt
-        self._count(playing.engine, 1)
-        for episode in episodes:
-            self._turn(playing, episode, 0, self.workload.prompt)
+        for together in [[one] for one in episodes] if self.setting.spread else [episodes]:
+            home = _Home(self._fewest_requests(), len(together))
+            self._count(home.engine, 1)
+            self._needed += self.workload.prompt
+            for episode in together:
+                self._turn(playing, episode, 0, self.workload.prompt, home)
 
-    def _turn(self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float) -> None:
+    def _turn(self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float, home: _Home) -> None:
         prefix = (("prompt", playing.ticket.uid), self.workload.prompt) if self.workload.prompt else None
         session = id(episode) if len(episode.turns) > 1 else None
         job = SimulatedRequest(episode.turns[number], context, prefix, session, began=lambda: self._began(playing))
-        self._jobs[job] = (playing, episode, number)
+        self._jobs[job] = (playing, episode, number, home)
         if number:
-            self._count(playing.engine, 1)
-        playing.engine.submit(job, self.now)
-        self._expect(playing.engine)
+            self._count(home.engine, 1)
+        home.engine.submit(job, self.now)
+        self._expect(home.engine)
 
     def _began(self, playing: _Playing) -> None:
         if playing.born < 0:
             playing.born = self._buffer.version
 
     def _written(self, job: SimulatedRequest) -> None:
-        playing, episode, number = self._jobs.pop(job)
-        playing.first_turns -= number == 0
-        if number or not playing.first_turns:
-            self._count(playing.engine, -1)
+        playing, episode, number, home = self._jobs.pop(job)
+        home.first_turns -= number == 0
+        if number or not home.first_turns:
+            self._count(home.engine, -1)
         if number + 1 < len(episode.turns):
             context = job.context + job.tokens
             self._at(
                 self.now + episode.seconds[number],
-                lambda: self._send(lambda: self._turn(playing, episode, number + 1, context)),
+                lambda: self._send(lambda: self._turn(playing, episode, number + 1, context, home)),
             )
         else:
             self._ended(playing)
@@ -290,9 +311,12 @@ class _Run:
         self._in_play -= playing.size
         if self._window:
             self._window.end(playing.size)
-        ticket = playing.ticket
+        ticket, tokens = playing.ticket, round(playing.tokens)
+        if not playing.accepted:
+            self._buffer.reject(ticket, "not_accepted", tokens=tokens)
+            return
         self._buffer.commit(
-            ticket, SimulatedGroup(ticket.uid, ticket.slot, [], [], "", tokens=round(playing.tokens), born=playing.born)
+            ticket, SimulatedGroup(ticket.uid, ticket.slot, [], [], "", tokens=tokens, born=playing.born)
         )
 
     def _observe(self) -> None:

@@ -42,7 +42,7 @@ from asyncrl.rollout.observer import Observer
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.recorder import Recorder, WritingRecorder
-from asyncrl.rollout.reporters import RunReporter
+from asyncrl.rollout.reporters import RunReporter, Warn
 from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.rollout.status import StatusFile
@@ -63,7 +63,7 @@ async def main(run_dir: Path) -> None:
     importing.done()
     reporter = RunReporter(run_dir, lambda: client.inflight.version)
     tasks = build_all(config)
-    playing = _playing(config, addresses, run_dir, model, tasks, reporter)
+    playing = _playing(config, addresses, model, tasks, reporter.warn)
     client: Any = playing.client
     prompts = Prompts(config, tasks, model.template, model.hf["max_position_embeddings"], reporter.warn, model.vision)
     rollout, loads = config.rollout, Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
@@ -141,17 +141,12 @@ async def main(run_dir: Path) -> None:
 
 
 def _playing(
-    config: Config,
-    addresses: Addresses,
-    run_dir: Path,
-    model: ModelParts,
-    tasks: dict[str, Task],
-    reporter: RunReporter,
+    config: Config, addresses: Addresses, model: ModelParts, tasks: dict[str, Task], warn: Warn
 ) -> PlayingParts | EpisodeWorkers:
     """Return what plays the episodes: parts of this process, or other processes."""
     if config.rollout.processes > 1:
-        return EpisodeWorkers(config, addresses, reporter.warn)
-    return PlayingParts.build(config, addresses, run_dir, model, tasks)
+        return EpisodeWorkers(config, addresses, warn)
+    return PlayingParts.build(config, addresses, model, tasks, warn)
 
 
 async def _until_ready(config: Config, addresses: Addresses) -> None:

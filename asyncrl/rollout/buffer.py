@@ -4,27 +4,24 @@ The cohort rule. Groups are admitted cohort by cohort, B groups (one batch) each
 serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
 
   admit   groups of cohort c are admitted while c <= lead + v
-  take    step t takes what is left of cohort t - slack, then the lowest ready slots, B groups in total;
-          it waits until cohort t - slack is complete and B groups are ready in total
-  reject  the replacement of a rejected group keeps its slot, with a later birth version
+  take    step t takes the lowest ready slots, B groups in total. It waits until B are ready and, for every cohort, at
+          most (due - t) * B groups of cohorts up to it are left afterwards; cohort c is due at step c + slack
+  reject  the seat of a rejected group moves to the newest cohort, lead + v (replacement=newest), or another group is
+          played in its slot (replacement=slot). It begins late: in its slot it is soon due, and the batch waits for it
 
-Why the bound is strict: a group of cohort c is born at a version >= c - lead and trained at a step <= c + slack, so its
-staleness is at most lead + slack = max_staleness. Why it cannot deadlock: at every step (lead + 1) * B groups are
-admitted and untrained, so B of them become ready as soon as the running groups end. Nothing is dropped; max_staleness 0
-is synchronous, and with slack 0 batch t is cohort t, whatever the completion times.
+Why the bound is strict: a group of cohort c is born at a version >= c - lead, and nothing of it is left after step
+c + slack, so its staleness is at most lead + slack = max_staleness. Why it cannot deadlock: call U(c) the number of
+untrained seats of cohorts up to c. Before step t, U(c) <= (due - t + 1) * B. This holds when c is opened, since its B
+seats are due later than those of the cohort before; a seat that moves to the newest cohort leaves its U as it was, and
+lowers others. A step leaves at most (due - t) * B; once all groups have ended the lowest slots do that, since they take
+B from every U(c), or all of it. Without rejections, or with replacement=slot, a cohort keeps B seats, and a step waits
+for the one that is due alone; at slack 0 batch t is cohort t, in whatever order groups end. Bound 0 is synchronous.
 
-The lead may change during a run: a cohort keeps the step at which it is due, c + slack when it was opened, and
+The lead may change during a run. A cohort keeps the step at which it is due, c + slack when it was opened, so that the
+bound holds. A lower lead applies to cohorts that are opened afterwards, whose slack is larger. A higher lead changes
+every due to min(due, c + slack), and waits while some U(c) is too large for that.
 
-  age     due <= the version at which it was opened + max_staleness, as it was opened at a version >= c - lead; its
-          groups are born later, so their staleness is at most max_staleness
-  order   later cohorts are due later: at most one is due at a step, and its seats fit the batch
-  past    nothing of a cohort is left after the step at which it is due
-
-A lower lead applies to cohorts that are opened afterwards. Their slack is larger, which keeps the order. A higher lead
-changes every due to min(due, c + slack), which keeps age and order. It waits while that would put a cohort of which
-something is left into the past. (lead + 1) * B groups or more stay admitted and untrained at every step.
-
-Two options give that up, and count what they throw away (both favor short answers):
+No group is dropped. Two options give that up, and count what they throw away (both favor short answers):
   oversample      B + oversample groups of each cohort run, and the first B that end get its seats
   over_age=drop   step t does not wait for cohort t - slack when B other groups are ready: unfinished groups of that
                   cohort are dropped, and their seats move to the newest cohort
@@ -37,20 +34,19 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
 from asyncrl.config import RolloutConfig
 from asyncrl.imports import load
-from asyncrl.rollout.cohorts import BufferState, Cohort, ReadyGroup, RunningGroup, Ticket
+from asyncrl.rollout.cohorts import BufferState, Cohort, Demand, ReadyGroup, RunningGroup, Ticket, demands, units
 from asyncrl.rollout.hooks import Select, lowest_first
 from asyncrl.rollout.ledger import EventCounts, Ledger, SourceCounts, StateCounts, TokenCounts
 from asyncrl.schema import Group
 
 SURPLUS, OVER_AGE = "surplus", "over_age"
-"""Reasons for rejection in the ledger: the cohort's seats were taken by other groups; the batch was taken without it.
-"""
+"""Reasons of a rejection: the cohort's seats were taken by other groups; the batch was taken without it."""
 
 
 class CohortBuffer:
@@ -64,6 +60,7 @@ class CohortBuffer:
         *,
         oversample: int = 0,
         over_age: Literal["wait", "drop"] = "wait",
+        replacement: Literal["newest", "slot"] = "newest",
         select: Select = lowest_first,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,6 +71,7 @@ class CohortBuffer:
         self.version = 0  # served by every engine
         self.step = 0  # the next batch to take
         self._oversample, self._drops, self._select, self._clock = oversample, over_age == "drop", select, clock
+        self._moves = replacement == "newest"
         self._next_slot = 0
         self._filling = 0  # the cohort that new slots belong to
         self._cohorts: dict[int, Cohort] = {}
@@ -129,8 +127,8 @@ class CohortBuffer:
         self._issued["trajectories"] += trajectories
 
     def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> bool:
-        """Add a finished group to the ready ones; engines also generated `discarded` tokens that are not in it. Returns
-        False if its cohort has no seat left: the group is then rejected."""
+        """Add a finished group to the ready ones; engines generated `discarded` tokens more. Returns False if it is
+        rejected, because its cohort has no seat left."""
         cohort = self._cohorts[ticket.cohort]
         if cohort.taken == cohort.seats:
             self.reject(ticket, self._too_late(ticket), tokens=group.num_tokens + discarded)
@@ -144,19 +142,23 @@ class CohortBuffer:
         return True
 
     def reject(self, ticket: Ticket, reason: str, *, tokens: int = 0) -> None:
-        """Reject a group that must not be trained. It is counted, and its slot is requeued while its cohort needs
-        another group."""
+        """Reject a group that must not be trained. It is counted, and replaced while its cohort needs another group."""
         playing = self._close(ticket)
         self._count_rejected(reason, playing, tokens)
         cohort = self._cohorts[ticket.cohort]
-        if cohort.playing + cohort.vacant < cohort.seats - cohort.taken:
+        needed = cohort.playing + cohort.vacant < cohort.seats - cohort.taken
+        if needed and self._moves:
+            cohort.seats -= 1
+            cohort.issued -= 1
+            self._requeued += 1
+            self._move_seats(1)
+        elif needed:
             heapq.heappush(self._vacant, (ticket.slot, ticket.attempt + 1, ticket.cohort))
             cohort.vacant += 1
         self._forget(ticket.cohort)
 
     def unwanted(self) -> list[tuple[Ticket, str]]:
-        """Return the running groups that became superfluous since the last call, to be aborted and rejected for the
-        given reason."""
+        """Return the running groups that became superfluous since the last call, and the reason of their rejection."""
         unwanted, self._unwanted = self._unwanted, []
         return [(ticket, self._too_late(ticket)) for ticket in unwanted if self._runs(ticket)]
 
@@ -167,37 +169,28 @@ class CohortBuffer:
 
     def take(self) -> list[Group] | None:
         """Return the groups of step `self.step`, lowest slot first, or None until the cohort rule allows them."""
-        if self.step > self.version:
-            return None  # the previous batch is still in training or being published
-        last = self.due()
-        open_seats = [(n, one) for n, one in self._cohorts.items() if n <= last and one.taken < one.seats]
-        if len(self._ready) < self.batch_groups or (open_seats and not self._drops):
+        if self.step > self.version or len(self._ready) < self.batch_groups:
+            return None  # the previous version is not published yet, or too few groups are ready
+        if self._drops:
+            self._drop_late()
+        found = self._demands()
+        if not self._drops and any(one.must > one.ready for one in found):
             return None
-        due = sorted(slot for slot, played in self._ready.items() if played.cohort <= last)
-        for slot in due[self.batch_groups :]:  # non-empty only after seats have moved
-            late = self._ready.pop(slot)
-            self._count_rejected(OVER_AGE, late, late.tokens)
-            self._dropped.append(late.group)
-            self._move_seats(1)
-        for number, cohort in open_seats:
-            self._move_seats(cohort.seats - cohort.taken)
-            cohort.seats = cohort.taken
-            self._dismiss(number)
-        slots = due[: self.batch_groups]
+        slots = sorted(self._ready)[: max(min(one.must, one.ready) for one in found)]
         slots = sorted(slots + self._chosen(set(slots)))
         self._training = [self._ready.pop(slot) for slot in slots]
         self.step += 1
         for number in list(self._cohorts):
             self._forget(number)
-        return [played.group for played in self._training]
+        return self.training
 
     def publish(self, version: int) -> None:
         """Record that every engine serves `version`: the batch behind it is trained, and the next cohort may start."""
         if version != self.version + 1 or version != self.step:
-            now = f"after version {self.version}, with {self.step} batches taken"
-            raise ValueError(f"version {version} published {now}")
+            now = f"version {self.version}, with {self.step} batches taken"
+            raise ValueError(f"version {version} published after {now}")
         self.version = version
-        self._trained.update(_units(self._training))
+        self._trained.update(units(self._training))
         self._tokens["trained"] += sum(played.tokens for played in self._training)
         self._training = []
         self._move_lead()
@@ -244,16 +237,19 @@ class CohortBuffer:
         """Return the cohort which the next batch must complete, with all older ones."""
         return max((n for n, one in self._cohorts.items() if one.due <= self.step), default=min(self._cohorts) - 1)
 
+    def awaited(self) -> int:
+        """Return the cohort of which, or of older ones, the next batch needs more groups; `due` if it needs none."""
+        return next((one.cohort for one in self._demands() if one.must > one.ready), self.due())
+
     def waiting_for(self) -> str:
         """Say why `take` returns nothing now, for a diagnosis."""
-        cohort = self.due()
+        cohort = self.awaited()
         missing = sorted(slot for slot, playing in self._running.items() if playing.ticket.cohort <= cohort)
         missing += sorted(slot for slot, _, of in self._vacant if of <= cohort)
         oldest = max((self._clock() - playing.since for playing in self._running.values()), default=0.0)
         return (
-            f"step {self.step} needs {self.batch_groups} ready groups, but has {len(self._ready)}; "
-            f"due but not ready: slots {missing[:8]}; {len(self._running)} running, the oldest for {oldest:.0f} s; "
-            f"version {self.version}"
+            f"step {self.step} needs {self.batch_groups} ready groups, but has {len(self._ready)}; due but not ready: "
+            f"slots {missing[:8]}; {len(self._running)} running, the oldest for {oldest:.0f} s; version {self.version}"
         )
 
     # -- checkpoint ----------------------------------------------------------------------------------------
@@ -294,6 +290,23 @@ class CohortBuffer:
 
     # -- internals -----------------------------------------------------------------------------------------
 
+    def _demands(self, cohorts: dict[int, Cohort] | None = None) -> list[Demand]:
+        return demands(cohorts or self._cohorts, self._ready.values(), self.step, self.batch_groups)
+
+    def _drop_late(self) -> None:
+        """Give up what is left of the cohorts that are due, and what does not fit into the batch; the seats move."""
+        last, ready = self.due(), sorted(self._ready.items())
+        late = [slot for slot, played in ready if played.cohort <= last][self.batch_groups :]
+        for dropped in map(self._ready.pop, late):  # non-empty only after seats have moved
+            self._count_rejected(OVER_AGE, dropped, dropped.tokens)
+            self._dropped.append(dropped.group)
+        self._move_seats(len(late))
+        for number, cohort in list(self._cohorts.items()):
+            if number <= last and cohort.taken < cohort.seats:
+                self._move_seats(cohort.seats - cohort.taken)
+                cohort.seats = cohort.taken
+                self._dismiss(number)
+
     def _chosen(self, due: set[int]) -> list[int]:
         """Return the slots that fill up a batch, as `select` chooses them."""
         count = self.batch_groups - len(due)
@@ -328,20 +341,15 @@ class CohortBuffer:
         """Approach the wanted lead as far as the rule allows."""
         self.lead = min(self.lead, self._wanted_lead)
         while self.lead < self._wanted_lead:
-            dues = {number: min(one.due, number + self.slack - 1) for number, one in self._cohorts.items()}
-            left = {played.cohort for played in self._ready.values()}
-            left |= {number for number, one in self._cohorts.items() if one.taken < one.seats}
-            if any(dues[number] < self.step for number in left):
+            slack = self.slack - 1
+            changed = {number: replace(one, due=min(one.due, number + slack)) for number, one in self._cohorts.items()}
+            if any(one.must > self.batch_groups for one in self._demands(changed)):
                 return
-            self.lead += 1
-            for number, due in dues.items():
-                self._cohorts[number].due = due
+            self.lead, self._cohorts = self.lead + 1, changed
 
     def _places(self) -> dict[str, StateCounts]:
-        """Count by kind and state. Running, ready and training are counted from the groups themselves, not
-        incrementally."""
-        running, ready = _units(self._running.values()), _units(self._ready.values())
-        training = _units(self._training)
+        """Count by kind and state. Running, ready and training are counted from the groups, not incrementally."""
+        running, ready, training = (units(of) for of in (self._running.values(), self._ready.values(), self._training))
         return {
             kind: StateCounts(
                 self._issued[kind],
@@ -349,13 +357,13 @@ class CohortBuffer:
                 ready[kind],
                 training[kind],
                 self._trained[kind],
-                {reason: units[kind] for reason, units in self._rejected.items()},
+                {reason: counts[kind] for reason, counts in self._rejected.items()},
             )
             for kind in ("prompts", "groups", "trajectories")
         }
 
     def _count_rejected(self, reason: str, group: RunningGroup | ReadyGroup, tokens: int) -> None:
-        self._rejected[reason].update(_units([group]))
+        self._rejected[reason].update(units([group]))
         self._tokens["rejected"] += tokens
 
     def _too_late(self, ticket: Ticket) -> str:
@@ -387,14 +395,6 @@ def build_buffer(rollout: RolloutConfig) -> CohortBuffer:
         rollout.lead,
         oversample=rollout.oversample,
         over_age=rollout.over_age,
+        replacement=rollout.replacement,
         select=load(rollout.select, "rollout.select"),
-    )
-
-
-def _units(groups: Collection[RunningGroup | ReadyGroup]) -> Counter[str]:
-    """Count the prompts, groups and trajectories of these groups; a group that has begun plays one prompt."""
-    return Counter(
-        prompts=len({group.prompt for group in groups if group.prompt}),
-        groups=len(groups),
-        trajectories=sum(group.trajectories for group in groups),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from asyncrl.schema import Group
@@ -77,3 +79,33 @@ class BufferState:
     requeued: int
     lead: int
     wanted_lead: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the next step must take, so that every later step can take what is due then."""
+
+    cohort: int
+    must: int  # number of groups of cohorts up to this one that it must take
+    ready: int  # number of them that are ready
+
+
+def demands(cohorts: Mapping[int, Cohort], ready: Collection[ReadyGroup], step: int, batch: int) -> list[Demand]:
+    """Return the demands of all cohorts on step `step`, of `batch` groups, by the rule of rollout/buffer.py."""
+    ready_of = Counter(one.cohort for one in ready)
+    found, untrained, counted = [], 0, 0
+    for number, cohort in sorted(cohorts.items()):
+        counted += ready_of[number]
+        untrained += cohort.seats - cohort.taken + ready_of[number]
+        must = untrained - (cohort.due - step) * batch
+        found.append(Demand(number, max(0, must) if untrained else 0, counted))
+    return found
+
+
+def units(groups: Collection[RunningGroup | ReadyGroup]) -> Counter[str]:
+    """Count the prompts, groups and trajectories of these groups; a group that has begun plays one prompt."""
+    return Counter(
+        prompts=len({group.prompt for group in groups if group.prompt}),
+        groups=len(groups),
+        trajectories=sum(group.trajectories for group in groups),
+    )

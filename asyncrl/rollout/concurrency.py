@@ -8,7 +8,9 @@ only grow stale in the buffer. Two limits apply, of which the lower holds, and n
               the running episodes have been replaced, and later grows by a quarter (slow start and congestion
               avoidance, RFC 5681). It falls when engines spend their time on repeated prefills, or when all of them
               have long queues; once per generation of running episodes, because the effect shows when they have ended
-    trainer   falls while whole batches are ready beyond the one that the trainer took; grows when the trainer waited
+    trainer   falls when whole batches are ready beyond the one that the trainer took, and grows when the trainer
+              waited. It falls only after a generation without a wait, that is, once all groups have been trained that
+              were outstanding at the last fall or wait: a smaller limit shows in the batches after these
 
 The buffer's admission (rollout.lead) bounds the running episodes in any case. Pure: no clock, no I/O.
 """
@@ -50,8 +52,9 @@ class ConcurrencyWindow:
         self.wasted = 0.0
         self._growth = BOLD
         self._seen: list[Load] = []
-        self._queued = self._ended = 0
+        self._queued = self._ended = self._groups = 0
         self._untouched = 0  # episodes that must end before the next cut
+        self._untrained = 0  # groups that must be trained before the trainer's limit may fall
         self._starved = False
 
     @property
@@ -66,12 +69,14 @@ class ConcurrencyWindow:
     def start(self, episodes: int) -> None:
         """Record that a group has started."""
         self.in_play += episodes
+        self._groups += episodes > 0  # a negative number is what a group does not need
 
     def end(self, episodes: int) -> None:
         """Record that a group has ended."""
         used_up = self.in_play + episodes > self.engines
         self.in_play -= episodes
         self._ended += 1
+        self._groups -= 1
         self._untouched = max(0, self._untouched - episodes)
         if used_up and self._starved:
             self.engines += self._growth * episodes
@@ -126,8 +131,12 @@ class ConcurrencyWindow:
         that RESERVE batches will be left then.
         """
         ended, self._ended = self._ended, 0
+        self._untrained -= batch
         if waited or ready < batch or not ended:
             self.trainer = math.inf if self.trainer * MORE > self.engines else self.trainer * MORE
+        elif self._untrained > 0:
+            return
         else:
             share = ((1 + RESERVE) * batch - ready) / ended
             self.trainer = max(1.0, min(self.trainer, self.in_play) * min(MORE, max(FEWER, share)))
+        self._untrained = self._groups + ready

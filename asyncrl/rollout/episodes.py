@@ -189,17 +189,17 @@ async def main(run_dir: Path, number: int) -> int:
     progress = Progress(run_dir, f"episodes-{number}", config.cluster.stall_timeout)
     progress.doing("starting", within=config.rollout.batch_timeout)
     progress.watch()
+    channel = await _connected(addresses)
+    channel.send(wire.Hello(addresses.api_key, number))
     model, tasks = ModelParts.load(config, addresses), build_all(config)
     requests = f"{number:04d}{secrets.token_hex(4)}-"  # another one after each start: engines may still have old ones
-    parts = PlayingParts.build(config, addresses, run_dir, model, tasks, requests)
+    parts = PlayingParts.build(config, addresses, model, tasks, channel.warn, requests)
     importing.done()
     following = asyncio.create_task(progress.follow())
 
     def question(task: str, index: int) -> Question:
         return question_of(tasks[task], model.template, index, config.field_of(task))
 
-    channel = await _connected(addresses)
-    channel.send(wire.Hello(addresses.api_key, number))
     running = asyncio.create_task(
         play_until_closed(channel, EpisodeWorker(channel, parts, question, record=config.record))
     )

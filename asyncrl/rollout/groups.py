@@ -110,7 +110,7 @@ class GroupLifecycle:
         await self._ended()
 
     async def reject(self, ticket: Ticket, reason: str, group: Group | None = None) -> None:
-        """Reject a group, with the tokens that engines generated for it; its slot will be replayed. Pass `group` if it
+        """Reject a group, with the tokens that engines generated for it; another will replace it. Pass `group` if it
         was played to its end."""
         rewards = group.rewards if group else []
         received = self._close(ticket, reason, rewards)
@@ -294,7 +294,7 @@ class GroupLifecycle:
     def waiting_for(self) -> str:
         """Say why the next batch is not ready, and what the groups that have been silent longest are waiting for."""
         playing = [(ticket.cohort, ticket.uid, group.siblings) for ticket, group in self._playing.items()]
-        due = [group for group in playing if group[0] <= self._buffer.due()]
+        due = [group for group in playing if group[0] <= self._buffer.awaited()]
         lines = slowest((uid, siblings) for _, uid, siblings in due or playing)
         return "; ".join([self._buffer.waiting_for(), *lines])
 

@@ -7,7 +7,7 @@ The left sides are counted at the source: prompts where they are drawn, groups a
 tokens where the client receives them. The right sides are what the groups themselves hold. The comparison therefore
 detects whatever is lost between the two or counted twice.
 
-A prompt has the state of the group that plays it. Exactly one group plays each prompt (a slot that is replayed takes
+A prompt has the state of the group that plays it. Exactly one group plays each prompt (a replacement takes
 another prompt), so prompts and groups have the same states, except that a prompt that was drawn and reached no group is
 issued and has no state. Pure.
 """
@@ -60,7 +60,7 @@ class SourceCounts:
 class EventCounts:
     """Counts that are not part of the balance."""
 
-    requeued: int = 0  # slots replayed, with another prompt
+    requeued: int = 0  # rejected groups that are replaced, by another prompt
     retried: dict[str, int] = field(default_factory=dict)  # requests continued after an interruption, by cause
     reused: int = 0  # groups that the trainer reused after their batch
     evaluation_tokens: int = 0  # generated for evaluation

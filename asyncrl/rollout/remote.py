@@ -13,38 +13,18 @@ import msgspec
 from asyncrl.engine.adapters import InUse
 from asyncrl.engine.partial_completion import Purpose
 from asyncrl.errors import EpisodeFailed
-from asyncrl.observability.intervals import AGENT, WAITING, Activity, Interval, Ongoing
+from asyncrl.observability.intervals import AGENT, WAITING, Interval, waits_for
 from asyncrl.rollout import wire
 
-
-class RemoteActivity(Activity):
-    """What an episode in another process does, as that was reported last."""
-
-    __slots__ = ("_intervals",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._intervals: list[Interval] = []
-
-    def reported(self, told: wire.RunningEpisode) -> None:
-        """Take what a report says."""
-        self.since = time.monotonic() - told.silent
-        self.open = [Ongoing(told.phase, 0.0, told.name)] if told.phase not in (AGENT, WAITING) else []
-        if told.phase == WAITING:
-            self.finish()
-
-    def over(self, told: wire.EndedEpisode) -> None:
-        """Take what a finished episode did."""
-        self.began, self._intervals, self.open = told.began, told.intervals, []
-        self.finish()
-
-    def intervals(self, until: float) -> list[Interval]:
-        """Return all intervals; none before the episode has ended."""
-        return self._intervals
+NOTHING = wire.RunningEpisode(0, AGENT, "", 0.0)
+"""What is known of an episode before the first report."""
 
 
 class RemoteSession:
-    """An episode that another process plays."""
+    """An episode that another process plays, and its own activity: what was reported last. A report only replaces
+    `told`, because there may be a hundred thousand of them."""
+
+    __slots__ = ("_said", "adapter", "born", "ended", "group", "heard", "purpose", "received", "sample", "told")
 
     def __init__(
         self,
@@ -55,19 +35,41 @@ class RemoteSession:
         purpose: Purpose = "training",
         adapter: int | None = None,
     ) -> None:
-        self.group, self._sample, self.born, self.purpose, self.adapter = group, sample, born, purpose, adapter
+        self.group, self.sample, self.born, self.purpose, self.adapter = group, sample, born, purpose, adapter
         self.received, self._said = sample.received, cast(Any, sample.said)
-        self.activity = RemoteActivity()
+        self.heard = time.monotonic()
+        self.told = NOTHING
+        self.ended: wire.EndedEpisode | None = None
+
+    @property
+    def activity(self) -> RemoteSession:
+        """What it does."""
+        return self
+
+    @property
+    def phase(self) -> str:
+        """What it does now."""
+        return WAITING if self.ended else self.told.phase
 
     @property
     def waits_for(self) -> str:
         """What it is waiting for; "" once it has ended."""
-        return self.activity.waits_for
+        phase = self.phase
+        return "" if phase == WAITING else "its agent" if phase == AGENT else waits_for(phase, self.told.name)
 
     @property
     def since(self) -> float:
         """Time of the last activity (time.monotonic)."""
-        return self.activity.since
+        return self.heard - self.told.silent
+
+    @property
+    def began(self) -> float:
+        """When the episode began, once it has ended."""
+        return self.ended.began if self.ended else 0.0
+
+    def intervals(self, until: float) -> list[Interval]:
+        """Return all intervals; none before the episode has ended."""
+        return self.ended.intervals if self.ended else []
 
     def said(self) -> Any:
         """Return its completions, as of the last time they were asked for."""
@@ -80,10 +82,6 @@ class RemoteSession:
     def close(self) -> int:
         """Return the number of tokens received."""
         return self.received
-
-    def sample(self) -> wire.SampleToPlay:
-        """Return what the process needs to play it."""
-        return self._sample
 
 
 class WorkerConnection:
@@ -113,8 +111,7 @@ class WorkerConnection:
         for session, told in zip(sessions, answer.episodes, strict=True):
             if session.purpose == "training":
                 self.tokens["training"] += told.received - session.received
-            session.received = told.received
-            session.activity.over(told)
+            session.received, session.ended = told.received, told
         if not future.done():
             future.set_result(answer)
 
@@ -122,13 +119,13 @@ class WorkerConnection:
         """Take the counts of a report, and the state of the running groups."""
         self.tokens, self.late, self.in_use = Counter(told.counts.tokens), told.counts.late, told.in_use
         self.proxies = Counter(told.counts.proxies)  # type: ignore[assignment]
+        now = time.monotonic()
         for group, episodes in told.running.items():
-            said = told.said.get(group)
-            for number, (session, one) in enumerate(zip(self.groups[group][0], episodes, strict=True)):
-                session.received = one.received
-                session.activity.reported(one)
-                if said:
-                    session.keep(said[number])
+            for session, one in zip(self.groups[group][0], episodes, strict=True):
+                session.received, session.told, session.heard = one.received, one, now
+        for group, said in told.said.items():
+            for session, completions in zip(self.groups[group][0], said, strict=True):
+                session.keep(completions)
 
     def lost(self, error: EpisodeFailed) -> None:
         """Fail all groups."""

@@ -10,12 +10,18 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from asyncrl import jsonl
 
 PER_MINUTE = 10
 """Maximum number of reports per minute and reason; further failures are only counted."""
+
+
+class Warn(Protocol):
+    """Receives a warning."""
+
+    def __call__(self, text: str, traceback: str | None = None) -> None: ...
 
 
 class RunReporter:

@@ -2,7 +2,7 @@
 connection that carries it: length-prefixed msgpack over TCP, with the certificates and the API key of the run.
 
     rollout -> episodes    Begin, Play, Stop, Hold, Drain, Release, Narrow, Save
-    episodes -> rollout    Hello, Finished, Answered, Failed, Report, Broken
+    episodes -> rollout    Hello, Finished, Answered, Failed, Report, Warned, Broken
 
 Messages arrive in the order in which they were sent. Commands have a number, and the Report that names it confirms that
 the command is done.
@@ -191,13 +191,20 @@ class Report(WireMessage):
     said: dict[str, list[msgspec.Raw]] = {}  # completions of each episode, if they were asked for
 
 
+class Warned(WireMessage):
+    """A warning."""
+
+    text: str
+    traceback: str | None
+
+
 class Broken(WireMessage):
     """An error that ends the run."""
 
     error: str
 
 
-Answer = Finished | Answered | Failed | Report | Broken
+Answer = Finished | Answered | Failed | Report | Warned | Broken
 
 
 class Channel:
@@ -212,6 +219,10 @@ class Channel:
         """Send a message, after all earlier ones."""
         data = encode(message)
         self._writer.writelines((len(data).to_bytes(SIZE_BYTES), data))
+
+    def warn(self, text: str, traceback: str | None = None) -> None:
+        """Send a warning."""
+        self.send(Warned(text, traceback))
 
     async def drain(self) -> None:
         """Wait until the other end has taken most of what was sent."""

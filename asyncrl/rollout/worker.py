@@ -101,7 +101,7 @@ class Worker:
                 self._limiter.release(len(sessions))
 
     async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]) -> None:
-        """Play all siblings and hand the group in, or reject it so that its slot is replayed with another prompt."""
+        """Play all siblings and hand the group in, or reject it, so that a group of another prompt replaces it."""
         try:
             group, verdict = await self._player.play(ticket, prompt, sessions)
         except EpisodeFailed as failed:
@@ -112,7 +112,7 @@ class Worker:
             await self._hand_in(ticket, group, verdict)
 
     async def _hand_in(self, ticket: Ticket, group: Group, verdict: bool | str) -> None:
-        """Commit a group that rollout.accept accepted; reject any other, so that its slot is replayed."""
+        """Commit a group that rollout.accept accepted; reject any other, so that another replaces it."""
         if verdict is True:
             self._rejections_in_a_row = 0
             await self._groups.commit(ticket, group)

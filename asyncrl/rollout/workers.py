@@ -35,15 +35,16 @@ from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.group_player import LOST
 from asyncrl.rollout.player import Sums, add, means
 from asyncrl.rollout.remote import RemoteSession, WorkerConnection
+from asyncrl.rollout.reporters import Warn
 from asyncrl.schema import EncodedGroup, Group, Prompt, Trajectory
 
 
 class EpisodeWorkers:
     """All processes of a run that play episodes."""
 
-    def __init__(self, config: Config, addresses: Addresses, tell: Callable[[str], None]) -> None:
-        """`tell` is called when a process is lost."""
-        self._count, self._key, self._tell = config.rollout.processes, addresses.api_key, tell
+    def __init__(self, config: Config, addresses: Addresses, warn: Warn) -> None:
+        """`warn` receives the warnings of all processes."""
+        self._count, self._key, self._warn = config.rollout.processes, addresses.api_key, warn
         self._temperature = config.rollout.temperature
         self._connections: dict[int, WorkerConnection] = {}
         self._changed = asyncio.Condition()
@@ -52,7 +53,7 @@ class EpisodeWorkers:
         self._failed, self._error = asyncio.Event(), BaseException()
         self._past_tokens, self._past_late, self._past_proxies = Counter[str](), 0, Counter[str]()
         self._sums: Sums = {}
-        self._needed = 0
+        self._needed = self._lost = 0
         self.client = self.inflight = self.groups = self
         self.version, self.held, self.holding = 0, 0.0, False
         self.figures = EngineStats()
@@ -145,7 +146,7 @@ class EpisodeWorkers:
         async with self._changed:
             await self._changed.wait_for(self._ready)
             connection = min(self._ready(), key=lambda one: (one.episodes, one.number))
-        first, samples = sessions[0], [session.sample() for session in sessions]
+        first, samples = sessions[0], [session.sample for session in sessions]
         named = group, ticket, first.born, first.adapter, prompt.uid, prompt.task, prompt.index
         return await connection.begin(wire.Play(*named, prompt.token_ids, prompt.images, samples), sessions)
 
@@ -216,7 +217,13 @@ class EpisodeWorkers:
         metrics.jsonl."""
         sums, self._sums = self._sums, {}
         proxies = sum((one.proxies for one in self._connections.values()), self._past_proxies)
-        return {**means(sums), **proxies}
+        ready = self._ready()
+        processes = {
+            "processes/playing": float(len(ready)),
+            "processes/episodes/most": float(max((one.episodes for one in ready), default=0)),
+            "processes/lost": float(self._lost),
+        }
+        return {**means(sums), **proxies, **processes}
 
     # -- connections ---------------------------------------------------------------------------------------
 
@@ -277,6 +284,8 @@ class EpisodeWorkers:
                 self._count_in(connection, message.counts)
                 if connection.pending.pop(message.confirms, None) is wire.Begin:
                     connection.ready = True
+            case wire.Warned():
+                self._warn(message.text, message.traceback)
             case wire.Broken():
                 raise AsyncRLError(message.error)
             case _:
@@ -299,8 +308,9 @@ class EpisodeWorkers:
         self._past_tokens += connection.tokens
         self._past_late += connection.late
         self._past_proxies += connection.proxies
+        self._lost += 1
         if connection.groups:
-            self._tell(f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are played again")
+            self._warn(f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are played again")
         connection.lost(EpisodeFailed(LOST, f"the process episodes-{connection.number} was lost"))
         async with self._changed:
             self._changed.notify_all()

@@ -18,7 +18,7 @@ from asyncrl.metrics.fields import STEP_DRAFTS
 from asyncrl.observability.intervals import DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
-from tests.fakes import FakeEngine, completion, echo, pieces, stream, until
+from tests.fakes import FakeEngine, FakeHttp, completion, echo, pieces, stream, until
 
 completions = st.builds(
     lambda ids, cut, finish: Completion(
@@ -117,6 +117,32 @@ def test_without_coalescing_every_sibling_is_a_request() -> None:
     assert [request["sampling_params"]["n"] for request in engine.requests] == [1, 1, 1]
 
 
+def test_siblings_are_spread_once_answers_are_much_longer_than_the_prompt_and_each_stays_where_it_is() -> None:
+    engine = FakeEngine(echo(tokens=24))
+
+    async def play(client: GenerationClient) -> None:
+        for turns in (1, 2):
+            sessions = [client.generate(group=f"g{turns}", sample=f"g{turns} {number}") for number in range(2)]
+            for _ in range(turns):
+                await asyncio.gather(*(session(PROMPT) for session in sessions))
+            await asyncio.gather(*(session([9] * 100) for session in sessions))  # of a long context
+
+    asked(engine, play, spread="auto", max_new_tokens=24)
+    assert [request["sampling_params"]["n"] for request in engine.requests] == [2, 2, 1, 1, 1, 1, 1, 1]
+    assert engine.routes == ["g1", "g1", *["g2 0", "g2 1"] * 3]
+
+
+@pytest.mark.parametrize(("spread", "routes"), [(True, ["g 0", "g 1"]), (False, ["g"])])
+def test_siblings_are_spread_or_not_as_configured(spread: bool, routes: list[str]) -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: GenerationClient) -> None:
+        await asyncio.gather(*(client.generate(group="g", sample=f"g {number}")(PROMPT) for number in range(2)))
+
+    asked(engine, play, spread=spread)
+    assert engine.routes == routes
+
+
 def test_turn_after_turn_asks_anew() -> None:
     engine = FakeEngine(echo())
 
@@ -182,7 +208,7 @@ def test_request_in_flight_stays_open_while_new_ones_are_held() -> None:
         await gate.wait()
         return response
 
-    assert asked(engine, play, transport=httpx.MockTransport(late)) == [answer]
+    assert asked(engine, play, http=FakeHttp(late)) == [answer]
 
 
 def test_no_request_id_is_a_prefix_of_another() -> None:
@@ -311,7 +337,7 @@ def test_request_that_nobody_waits_for_is_closed() -> None:
         asking.cancel()
         await until(lambda: closed)
 
-    asked(FakeEngine(echo()), play, transport=httpx.MockTransport(endless))
+    asked(FakeEngine(echo()), play, http=FakeHttp(endless))
 
 
 def test_figures_count_requests_and_prompt_tokens_once_taken() -> None:

@@ -71,7 +71,7 @@ def as_on_a_gpu() -> None:
     multiplied here."""
     quantized.keep_parameters(w8a8_int8)
     quantized.forget_scales(kv_cache)
-    fp8._is_cpu = False
+    fp8._is_cpu = w8a8_int8._is_cpu = False
 
 
 def load_rank(args: Any, ports: Any, rank: int, out: Path, published: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,9 +22,12 @@ from torch import Tensor
 from asyncrl import jsonl
 from asyncrl.config import Config, read
 from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.registry import Registry
 from asyncrl.engine.router import RouterWorkers
+from asyncrl.metrics.record import StepLog
 from asyncrl.network.addresses import LOST, Addresses
 from asyncrl.parallel import Parallel
+from asyncrl.schema import decode_batch
 from asyncrl.trainer.batch_source import RolloutClient
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.publish import Publisher
@@ -64,15 +68,22 @@ def main(run_dir: Path) -> None:
         parallel, fleet, nothing, nothing, config.weights, expected=_none, hold=source.hold, announce=source.announce
     )
     (run_dir / BATCHES).mkdir()
+    log = StepLog([partial(jsonl.append, run_dir / "metrics.jsonl")], started_at=addresses.started_at)
     for version in range(config.run.max_steps):
-        time.sleep(workload.late.get(version, 0.0))
-        begun = read_slowly(addresses, version, workload.slow[version]) if version in workload.slow else b""
-        while not (data := source.batch(version, interrupt=fleet.needs_weights)):
-            publisher.publish(version)
+        with log.span("wait_batch"):
+            time.sleep(workload.late.get(version, 0.0))
+            begun = read_slowly(addresses, version, workload.slow[version]) if version in workload.slow else b""
+            while not (data := source.batch(version, interrupt=fleet.needs_weights)):
+                publisher.publish(version)
         assert data.startswith(begun), f"batch {version} was another when it was asked for again"
         (run_dir / BATCHES / f"{version:06d}").write_bytes(data)
-        time.sleep(workload.train_seconds)
-        publisher.publish(version + 1)
+        batch = decode_batch(data)
+        with log.span("train"):
+            tokens = sum(group.num_tokens for group in batch.groups)
+            time.sleep(workload.train_seconds + workload.train_per_token * tokens)
+        with log.span("publish"):
+            sent = publisher.publish(version + 1)
+        log.step(version + 1, batch, {"tokens/trained": tokens}, sent)
     jsonl.replace(run_dir / "summary.json", {"ledger": source.status()["ledger"]})
 
 
@@ -84,7 +95,8 @@ def _fleet(config: Config, addresses: Addresses, run_dir: Path) -> Fleet:
         jsonl.append(run_dir / LOST, {"engine": url, "incarnation": incarnation, "reason": reason, "time": time.time()})
 
     router = RouterWorkers(addresses.router, addresses.access, timeout)
-    return Fleet(addresses.engines, addresses.access, timeout, router=router, on_lost=note)
+    register = Registry(run_dir)
+    return Fleet(addresses.engines, addresses.access, timeout, router=router, register=register, on_lost=note)
 
 
 def _none() -> Any:

@@ -23,6 +23,12 @@ class Workload:
     per_token: float  # seconds of a decode step
     start_after: list[float]  # of each engine: seconds until it listens
     train_seconds: float
+    train_per_token: float = 0.0
+    """Further seconds of a step, for each token of its batch."""
+    per_request: float = 0.00012
+    max_running: int = 256
+    growth: tuple[float, float] = (1.0, 1.0)
+    """Factor by which answers grow, and the number of versions in which they do."""
     late: dict[int, float] = field(default_factory=dict)  # by version: seconds before its batch is asked for
     slow: dict[int, float] = field(default_factory=dict)  # by version: share of its batch that is read at first
 

@@ -77,8 +77,14 @@ def test_engine_that_is_added_gets_gpus_that_nobody_uses_and_ends_with_the_run(t
     while [log.read_text() for log in logs] != ["3,4\n", "5,6\n"]:
         assert time.monotonic() < deadline, [log.read_text() for log in logs]
         time.sleep(0.05)
+    own = made.placement.urls()["engines"][0]
+    made.registry.ask_to_leave(own)
+    made.registry.let_go(own)
+    assert made.decide("add_engine", 3, 4).startswith("failed"), "it has not stopped"
+    made.registry.stopped(own)
+    assert "elastic-2.log" in made.decide("add_engine", 3, 4)
     made.pilot.end()
-    assert [process.poll() is not None for process, _ in made.pilot._added] == [True, True]
+    assert [process.poll() is not None for process, _ in made.pilot._added] == [True] * 3
 
 
 def test_under_slurm_a_job_of_a_whole_machine_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,3 +419,12 @@ def test_an_engine_on_several_machines_is_a_process_on_each_that_meet_at_the_fir
     assert specs["engine-0.1"].env["ASYNCRL_HOST"] == "10.0.0.2"
     assert specs["engine-0"].env["NCCL_SOCKET_IFNAME"] == "ib0"
     assert specs["trainer-0"].env["MASTER_ADDR"] == "10.0.0.0"
+
+
+def test_processes_that_play_episodes_are_like_the_rollout_process_but_may_be_started_again() -> None:
+    specs = made(1, **{"rollout.processes": 2, "cluster.on_engine_death": "fail", "cluster.max_restarts": 3})
+    players = [specs[f"episodes-{number}"] for number in range(2)]
+    assert [spec.argv[-2:] for spec in players] == [[str(RUN_DIR), "0"], [str(RUN_DIR), "1"]]
+    assert all(spec.env == specs["rollout"].env and spec.reports and spec.restarts == 3 for spec in players)
+    assert not specs["rollout"].restarts
+    assert not [name for name in made(1) if name.startswith("episodes")]

@@ -63,6 +63,21 @@ def test_slack_never_costs_throughput_nor_breaks_the_bound(lead: int) -> None:
     assert found[-1].tokens_per_s > 1.1 * found[0].tokens_per_s
 
 
+def test_no_batch_waits_for_a_replacement_that_began_late_and_the_bound_holds() -> None:
+    half = SimulatedWorkload(LENGTHS.episodes(), batch_groups=8, accepted=lambda number: number % 2 == 0)
+    slot, newest = (outcome(40, workload=half, replacement=one, max_staleness=3) for one in ("slot", "newest"))
+    assert newest.tokens_per_s > 1.3 * slot.tokens_per_s
+    assert max(slot.staleness_max, newest.staleness_max) <= 3
+
+
+def test_siblings_that_are_spread_make_engines_equally_busy() -> None:
+    """One group, four engines: together, its siblings share one engine; spread, each has its own."""
+    equal = SimulatedWorkload(lambda _: [SimulatedEpisode([100.0])] * 4, batch_groups=1)
+    together, spread = (outcome(workload=equal, engines=4, max_staleness=0, spread=one) for one in (False, True))
+    assert together.step == pytest.approx(100 * (0.01 + 0.0001 * 4), rel=1e-3)
+    assert spread.step == pytest.approx(100 * (0.01 + 0.0001), rel=1e-3)
+
+
 def test_waiting_for_requests_in_flight_costs_what_asynchrony_gave() -> None:
     free, drained = outcome(max_staleness=4, train_rate=2e4), outcome(max_staleness=4, train_rate=2e4, drain=True)
     assert free.tokens_per_s > 1.5 * drained.tokens_per_s

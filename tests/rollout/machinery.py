@@ -162,7 +162,7 @@ class Machinery:
         this process."""
         self.engine = engine
         settings = tiny_config(**{"rollout.processes": processes, "rollout.temperature": 1.0})
-        self.pool = EpisodeWorkers(settings, addresses(), lambda text: None) if processes > 1 else None
+        self.pool = EpisodeWorkers(settings, addresses(), lambda text, traceback=None: None) if processes > 1 else None
         self.client: Any = self.pool or engine.client(**client)
         self.joined: dict[int, tuple[Channel, asyncio.Task[None]]] = {}
         self.buffer = CohortBuffer(batch_groups, max_staleness, lead)

@@ -31,6 +31,7 @@ class Run:
     steps: int = 12
     oversample: int = 0
     over_age: str = "wait"
+    replacement: str = "newest"
     picky: bool = False  # a hook that chooses at random
     saves: bool = False  # at every version the buffer is another one, made from what a checkpoint keeps
     moves: bool = False  # the lead changes at random, within the bound
@@ -47,6 +48,7 @@ class Run:
         self.received: Counter[Ticket] = Counter()  # tokens of running groups
         self.slow: set[Ticket] = set()
         self.born: dict[int, int] = {}
+        self.cohorts: dict[int, int] = {}  # of all slots that were not rejected
         self.books: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
 
@@ -57,6 +59,7 @@ class Run:
             self.lead,
             oversample=self.oversample,
             over_age=self.over_age,  # type: ignore[arg-type]
+            replacement=self.replacement,  # type: ignore[arg-type]
             select=(lambda ready, count: self.random.sample(ready, count)) if self.picky else lowest_first,
             clock=lambda: 0.0,
         )
@@ -84,6 +87,7 @@ class Run:
         if len(self.running) >= self.concurrency or (ticket := self.buffer.admit()) is None:
             return False
         self.running.append(ticket)
+        self.cohorts[ticket.slot] = ticket.cohort
         if self.random.random() < self.stragglers:
             self.slow.add(ticket)
         assert ticket.born == self.buffer.version
@@ -124,6 +128,7 @@ class Run:
 
     def _reject(self, ticket: Ticket, reason: str) -> None:
         self._end(ticket)
+        del self.cohorts[ticket.slot]
         self.books["lost"] += self.received[ticket]
         self.reasons[reason] += 1
         self.buffer.reject(ticket, reason, tokens=self.received.pop(ticket, 0))
@@ -142,12 +147,7 @@ class Run:
         step, ready = self.buffer.step, sorted(self.born)
         if (groups := self.buffer.take()) is None:
             return False
-        due = [slot for slot in ready if slot // self.batch_groups <= step - self.slack]
-        if self.moves:
-            due = [slot for slot in ready if slot in {one.slot for one in groups}][: self.batch_groups]
-        others = [slot for slot in ready if slot not in due]
-        assert [one.slot for one in groups] == due + others[: self.batch_groups - len(due)]
-        assert len(groups) == self.batch_groups
+        assert [one.slot for one in groups] == ready[: self.batch_groups]
         for one in groups:
             assert self.born[one.slot] == one.trajectories[0].oldest_version
             assert all(0 <= age <= self.bound for age in one.staleness(step)), (step, one)
@@ -207,5 +207,6 @@ def schedules(kind: type[Run], **more: st.SearchStrategy[Any]) -> st.SearchStrat
         concurrency=st.sampled_from([1, 2, 5, 10**6]),
         stragglers=st.sampled_from([0.0, 0.1, 0.5]),
         saves=st.booleans(),
+        replacement=st.sampled_from(["newest", "slot"]),
         **more,
     )

@@ -31,13 +31,13 @@ def test_step_leaves_nothing_of_the_cohort_due(run: Run) -> None:
     trained: set[int] = set()
     for step, batch in enumerate(run.batches):
         trained |= set(batch)
-        assert set(range(max(0, step - run.slack + 1) * run.batch_groups)) <= trained
+        assert {slot for slot, cohort in run.cohorts.items() if cohort <= step - run.slack} <= trained
 
 
 @given(schedules(Run))
 @settings(max_examples=examples(100))
 def test_without_slack_batches_do_not_depend_on_completion_order(run: Run) -> None:
-    run.slack = 0
+    run.slack, run.replacement = 0, "slot"
     run.__post_init__()
     size = run.batch_groups
     assert run.play().batches == [list(range(t * size, (t + 1) * size)) for t in range(run.steps)]
@@ -161,7 +161,7 @@ def test_admission_stops_at_the_lead_and_a_publish_opens_one_cohort() -> None:
 
 
 def test_rejected_slot_is_played_anew_first_under_another_uid_and_a_later_birth() -> None:
-    buffer = CohortBuffer(1, 2)
+    buffer = CohortBuffer(1, 2, replacement="slot")
     first, second, _ = buffer.admit(), buffer.admit(), buffer.admit()
     assert first is not None
     assert second is not None
@@ -176,6 +176,55 @@ def test_rejected_slot_is_played_anew_first_under_another_uid_and_a_later_birth(
     assert len(again.uid) == len(second.uid)
 
 
+def test_no_batch_waits_for_a_replacement_of_the_newest_cohort() -> None:
+    buffer = CohortBuffer(2, 1)
+    tickets = [ticket for _ in range(4) if (ticket := buffer.admit())]
+    buffer.reject(tickets[0], "no_signal")
+    late = buffer.admit()
+    assert late == Ticket(slot=4, attempt=0, born=0, cohort=1)
+    assert buffer.admit() is None  # as many as before are under way
+    for ticket in tickets[1:3]:
+        buffer.commit(ticket, group(ticket.slot))
+    assert [one.slot for one in buffer.take() or []] == [1, 2]
+    buffer.publish(1)
+    assert [ticket.cohort for ticket in (buffer.admit(), buffer.admit()) if ticket] == [2, 2]
+    buffer.commit(tickets[3], group(3))
+    assert buffer.take() is None
+    assert "due but not ready: slots [4]" in buffer.waiting_for()  # its own bound holds
+    buffer.commit(late, group(4))
+    assert [one.slot for one in buffer.take() or []] == [3, 4]
+
+
+def test_step_waits_for_a_cohort_with_more_seats_than_a_batch_before_it_is_due() -> None:
+    buffer = CohortBuffer(1, 3, 2)
+
+    def step(slot: int) -> None:
+        taken = buffer.take()
+        assert [one.slot for one in taken or []] == [slot]
+        buffer.publish(buffer.version + 1)
+
+    first, second, third = [ticket for _ in range(3) if (ticket := buffer.admit())]
+    buffer.commit(first, group(0))
+    step(0)
+    buffer.reject(second, "no_signal")
+    fourth, fifth = buffer.admit(), buffer.admit()
+    assert fourth
+    assert fifth
+    assert (fourth.cohort, fifth.cohort) == (3, 3)  # both are due at step 4, which takes one
+    buffer.commit(third, group(2))
+    step(2)
+    for slot in (5, 6):  # younger groups overtake them once
+        younger = buffer.admit()
+        assert younger
+        buffer.commit(younger, group(slot))
+        if slot == 5:
+            step(5)
+    assert buffer.take() is None
+    assert buffer.awaited() == 3
+    buffer.commit(fifth, group(4))
+    step(4)
+
+
 def test_commit_or_reject_of_a_ticket_that_does_not_run_is_refused() -> None:
     buffer = CohortBuffer(1, 1)
     ticket = buffer.admit()
@@ -187,7 +236,7 @@ def test_commit_or_reject_of_a_ticket_that_does_not_run_is_refused() -> None:
 
 
 def test_overdue_commit_does_not_evict_the_attempt_that_runs() -> None:
-    buffer = CohortBuffer(1, 0)
+    buffer = CohortBuffer(1, 0, replacement="slot")
     other = buffer.admit()
     assert other is not None
     buffer.reject(other, "judge")

@@ -131,18 +131,27 @@ def test_a_burst_that_waits_to_be_prefilled_changes_nothing() -> None:
 
 
 def test_fewer_are_in_play_while_batches_pile_up_and_more_when_the_trainer_waits() -> None:
+    """The limit falls once in a generation: the groups that were outstanding when it fell show nothing of it."""
     window = ConcurrencyWindow(longest=100)
     used_up(window, load(1000))
+
+    def generation(*, waits: bool = False) -> list[float]:
+        limits = []
+        for step in range((window._groups + 40) // 8):
+            for _ in range(8):
+                window.end(1)
+                window.start(1)
+            window.taken(ready=40, batch=8, waited=waits and step == 0)
+            limits.append(window.limit)
+        return limits
+
     everything = window.limit
-    for _ in range(5):
-        for _ in range(8):
-            window.end(1)
-            window.start(1)
-        window.taken(ready=40, batch=8, waited=False)
-    assert 0.2 * everything < window.limit < 0.5 * everything
+    for number in range(1, 5):
+        limits = generation()
+        assert limits == [pytest.approx(0.8**number * everything)] * len(limits)
     before = window.limit
-    window.taken(ready=0, batch=8, waited=True)
-    assert before < window.limit <= 1.5 * before
+    limits = generation(waits=True)
+    assert limits == [1.5 * before] * len(limits)
     for _ in range(10):
         window.taken(ready=0, batch=8, waited=True)
     assert window.limit == window.engines

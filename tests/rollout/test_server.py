@@ -421,7 +421,7 @@ def test_publish_and_rejection_admit_who_waits() -> None:
         await site.http.post("/version", json={"version": 1})
         assert (await waiting).slot == 2
 
-    at(play, bound=0)
+    at(play, bound=0, replacement="slot")
 
 
 def test_same_version_again_lets_requests_go_and_trains_nothing() -> None:
@@ -492,7 +492,7 @@ def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
         (told,) = [text for _, warnings in site.published for text in warnings]
         assert "mean length 2 against" in told
 
-    at(play)
+    at(play, replacement="slot")
 
 
 class Told(UnboundedConcurrency):

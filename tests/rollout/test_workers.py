@@ -9,20 +9,27 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.engine.adapters import InUse
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.metrics.fields import STEP_PROCESSES
 from asyncrl.network.addresses import Access
 from asyncrl.network.ports import free_port
+from asyncrl.rollout import server, wire
+from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.parts import allow_files
+from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.wire import Hello, connect
 from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Batch, EncodedGroup, Prompt
 from tests.examples import examples
 from tests.fakes import addresses, tiny_config, until
-from tests.rollout.machinery import Machinery, RecordedEngine
+from tests.rollout.machinery import KEY, Machinery, RecordedEngine
 from tests.rollout.test_machinery import STEPS, machinery, plain, same_bytes, shapes, timings
 
 
@@ -63,6 +70,9 @@ def _with_deaths(seed: int) -> int:
 
     batches = made.batches(STEPS, train)
     assert all(task.cancelled() or task.result() is None for task in dying)
+    told = pool.take_played()
+    assert told.keys() >= STEP_PROCESSES.keys()
+    assert told["processes/lost"] >= STEPS - 1
     asked = [tuple(group.prompt_ids) for batch in batches for group in batch.groups]
     assert len(set(asked)) == len(asked) == STEPS * 3
     return lost[0]
@@ -116,7 +126,7 @@ def test_error_of_ours_in_a_process_ends_the_run() -> None:
 
 def test_whoever_lacks_the_key_gets_nothing() -> None:
     async def main() -> None:
-        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), print)
+        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
         url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
         serving = asyncio.create_task(pool.serve(Path(), url))
         await asyncio.sleep(0.05)
@@ -161,6 +171,74 @@ def test_attempts_of_an_evaluation_share_a_process_and_failed_ones_are_told() ->
     assert [type(one).__name__ for one in played] == ["Trajectory"] * 2 + ["AsyncRLError"] * 2
     assert made.pool
     assert made.pool.tokens["evaluation"] == sum(one.num_tokens for one in played[:2])
+
+
+def warn(text: str, traceback: str | None = None) -> None: ...
+
+
+class Slow:
+    """A process that confirms a command only when it is told to."""
+
+    def __init__(self, channel: Any) -> None:
+        self.channel, self.commands = channel, list[Any]()
+
+    async def read(self) -> None:
+        while True:
+            self.commands.append(await self.channel.receive())
+
+    def confirm(self, kind: type) -> None:
+        number = next(one.number for one in reversed(self.commands) if isinstance(one, kind))
+        counts = wire.Counts({}, 0, 0, {"seconds_busy": 0.0}, {}, {}, {})
+        self.channel.send(wire.Report(number, counts, {}, InUse([], {})))
+
+
+def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_release(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "POLL_SECONDS", 0.05)
+
+    async def main() -> None:
+        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
+        groups = GroupLifecycle(CohortBuffer(1, 0), pool)  # type: ignore[arg-type]
+        service = RolloutServer(groups, pool, None, "key0")  # type: ignore[arg-type]
+        http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=service.app()), base_url="http://service", headers=KEY
+        )
+        url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+        tasks = [asyncio.create_task(pool.serve(Path(), url))]
+        await asyncio.sleep(0.05)
+        slow = []
+        for number in range(2):
+            slow.append(Slow(await connect(url, Access("key0"))))
+            slow[-1].channel.send(Hello("key0", number))
+            tasks.append(asyncio.create_task(slow[-1].read()))
+        await asyncio.sleep(0.05)
+        starting = asyncio.create_task(pool.start())
+        await asyncio.sleep(0.05)
+        for number, one in enumerate(slow):
+            assert not starting.done(), number
+            one.confirm(wire.Begin)
+        await starting
+        assert (await http.post("/hold")).status_code == 202
+        slow[0].confirm(wire.Hold)
+        assert (await http.post("/hold")).status_code == 202
+        slow[1].confirm(wire.Hold)
+        await asyncio.sleep(0.05)
+        assert (await http.post("/hold")).status_code == 200
+        assert [sum(isinstance(sent, wire.Hold) for sent in one.commands) for one in slow] == [1, 1]
+        publishing = asyncio.create_task(groups.published(0, 0))
+        slow[0].channel.close()  # its confirmation is not needed any more
+        await asyncio.sleep(0.05)
+        assert not publishing.done()
+        assert not groups._released.is_set()
+        slow[1].confirm(wire.Release)
+        await publishing
+        assert groups._released.is_set()
+        for task in tasks:
+            task.cancel()
+        slow[1].channel.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_episodes_that_need_more_open_files_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

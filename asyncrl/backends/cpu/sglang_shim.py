@@ -301,15 +301,20 @@ class _Unpinned(types.ModuleType):
 
 
 def _skip_experts_of_others(module: Any) -> None:
-    """Give no weight to experts that other ranks hold (expert parallelism), which are numbered -1. SGLang's loop over
-    the experts, unlike its kernels, does not expect them."""
+    """Leave out experts that other ranks hold (expert parallelism), which are numbered -1. SGLang's loop over the
+    experts, unlike its kernels, does not expect them."""
     forward = module.moe_forward_native
 
     def moe_forward_native(layer: Any, x: Any, chosen: Any, config: Any) -> Any:
-        if layer.moe_ep_size > 1:
-            weights = chosen.topk_weights.masked_fill(chosen.topk_ids < 0, 0.0)
-            chosen = chosen._replace(topk_weights=weights, topk_ids=chosen.topk_ids.clamp(min=0))
-        return forward(layer, x, chosen, config)
+        if layer.moe_ep_size == 1:
+            return forward(layer, x, chosen, config)
+        here, summed = chosen.topk_ids >= 0, x.new_zeros(x.shape)
+        if here.any():  # each pair of a token and an expert as a token of its own
+            tokens = here.nonzero()[:, 0]
+            ids, weights = chosen.topk_ids[here][:, None], chosen.topk_weights[here][:, None]
+            pairs = chosen._replace(topk_ids=ids, topk_weights=weights)
+            summed.index_add_(0, tokens, forward(layer, x[tokens], pairs, config))
+        return summed
 
     module.moe_forward_native = moe_forward_native
 

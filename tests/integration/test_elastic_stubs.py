@@ -1,0 +1,65 @@
+"""An elastic run adds an engine while engines are the limit, and the engine ends with the run.
+
+Launcher, asyncrl-engines, router and rollout process are real; engines and trainer are stubs (stub_run.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from asyncrl.planner.lengths import Lengths
+from tests.integration.faulty_users import write_questions
+from tests.integration.running import finish, lines, nothing_is_left, start
+from tests.integration.test_rollout_faults import ROOT, balanced
+from tests.integration.workload import Workload
+
+STEPS = 24
+LENGTHS = Lengths(mean=10.0, sigma=0.5, longest=24, group_size=4)
+WORKLOAD = Workload(asdict(LENGTHS), 0.01, [0.0], 0.25, per_request=0.0005, max_running=4)
+"""One engine takes about 1 s for a batch, two take half of it, and the trainer takes 0.25 s."""
+
+
+@pytest.mark.integration
+def test_controller_adds_an_engine_that_makes_steps_shorter_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name, value in WORKLOAD.environment().items():
+        monkeypatch.setenv(name, value)
+    run_dir, questions = tmp_path / "run", tmp_path / "questions.jsonl"
+    write_questions(questions, 0, raises=0.0, hangs=0.0)
+    overrides = {
+        "run.max_steps": STEPS,
+        "cluster.elastic": "act",
+        "cluster.max_engines": 2,
+        "cluster.tls": "false",
+        "rollout.batch_groups": 8,
+        "rollout.group_size": LENGTHS.group_size,
+        "rollout.max_staleness": 1,
+        "rollout.max_running_groups": "null",
+        "rollout.max_new_tokens": LENGTHS.longest,
+        "weights.verify": "false",
+        "task": "file",
+        "task.train_file": questions,
+        "eval.questions": 0,
+    }
+    arguments = [f"{name}={value}" for name, value in overrides.items()]
+    with start(run_dir, *arguments, module="tests.integration.stub_run") as process:
+        code, text = finish(process, run_dir, 120)
+    assert code == 0, text
+    decisions, steps = lines(run_dir / "elastic.jsonl"), lines(run_dir / "metrics.jsonl")
+    moved = [one for one in decisions if one["action"].endswith("engine")]
+    assert [(one["action"], one["before"], one["after"]) for one in moved] == [("add_engine", 1, 2)], text
+    assert all(f"elastic  step {one['step']}: {one['reason']}" in text for one in decisions)
+    serving = [step["engines/serving"] for step in steps]
+    assert serving == [1] * serving.count(1) + [2] * serving.count(2)
+    at = serving.index(2)
+    before, after = (sum(one["time/step"] for one in steps[at + first : at + first + 5]) for first in (-5, 2))
+    assert after < 0.85 * before
+    assert max(step["staleness/max"] for step in steps) <= 1
+    ledger = balanced(run_dir)
+    assert (ledger.groups.trained, ledger.groups.rejected) == (8 * STEPS, {})
+    nothing_is_left(run_dir)
