@@ -22,10 +22,8 @@ from asyncrl.config.disaggregated import check_disaggregated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
-    EvalConfig,
     JudgeConfig,
     RolloutConfig,
-    TaskConfig,
     TeacherConfig,
 )
 from asyncrl.config.quantization import check_quantization
@@ -41,6 +39,7 @@ from asyncrl.config.running import (
 )
 from asyncrl.config.secret_values import Parameters, secrets
 from asyncrl.config.speculation import check_speculation
+from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Choice, Name, Section
