@@ -27,13 +27,11 @@ class EngineConfig(Section):
     count: Natural
     """Number of engines to start; 0 is only allowed with `urls`, or with `prefill_count` and `decode_count`."""
     prefill_count: Natural
-    """Number of engines that only prefill; 0: off. With them and `decode_count`, in place of `count`, the KV cache of a
-    prompt travels to an engine that decodes its answer."""
+    """Number of engines that only prefill; 0: off. The KV caches of their prompts travel to engines that decode."""
     decode_count: Natural
     """Number of engines that only decode."""
     transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl"]
-    """How KV caches travel from engines that prefill to engines that decode
-    (--disaggregation-transfer-backend)."""
+    """How KV caches travel to engines that decode (--disaggregation-transfer-backend)."""
     urls: list[str]
     """Engines that are already running elsewhere, used in addition: this run sends them its weights and requests. They
     accept the run's API key, which must then be set as ASYNCRL_API_KEY in the environment (docs/engines.md)."""
@@ -47,8 +45,8 @@ class EngineConfig(Section):
     its heads. Must divide tensor_parallel (SGLang's --dp-size with --enable-dp-attention). All requests of a group go
     to the same replica."""
     pipeline_parallel: Count
-    """Pipeline stages of an engine, which takes tensor_parallel × pipeline_parallel GPUs. Needs
-    weights.pause_mode=abort or drain in a run that trains: SGLang does not pause the steps that are between stages."""
+    """Pipeline stages of an engine, which takes tensor_parallel × pipeline_parallel GPUs. A run that trains needs
+    weights.pause_mode=abort or drain, because SGLang does not pause the steps that are between stages."""
     device: Literal["auto", "cpu", "cuda"]
     """Device of the engines; auto uses CUDA if the machine has it."""
     dtype: Dtype
@@ -110,25 +108,20 @@ class EngineConfig(Section):
                 raise ConfigError("engine.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError("engine.urls", self.urls, "It lists an engine twice: remove one of the two.")
+        self._check_shape()
         return self
 
-    @model_validator(mode="after")
-    def _has_a_shape(self) -> EngineConfig:
+    def _check_shape(self) -> None:
         for field in ("expert_parallel", "data_parallel"):
             if self.tensor_parallel % getattr(self, field):
-                remedy = (
-                    f"Must divide engine.tensor_parallel={self.tensor_parallel}, whose GPUs it divides into groups."
-                )
+                remedy = f"Must divide the GPUs of a stage, engine.tensor_parallel={self.tensor_parallel}."
                 raise ConfigError(f"engine.{field}", getattr(self, field), remedy)
         if self.urls and self.pipeline_parallel > 1:
-            remedy = (
-                "The stock server of engine.urls cannot take weights on several stages: start engines by engine.count."
-            )
+            remedy = "The stock server cannot take weights on several stages: start engines by engine.count."
             raise ConfigError("engine.pipeline_parallel", self.pipeline_parallel, remedy)
         for given, value in self.server_args.items():
             if named := SHAPE_ARGS.get(given.replace("-", "_")):
                 raise ConfigError(f"engine.server_args.{given}", value, f"Set engine.{named} instead.")
-        return self
 
     @property
     def disaggregated(self) -> bool:
@@ -138,8 +131,7 @@ class EngineConfig(Section):
     @property
     def duties(self) -> list[str]:
         """Return what each engine that the launcher starts does, in the router's words."""
-        apart = ["prefill"] * self.prefill_count + ["decode"] * self.decode_count
-        return [*["regular"] * self.count, *apart]
+        return ["regular"] * self.count + ["prefill"] * self.prefill_count + ["decode"] * self.decode_count
 
     @property
     def started(self) -> int:
