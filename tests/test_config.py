@@ -680,7 +680,6 @@ APART = {"engine.count": 0, "engine.prefill_count": 1, "engine.decode_count": 1,
         ({"engine.count": 1}, "engine.count"),
         ({"engine.urls": ["http://h:1"]}, "engine.urls"),
         ({"weights.pause_mode": "retract"}, "weights.pause_mode"),
-        ({"cluster.elastic": "act", "metrics.timeline": True}, "cluster.elastic"),
         ({"rollout.coalesce": True}, "rollout.coalesce"),
         ({"algo.routing_replay": "R3"}, "algo.routing_replay"),
     ],
@@ -714,6 +713,14 @@ def test_an_engine_of_a_shape_that_the_model_does_not_have_is_refused(
     with pytest.raises(ConfigError, match=remedy) as caught:
         check_model(tiny_config(**changes), hf)
     assert caught.value.field == f"engine.{field}"
+
+
+def test_replicas_of_attention_are_refused_on_cpus() -> None:
+    shape = {"engine.tensor_parallel": 2, "engine.data_parallel": 2, "trainer.device": "cpu"}
+    check_devices(tiny_config(**shape), 2)
+    with pytest.raises(ConfigError, match="NCCL") as caught:
+        check_devices(tiny_config(**shape), 0)
+    assert caught.value.field == "engine.data_parallel"
 
 
 def test_engines_of_every_shape_that_fits_pass() -> None:

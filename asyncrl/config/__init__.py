@@ -22,10 +22,8 @@ from asyncrl.config.disaggregated import check_disaggregated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
-    EvalConfig,
     JudgeConfig,
     RolloutConfig,
-    TaskConfig,
     TeacherConfig,
 )
 from asyncrl.config.quantization import check_quantization
@@ -41,6 +39,7 @@ from asyncrl.config.running import (
 )
 from asyncrl.config.secret_values import Parameters, secrets
 from asyncrl.config.speculation import check_speculation
+from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Choice, Name, Section
@@ -238,7 +237,7 @@ class Config(Section):
         if self.cluster.elastic == "off":
             return
         least, most = self.cluster.min_engines, self.cluster.max_engines
-        count, prefill = self.engine.count + len(self.engine.urls), self.engine.prefill_count
+        count = self.engine.started + len(self.engine.urls)
         for field, value, wrong, remedy in (
             ("mode", self.mode, self.mode != "train", "Only a run that trains can be elastic"),
             (
@@ -247,7 +246,6 @@ class Config(Section):
                 self.cluster.placement == "colocated",
                 "Engines and trainers take turns",
             ),
-            ("engine.prefill_count", prefill, self.engine.disaggregated, "Only engines that do both come and go"),
             ("metrics.timeline", False, not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
             ("cluster.min_engines", least, least > count, f"The run starts with {count} engines: lower it"),
             ("cluster.max_engines", most, most is not None and most < count, f"It starts with {count}: raise it"),

@@ -42,12 +42,6 @@ def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
             f"SGLang releases no memory while KV caches are sent ({APART}): set separate.",
         ),
         (
-            "cluster.elastic",
-            config.cluster.elastic,
-            config.cluster.elastic != "off",
-            "It adds and removes engines without knowing which prefill and which decode: set off.",
-        ),
-        (
             "weights.pause_mode",
             mode,
             mode == "retract",

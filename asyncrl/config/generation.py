@@ -1,4 +1,4 @@
-"""Configuration of engines, rollouts, tasks and evaluation."""
+"""Configuration of engines and rollouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl.config.quantization import Quantization
 from asyncrl.config.secret_values import Parameters
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
-from asyncrl.settings import Count, Dtype, Million, Name, Natural, Positive, Section
+from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section
 
 SHAPE_ARGS = {
     **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "tensor_parallel"),
@@ -27,13 +27,11 @@ class EngineConfig(Section):
     count: Natural
     """Number of engines to start; 0 is only allowed with `urls`, or with `prefill_count` and `decode_count`."""
     prefill_count: Natural
-    """Number of engines that only prefill; 0: off. With them and `decode_count`, in place of `count`, the KV cache of a
-    prompt travels to an engine that decodes its answer."""
+    """Number of engines that only prefill; 0: off. The KV caches of their prompts travel to engines that decode."""
     decode_count: Natural
     """Number of engines that only decode."""
     transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl"]
-    """How KV caches travel from engines that prefill to engines that decode
-    (--disaggregation-transfer-backend)."""
+    """How KV caches travel to engines that decode (--disaggregation-transfer-backend)."""
     urls: list[str]
     """Engines that are already running elsewhere, used in addition: this run sends them its weights and requests. They
     accept the run's API key, which must then be set as ASYNCRL_API_KEY in the environment (docs/engines.md)."""
@@ -47,8 +45,8 @@ class EngineConfig(Section):
     its heads. Must divide tensor_parallel (SGLang's --dp-size with --enable-dp-attention). All requests of a group go
     to the same replica."""
     pipeline_parallel: Count
-    """Pipeline stages of an engine, which takes tensor_parallel × pipeline_parallel GPUs. Needs
-    weights.pause_mode=abort or drain in a run that trains: SGLang does not pause the steps that are between stages."""
+    """Pipeline stages of an engine, which takes tensor_parallel × pipeline_parallel GPUs. A run that trains needs
+    weights.pause_mode=abort or drain, because SGLang does not pause the steps that are between stages."""
     device: Literal["auto", "cpu", "cuda"]
     """Device of the engines; auto uses CUDA if the machine has it."""
     dtype: Dtype
@@ -110,25 +108,20 @@ class EngineConfig(Section):
                 raise ConfigError("engine.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError("engine.urls", self.urls, "It lists an engine twice: remove one of the two.")
+        self._check_shape()
         return self
 
-    @model_validator(mode="after")
-    def _has_a_shape(self) -> EngineConfig:
+    def _check_shape(self) -> None:
         for field in ("expert_parallel", "data_parallel"):
             if self.tensor_parallel % getattr(self, field):
-                remedy = (
-                    f"Must divide engine.tensor_parallel={self.tensor_parallel}, whose GPUs it divides into groups."
-                )
+                remedy = f"Must divide the GPUs of a stage, engine.tensor_parallel={self.tensor_parallel}."
                 raise ConfigError(f"engine.{field}", getattr(self, field), remedy)
         if self.urls and self.pipeline_parallel > 1:
-            remedy = (
-                "The stock server of engine.urls cannot take weights on several stages: start engines by engine.count."
-            )
+            remedy = "The stock server cannot take weights on several stages: start engines by engine.count."
             raise ConfigError("engine.pipeline_parallel", self.pipeline_parallel, remedy)
         for given, value in self.server_args.items():
             if named := SHAPE_ARGS.get(given.replace("-", "_")):
                 raise ConfigError(f"engine.server_args.{given}", value, f"Set engine.{named} instead.")
-        return self
 
     @property
     def disaggregated(self) -> bool:
@@ -138,8 +131,7 @@ class EngineConfig(Section):
     @property
     def duties(self) -> list[str]:
         """Return what each engine that the launcher starts does, in the router's words."""
-        apart = ["prefill"] * self.prefill_count + ["decode"] * self.decode_count
-        return [*["regular"] * self.count, *apart]
+        return ["regular"] * self.count + ["prefill"] * self.prefill_count + ["decode"] * self.decode_count
 
     @property
     def started(self) -> int:
@@ -311,98 +303,3 @@ class RolloutConfig(Section):
     def effective_lead(self) -> int:
         """Return the lead in effect."""
         return self.max_staleness if self.lead is None else self.lead
-
-
-class EnvironmentsConfig(Section):
-    """Hosting and limits of a task's environments, if it has any; times are in seconds."""
-
-    hosted: bool | None
-    """Run environments in separate processes, which may hang or die without harming the run. unset: only those whose
-    steps are not async, since they would block the event loop."""
-    per_process: Count
-    """Environments per process: if one hangs or kills the process, the episodes of the others are played again."""
-    concurrency: Count | None
-    """Maximum number of concurrent environments; unset: one per running episode."""
-    warm: Natural
-    """Number of environments created ahead of their episodes."""
-    reset_timeout: Positive
-    """Timeout of creating, resetting and closing an environment."""
-    step_timeout: Positive
-    """Timeout of one step."""
-    max_failures: Count
-    """Number of consecutive failures after which episodes wait until a trial episode succeeds."""
-    patience: Positive
-    """Maximum time that episodes wait; then the run ends and names the environment."""
-
-
-class TaskConfig(Section):
-    """Source of prompts and scoring of answers."""
-
-    kind: str
-    """reasoning_gym (generated problems), copy (toy task of copying digits), squares (toy task with images), file (your
-    own questions), benchmark (public test sets, only in eval.sets: asyncrl/tasks/benchmarks.py), or the import path
-    module:name of your own class, which provides questions and scores or plays them (asyncrl/tasks/custom.py)."""
-    name: str
-    """reasoning_gym, benchmark: name of the dataset; otherwise a label."""
-    params: Parameters
-    """reasoning_gym: arguments of the dataset; copy: digits; squares: ask; your own class: its arguments."""
-    agent: str | None
-    """Agent that plays this task, instead of the run's agent; unset: the one that the task itself provides, or the
-    run's."""
-    agent_params: Parameters
-    """Arguments of the agent; if the task provides an environment and agent is unset, those of MultiTurn
-    (max_turns)."""
-    tools: list[Parameters]
-    """Tools that the model may call before it answers: Python functions, MCP servers, a Python sandbox
-    (docs/tools.md)."""
-    tool_options: Parameters
-    """Syntax, execution and display of tool calls (docs/tools.md)."""
-    environments: EnvironmentsConfig
-    system: str | None
-    """System message."""
-    shots: Natural
-    """Number of worked examples before each question."""
-    train_file: str | None
-    """file: JSONL or parquet file of the training questions; for an evaluation set without eval_file, its questions."""
-    eval_file: str | None
-    """file: JSONL or parquet file of the evaluation questions; unset: the first `eval.questions` of train_file are held
-    out."""
-    prompt_key: str
-    """file: field that holds the question (text, or a list of chat messages)."""
-    answer_key: str
-    """file: field that holds the reference answer."""
-    image_key: str | None
-    """file: field that holds the question's image, or a list of images: a path, the bytes of a file, base64, or Hugging
-    Face's {bytes, path}. They take the places of <image> in a text, of parts of type image in messages, or, without
-    either, come first."""
-    image_folder: str | None
-    """file: folder of the images' paths, outside of which no file is read; unset: the folder of the question file."""
-    reward: str | None
-    """Scorer of answers, instead of the task's own: one of those in docs/rewards.md (exact, number, math, code, judge,
-    weighted, ...), or an import path module:name of a plain or async function (answer text, record) -> float, or of a
-    reward (asyncrl/rewards/reward.py). Not called if an agent or an environment computes the reward itself."""
-    reward_params: Parameters
-    """Arguments of the reward."""
-    weight: Positive
-    """Sampling weight of this task's prompts, relative to the other tasks."""
-    group_size: Count | None
-    """Completions per prompt; unset: rollout.group_size."""
-
-
-class EvalConfig(Section):
-    """Evaluation on held-out questions of every task, and on additional sets, by the same engines."""
-
-    questions: Natural
-    """Number of questions held out of each task; 0 disables evaluation. It also limits how many questions of evaluation
-    files and additional sets are asked. Training never draws any of them."""
-    every: Count | None
-    """Also evaluate every this many versions, concurrently with training; unset: only before and after."""
-    samples: Natural
-    """Number of sampled answers per question, in addition to the greedy one, for pass@k."""
-    temperature: Positive
-    """Sampling temperature of those answers."""
-    max_running: Count
-    """Maximum number of questions in flight, which limits how many evaluation requests can be queued ahead of
-    training's."""
-    sets: dict[Name, TaskConfig]
-    """Additional sets of questions, by name: +task@eval.sets.NAME=OPTION. Their weight and group_size are ignored."""

@@ -26,7 +26,7 @@ def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
         ("expert_parallel", experts % engine.expert_parallel, f"Must divide the model's {experts} routed experts."),
         ("data_parallel", family not in REPLICATED, f"SGLang replicates the attention of {REPLICATED} alone: set 1."),
         ("data_parallel", adapters, "Adapters in engines were tried with one replica alone: set 1."),
-        ("data_parallel", tied, "SGLang reads the tied output layer as if it were cut over all ranks: set 1."),
+        ("data_parallel", tied, "A tied output layer was not tried with several replicas: set 1."),
         ("pipeline_parallel", sees, "SGLang's stages of models with images were not tried: set 1."),
         ("pipeline_parallel", adapters, "Adapters in engines were tried with one stage alone: set 1."),
         (

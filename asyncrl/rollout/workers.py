@@ -310,7 +310,7 @@ class EpisodeWorkers:
         self._past_proxies += connection.proxies
         self._lost += 1
         if connection.groups:
-            self._warn(f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are played again")
+            self._warn(f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are replaced")
         connection.lost(EpisodeFailed(LOST, f"the process episodes-{connection.number} was lost"))
         async with self._changed:
             self._changed.notify_all()

@@ -155,11 +155,16 @@ class Objective:
             "tokens/packed": totals["packed"],
             "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
             **self._entropy(columns["entropy"][ran]),
-            **({"mtp/loss": float(columns["mtp"][ran].mean())} if self._mtp and bool(ran.any()) else {}),
+            **(_of_predictions(columns["mtp"][ran]) if self._mtp else {}),
             **_distances(start, table, ran, plain=self._temperature == 1.0),
             **gap_figures(table.with_proximal(start), ran),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=cap, clip=clip),
         }
+
+
+def _of_predictions(losses: Tensor) -> dict[str, float]:
+    """Return the mean loss of multi-token prediction, if there is one."""
+    return {"mtp/loss": float(losses.mean())} if losses.numel() else {}
 
 
 def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor, *, plain: bool) -> dict[str, float]:

@@ -50,7 +50,7 @@ class Trainer:
 
     def __init__(self, root: Path, limit: int = 40) -> None:
         self.fleet = Fleet([], Access(""), 1.0)
-        self.transport = DeltaTransport(self.fleet, root, stage=0, engine_tp=1)
+        self.transport = DeltaTransport(self.fleet, root, stage=0, ranks=1)
         self.limit = limit
 
     def write(self, version: int, tensors: dict[str, Tensor], *, full: bool = False) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def test_damaged_file_is_refused_before_anything_changes(tmp_path: Path) -> None
 
 
 def test_a_refusal_is_a_receipt_and_never_an_error_in_the_engine(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("asyncrl.engine.delta._rank", lambda: 0)
+    monkeypatch.setattr("asyncrl.engine.delta.own_rank", lambda: 0)
     trainer, now = Trainer(tmp_path, 10**6), weights(0)
     model = Model(now)
     for order, refused in (({**trainer.write(1, now), "base": 7}, True), (trainer.write(2, now, full=True), False)):

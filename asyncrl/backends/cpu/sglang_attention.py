@@ -33,6 +33,10 @@ class BatchedAttention(TorchNativeAttnBackend):
         table = self.req_to_token_pool.req_to_token
         self.plan = make_plan(table[forward_batch.req_pool_indices, : max(lengths, default=0)], lengths, new, trees)
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """Return the length of the requests that SGLang adds so that all replicas of attention decode equally many."""
+        return 1
+
     def _run_sdpa_forward_decode(
         self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
