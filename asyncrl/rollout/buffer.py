@@ -78,6 +78,7 @@ class CohortBuffer:
         self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be replayed
         self._running: dict[int, RunningGroup] = {}  # by slot
         self._ready: dict[int, ReadyGroup] = {}  # by slot
+        self._ready_of = Counter[int]()  # their number by cohort, since `take` is called after every event
         self._training: list[ReadyGroup] = []
         self._unwanted: list[Ticket] = []
         self._dropped: list[Group] = []
@@ -135,6 +136,7 @@ class CohortBuffer:
             return False
         playing = self._close(ticket)
         self._ready[ticket.slot] = ReadyGroup(ticket.cohort, playing.prompt, group, group.num_tokens)
+        self._ready_of[ticket.cohort] += 1
         self._tokens["discarded"] += discarded
         cohort.taken += 1
         if cohort.taken == cohort.seats:
@@ -179,6 +181,7 @@ class CohortBuffer:
         slots = sorted(self._ready)[: max(min(one.must, one.ready) for one in found)]
         slots = sorted(slots + self._chosen(set(slots)))
         self._training = [self._ready.pop(slot) for slot in slots]
+        self._ready_of -= Counter(one.cohort for one in self._training)
         self.step += 1
         for number in list(self._cohorts):
             self._forget(number)
@@ -283,6 +286,7 @@ class CohortBuffer:
         self._cohorts, self.lead, self._wanted_lead = dict(state.cohorts), state.lead, state.wanted_lead
         self._running = {one.ticket.slot: replace(one, since=self._clock()) for one in state.running}
         self._ready = {one.group.slot: one for one in state.ready}
+        self._ready_of = Counter(one.cohort for one in state.ready)
         self._unwanted, self._requeued = state.unwanted, state.requeued
         self._issued, self._trained = Counter(state.issued), Counter(state.trained)
         self._tokens = Counter(state.tokens)
@@ -291,13 +295,14 @@ class CohortBuffer:
     # -- internals -----------------------------------------------------------------------------------------
 
     def _demands(self, cohorts: dict[int, Cohort] | None = None) -> list[Demand]:
-        return demands(cohorts or self._cohorts, self._ready.values(), self.step, self.batch_groups)
+        return demands(cohorts or self._cohorts, self._ready_of, self.step, self.batch_groups)
 
     def _drop_late(self) -> None:
         """Give up what is left of the cohorts that are due, and what does not fit into the batch; the seats move."""
         last, ready = self.due(), sorted(self._ready.items())
         late = [slot for slot, played in ready if played.cohort <= last][self.batch_groups :]
         for dropped in map(self._ready.pop, late):  # non-empty only after seats have moved
+            self._ready_of[dropped.cohort] -= 1
             self._count_rejected(OVER_AGE, dropped, dropped.tokens)
             self._dropped.append(dropped.group)
         self._move_seats(len(late))

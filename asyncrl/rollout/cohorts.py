@@ -90,13 +90,13 @@ class Demand:
     ready: int  # number of them that are ready
 
 
-def demands(cohorts: Mapping[int, Cohort], ready: Collection[ReadyGroup], step: int, batch: int) -> list[Demand]:
-    """Return the demands of all cohorts on step `step`, of `batch` groups, by the rule of rollout/buffer.py."""
-    ready_of = Counter(one.cohort for one in ready)
+def demands(cohorts: Mapping[int, Cohort], ready: Mapping[int, int], step: int, batch: int) -> list[Demand]:
+    """Return the demands of all cohorts on step `step`, of `batch` groups, by the rule of rollout/buffer.py. `ready` is
+    the number of ready groups of each cohort that has any."""
     found, untrained, counted = [], 0, 0
     for number, cohort in sorted(cohorts.items()):
-        counted += ready_of[number]
-        untrained += cohort.seats - cohort.taken + ready_of[number]
+        counted += ready.get(number, 0)
+        untrained += cohort.seats - cohort.taken + ready.get(number, 0)
         must = untrained - (cohort.due - step) * batch
         found.append(Demand(number, max(0, must) if untrained else 0, counted))
     return found
