@@ -715,14 +715,6 @@ def test_an_engine_of_a_shape_that_the_model_does_not_have_is_refused(
     assert caught.value.field == f"engine.{field}"
 
 
-def test_replicas_of_attention_are_refused_on_cpus() -> None:
-    shape = {"engine.tensor_parallel": 2, "engine.data_parallel": 2, "trainer.device": "cpu"}
-    check_devices(tiny_config(**shape), 2)
-    with pytest.raises(ConfigError, match="NCCL") as caught:
-        check_devices(tiny_config(**shape), 0)
-    assert caught.value.field == "engine.data_parallel"
-
-
 def test_engines_of_every_shape_that_fits_pass() -> None:
     check_model(tiny_config(**{"engine.tensor_parallel": 6, "engine.expert_parallel": 3}), MOE)
     check_model(tiny_config(**{"engine.tensor_parallel": 4, "engine.data_parallel": 2}), REPLICATED)

@@ -31,7 +31,7 @@ def test_each_entry_imports_it_first_and_says_when_it_is_done(entry: str) -> Non
 def test_nothing_else_stops_the_collector() -> None:
     users = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "importing" in path.read_text()}
     entries = {path for path in users if "import importing" in (PACKAGE / path).read_text()}
-    assert entries == {"engine/serve.py", "rollout/__main__.py", "trainer/__main__.py"}
+    assert entries == {"engine/serve.py", "rollout/__main__.py", "rollout/episodes.py", "trainer/__main__.py"}
 
 
 def test_a_hidden_package_is_found_again_afterwards() -> None:

@@ -324,9 +324,6 @@ def check_devices(config: Config, gpus: int) -> None:
         if section.device == "cuda" and gpus == 0:
             raise ConfigError(f"{name}.device", "cuda", "This machine has no visible GPU: use cpu or auto.")
         wanted += ranks if on_gpu(section, gpus) else 0
-    if config.engine.data_parallel > 1 and generates and not on_gpu(config.engine, gpus):
-        remedy = "On CPUs SGLang cannot sum up the tokens of replicas, which takes NCCL: set it to 1."
-        raise ConfigError("engine.data_parallel", config.engine.data_parallel, remedy)
     if config.cluster.placement == "colocated" and on_gpu(config.engine, gpus):
         wanted -= config.engine.started * config.engine.ranks  # they use the trainers'
     if wanted > gpus:

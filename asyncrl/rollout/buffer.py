@@ -17,11 +17,10 @@ lowers others. A step leaves at most (due - t) * B; once all groups have ended t
 B from every U(c), or all of it. Without rejections, or with replacement=slot, a cohort keeps B seats, and a step waits
 for the one that is due alone; at slack 0 batch t is cohort t, in whatever order groups end. Bound 0 is synchronous.
 
-The lead may change during a run. A cohort keeps the step at which it is due, c + slack when it was opened, so that the
-bound holds. A lower lead applies to cohorts that are opened afterwards, whose slack is larger. A higher lead changes
-every due to min(due, c + slack), and waits while some U(c) is too large for that.
+If the lead changes, a cohort keeps the step at which it is due, c + slack when it was opened. A lower lead applies to
+later cohorts. A higher one changes every due to min(due, c + slack), and waits while some U(c) is too large for that.
 
-No group is dropped. Two options give that up, and count what they throw away (both favor short answers):
+No group is dropped, but by two options, which count what they throw away (both favor short answers):
   oversample      B + oversample groups of each cohort run, and the first B that end get its seats
   over_age=drop   step t does not wait for cohort t - slack when B other groups are ready: unfinished groups of that
                   cohort are dropped, and their seats move to the newest cohort
@@ -45,8 +44,7 @@ from asyncrl.rollout.hooks import Select, lowest_first
 from asyncrl.rollout.ledger import EventCounts, Ledger, SourceCounts, StateCounts, TokenCounts
 from asyncrl.schema import Group
 
-SURPLUS, OVER_AGE = "surplus", "over_age"
-"""Reasons of a rejection: the cohort's seats were taken by other groups; the batch was taken without it."""
+SURPLUS, OVER_AGE = "surplus", "over_age"  # the seats went to other groups; the batch was taken without it
 
 
 class CohortBuffer:
@@ -123,8 +121,8 @@ class CohortBuffer:
         self._issued["trajectories"] += trajectories
 
     def commit(self, ticket: Ticket, group: Group, *, discarded: int = 0) -> bool:
-        """Add a finished group to the ready ones; engines generated `discarded` tokens more. Returns False if it is
-        rejected, because its cohort has no seat left."""
+        """Add a finished group to the ready ones; `discarded` tokens are not in it. Returns False if it is rejected,
+        because its cohort has no seat left."""
         cohort = self._cohorts[ticket.cohort]
         if cohort.taken == cohort.seats:
             self.reject(ticket, self._too_late(ticket), tokens=group.num_tokens + discarded)
@@ -174,8 +172,7 @@ class CohortBuffer:
         if not self._drops and any(one.must > one.ready for one in found):
             return None
         slots = sorted(self._ready)[: max(min(one.must, one.ready) for one in found)]
-        slots = sorted(slots + self._chosen(set(slots)))
-        self._training = [self._ready.pop(slot) for slot in slots]
+        self._training = [self._ready.pop(slot) for slot in sorted(slots + self._chosen(set(slots)))]
         self._ready_of -= Counter(one.cohort for one in self._training)
         self.step += 1
         for number in list(self._cohorts):
@@ -185,8 +182,7 @@ class CohortBuffer:
     def publish(self, version: int) -> None:
         """Record that every engine serves `version`: the batch behind it is trained, and the next cohort may start."""
         if version != self.version + 1 or version != self.step:
-            now = f"version {self.version}, with {self.step} batches taken"
-            raise ValueError(f"version {version} published after {now}")
+            raise ValueError(f"version {version} published after version {self.version}, {self.step} batches taken")
         self.version = version
         self._trained.update(units(self._training))
         self._tokens["trained"] += sum(played.tokens for played in self._training)
@@ -294,18 +290,17 @@ class CohortBuffer:
 
     def _drop_late(self) -> None:
         """Give up what is left of the cohorts that are due, and what does not fit into the batch; the seats move."""
-        last, ready = self.due(), sorted(self._ready.items())
-        late = [slot for slot, played in ready if played.cohort <= last][self.batch_groups :]
+        last = self.due()
+        late = sorted(slot for slot, played in self._ready.items() if played.cohort <= last)[self.batch_groups :]
         for dropped in map(self._ready.pop, late):  # non-empty only after seats have moved
             self._ready_of[dropped.cohort] -= 1
             self._count_rejected(OVER_AGE, dropped, dropped.tokens)
             self._dropped.append(dropped.group)
         self._move_seats(len(late))
-        for number, cohort in list(self._cohorts.items()):
-            if number <= last and cohort.taken < cohort.seats:
-                self._move_seats(cohort.seats - cohort.taken)
-                cohort.seats = cohort.taken
-                self._dismiss(number)
+        for number, cohort in [one for one in self._cohorts.items() if one[0] <= last and one[1].taken < one[1].seats]:
+            self._move_seats(cohort.seats - cohort.taken)
+            cohort.seats = cohort.taken
+            self._dismiss(number)
 
     def _chosen(self, due: set[int]) -> list[int]:
         """Return the slots that fill up a batch, as `select` chooses them."""

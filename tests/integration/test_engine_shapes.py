@@ -1,5 +1,4 @@
-"""Engines that divide experts, or have pipeline stages, serve what is published to them. (With replicas of attention,
-SGLang sums up unequal numbers of tokens over NCCL alone.)"""
+"""Engines that divide experts, replicate attention, or have pipeline stages serve what is published to them."""
 
 from __future__ import annotations
 
@@ -34,6 +33,7 @@ SPARSE = {
 }
 SHAPES = {
     "experts": ("engine.tensor_parallel=2", "engine.expert_parallel=2"),
+    "replicas": ("engine.tensor_parallel=2", "engine.data_parallel=2", "engine.expert_parallel=2"),
     "stages": ("engine.pipeline_parallel=2", "weights.pause_mode=abort"),
 }
 EVERY_WAY = ("tensor", "distributed", "disk", "delta")
@@ -80,7 +80,7 @@ def test_an_engine_of_any_shape_serves_what_was_sent(shape: str, ways: tuple[str
             for version in (2 * first + 1, 2 * first + 2):
                 assert publish(publisher, version)["engines"] == 1
             served = reloaded(model, weights.at(version), tmp_path / f"v{version}")
-            for found in ask(fleet, 6, version, run=f"s-{transport}"):
+            for found in ask(fleet, 6, version, run=f"s-{transport}", replicas=fleet.config.engine.data_parallel):
                 assert {span.version for span in found.versions} == {version}
                 expected = logprobs(served, found.token_ids)
                 torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=1e-4)

@@ -251,7 +251,7 @@ def test_overdue_commit_does_not_evict_the_attempt_that_runs() -> None:
 
 def test_one_batch_at_a_time_and_only_its_version_can_be_published() -> None:
     buffer = CohortBuffer(1, 1)
-    with pytest.raises(ValueError, match="version 1 published after version 0, with 0 batches taken"):
+    with pytest.raises(ValueError, match="version 1 published after version 0, 0 batches taken"):
         buffer.publish(1)
     for _ in range(2):
         ticket = buffer.admit()

@@ -51,6 +51,7 @@ def install() -> None:
     after_import("sglang.srt.batch_invariant_ops", _without_invariant_kernels)
     after_import("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch)
     after_import("sglang.srt.layers.sampler", _sample_by_inversion)
+    after_import("sglang.srt.distributed.parallel_state", _reduce_without_nccl)
     after_import("sglang.srt.layers.moe.fused_moe_native", _skip_experts_of_others)
     after_import("sglang.srt.lora.layers", _create_unpinned)
     after_import("sglang.srt.lora.backend.torch_backend", _create_unpinned)
@@ -298,6 +299,11 @@ class _Unpinned(types.ModuleType):
         if name not in ("tensor", "zeros", "empty"):
             return found
         return lambda *args, pin_memory=False, **kwargs: found(*args, **kwargs)
+
+
+def _reduce_without_nccl(module: Any) -> None:
+    """Let replicas of attention sum up unequal numbers of tokens as deterministic engines do, without NCCL."""
+    module.GroupCoordinator.reduce_scatterv = module.GroupCoordinator._deterministic_reduce_scatterv
 
 
 def _skip_experts_of_others(module: Any) -> None:
