@@ -66,23 +66,18 @@ class CohortBuffer:
         self.lead = self._wanted_lead = max_staleness if lead is None else lead
         if self.slack < 0:
             raise ValueError(f"lead {self.lead} exceeds max_staleness {max_staleness}")
-        self.version = 0  # served by every engine
-        self.step = 0  # the next batch to take
+        self.version = self.step = 0  # served by every engine; the next batch to take
         self._oversample, self._drops, self._select, self._clock = oversample, over_age == "drop", select, clock
         self._moves = replacement == "newest"
-        self._next_slot = 0
-        self._filling = 0  # the cohort that new slots belong to
+        self._next_slot = self._filling = self._requeued = 0  # the next slot, and the cohort that it belongs to
         self._cohorts: dict[int, Cohort] = {}
         self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be replayed
-        self._running: dict[int, RunningGroup] = {}  # by slot
-        self._ready: dict[int, ReadyGroup] = {}  # by slot
+        self._running, self._ready = dict[int, RunningGroup](), dict[int, ReadyGroup]()  # by slot
         self._ready_of = Counter[int]()  # their number by cohort, since `take` is called after every event
         self._training: list[ReadyGroup] = []
-        self._unwanted: list[Ticket] = []
-        self._dropped: list[Group] = []
+        self._unwanted, self._dropped = list[Ticket](), list[Group]()
         self._issued, self._trained, self._tokens = Counter[str](), Counter[str](), Counter[str]()
         self._rejected: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason
-        self._requeued = 0
         self._open(0)
 
     @property
