@@ -70,6 +70,8 @@ class Bigrams:
 class Rows:
     """Replacement of trainer/head.py."""
 
+    drafted = None
+
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
 
