@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 from asyncrl.backends.cpu.sglang_shim import install
 from asyncrl.engine import quantized
+from asyncrl.network.ports import free_port
 
 install()
 
@@ -97,7 +98,7 @@ def load_rank(args: Any, ports: Any, rank: int, out: Path, published: Sequence[s
 def load(job: dict[str, Any]) -> None:
     """Run all ranks of one model."""
     os.environ.update(job["env"])
-    args = prepare_server_args(job["args"])
+    args = prepare_server_args([*job["args"], "--nccl-port", str(free_port("127.0.0.1"))])
     _set_envs_and_config(args)
     ports, ranks = PortArgs.init_new(args), range(args.tp_size * args.pp_size)
     published = job.get("published", [])

@@ -51,7 +51,7 @@ def test_function_that_edits_its_context_trains_every_token_that_it_was_answered
     run_dir = tmp_path / "run"
     run(
         run_dir,
-        *("agent=mine:my_agent", "+agent_params.bonus=0.5", "run.max_steps=4", "eval.questions=0", "record=true"),
+        *("agent=mine:my_agent", "+agent_params.bonus=0.5", "run.max_steps=2", "eval.questions=0", "record=true"),
     )
     ledger = books_balance(run_dir)
     assert ledger["tokens"]["discarded"] == 0

@@ -25,7 +25,7 @@ def rehearsed(folder: Path, *names: str) -> None:
     assert found["rehearsal"]
 
 
-@pytest.mark.integration
+@pytest.mark.campaign  # publishes, pauses and runs have tests of their own
 def test_a_part_is_rehearsed(tmp_path: Path) -> None:
     rehearsed(tmp_path, "mfu-moe")
 

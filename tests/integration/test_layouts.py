@@ -7,13 +7,16 @@ loading, resharding, publishing, token alignment and temperature are all right, 
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.inspection import cli
+from asyncrl.metrics.fields import STEP_TRAINER
 from asyncrl.observability.intervals import DECODE
 from asyncrl.observability.spans import trace_id
 from asyncrl.observability.timeline import (
@@ -65,7 +68,7 @@ SYNCHRONOUS = [
 @pytest.mark.parametrize("layout", CASES)
 def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layout: list[str], tmp_path: Path) -> None:
     with collector([200]) as (endpoint, taken):
-        collected = [f"tracing.endpoint={endpoint}"] if TRACED in layout else []
+        collected = [f"tracing.endpoint={endpoint}", "trainer.profile=[2]"] if TRACED in layout else []
         steps = run(tmp_path / "run", *SYNCHRONOUS, *layout, *collected)
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5]
     assert max(step["staleness/max"] for step in steps) == 0
@@ -74,10 +77,29 @@ def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layo
     assert min(step["grad_norm"] for step in steps) > 0  # the weights did change between publishes
     nothing_is_left(tmp_path / "run")
     if TRACED in layout:
+        steps_are_measured_and_one_is_profiled(tmp_path / "run", steps)
         everything_is_in_the_timeline(tmp_path / "run")
         assert {service for service, _ in taken} == {*PROCESSES}
         warnings = [line["warning"] for line in lines(tmp_path / "run" / "warnings.jsonl")]
         assert not [text for text in warnings if "tracing" in text or "timeline" in text]
+
+
+def steps_are_measured_and_one_is_profiled(run_dir: Path, steps: list[dict[str, Any]]) -> None:
+    """Each step has its times by purpose, and every rank writes a trace of the step that is asked for."""
+    for step in steps:
+        assert STEP_TRAINER.keys() - step.keys() == {"flops/utilization"}
+        parts = [step[f"time/{part}"] for part in ("forward", "backward", "communication", "optimizer")]
+        if step["groups/trained"]:
+            assert min(parts[0], parts[1], parts[3]) > 0
+            assert step["flops/rank"] > 0
+        # parts are means of ranks, and train is of rank 0, which may begin a step after the others
+        assert sum(parts) < step["time/step"]
+        assert 1e8 < step["memory/peak"] < 1e10
+    traces = sorted((run_dir / "profile").iterdir())
+    assert [trace.name for trace in traces] == [f"step-000002-rank-{rank}.json.gz" for rank in (0, 1)]
+    for trace in traces:
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        assert {"aten::mm", "_ScoresBackward"} & {event.get("name") for event in events}
 
 
 def everything_is_in_the_timeline(run_dir: Path) -> None:

@@ -53,7 +53,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 SHARDED = ["cp2", "dp2", "ep2", "etp2", "four"]
 APART = ["dropout", "bfloat16"]
 WORLD = {"tp4": 4, "sp4": 4, "four": 4, **dict.fromkeys(["single", "full", "selective", *APART], 1)}
-CASES = [(layout, model) for layout, (_, models) in LAYOUTS.items() if layout not in APART for model in models]
+CASES = [
+    pytest.param(layout, model, marks=[pytest.mark.campaign] if layout == "tp4" else [])  # sp4 has its divided heads
+    for layout, (_, models) in LAYOUTS.items()
+    if layout not in APART
+    for model in models
+]
 
 
 def trainer() -> dict[str, Any]:

@@ -93,7 +93,7 @@ def prepare(folder: Path, model: str, layout: str, variants: Variants, algo: dic
     return config
 
 
-@pytest.mark.parametrize("layout", repeated(RECOMPUTED, "single", "ep2"))
+@pytest.mark.parametrize("layout", repeated(RECOMPUTED, "single", "ep2", "tp2-sp", "pp2"))
 def test_recomputation_changes_no_bit_of_figures_gradients_and_weights(layout: str, tmp_path: Path) -> None:
     variants = {model: RECOMPUTE[model] for model in RECOMPUTED[layout]}
     if "pp2-vpp2" not in layout:
