@@ -159,7 +159,8 @@ class Engine:
 
     def __init__(self, bench: Bench, addresses: Addresses) -> None:
         self._bench, self._addresses = bench, addresses
-        self._http = httpx.Client(timeout=60.0, **addresses.access.http)
+        fresh = httpx.Limits(max_keepalive_connections=0)  # an engine closes connections that were idle for 5 s
+        self._http = httpx.Client(timeout=60.0, limits=fresh, **addresses.access.http)
         self._asked = 0
 
     def ask(self, prompt: list[int], version: int) -> list[Completion]:
