@@ -148,7 +148,7 @@ def measured(parts: Sequence[str], *, quick: bool) -> Iterator[tuple[str, float]
     for part in parts:
         print(f"{part}:", flush=True)
         if part == "stubs":
-            yield from ((f"stubs_{name}", value) for name, value in stubs(40 if quick else 120).items())
+            yield from ((f"stubs_{name}", value) for name, value in stubs(24 if quick else 120).items())
             continue
         rows = [compared(part, 100 if quick else 200, seed) for seed in range(1 if quick else 5)]
         for name in rows[0]:

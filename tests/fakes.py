@@ -158,7 +158,8 @@ class FakeHttp:
         self._handle = handle
 
     @asynccontextmanager
-    async def post(self, url: str, data: bytes, headers: dict[str, str]) -> AsyncIterator[Any]:
+    async def post(self, url: str, data: bytes, headers: dict[str, str], allow_redirects: bool) -> AsyncIterator[Any]:
+        assert not allow_redirects, "prompts go to the router alone"
         try:
             response = await self._handle(httpx.Request("POST", url, content=data, headers=headers))
             stream: Any = response.stream

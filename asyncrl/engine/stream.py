@@ -49,7 +49,8 @@ class GenerateEndpoint:
         if self._session is None:  # needs a running event loop
             self._session = _session(self._access, timeout=self._timeout, cookie_jar=DummyCookieJar())
         try:
-            async with self._session.post(self._url, data=msgspec.json.encode(request), headers=headers) as response:
+            body = msgspec.json.encode(request)
+            async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
                 async for piece in _pieces(response):
                     yield piece
         except ClientError as error:

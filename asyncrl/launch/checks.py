@@ -296,7 +296,7 @@ def _check_publishes(config: Config) -> None:
     """Check that the engines can take new weights, and prove that they have them."""
     if config.mode != "train":
         return
-    _refuse(config, CANNOT_LOAD, "cannot load new weights", "remove it.")
+    _refuse(config, CANNOT_LOAD, "cannot load new weights", "set engine.speculative instead.")
     if config.weights.verify:
         remedy = "remove it, or set weights.verify=false."
         _refuse(config, CANNOT_VERIFY, "cuts weights in a way that weights.verify does not know", remedy)

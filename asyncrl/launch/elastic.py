@@ -171,10 +171,7 @@ class ElasticPilot:
         return ", ".join(f"rollout.{name}={value}" for name, value in changes.items())
 
     def end(self) -> None:
-        """End the engines that were added here: the run is over. Slurm's jobs end by themselves with its lease."""
-        for process, _ in self._added:
-            process.terminate()
-            process.terminate()  # at once, instead of waiting for a trainer that has ended
+        """Wait for the engines that were added here, which end with the lease of the run, as Slurm's jobs do."""
         for process, _ in self._added:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS)

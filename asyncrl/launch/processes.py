@@ -92,7 +92,7 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         spec = self._specs[name]
-        self._stalls_forget(name)
+        self._forget_stall(name)
         self._scratch.starts()
         # to a file instead of a pipe, which grandchildren may keep open for long
         with self._log(name).open("ab") as log:
@@ -119,10 +119,10 @@ class Supervisor:
             if not self._specs[one.name].step:
                 write_stack(self._children[one.name].pid, stack_file(self._run_dir / "logs", one.name))
             self._kill(one.name)
-            self._stalls_forget(one.name)
+            self._forget_stall(one.name)
         return bool(found)
 
-    def _stalls_forget(self, name: str) -> None:
+    def _forget_stall(self, name: str) -> None:
         if self._stalls and self._specs[name].reports:
             self._stalls.forget(name)
 

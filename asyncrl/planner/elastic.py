@@ -158,8 +158,8 @@ class ElasticController:
         self._turns: Counter[str] = Counter()  # by field: how often decisions turned round
         self._last: dict[str, int] = {}  # by field: direction of the last decision
         self._streak = _NONE
-        self._wait = 1 + setting.max_staleness  # a straggler's wait is followed by as many steps without any
-        self._rest = 2 * self._wait  # the pipeline fills first
+        self._cycle = 1 + setting.max_staleness  # a straggler's wait is followed by as many steps without any
+        self._rest = 2 * self._cycle  # the pipeline fills first
         self._deadline = 0.0
         self._advised: tuple[str, float] = ("", 0.0)
         self.law: Prediction | None = None
@@ -176,7 +176,7 @@ class ElasticController:
             if seen.time < self._deadline:
                 return None
             self._begin_anew(seen.engines)
-        if self._rest <= self._wait:
+        if self._rest <= self._cycle:
             self._steps.append(seen)
         self._rest -= 1
         sample = self._sample()
@@ -199,7 +199,7 @@ class ElasticController:
 
     def _measure_anew(self) -> None:
         self._steps.clear()
-        self._rest, self._streak, self._slowness_before = self._wait, _NONE, self._slowness
+        self._rest, self._streak, self._slowness_before = self._cycle, _NONE, self._slowness
 
     def _sample(self) -> LengthSample | None:
         """Return the lengths of the latest groups of the most frequent size; None if there are too few."""

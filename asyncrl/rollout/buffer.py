@@ -20,7 +20,7 @@ for the one that is due alone; at slack 0 batch t is cohort t, in whatever order
 If the lead changes, a cohort keeps the step at which it is due, c + slack when it was opened. A lower lead applies to
 later cohorts. A higher one changes every due to min(due, c + slack), and waits while some U(c) is too large for that.
 
-No group is dropped, but by two options, which count what they throw away (both favor short answers):
+No group is dropped, except by two options, which count what they throw away (both favor short answers):
   oversample      B + oversample groups of each cohort run, and the first B that end get its seats
   over_age=drop   step t does not wait for cohort t - slack when B other groups are ready: unfinished groups of that
                   cohort are dropped, and their seats move to the newest cohort

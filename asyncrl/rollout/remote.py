@@ -64,7 +64,7 @@ class RemoteSession:
 
     @property
     def began(self) -> float:
-        """When the episode began, once it has ended."""
+        """Time at which the episode began; 0 before it has ended."""
         return self.ended.began if self.ended else 0.0
 
     def intervals(self, until: float) -> list[Interval]:

@@ -159,7 +159,7 @@ class EpisodeWorkers:
 
     @property
     def late_tokens(self) -> int:
-        """Of these, tokens that arrived for groups that had ended."""
+        """Tokens that arrived for groups that had ended; `tokens` counts them, too."""
         return self._past_late + sum(one.late for one in self._connections.values())
 
     def hold(self) -> None:

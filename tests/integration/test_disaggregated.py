@@ -17,14 +17,12 @@ import pytest
 import torch
 from aiohttp import web
 
-from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.router import register, router_argv
-from asyncrl.network.addresses import Access
 from asyncrl.network.ports import free_ports
 from tests.fakes import completion, pieces, stream, tiny_config
 from tests.integration.fleet import engines
 from tests.integration.publisher import SeededWeights, make, publish
-from tests.integration.test_router import KEY, until_status
+from tests.integration.test_router import KEY, client_of, until_status
 from tests.integration.test_weights import PROMPT, ask, logprobs, publish_under_way, settings, whole
 
 pytestmark = pytest.mark.integration
@@ -105,18 +103,7 @@ def test_a_request_goes_to_an_engine_of_each_kind_and_the_one_that_decodes_answe
 
     async def main() -> int:
         async with routed(tmp_path, prefill, decoding) as (http, met):
-            client = GenerationClient(
-                str(http.base_url),
-                run="router",
-                access=Access(KEY),
-                max_new_tokens=8,
-                temperature=1.0,
-                stop_token_ids=[],
-                timeout=30.0,
-                retry_timeout=5.0,
-                coalesce=False,
-                fields={"custom_labels": {"a": "b"}},
-            )
+            client = client_of(http, 5.0, {"custom_labels": {"a": "b"}}, coalesce=False)
             answers = [await client.generate(group=f"g{number // 3}")([1, 2]) for number in range(12)]
             await client.close()
             assert answers == [ANSWER] * 12

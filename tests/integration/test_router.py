@@ -129,19 +129,15 @@ async def until_status(http: httpx.AsyncClient, path: str, status: int) -> None:
         await asyncio.sleep(0.1)
 
 
+def client_of(http: httpx.AsyncClient, retry_timeout: float, fields: dict[str, Any], **more: Any) -> GenerationClient:
+    """Return a client of this router."""
+    limits = {"max_new_tokens": 8, "timeout": 30.0, "retry_timeout": retry_timeout}
+    settings = {"run": "router", "temperature": 1.0, "stop_token_ids": [], "coalesce": True, **limits, **more}
+    return GenerationClient(str(http.base_url), access=Access(KEY), fields=fields, **settings)  # type: ignore[arg-type]
+
+
 async def ask(http: httpx.AsyncClient, retry_timeout: float = 0.0, **fields: Any) -> Completion:
-    client = GenerationClient(
-        str(http.base_url),
-        run="router",
-        access=Access(KEY),
-        max_new_tokens=8,
-        temperature=1.0,
-        stop_token_ids=[],
-        timeout=30.0,
-        retry_timeout=retry_timeout,
-        coalesce=True,
-        fields=fields,
-    )
+    client = client_of(http, retry_timeout, fields)
     try:
         return await client.generate(group="g0")([1, 2])
     finally:

@@ -244,7 +244,8 @@ def test_evaluation_on_request_comes_after_the_one_under_way() -> None:
 def test_error_of_an_evaluation_is_raised_at_the_next_version() -> None:
     async def play(site: Site) -> None:
         site.evaluations.published(1)
-        await asyncio.sleep(0.01)
+        running: Any = site.evaluations._running
+        await until(running.done)
         with pytest.raises(AsyncRLError, match="no question of near could be answered"):
             site.evaluations.published(2)
 
