@@ -240,10 +240,8 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
         return found
 
     def ways(self) -> list[list[int]]:
-        """Return the turn indices of each branch, from the first turn to a last one.
-
-        An episode without forks has a single branch.
-        """
+        """Return the turn indices of each branch, from the first turn to a last one. An episode without forks has a
+        single branch."""
         found, parents = list[list[int]](), self.parents()
         for end in sorted(set(range(len(parents))) - set(parents)):
             way = [end]
@@ -356,11 +354,17 @@ class EncodedGroup:
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """The groups with which the trainer updates version `version` to `version + 1`."""
+    """The groups with which the trainer updates version `version` to `version + 1`, or a part of them."""
 
     version: int
     groups: list[Group]
-    rollout: dict[str, float]  # statistics of the rollout side since the previous batch
+    rollout: dict[str, float]  # statistics of the rollout side since the previous batch; only the last part has some
+    last: bool = True  # whether no further part of this batch follows
+
+
+def part_of(count: int, part: int, parts: int) -> tuple[int, int]:
+    """Return the range [start, end) of the groups of part number `part`, of a batch of `count` in `parts` parts."""
+    return count * part // parts, count * (part + 1) // parts
 
 
 def encode(record: object) -> bytes:
@@ -384,10 +388,8 @@ def decode_batch(data: bytes) -> Batch:
 
 
 def number(value: object, what: str) -> float:
-    """Convert a user's number, which may be a scalar of numpy or torch, to a Python float.
-
-    Raises ValueError for anything else, and for values that are not finite.
-    """
+    """Convert a user's number, which may be a scalar of numpy or torch, to a Python float. Raises ValueError for
+    anything else, and for values that are not finite."""
     try:
         found = float("nan") if isinstance(value, str | bytes) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):

@@ -87,6 +87,7 @@ class Mode:
     lead: int | None = None
     drain: bool = False
     colocated: bool = False
+    parts: int = 1
     spread: bool = True
     replacement: Literal["newest", "slot"] = "newest"
     in_play: int | None = 0
@@ -103,6 +104,7 @@ class Mode:
             drain=self.drain,
             replacement=self.replacement,
             spread=self.spread,
+            parts=self.parts,
             in_play=self.in_play,
             shape=SHAPE,
         )
@@ -114,6 +116,10 @@ MODES = [
     Mode("bound 1", 1),
     Mode("bound 2", 2),
     Mode("bound 4", 4),
+    Mode("bound 1, parts", 1, parts=8),  # trainer.batch_parts
+    Mode("bound 2, parts", 2, parts=8),
+    Mode("bound 4, parts", 4, parts=8),
+    Mode("bound 8, parts", 8, parts=8),
     Mode("bound 4, lead 2", 4, lead=2),
     Mode("bound 8", 8),
     Mode("bound 8, lead 4", 8, lead=4),
@@ -123,7 +129,7 @@ MODES = [
     Mode("bound 4, in slots", 4, replacement="slot"),
     Mode("bound 8, auto", 8, in_play=None),  # rollout.max_running_groups
 ]
-FEWER = ("bound 4", "bound 8")
+FEWER = ("bound 4", "bound 4, parts", "bound 8, parts")
 """Modes that run by default, besides the baseline."""
 
 

@@ -192,13 +192,14 @@ def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, w
     for version in range(warm + steps):
         if version == warm:
             began, tokens, busy, ages = time.monotonic(), 0.0, 0.0, []
-        batch = decode_batch(source.batch(version, interrupt=lambda: False))
-        started = time.monotonic()
-        written = sum(group.num_tokens for group in batch.groups)
-        ages += [age for group in batch.groups for age in group.staleness(version)]
-        time.sleep(max(0.0, written / setting.train_rate + setting.train_fixed))
-        tokens += written
-        busy += time.monotonic() - started
+        for part in range(setting.parts):
+            batch = decode_batch(source.batch(version, part, setting.parts, interrupt=lambda: False))
+            started = time.monotonic()
+            written = sum(group.num_tokens for group in batch.groups)
+            ages += [age for group in batch.groups for age in group.staleness(version)]
+            time.sleep(max(0.0, written / setting.train_rate + (setting.train_fixed if batch.last else 0.0)))
+            tokens += written
+            busy += time.monotonic() - started
         source.hold()
         fleet.call("/pause_generation", {"mode": "in_place"})
         paused = time.monotonic()

@@ -32,6 +32,7 @@ class AdvantageTraits:
     """Constraints on the use of an estimator."""
 
     alone: bool = False  # it works for a group of one
+    whole_batch: bool = False  # it compares groups with each other
     critic: bool = False  # it needs values, so that a critic is trained
     unshaped: bool = False  # it needs the rewards as the task gave them
 
@@ -129,7 +130,7 @@ def grpo_passk(table: TokenTable) -> Tensor:
     return groups.spread(found / (groups.deviation() + EPSILON))
 
 
-@ADVANTAGES.register()
+@ADVANTAGES.register(AdvantageTraits(whole_batch=True))
 def reinforce_pp_baseline(table: TokenTable) -> Tensor:
     """Return R - mean of the group, whitened over all tokens of the batch: REINFORCE++-baseline, arXiv 2501.03262."""
     return whiten(dr_grpo(table))
@@ -148,7 +149,7 @@ def grpo_turn(table: TokenTable, *, discount: Share = 1.0) -> Tensor:
     return table.share * turns.to_go(normal, discount)[turns.of_token]
 
 
-@ADVANTAGES.register(AdvantageTraits(alone=True))
+@ADVANTAGES.register(AdvantageTraits(alone=True, whole_batch=True))
 def reinforce_pp(table: TokenTable, *, discount: Share = 1.0) -> Tensor:
     """Return the discounted reward-to-go of each token, whitened over the tokens of the batch: REINFORCE++, arXiv
     2501.03262."""
@@ -156,7 +157,7 @@ def reinforce_pp(table: TokenTable, *, discount: Share = 1.0) -> Tensor:
     return whiten(table.share * turns.tokens().to_go(turns.token_rewards(), discount))
 
 
-@ADVANTAGES.register(AdvantageTraits(alone=True, critic=True))
+@ADVANTAGES.register(AdvantageTraits(alone=True, whole_batch=True, critic=True))
 def gae(table: TokenTable, *, discount: Share = 1.0, gae_lambda: Share = 1.0) -> Tensor:
     """Return generalized advantage estimates (arXiv 1506.02438), whitened over the batch as PPO implementations do."""
     return whiten(table.share * gae_raw(table, discount=discount, gae_lambda=gae_lambda))

@@ -105,9 +105,19 @@ def _shares(table: TokenTable, numbers: list[int], aggregation: str, longest: in
     of_samples[torch.tensor(numbers, dtype=torch.int64)] = 1.0
     chosen = of_samples[table.sample]
     lengths = table.sum_per_episode(chosen)
-    num_tokens, num_episodes = max(1, int(lengths.sum())), max(1, int((lengths > 0).sum()))
+    count = max(1, _counted(lengths, aggregation))
     if aggregation == "token":
-        return chosen / num_tokens
+        return chosen / count
     if aggregation == "sequence":
-        return chosen * table.per_token(1.0 / (lengths.clamp(min=1) * num_episodes))
-    return chosen / (num_episodes * longest)
+        return chosen * table.per_token(1.0 / (lengths.clamp(min=1) * count))
+    return chosen / (count * longest)
+
+
+def denominator(table: TokenTable, aggregation: str) -> int:
+    """Return what the denominator of a step over the whole table counts: its tokens, or its episodes that have one. The
+    weight of a token times this is the same in every step that contains it."""
+    return _counted(table.sum_per_episode(torch.ones(table.num_tokens, dtype=torch.float64)), aggregation)
+
+
+def _counted(lengths: Tensor, aggregation: str) -> int:
+    return int(lengths.sum() if aggregation == "token" else (lengths > 0).sum())

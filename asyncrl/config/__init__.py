@@ -17,6 +17,7 @@ from asyncrl import renamed
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
+from asyncrl.config.batch_parts import check_batch_parts
 from asyncrl.config.colocated import check_colocated
 from asyncrl.config.disaggregated import check_disaggregated
 from asyncrl.config.generation import (
@@ -176,6 +177,7 @@ class Config(Section):
         self._check_sets()
         self._check_teacher()
         self._check_elastic()
+        check_batch_parts(self)
         check_colocated(self)
         check_disaggregated(self)
         check_roles(self)

@@ -119,6 +119,10 @@ class TrainerConfig(Section):
     vision: VisionConfig
     micro_batch_tokens: Count
     """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""
+    batch_parts: Count
+    """Number of parts of a batch, each of which is trained as soon as its groups are ready, while others are still
+    generated. Their gradients add up to that of the batch, for one optimizer step. 1: training begins when the batch is
+    complete. More raises throughput where the trainer waits for stragglers (docs/rollouts.md)."""
     logit_rows: Count
     """Maximum number of tokens whose vocabulary logits are in memory at a time; those beyond it are recomputed in
     backward."""
@@ -147,7 +151,7 @@ class TrainerConfig(Section):
     """With `skip`, end the run after this many consecutive bad steps."""
     profile: list[Count]
     """Steps of which every rank writes a trace of torch's profiler into profile/ of the run folder, and on GPUs a
-    snapshot of its memory: [3, 10]."""
+    snapshot of its memory: [3, 10]. With batch_parts it is of the last part."""
     save_hf_every: Count | None
     """Write the weights as an HF folder every this many steps; unset: only at the end."""
 

@@ -81,7 +81,7 @@ STEP = {
     "step/skipped": "1 if no update was applied, otherwise 0",
     "step/bad": "1 if an update was skipped because of its gradient norm, otherwise 0",
     "time/step": "time from the end of the previous step to the end of this one",
-    "time/wait_batch": "time that the trainer waited for a batch",
+    "time/wait_batch": "time that the trainer waited for a batch, or for its parts",
     "time/train": "time of training: advantages, packing, forward, backward, optimizer",
     "time/publish": "time of publishing weights: filling buckets, pause, announcement",
     "time/pause": "time for which the engines were paused",

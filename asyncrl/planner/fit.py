@@ -117,6 +117,7 @@ def fit(run: Path) -> Fit:
         "trainer_gpus": trainer.world_size // trainer.data_parallel,
         "batch_groups": rollout.batch_groups,
         "group_size": rollout.group_size,
+        **({"batch_parts": trainer.batch_parts} if trainer.batch_parts > 1 else {}),
         "longest": rollout.max_new_tokens,
         "per_token": per_token,
         "per_request": per_request,

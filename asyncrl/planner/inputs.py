@@ -53,6 +53,8 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """GPUs of the run."""
     batch_groups: Count = 64
     group_size: Count = 8
+    batch_parts: Count = 1
+    """Parts of a batch, each trained as soon as it is ready (trainer.batch_parts)."""
     prompt: NotNegative = 0.0
     """Tokens of a prompt."""
     mean: Positive
@@ -133,6 +135,8 @@ def parse(settings: dict[str, Any]) -> PlanInput:
     except msgspec.ValidationError as error:
         name = str(error).rpartition("$.")[2].strip("`")
         raise ConfigError(name, settings.get(name), f"{str(error).partition(' - at')[0]}.") from None
+    if found.batch_parts > found.batch_groups:
+        raise ConfigError("batch_parts", found.batch_parts, f"Must not exceed batch_groups ({found.batch_groups}).")
     needed = ("per_token", "per_request", "train_rate")
     if found.model is None and (missing := [name for name in needed if getattr(found, name) is None]):
         raise ConfigError(missing[0], None, "Set it, or model=FOLDER to compute it, or name a recorded run.")
@@ -154,7 +158,7 @@ def _of_numbers(given: PlanInput) -> Iterator[GpuSplit]:
     for trainers in _shares(given, engine, trainer, trainer):
         rate, count = given.train_rate * trainers, given.engines or (given.gpus - trainers) // engine
         layout = (f"trainer.data_parallel={trainers // trainer}",)
-        yield GpuSplit(count, engine, trainers, shape, rate, fixed, pause, overrides=layout)
+        yield GpuSplit(count, engine, trainers, shape, rate, fixed, pause, given.batch_parts, overrides=layout)
     if given.gpus >= engine:
         everything = given.gpus // engine, engine, given.gpus, shape, given.train_rate * given.gpus
         yield GpuSplit(*everything, fixed, given.switch, colocated=True)
@@ -219,6 +223,7 @@ def _of_model(given: PlanInput) -> Iterator[GpuSplit]:
                 rate * trainers,
                 fixed,
                 pause + given.switch * colocated,
+                1 if colocated else given.batch_parts,
                 colocated,
                 tuple(_overrides(now, training, tensor, engine)),
                 {"trainer": sum(rank.values()), "engine": sum(parts.values())},

@@ -13,9 +13,10 @@ rollout/buffer.py: when a batch is taken, `lead` batches of groups are with the 
 added while the trainer is busy. The mean over a step is lead + 1/2 - u batches. A group holds its place until its
 longest sibling ends, so only E[L] / E[max of a group] of the places generate. The order law is the recursion
 
-    take(t) = max(take(t - 1), take(t - slack - lead - 1) + M(t - slack)) + train + pause
+    publish(t) = max(publish(t - 1) + train, publish(t - slack - lead - 1) + M(t - slack) + last) + pause
 
-whose M are maxima of residences over random cohorts; at lead 0 it is the synchronous step.
+whose M are maxima of residences over random cohorts, and last is the part of training that needs them: all of it, or
+one of trainer.batch_parts. At lead 0 it is the synchronous step.
 
 Left out: variation of the batch within a step, routing that is uneven, and the time of router and client.
 """
@@ -117,6 +118,7 @@ class _Laws:
         self.slack = setting.max_staleness - self.lead if self.lead else 0  # nothing else is ready at lead 0
         self.train = self.batch * sample.mean / setting.train_rate + setting.train_fixed
         self.held = self.train + setting.pause
+        self.last = (self.train - setting.train_fixed) / setting.parts + setting.train_fixed
         fits = setting.shape.kv_tokens / (workload.prompt + sample.live)
         self.shape = replace(setting.shape, max_running=max(1, int(min(setting.shape.max_running, fits))))
         self.prefill = workload.prompt / self.siblings / setting.engines / setting.shape.prefill_rate
@@ -198,11 +200,12 @@ class _Laws:
             full = self.batch * self.sample.mean / engines_bound(self.setting.engines, self.shape)
             longest = np.maximum(longest, full) + self.batch * self.prefill
         back = self.slack + self.lead + 1
-        taken = [0.0] * back
+        published = [0.0] * back
         for seconds in longest.tolist():
-            taken.append(max(taken[-1], taken[-back] + seconds) + self.held)
+            earliest = max(published[-1] + self.train, published[-back] + seconds + self.last)
+            published.append(earliest + self.setting.pause)
         warm = min(back, len(longest) // 4)
-        return (taken[-1] - taken[back + warm - 1]) / (len(longest) - warm)
+        return (published[-1] - published[back + warm - 1]) / (len(longest) - warm)
 
     def _burst(self, rate: float) -> float:
         """Return the mean seconds that a request of a cohort waits because all of the cohort start at once."""

@@ -31,6 +31,7 @@ def setting_of(config: Config) -> Setting:
         train_rate=1.0,
         max_staleness=rollout.max_staleness,
         lead=rollout.effective_lead,
+        parts=config.trainer.batch_parts,
         in_play=in_play(rollout.max_running_groups, rollout.group_size),
         shape=EngineShape(
             max_running=engine.max_running_requests, kv_tokens=float(engine.max_total_tokens or math.inf)

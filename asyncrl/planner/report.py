@@ -86,6 +86,7 @@ def overrides(one: Candidate) -> list[str]:
         f"rollout.max_staleness={setting.max_staleness}",
         f"rollout.lead={setting.lead}",
         f"rollout.max_running_groups={running}",
+        *([f"trainer.batch_parts={setting.parts}"] if setting.parts > 1 else []),
         *split.overrides,
     ]
 

@@ -52,6 +52,8 @@ class GpuSplit:
     """Tokens per second of the whole trainer."""
     train_fixed: float = 0.0
     pause: float = 0.0
+    parts: int = 1
+    """Parts of a batch, as in Setting."""
     colocated: bool = False
     """Whether engines and trainer use the same GPUs in turns."""
     overrides: tuple[str, ...] = ()
@@ -68,6 +70,7 @@ class GpuSplit:
             lead,
             train_fixed=self.train_fixed,
             pause=self.pause,
+            parts=self.parts,
             in_play=in_play,
             shape=self.shape,
         )

@@ -19,7 +19,7 @@ from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedReques
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.concurrency import ConcurrencyWindow
-from asyncrl.schema import Group
+from asyncrl.schema import Group, part_of
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,8 @@ class Setting:
     """Seconds for which a publish pauses the engines."""
     drain: bool = False
     """Whether a publish waits until no request is in flight."""
+    parts: int = 1
+    """Number of parts of a batch, each trained as soon as it is ready (trainer.batch_parts)."""
     in_play: int | None = None
     """Maximum number of concurrent episodes; None: decided by the concurrency controller, 0: as many as admission
     allows."""
@@ -171,7 +173,8 @@ class _Run:
         self._jobs: dict[SimulatedRequest, tuple[_Playing, SimulatedEpisode, int, _Home]] = {}
         self._held: list[Callable[[], None]] | None = None
         self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
-        self._training = self._draining = False
+        self._training = self._draining = self._waited = False
+        self._part = 0  # number of the next part
         self._asked_at = 0.0
         self._in_play = 0
         self._size = len(workload.episodes(0))  # episodes of the latest group
@@ -334,20 +337,30 @@ class _Run:
     # -- the trainer ---------------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        if self._training or (groups := self._buffer.take()) is None:
+        if self._training:
+            return
+        start, end = part_of(self.workload.batch_groups, self._part, self.setting.parts)
+        if (groups := self._buffer.take(end - start)) is None:
             return
         self._training = True
+        self._part += 1
+        last = self._part == self.setting.parts
         self.staleness += [self._buffer.version - group.born for group in groups if isinstance(group, SimulatedGroup)]
         tokens = sum(group.num_tokens for group in groups)
-        seconds = tokens / self.setting.train_rate + self.setting.train_fixed
-        if self._window:
-            waited = self.now > self._asked_at
-            self._window.taken(self._buffer.ready, self.workload.batch_groups, waited=waited)
-        self._at(self.now + seconds, lambda: self._step_done(tokens, seconds))
+        seconds = tokens / self.setting.train_rate + (self.setting.train_fixed if last else 0.0)
+        self._waited = self._waited or self.now > self._asked_at
+        if self._window and last:
+            self._window.taken(self._buffer.ready, self.workload.batch_groups, waited=self._waited)
+            self._waited = False
+        self._at(self.now + seconds, lambda: self._part_done(tokens, seconds, last=last))
 
-    def _step_done(self, tokens: float, seconds: float) -> None:
+    def _part_done(self, tokens: float, seconds: float, *, last: bool) -> None:
         self._trained += tokens
         self._busy += seconds
+        if not last:
+            self._training = False
+            self._asked_at = self.now
+            return
         self._held = []
         if self.setting.drain and self._jobs:
             self._draining = True
@@ -365,6 +378,7 @@ class _Run:
             engine.resume(self.now)
             self._expect(engine)
         self._training = False
+        self._part = 0
         self._asked_at = self.now
         self._buffer.publish(self._buffer.version + 1)
         held, self._held = self._held or [], None

@@ -88,6 +88,13 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     group: PackedGroup | None = None
 
 
+class PartTaken(msgspec.Struct, frozen=True, tag="part_taken"):
+    """The trainer began with these groups of a batch (trainer.batch_parts); the next `taken` names them again."""
+
+    step: int
+    uids: list[str]
+
+
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
     """A batch was composed of these groups, in this order."""
 
@@ -124,7 +131,7 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
     logprobs: bytes  # [N] float32
 
 
-Event = Began | Admitted | Committed | Rejected | Taken | Adjusted | Published | Saved | Scored
+Event = Began | Admitted | Committed | Rejected | PartTaken | Taken | Adjusted | Published | Saved | Scored
 _decoder = msgspec.msgpack.Decoder(list[Event])
 _encode = msgspec.msgpack.Encoder().encode
 

@@ -30,13 +30,12 @@ from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import each
-from asyncrl.rollout.buffer import build_buffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import Comparison
 from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.evaluation import Evaluations
-from asyncrl.rollout.groups import GroupLifecycle
+from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
 from asyncrl.rollout.observer import Observer
 from asyncrl.rollout.parts import ModelParts, PlayingParts

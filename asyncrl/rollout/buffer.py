@@ -5,7 +5,9 @@ serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
 
   admit   groups of cohort c are admitted while c <= lead + v
   take    step t takes the lowest ready slots, B groups in total. It waits until B are ready and, for every cohort, at
-          most (due - t) * B groups of cohorts up to it are left afterwards; cohort c is due at step c + slack
+          most (due - t) * B groups of cohorts up to it are left afterwards; cohort c is due at step c + slack.
+          The trainer may take a part of the B earlier, after which the same bound holds with what the step lacks
+          added to it: the rest of the step can still take all that is due
   reject  the seat of a rejected group moves to the newest cohort, lead + v (replacement=newest), or another group is
           played in its slot (replacement=slot). It begins late: in its slot it is soon due, and the batch waits for it
 
@@ -37,8 +39,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from asyncrl.config import RolloutConfig
-from asyncrl.imports import load
 from asyncrl.rollout.cohorts import BufferState, Cohort, Demand, ReadyGroup, RunningGroup, Ticket, demands, units
 from asyncrl.rollout.hooks import Select, lowest_first
 from asyncrl.rollout.ledger import EventCounts, Ledger, SourceCounts, StateCounts, TokenCounts
@@ -162,22 +162,28 @@ class CohortBuffer:
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def take(self) -> list[Group] | None:
-        """Return the groups of step `self.step`, lowest slot first, or None until the cohort rule allows them."""
-        if self.step > self.version or len(self._ready) < self.batch_groups:
+    def take(self, count: int | None = None) -> list[Group] | None:
+        """Return `count` groups of step `self.step`, lowest slot first, or None until the cohort rule allows them. By
+        default these are all that the batch lacks."""
+        left = self._left
+        count = min(count or left, left)
+        if self.step > self.version or len(self._ready) < count:
             return None  # the previous version is not published yet, or too few groups are ready
         if self._drops:
             self._drop_late()
-        found = self._demands()
-        if not self._drops and any(one.must > one.ready for one in found):
+        later = left - count
+        found = [(one.must - later, one.ready) for one in self._demands()]
+        if not self._drops and any(must > ready for must, ready in found):
             return None
-        slots = sorted(self._ready)[: max(min(one.must, one.ready) for one in found)]
-        self._training = [self._ready.pop(slot) for slot in sorted(slots + self._chosen(set(slots)))]
-        self._ready_of -= Counter(one.cohort for one in self._training)
-        self.step += 1
-        for number in list(self._cohorts):
-            self._forget(number)
-        return self.training
+        slots = sorted(self._ready)[: max(0, *(min(must, ready) for must, ready in found))]
+        taken = [self._ready.pop(slot) for slot in sorted(slots + self._chosen(set(slots), count))]
+        self._ready_of -= Counter(one.cohort for one in taken)
+        self._training += taken
+        if not later:
+            self.step += 1
+            for number in list(self._cohorts):
+                self._forget(number)
+        return [one.group for one in taken]
 
     def publish(self, version: int) -> None:
         """Record that every engine serves `version`: the batch behind it is trained, and the next cohort may start."""
@@ -285,6 +291,11 @@ class CohortBuffer:
 
     # -- internals -----------------------------------------------------------------------------------------
 
+    @property
+    def _left(self) -> int:
+        """Number of groups that step `self.step` has not taken yet."""
+        return self.batch_groups - (len(self._training) if self.step == self.version else 0)
+
     def _demands(self, cohorts: dict[int, Cohort] | None = None) -> list[Demand]:
         return demands(cohorts or self._cohorts, self._ready_of, self.step, self.batch_groups)
 
@@ -302,9 +313,9 @@ class CohortBuffer:
             cohort.seats = cohort.taken
             self._dismiss(number)
 
-    def _chosen(self, due: set[int]) -> list[int]:
-        """Return the slots that fill up a batch, as `select` chooses them."""
-        count = self.batch_groups - len(due)
+    def _chosen(self, due: set[int], wanted: int) -> list[int]:
+        """Return the slots besides those that are due, of `wanted` in total, as `select` chooses them."""
+        count = wanted - len(due)
         others = {slot: played.group for slot, played in sorted(self._ready.items()) if slot not in due}
         chosen = [group.slot for group in self._select(list(others.values()), count)] if count else []
         if len(set(chosen)) != count or not set(chosen) <= others.keys():
@@ -338,7 +349,7 @@ class CohortBuffer:
         while self.lead < self._wanted_lead:
             slack = self.slack - 1
             changed = {number: replace(one, due=min(one.due, number + slack)) for number, one in self._cohorts.items()}
-            if any(one.must > self.batch_groups for one in self._demands(changed)):
+            if any(one.must > self._left for one in self._demands(changed)):
                 return
             self.lead, self._cohorts = self.lead + 1, changed
 
@@ -380,16 +391,3 @@ class CohortBuffer:
         one = self._cohorts.get(cohort)
         if one and cohort < self._filling and one.due < self.step and one.playing == 0:
             del self._cohorts[cohort]
-
-
-def build_buffer(rollout: RolloutConfig) -> CohortBuffer:
-    """Build the buffer that the configuration describes."""
-    return CohortBuffer(
-        rollout.batch_groups,
-        rollout.max_staleness,
-        rollout.lead,
-        oversample=rollout.oversample,
-        over_age=rollout.over_age,
-        replacement=rollout.replacement,
-        select=load(rollout.select, "rollout.select"),
-    )

@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from asyncrl.config import RolloutConfig
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
+from asyncrl.imports import load
 from asyncrl.rollout.activity import slowest
 from asyncrl.rollout.audit import Audit
 from asyncrl.rollout.buffer import CohortBuffer
@@ -29,7 +31,7 @@ from asyncrl.rollout.limiter import ConcurrencyLimiter, UnboundedConcurrency
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.snapshot import GroupsState, Outstanding, PromptName, SiblingSnapshot
 from asyncrl.rollout.timelines import COMMITTED, Timelines
-from asyncrl.schema import Batch, Group, Prompt
+from asyncrl.schema import Batch, Group, Prompt, part_of
 
 CHECK_SECONDS = 5.0
 """The ledger is checked at every batch and version, and in between when a group ends, but at most once per this
@@ -74,7 +76,7 @@ class GroupLifecycle:
         self._rewards: list[float] = []
         self._drawn, self._reused = 0, 0
         self._playing: dict[Ticket, _Group] = {}
-        self._batch: Batch | None = None
+        self._parts: list[Batch] = []  # of the batch that is in training
         self._retried: Counter[str] = Counter()
         self._tokens_reported: Counter[str] = Counter()
         self._checked = 0.0
@@ -145,37 +147,56 @@ class GroupLifecycle:
     # -- called by the server ------------------------------------------------------------------------------
 
     @property
+    def batch_groups(self) -> int:
+        """Number of groups of a batch."""
+        return self._buffer.batch_groups
+
+    @property
     def published_version(self) -> int:
         """Version that the engines serve."""
         return self._buffer.version
 
-    async def batch(self, version: int) -> Batch:
-        """Wait for the batch that turns version `version` into the next one. It stays the same until that is
-        published, because a reader may disconnect. Raises WrongBatch."""
+    async def batch(self, version: int, part: int = 0, parts: int = 1) -> Batch:
+        """Wait for the batch that turns version `version` into the next one, or for part number `part` of `parts`. It
+        stays the same until that version is published, because a reader may disconnect. Raises WrongBatch."""
         async with self._changed:
-            while (batch := self._take(version)) is None:
+            while (batch := self._take(version, part, parts)) is None:
                 if version != self._buffer.step:
                     raise WrongBatch(f"batch {version} was requested, but the next one is {self._buffer.step}")
+                if part > len(self._parts):
+                    raise WrongBatch(f"part {part} of it was requested, but the next one is {len(self._parts)}")
                 self._waited = True
                 self._timelines.asked()
                 await self._changed.wait()
         await self._wake()  # wakes other readers, and `unwanted` for groups that the batch left behind
         return batch
 
-    def _take(self, version: int) -> Batch | None:
-        """Return the batch in training, or take it from the buffer once it is ready."""
-        if self._batch and self._batch.version == version:
-            return self._batch
-        if version != self._buffer.step or not self.may_take() or (groups := self._buffer.take()) is None:
+    def _take(self, version: int, part: int, parts: int) -> Batch | None:
+        """Return a part of the batch in training, or take it from the buffer once it is ready."""
+        if part < len(self._parts) and self._parts[part].version == version:
+            return self._parts[part]
+        if version != self._buffer.step or part != len(self._parts) or not self.may_take():
             return None
+        start, end = part_of(self._buffer.batch_groups, part, parts)
+        if (groups := self._buffer.take(end - start)) is None:
+            return None
+        last = self._buffer.step > version
+        self._parts.append(Batch(version, groups, self._taken(version) if last else {}, last))
+        if not last:
+            self._recorder.began(version, groups)
+        return self._parts[part]
+
+    def _taken(self, version: int) -> dict[str, float]:
+        """Report that a batch is complete. Return the figures that go with it."""
+        groups = self._buffer.training
         self._limiter.taken(self._buffer.ready, len(groups), waited=self._waited)
         self._timelines.taken(version, [group.uid for group in groups], waited=self._waited)
         self._waited = False
         for dropped in self._buffer.dropped():
             self._audit.drop(dropped.uid)
-        self._batch = Batch(version, groups, self._figures())
-        self._recorder.taken(version, groups, self._batch.rollout)
-        return self._batch
+        figures = self._figures()
+        self._recorder.taken(version, groups, figures)
+        return figures
 
     def may_take(self) -> bool:
         """Return whether a batch may be taken as soon as the buffer allows it."""
@@ -204,7 +225,7 @@ class GroupLifecycle:
         new = version != self._buffer.version
         if new:
             self._buffer.publish(version)
-            self._batch = None
+            self._parts = []
         self._timelines.published(version, held)
         self._released.set()
         ledger = self.ledger()
@@ -216,8 +237,8 @@ class GroupLifecycle:
         return new
 
     def between_batches(self, version: int) -> bool:
-        """Return whether this version is published and its batch not taken: the moment of a checkpoint."""
-        return (self._buffer.version, self._buffer.step) == (version, version)
+        """Return whether this version is published and its batch not begun: the moment of a checkpoint."""
+        return (self._buffer.version, self._buffer.step) == (version, version) and not self._parts
 
     async def saved(self, version: int) -> None:
         """Record that the state was saved, and flush everything recorded so far."""
@@ -334,3 +355,16 @@ class GroupLifecycle:
             **seen.drafts(),
             **self._more_figures(),
         }
+
+
+def build_buffer(rollout: RolloutConfig) -> CohortBuffer:
+    """Build the buffer that the configuration describes."""
+    return CohortBuffer(
+        rollout.batch_groups,
+        rollout.max_staleness,
+        rollout.lead,
+        oversample=rollout.oversample,
+        over_age=rollout.over_age,
+        replacement=rollout.replacement,
+        select=load(rollout.select, "rollout.select"),
+    )

@@ -13,6 +13,7 @@ from asyncrl.records.events import (
     Committed,
     Event,
     PackedGroup,
+    PartTaken,
     Published,
     Rejected,
     Saved,
@@ -36,6 +37,9 @@ class Recorder:
 
     def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
         """Record that a group is rejected."""
+
+    def began(self, step: int, groups: Sequence[Group]) -> None:
+        """Record that these groups of a batch are trained before it is complete."""
 
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
         """Record the composition of a batch."""
@@ -75,6 +79,9 @@ class WritingRecorder(Recorder):
     def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
         content, images = (_content(group), group.images) if group else (None, None)
         self.write(Rejected(ticket.slot, ticket.attempt, reason, tokens, content), images)
+
+    def began(self, step: int, groups: Sequence[Group]) -> None:
+        self.write(PartTaken(step, [group.uid for group in groups]))
 
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
         self.write(Taken(step, [group.uid for group in groups], figures))

@@ -7,7 +7,8 @@ its turn comes, and its result must be the recorded one.
     admitted     the buffer must issue the same ticket
     committed    the group is handed in, with the tokens that engines had generated
     rejected     likewise, for the same reason
-    taken        the trainer's request is answered now, and not before; the batch must hold the same groups
+    part_taken   the trainer's request is answered now, and not before; the part must hold the same groups
+    taken        likewise, for the last part, or the whole batch
     published    the trainer's publish is processed now; the ledger must be the same
 
     waits for    the trainer, which ends the run when it has trained the last batch
@@ -30,11 +31,11 @@ from asyncrl.errors import RecordError
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
 from asyncrl.observability.intervals import Activity
-from asyncrl.records.events import Adjusted, Admitted, Began, Committed, Published, Rejected, Taken
+from asyncrl.records.events import Adjusted, Admitted, Began, Committed, PartTaken, Published, Rejected, Taken
 from asyncrl.records.reading import Recording
-from asyncrl.rollout.buffer import CohortBuffer, build_buffer
+from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.groups import GroupLifecycle
+from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.reporters import RunReporter
 from asyncrl.rollout.server import RolloutServer, serve
 from asyncrl.schema import Batch, Prompt
@@ -91,17 +92,17 @@ class ScheduleReplay(GroupLifecycle):
         super().__init__(buffer, client, **settings)
         self._tickets: dict[tuple[int, int], Ticket] = {}
         self._sessions: dict[Ticket, list[_Session]] = {}
-        self._taking = False
+        self._allowed = 0  # number of parts of the next batch that the trainer may have by now
         self._publishing, self._over = -1, False
 
     # -- requests of the trainer ---------------------------------------------------------------------------
 
     def may_take(self) -> bool:
-        return self._taking
+        return len(self._parts) < self._allowed
 
-    def _take(self, version: int) -> Batch | None:
-        batch = super()._take(version)
-        if batch is None and self._taking and version == self._buffer.step:
+    def _take(self, version: int, part: int, parts: int) -> Batch | None:
+        batch = super()._take(version, part, parts)
+        if batch is None and version == self._buffer.step and len(self._parts) == part < self._allowed:
             raise RecordError(
                 f"batch {version} was taken here in the recorded run, but the buffer has none: {self.waiting_for()}"
             )
@@ -126,7 +127,7 @@ class ScheduleReplay(GroupLifecycle):
                 case Rejected():
                     ticket = self._close_with(event.slot, event.attempt, event.tokens)
                     await self.reject(ticket, event.reason, self._recording.whole(event.group) if event.group else None)
-                case Taken():
+                case PartTaken() | Taken():
                     await self._take_again(event)
                 case Adjusted():
                     await self.adjust(event.lead, None)
@@ -162,13 +163,15 @@ class ScheduleReplay(GroupLifecycle):
             sessions[0].received = tokens
             self.inflight.tokens["training"] += tokens
 
-    async def _take_again(self, event: Taken) -> None:
-        self._taking = True
+    async def _take_again(self, event: PartTaken | Taken) -> None:
+        part = len(self._parts)
+        self._allowed = part + 1
         await self._wake()
         async with self._changed:
-            await self._changed.wait_for(lambda: self._buffer.step > event.step)
-        self._taking = False
-        uids = [group.uid for group in self._buffer.training]
+            await self._changed.wait_for(lambda: len(self._parts) > part)
+        self._allowed = 0
+        whole = isinstance(event, Taken)
+        uids = [group.uid for group in (self._buffer.training if whole else self._parts[part].groups)]
         if uids != event.uids:
             raise RecordError(f"batch {event.step} has the groups {uids}, but the recording has {event.uids}")
 

@@ -1,8 +1,9 @@
 """The rollout process's HTTP server: the only interface between trainer and rollouts.
 
-    GET  /batch?version=v&reader=r&readers=R
-                            the batch that turns version v into v + 1, as msgpack; 202 and the reason until it is ready.
-                            Each of R readers gets the same bytes, as often as it asks, until version v + 1 is published
+    GET  /batch?version=v&part=i&parts=k&reader=r&readers=R
+                            the batch that turns version v into v + 1, or part i of k, as msgpack; 202 and the reason
+                            until it is ready. Each of R readers gets the same bytes, as often as it asks, until version
+                            v + 1 is published
     POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
     POST /version {"version": v}    every engine serves v: release requests, open admission; returns the adapters in
                             use (engine/adapters.py)
@@ -14,7 +15,7 @@
     GET  /metrics           metrics for Prometheus (rollout/exposition.py), which has a key of its own for them
     GET  /health            200 once rollouts run
 
-Back-pressure: one batch is encoded at a time, because the next can be taken only after the version that this one makes
+Back-pressure: one part is encoded at a time, and the next batch can be taken only after the version that this one makes
 is published; and no more groups run than the buffer admits: (lead + 1) batches, plus oversample.
 
 Each wait here is bounded by POLL_SECONDS and repeated by the trainer, which owns the deadline (rollout.batch_timeout).
@@ -55,9 +56,10 @@ POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The batch that is in training, and who has read it."""
+    """The part of the batch in training that was asked for last, and who has read it."""
 
     version: int
+    part: int
     data: bytes
     readers: set[int] = field(default_factory=set)
 
@@ -90,19 +92,25 @@ class RolloutServer:
         """Return the next batch, waiting up to POLL_SECONDS for it."""
         version = int(request.query_params["version"])
         reader, readers = int(request.query_params.get("reader", 0)), int(request.query_params.get("readers", 1))
+        part, parts = int(request.query_params.get("part", 0)), int(request.query_params.get("parts", 1))
+        if not 0 <= part < parts <= self._groups.batch_groups:
+            return PlainTextResponse(
+                f"there is no part {part} among {parts} of a batch of {self._groups.batch_groups} groups",
+                status_code=400,
+            )
         if not 0 <= reader < readers:
             return PlainTextResponse(
                 f"there is no reader {reader} among {readers}: readers are numbered from 0", status_code=400
             )
         try:
             async with asyncio.timeout(POLL_SECONDS):
-                batch = await self._groups.batch(version)
+                batch = await self._groups.batch(version, part, parts)
         except WrongBatch as wrong:
             return PlainTextResponse(str(wrong), status_code=409)
         except TimeoutError:
             return PlainTextResponse(self._groups.waiting_for(), status_code=202)
-        if self._encoded is None or self._encoded.version != version:
-            self._encoded = _Encoded(version, encode(batch))
+        if self._encoded is None or (self._encoded.version, self._encoded.part) != (version, part):
+            self._encoded = _Encoded(version, part, encode(batch))
         self._encoded.readers.add(reader)
         return Response(self._encoded.data, media_type="application/msgpack")
 

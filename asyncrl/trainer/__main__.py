@@ -137,18 +137,21 @@ def main(run_dir: Path) -> None:
     scores = ScoreWriter(run_dir, warn) if config.record and config.mode == "train" and parallel.is_first else None
 
     def update(batch: Batch) -> dict[str, float]:
-        with profiled(batch.version + 1, config.trainer.profile, run_dir, parallel):
+        with profiled(batch.version + 1, config.trainer.profile if batch.last else (), run_dir, parallel):
             figures = turns.update(measured, batch) if turns else measured(batch)
+        if not batch.last:
+            return figures
         for name, start, end in policy.network.meter.spans():
             timeline.phase(name, batch.version, start, end)
         if scores:
-            scores.write(batch.version, policy.started[: sum(group.num_tokens for group in batch.groups)])
+            scores.write(batch.version, policy.started)
         return figures
 
     batches = BatchFeed(
         source if parallel.is_first else None,
         fleet.needs_weights,
         parallel,
+        parts=config.trainer.batch_parts,
         asked_to_stop=(run_dir / STOP).exists,
         received=turns.take if turns else lambda: None,
     )

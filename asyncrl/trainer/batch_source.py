@@ -24,8 +24,9 @@ from asyncrl.network.addresses import Access
 class BatchSource(Protocol):
     """Source of batches, which is also told which versions are served."""
 
-    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
-        """Return the encoded batch that turns `version` into the next, or nothing if `interrupt` returns True."""
+    def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
+        """Return the encoded batch that turns `version` into the next, or its part number `part` of `parts`; nothing if
+        `interrupt` returns True."""
         ...
 
     def hold(self) -> None:
@@ -59,14 +60,14 @@ class RolloutClient:
         limits = httpx.Limits(keepalive_expiry=2.0)  # below uvicorn's 5 s, so that it closes none during a request
         self._http = httpx.Client(base_url=url, timeout=60.0, limits=limits, **access.http)
 
-    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
-        """Return the encoded batch that turns `version` into the next. Asks again until the batch is ready, and returns
-        nothing if `interrupt`, which is called between requests, returns True."""
+    def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
+        """Return the encoded batch that turns `version` into the next, or its part number `part` of `parts`. Asks again
+        until it is ready, and returns nothing if `interrupt`, which is called between requests, returns True."""
         deadline = time.monotonic() + self._batch_timeout
         reason = "the rollout server has not answered yet"
         while True:
             try:
-                response = self._http.get("/batch", params={"version": version})
+                response = self._http.get("/batch", params={"version": version, "part": part, "parts": parts})
             except (httpx.NetworkError, httpx.RemoteProtocolError):
                 # The service may not listen yet, or the connection broke: the server keeps the batch until its
                 # version is published, and the launcher watches the process.
@@ -83,7 +84,8 @@ class RolloutClient:
             if interrupt():
                 return b""
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"batch {version}", self._batch_timeout, reason)
+                what = f"batch {version}" if parts == 1 else f"part {part} of batch {version}"
+                raise DeadlineExceeded(what, self._batch_timeout, reason)
 
     def hold(self) -> None:
         """Hold back new requests. With weights.pause_mode=drain, wait until those in flight are answered."""

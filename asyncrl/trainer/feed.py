@@ -21,7 +21,8 @@ STOPPED = b"stop"
 
 
 class BatchFeed:
-    """The batches of a run: rank 0 fetches the bytes once and broadcasts them to every rank."""
+    """The batches of a run, in one or several parts: rank 0 fetches the bytes once and broadcasts them to every
+    rank."""
 
     def __init__(
         self,
@@ -29,20 +30,21 @@ class BatchFeed:
         interrupt: Callable[[], bool],
         parallel: Parallel,
         *,
+        parts: int = 1,
         asked_to_stop: Callable[[], bool] = lambda: False,
         received: Callable[[], None] = lambda: None,
     ) -> None:
-        """Set up the feed. Only rank 0 has a `source` and calls the callbacks, except `received`, which every rank
-        calls for each batch."""
+        """Set up the feed of batches in `parts` parts. Only rank 0 has a `source` and calls the callbacks, except
+        `received`, which every rank calls for each part."""
         self._source, self._interrupt, self._parallel, self._asked = source, interrupt, parallel, asked_to_stop
-        self._received = received
+        self._received, self._parts = received, parts
         self.stopped = False
         """Whether no further batch will come because the run is asked to stop. The same on every rank."""
 
-    def get(self, version: int) -> Batch | None:
-        """Wait until batch `version` arrives. Returns None if `interrupt` says that none will come, or if the run is
-        asked to stop."""
-        data = self._fetch(version) if self._source else b""
+    def get(self, version: int, part: int = 0) -> Batch | None:
+        """Wait until this part of batch `version` arrives. Returns None if `interrupt` says that none will come, or if
+        the run is asked to stop; it does not stop within a batch."""
+        data = self._fetch(version, part) if self._source else b""
         data = self._broadcast(data) if dist.get_world_size() > 1 else data
         self.stopped = data == STOPPED
         if not data or self.stopped:
@@ -52,12 +54,16 @@ class BatchFeed:
         self._received()
         return batch
 
-    def _fetch(self, version: int) -> bytes:
+    def _fetch(self, version: int, part: int) -> bytes:
         assert self._source
-        if self._asked():
+
+        def asked() -> bool:
+            return part == 0 and self._asked()
+
+        if asked():
             return STOPPED
-        data = self._source.batch(version, interrupt=lambda: self._interrupt() or self._asked())
-        return STOPPED if not data and self._asked() else data
+        data = self._source.batch(version, part, self._parts, interrupt=lambda: self._interrupt() or asked())
+        return STOPPED if not data and asked() else data
 
     def _broadcast(self, data: bytes) -> bytes:
         device = self._parallel.device

@@ -38,18 +38,22 @@ def train(
     save: Callable[[int], None],
     version: int = 0,
 ) -> tuple[str, int]:
-    """Train from `version` on until a stop rule holds. Returns the reason and the last version."""
+    """Train from `version` on until a stop rule holds. A batch may come in parts; `update` returns the statistics with
+    the last one. Returns the reason and the last version."""
     if version and (reason := stop.at(version)):
         return reason, version  # the run was killed after its last step and then resumed
     while True:
-        with log.span("wait_batch"):
-            while (batch := batches.get(version)) is None:
-                if batches.stopped:
-                    return ASKED, version
-                publisher.publish(version)  # engines that restarted hold no weights of ours, and no other engine serves
-
-        with log.span("train"):
-            figures = update(batch)
+        parts: list[Batch] = []
+        while not parts or not parts[-1].last:
+            with log.span("wait_batch"):
+                while (part := batches.get(version, len(parts))) is None:
+                    if batches.stopped:
+                        return ASKED, version
+                    publisher.publish(version)  # engines that restarted hold no weights, and no other engine serves
+            with log.span("train"):
+                figures = update(part)
+            parts.append(part)
+        batch = Batch(version, [group for one in parts for group in one.groups], parts[-1].rollout)
 
         version += 1
         with log.span("publish"):

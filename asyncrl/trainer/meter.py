@@ -43,22 +43,30 @@ class StepMeter:
         self._open: list[tuple[str, Any]] = []
         self._closed: list[tuple[str, int, Any, Any]] = []
         self._operations: list[Tensor | float] = []
-        self._began, self._wall, self._zero = time.monotonic(), time.time(), self._now()
+        self._wall, self._zero, self._spent = time.time(), self._now(), 0.0
+        self._ended = True
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
         """Return the timer of one of Megatron's names."""
         return _Timer(self, _purpose(name))
 
     def measure(self, update: Callable[[Batch], dict[str, float]], batch: Batch) -> dict[str, float]:
-        """Take the optimizer steps of a batch. Returns their statistics and the metrics of the step."""
-        self.begin()
+        """Train a batch, or a part of one, and wait for the device, so that the time until the next part does not
+        count. Returns the statistics and metrics of the step with its last part."""
+        if self._ended:
+            self.begin()
+        began = time.monotonic()
         figures = update(batch)
-        return {**figures, **self.figures(figures["tokens/packed"])}
+        if self._gpu:
+            torch.cuda.synchronize()
+        self._spent += time.monotonic() - began
+        self._ended = batch.last
+        return {**figures, **self.figures(figures["tokens/packed"], self._spent)} if batch.last else {}
 
     def begin(self) -> None:
         """Start a step."""
         self._open, self._closed, self._operations = [], [], []
-        self._began, self._wall, self._zero = time.monotonic(), time.time(), self._now()
+        self._wall, self._zero, self._spent = time.time(), self._now(), 0.0
         if self._gpu:
             torch.cuda.reset_peak_memory_stats()
 
@@ -87,11 +95,9 @@ class StepMeter:
         """Add the floating-point operations of a pass of the whole replica, known on one of its ranks."""
         self._operations.append(operations)
 
-    def figures(self, tokens: float) -> dict[str, float]:
-        """Return the metrics of the step, in which `tokens` were packed. Collective."""
-        if self._gpu:
-            torch.cuda.synchronize()
-        seconds, world = time.monotonic() - self._began, dist.get_world_size()
+    def figures(self, tokens: float, seconds: float) -> dict[str, float]:
+        """Return the metrics of the step, in which `tokens` were packed within so many seconds. Collective."""
+        world = dist.get_world_size()
         times: defaultdict[str, float] = defaultdict(float)
         for purpose, sign, began, ended in self._closed:
             times[purpose] += sign * self._seconds(began, ended)

@@ -45,9 +45,13 @@ Visit = Callable[[Head, Pack], Tensor]
 
 
 class FastDDP(DistributedDataParallel):
-    """DistributedDataParallel that copies the first gradient of a step into the float32 buffer. Megatron fills the
+    """DistributedDataParallel that accumulates gradients over several passes, of which only the last reduces them
+    (`reduces`), and copies the first gradient of a step into the float32 buffer. Megatron fills the
     buffer with zeros and adds: three passes over all gradients instead of one. Code that adds to a buffer itself must
     call `gradient_buffer`. TransformerEngine's layers do not, so the buffers are filled with zeros for them."""
+
+    reduces = True
+    """Whether backward starts the reduction of the gradients (overlap_grad_reduce)."""
 
     def zero_grad_buffer(self) -> None:
         """Mark the buffers as stale. Those that get no gradient during the step are zeroed after its passes."""
@@ -72,7 +76,9 @@ class FastDDP(DistributedDataParallel):
                 if not getattr(param, "grad_added_to_main_grad", False):
                     collect(param, param.grad)
                 param.grad = None
-            if self.ddp_config.overlap_grad_reduce:  # without param.grad too: the head has added it itself
+            if (
+                self.ddp_config.overlap_grad_reduce and self.reduces
+            ):  # without param.grad too: the head has added it itself
                 self.param_to_bucket_group[param].register_grad_ready(param)
 
         return hook
@@ -175,13 +181,23 @@ class Network:
         self.routing = RoutingReplay(kind, list(self._inner.values()), shape, self._parallel)
         return self.routing
 
-    def train(self, packs: list[Pack], visit: Visit) -> None:
-        """Accumulate the gradient of the sum of all losses, over all ranks, in the gradient buffers."""
+    def train(self, packs: list[Pack], visit: Visit, *, first: bool = True, last: bool = True) -> None:
+        """Accumulate the gradient of the sum of all losses, over all ranks, in the gradient buffers. Several calls
+        accumulate one gradient: the `first` starts a new one, and only after the `last` it is reduced over the
+        ranks."""
         if self._adapters:  # Megatron gathers parameters when the module that holds them runs: these modules do not
             self.gather()
+        if first:
+            for chunk in self.wrapped:
+                chunk.zero_grad_buffer()
+        self._run(packs, visit, forward_only=False, reduces=last)
+
+    def scale_gradient(self, factor: float) -> None:
+        """Multiply the gradient that was accumulated so far on this rank."""
         for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self._run(packs, visit, forward_only=False)
+            own = [one.main_grad for one in chunk.params_with_grad if not getattr(one, "holds_old_gradient", False)]
+            if own:
+                torch._foreach_mul_(own, factor)
 
     def gather(self) -> None:
         """Complete the parameters after the last optimizer step of a batch. With trainer.overlap_param_gather a step
@@ -237,12 +253,15 @@ class Network:
         own = (one for chunk in self._inner.values() for one in (*chunk.parameters(), *chunk.buffers()))
         return [*own, *self._fp8_copies()]
 
-    def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool) -> None:
+    def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool, reduces: bool = True) -> None:
         """Run the packs of one adapter after those of another, so that layers that are computed again, and all stages
         of a pipeline, find the adapter of their pack active. Gradients are reduced after the last."""
         runs = [list(own) for _, own in itertools.groupby(packs, key=lambda pack: pack.adapter)]
         for number, own in enumerate(runs, 1):
-            self.config.finalize_model_grads_func = finalize_model_grads if number == len(runs) else None
+            ends = reduces and number == len(runs)
+            self.config.finalize_model_grads_func = finalize_model_grads if ends else None
+            for chunk in self.wrapped:
+                chunk.reduces = ends
             for adapters in self._adapters:
                 adapters.skipped = self._base_alone or adapters.adapter != own[0].adapter
                 adapters.train(not forward_only)  # dropout

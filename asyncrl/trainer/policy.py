@@ -13,14 +13,17 @@ from torch import Tensor
 
 from asyncrl.algo.advantage import ADVANTAGES, gae_raw
 from asyncrl.algo.distill import tempered
+from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.replay import ReplayBuffer
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.shaping import shaped, trainable
 from asyncrl.algo.table import TokenTable, TrainingTable, build_table
 from asyncrl.config import Config
+from asyncrl.config.batch_parts import check_traits
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
+from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
@@ -52,6 +55,7 @@ class Policy:
         self._replay = ReplayBuffer(algo.replay_groups, config.rollout.max_staleness, config.run.seed)
         self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
         self._advantage = ADVANTAGES.find(algo.advantage)
+        check_traits(config, self._advantage.traits, LOSSES.find(algo.loss).traits)
         self._objective = Objective(algo, config.rollout, config.trainer.mtp)
         self._critic = (
             Critic(config, folder, parallel, progress, self.network.meter, self.network.vision)
@@ -60,6 +64,7 @@ class Policy:
         )
         self._warm_at = algo.critic.warmup if self._critic else 0
         self._temperature = config.rollout.temperature
+        self._parts, self._replayed = self._no_parts(), 0
         self.memory = DeviceMemory(self._held)
 
     @property
@@ -70,8 +75,8 @@ class Policy:
     @property
     def started(self) -> Tensor:
         """Log-probabilities [N] of the last batch's tokens under the policy that its steps started from, NaN for tokens
-        that were not run. Replayed groups are at the end."""
-        return self._objective.started
+        that were not run."""
+        return self._objective.started[: len(self._objective.started) - self._replayed]
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
@@ -118,18 +123,21 @@ class Policy:
     # -- one batch -----------------------------------------------------------------------------------------
 
     def update(self, batch: Batch) -> dict[str, float]:
-        """Take the optimizer steps of one batch. Returns its statistics, which are the same on every rank."""
-        objective, shaping = self._objective, self.config.algo.shaping
-        if self.config.trainer.lora.dropout:  # so that a resumed run draws the same masks
+        """Take the optimizer steps of one batch. Returns its statistics, which are the same on every rank. Of a batch
+        that comes in parts (trainer.batch_parts), each part adds its gradient, and the step follows the last one;
+        the others return nothing."""
+        objective, shaping, first = self._objective, self.config.algo.shaping, not self._parts.begun
+        if first and self.config.trainer.lora.dropout:  # so that a resumed run draws the same masks
             reseed(self.config.run.seed + batch.version)
         replayed = self._replay.draw(batch.version)
+        self._replayed = sum(group.num_tokens for group in replayed)
         self._replay.keep(batch.groups)
         trained = [*batch.groups, *replayed]
         groups = build_samples(trained, self.config.adapter_of)
         if self.network.vision:
             groups = self.network.vision.begin(trained, groups)
         if self._routing:
-            groups = self._routing.begin(trained, groups)
+            groups = self._routing.begin(trained, groups, first=first)
 
         table = build_table(trained, batch.version)
         table = replace(table, reward=shaped(table, shaping, self.config.rollout.max_new_tokens))
@@ -139,7 +147,12 @@ class Policy:
         step = replace(step, keep=objective.select(step))
 
         with self._routed():
-            figures = self._train(groups if batch.version >= self._warm_at else [], step)
+            if first and batch.last:
+                figures = self._train(groups if batch.version >= self._warm_at else [], step)
+            else:
+                figures = self._train_part(groups, step, last=batch.last)
+        if not batch.last:
+            return {}
         if self._routing:
             figures |= self._routing.figures()
         if self._critic:
@@ -185,26 +198,48 @@ class Policy:
             table = replace(table, weights=objective.shares(chosen, table))
             if not (chosen := objective.with_gradient(chosen, table)):
                 continue
-            packs, here = self.network.packs(chosen), table.to(self.parallel.device)
-            self._optimizer.zero_grad()
-            self.network.train(packs, partial(objective.loss, table=here, seen=seen))
-            seen.add("packed", sum(pack.num_tokens for pack in packs))
-            seen.add("apart", sum(pack.tokens_apart for pack in packs))
+            self._accumulate(chosen, table, seen)
             if number and trust and objective.distance(table, seen) > trust:
                 break
             norm, applied = self._optimizer.step()
             norms.append(norm)
             bad, trained = bad + (not applied), trained + len(chosen)
         self.network.gather()
-        return {
-            "groups/trained": float(trained),
-            "lr": lr,
-            "grad_norm": max(norms),
-            "steps/optimizer": float(len(norms) - 1 - bad),
-            "step/skipped": float(len(norms) - 1 == bad),
-            "step/bad": float(bad > 0),
-            **objective.figures(table, seen),
-        }
+        return {**_of_steps(norms, bad, lr, trained), **objective.figures(table, seen)}
+
+    def _train_part(self, groups: Groups, table: TrainingTable, *, last: bool) -> dict[str, float]:
+        """Add the gradient of a part of a batch. Take the optimizer step after the last one and return the statistics
+        of the whole batch."""
+        objective, parts, lr = self._objective, self._parts, self._optimizer.lr
+        table, seen = parts.add(replace(table, weights=objective.shares(groups, table)), last=last)
+        chosen = objective.with_gradient(groups, table)
+        if last and parts.trained:
+            self.network.scale_gradient(parts.correction)
+        if chosen or (last and parts.trained):  # without groups, the last part still reduces the gradient of the others
+            self._accumulate(chosen, table, seen, first=not parts.trained, last=last)
+        parts.trained += len(chosen)
+        if not last:
+            return {}
+        norm, applied = self._optimizer.step() if parts.trained else (0.0, True)
+        self.network.gather()
+        self._parts = self._no_parts()
+        norms = [0.0, norm] if parts.trained else [0.0]
+        return {**_of_steps(norms, int(not applied), lr, parts.trained), **objective.figures(*parts.whole())}
+
+    def _no_parts(self) -> BatchParts:
+        return BatchParts(self.config.trainer.batch_parts, self.config.algo.aggregation, self.parallel)
+
+    def _accumulate(
+        self, groups: Groups, table: TrainingTable, seen: TokenAccumulator, *, first: bool = True, last: bool = True
+    ) -> None:
+        """Compute the gradient of these groups, and add it to that of earlier parts of the step unless they are the
+        `first`."""
+        packs, here = self.network.packs(groups), table.to(self.parallel.device)
+        if first:
+            self._optimizer.zero_grad()
+        self.network.train(packs, partial(self._objective.loss, table=here, seen=seen), first=first, last=last)
+        seen.add("packed", sum(pack.num_tokens for pack in packs))
+        seen.add("apart", sum(pack.tokens_apart for pack in packs))
 
     def _mini_batches(self, groups: Groups) -> Iterator[Groups]:
         """Yield whole groups in the order of the batch, once per epoch."""
@@ -247,3 +282,16 @@ class Policy:
             return table.column("teacher")
         with self._reference.in_place() if self._reference else self.network.base():
             return self._score(groups, table)
+
+
+def _of_steps(norms: list[float], bad: int, lr: float, groups: int) -> dict[str, float]:
+    """Return the statistics of a batch's optimizer steps: `norms` are their gradient norms after a zero, `bad` is the
+    number of bad ones, and `groups` that of groups with a gradient."""
+    return {
+        "groups/trained": float(groups),
+        "lr": lr,
+        "grad_norm": max(norms),
+        "steps/optimizer": float(len(norms) - 1 - bad),
+        "step/skipped": float(len(norms) - 1 == bad),
+        "step/bad": float(bad > 0),
+    }

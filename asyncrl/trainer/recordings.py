@@ -17,7 +17,7 @@ from asyncrl.imports import load
 from asyncrl.records.events import Scored, scored
 from asyncrl.records.reading import RECORDS, TRAINER, Recording
 from asyncrl.records.writer import Writer
-from asyncrl.schema import Batch, Group, VersionSpan, encode
+from asyncrl.schema import Batch, Group, VersionSpan, encode, part_of
 
 
 class ReplaySource:
@@ -35,14 +35,17 @@ class ReplaySource:
         self.first, self.end = first, first + len(self._steps)
         """Version to start from, and the version after the last batch."""
 
-    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
-        """Return the batch of this version. Versions are shifted so that a batch that is trained again keeps its
-        staleness. Raises RecordError if `replay.keep` rejects all groups."""
+    def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
+        """Return the batch of this version, or a part of it. Versions are shifted so that a batch that is trained again
+        keeps its staleness. Raises RecordError if `replay.keep` rejects all groups."""
         recorded = self._recording.batch(self._steps[version - self.first])
         groups = [group for group in recorded.groups if self._keep is None or self._keep(group) is True]
         if not groups:
             raise RecordError(f"replay.keep keeps no group of batch {recorded.version}")
-        return encode(later(Batch(recorded.version, groups, recorded.rollout), version - recorded.version))
+        start, end = part_of(len(groups), part, parts := min(parts, len(groups)))
+        last = part + 1 == parts
+        taken = Batch(recorded.version, groups[start:end], recorded.rollout if last else {}, last)
+        return encode(later(taken, version - recorded.version))
 
     def hold(self) -> None:
         """Do nothing: no generation is running."""
@@ -103,7 +106,9 @@ def later(batch: Batch, versions: int) -> Batch:
             ],
         )
 
-    return Batch(batch.version + versions, [moved(group) for group in batch.groups], batch.rollout)
+    return msgspec.structs.replace(
+        batch, version=batch.version + versions, groups=[moved(group) for group in batch.groups]
+    )
 
 
 def _moved(span: VersionSpan, versions: int) -> VersionSpan:

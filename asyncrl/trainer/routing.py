@@ -82,15 +82,15 @@ class RoutingReplay:
 
     # -- a batch -------------------------------------------------------------------------------------------
 
-    def begin(self, groups: Sequence[Group], samples: Groups) -> Groups:
-        """Start a new batch. Returns its samples with the keys of their tokens. Raises ValueError if the engines report
-        the experts of another model."""
+    def begin(self, groups: Sequence[Group], samples: Groups, *, first: bool = True) -> Groups:
+        """Start a new batch, or its next part, if this is not the first. Returns its samples with the keys of their
+        tokens. Raises ValueError if the engines report the experts of another model."""
         samples, count = with_keys(samples)
         if self._kind == "R3":
             self._routes = engine_routes(groups, samples, count, self._shape, self._layers)
         else:
             self._routes = RoutingReplayIndex.empty(count, len(self._layers), self._shape)
-        for choice in self._every():
+        for choice in self._every() if first else ():
             choice.compared.zero_()
         return samples
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,6 +31,18 @@ class TokenAccumulator:
     def add(self, name: str, value: Tensor | float) -> None:
         """Add to a sum."""
         self._totals[name] = self._totals.get(name, torch.zeros(())) + torch.as_tensor(value).detach()
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenAccumulator], factors: Sequence[float]) -> TokenAccumulator:
+        """Return the columns of several parts of a batch in order, and the sums of their sums; the losses in them are
+        multiplied by a factor for each part."""
+        whole = cls(sum(part._num_tokens for part in parts), parts[0]._parallel)
+        for name in {name for part in parts for name in part._columns}:
+            whole._columns[name] = torch.cat([part._columns.get(name, part._zeros()) for part in parts])
+        for part, factor in zip(parts, factors, strict=True):
+            for name, total in part._totals.items():
+                whole.add(name, total * factor if name == "loss" else total)
+        return whole
 
     def gather(
         self, names: tuple[str, ...], totals: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.algo.correction import CORRECTIONS, MASKS
 from asyncrl.algo.loss import LOSSES
-from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan, part_of
 from asyncrl.settings import Choice
 
 VOCAB = 33  # padded by two ranks and by four
@@ -20,12 +20,15 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "micro-batches": {"micro_batch_tokens": SMALL},
         "shuffled": {"micro_batch_tokens": SMALL},
         "chunks": {"logit_rows": 3},
+        "parts": {"batch_parts": 3, "micro_batch_tokens": SMALL},
     },
     2: {
         "tp2": {"tensor_parallel": 2},
         "tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True, "micro_batch_tokens": SMALL},
         "pp2": {"pipeline_parallel": 2, "micro_batch_tokens": SMALL},
         "dp2": {"data_parallel": 2},
+        "dp2-parts": {"data_parallel": 2, "batch_parts": 5},
+        "pp2-parts": {"pipeline_parallel": 2, "micro_batch_tokens": SMALL, "batch_parts": 2},
     },
     4: {
         "tp2-pp2": {"tensor_parallel": 2, "pipeline_parallel": 2, "micro_batch_tokens": SMALL},
@@ -79,6 +82,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 DEPENDS_ON_ORDER = {"entropy"}  # which groups share a mini-batch
 
 
+def runs(layout: str, algorithm: str) -> bool:
+    """Return whether an algorithm gives the same results in this layout: mini-batches are parts of the batch in its
+    order, and a batch in parts has a single step."""
+    settings = ALGORITHMS[algorithm]
+    if layout.endswith("parts"):
+        return not {"epochs", "mini_batches"} & settings.keys()
+    return layout != "shuffled" or algorithm not in DEPENDS_ON_ORDER
+
+
 def groups(shuffled: bool) -> list[Group]:
     """Return unequal prompts with a common prefix and unequal answers of several versions, some with tool output in
     between, a group without signal and a group of one member. With `shuffled`, the same in another order."""
@@ -107,3 +119,9 @@ def groups(shuffled: bool) -> list[Group]:
     if shuffled:
         random.Random(0).shuffle(made)
     return made
+
+
+def in_parts(batch: Batch, parts: int) -> list[Batch]:
+    """Return a batch in parts, as the rollout process hands it out."""
+    bounds = [part_of(len(batch.groups), part, parts) for part in range(parts)]
+    return [Batch(batch.version, batch.groups[a:b], {}, b == len(batch.groups)) for a, b in bounds]

@@ -28,7 +28,7 @@ from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import network, policy  # noqa: E402
 from asyncrl.trainer.parallel import split  # noqa: E402
 from tests.fakes import changed  # noqa: E402
-from tests.integration.losses import ALGORITHMS, DEPENDS_ON_ORDER, LAYOUTS, VERSION, groups  # noqa: E402
+from tests.integration.losses import ALGORITHMS, LAYOUTS, VERSION, groups, in_parts, runs  # noqa: E402
 
 RATE = 2.0  # moves the policy beyond its clip in one step
 
@@ -81,11 +81,11 @@ def train(config: Config, folder: Path, layout: str) -> None:
     figures, gradients = {}, {}
     batch = Batch(VERSION, groups(layout == "shuffled"), {})
     for name, settings in ALGORITHMS.items():
-        if layout == "shuffled" and name in DEPENDS_ON_ORDER:
+        if not runs(layout, name):
             continue
         algo = AlgoConfig.model_validate(changed(config.algo.model_dump(), settings))
         one = policy.Policy(config.model_copy(update={"algo": algo}), folder, where)
-        figures[name] = one.update(batch)
+        figures[name] = [one.update(part) for part in in_parts(batch, config.trainer.batch_parts)][-1]
         steps = enumerate(descent.gradients)
         gradients.update({f"{name}/{step}/{key}": tensor for step, found in steps for key, tensor in found.items()})
         descent.restore()

@@ -32,6 +32,7 @@ from asyncrl.trainer.attention import PackedAttention  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from tests.fakes import changed  # noqa: E402
+from tests.integration.losses import in_parts  # noqa: E402
 from tests.integration.rank_routing import with_settings  # noqa: E402
 
 COUNTS = {"attention": 0, "reductions": 0, "away": 0, "activations": 0, "layers": 0}
@@ -52,9 +53,9 @@ def counted_away(policy: Policy) -> None:
     """Count the tensors of the optimizer that have no memory while passes with gradient run."""
     own = policy.network.train
 
-    def train(*args: Any) -> None:
+    def train(*args: Any, **kwargs: Any) -> None:
         COUNTS["away"] += sum(not tensor.untyped_storage().nbytes() for tensor in policy._optimizer.states())
-        own(*args)
+        own(*args, **kwargs)
 
     policy.network.train = train  # type: ignore[method-assign]
 
@@ -91,7 +92,8 @@ def updated(
     if memory := policy._optimizer.memory:
         memory._stand_in = True
         counted_away(policy)
-    figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
+    batches = [in_parts(Batch(version, groups, {}), config.trainer.batch_parts) for version in range(2)]
+    figures = [[policy.update(part) for part in batch][-1] for batch in batches]
     parameters = list(policy.network.parameters())
     gradients = [one.main_grad.clone() for one in parameters if one.requires_grad]  # type: ignore[attr-defined]
     return figures, [one.detach().clone() for one in parameters], gradients

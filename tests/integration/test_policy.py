@@ -24,7 +24,7 @@ from asyncrl.backends.cpu import megatron_shim
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from tests.algo import tables
 from tests.fakes import tiny_config
-from tests.integration.losses import fitting
+from tests.integration.losses import fitting, in_parts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -52,10 +52,16 @@ class Bigrams:
     def packs(self, groups: Groups) -> list[Pack]:
         return packs_of_rank(groups, *self._place, Costs())
 
-    def train(self, packs: list[Pack], visit: Callable[[Any, Pack], Tensor]) -> None:
-        self.passes.append("train")
+    def train(
+        self, packs: list[Pack], visit: Callable[[Any, Pack], Tensor], *, first: bool = True, last: bool = True
+    ) -> None:
+        self.passes.append("train" if first and last else f"train, {first=}, {last=}")
         for pack in packs:
             visit(Rows(self.logits[pack.token_ids[pack.logit_rows]]), pack).backward()
+
+    def scale_gradient(self, factor: float) -> None:
+        assert self.logits.grad is not None
+        self.logits.grad *= factor
 
     def gather(self) -> None:
         """Do nothing: all parameters are here."""
@@ -113,7 +119,7 @@ UNCLIPPED = {"name": "ppo", "clip_low": 0.0, "clip_high": 0.0}
 
 
 def policy(temperature: float = 1.0, **algo: Any) -> Policy:
-    trainer = {name: algo.pop(name) for name in ("micro_batch_tokens",) if name in algo}
+    trainer = {name: algo.pop(name) for name in ("micro_batch_tokens", "batch_parts") if name in algo}
     changes = {f"algo.{name}": value for name, value in ({"entropy_bonus": 0.0} | algo).items()}
     changes |= {f"trainer.{name}": value for name, value in trainer.items()}
     rollout = {"rollout.max_new_tokens": LONGEST, "rollout.temperature": temperature}
@@ -195,6 +201,30 @@ def test_gradient_of_one_step_is_that_of_the_formula(loss: str) -> None:
     assert (figures["correction/masked"] > 0) == (tables.loss(loss).traits.selection is not None)
 
 
+def flat(slot: int) -> Group:
+    """Return a group without signal."""
+    return Group(f"f{slot}", slot, [1], [Trajectory([Turn([], answer([2], -1.0))], 0.5) for _ in range(2)], "made")
+
+
+@pytest.mark.parametrize("order", ["fab", "afb", "abf", "ffa", "ff"])
+def test_parts_without_a_gradient_count_in_the_denominator_and_are_not_run(order: str) -> None:
+    a, b = batch().groups
+    groups = [{"a": a, "b": b}.get(name) or flat(place) for place, name in enumerate(order)]
+    whole, parted = policy(), policy(batch_parts=len(order))
+    expected = whole.update(Batch(3, groups, {}))
+    *none, figures = [parted.update(part) for part in in_parts(Batch(3, groups, {}), len(order))]
+    assert none == [{}] * (len(order) - 1)
+    for one in (expected, figures):
+        del one["tokens/packed"], one["tokens/shared"]  # of the split alone
+    assert figures == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    torch.testing.assert_close(parted.network.gradients, whole.network.gradients, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(parted.started, whole.started, equal_nan=True)
+    ran = sum(name != "f" for name in order)
+    assert len(parted.network.passes) == (ran + (order[-1] == "f" and ran > 0))
+    again = parted.update(Batch(4, groups, {}))  # the next batch begins anew
+    assert again["groups/trained"] == figures["groups/trained"]
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_micro_batches_change_no_step(loss: str) -> None:
     runs = [policy(**fitting(loss), mini_batches=1, epochs=3, micro_batch_tokens=size) for size in (1, 1000)]
@@ -229,7 +259,7 @@ class Routing:
 
     inside = False
 
-    def begin(self, _: Any, groups: Groups) -> Groups:
+    def begin(self, _: Any, groups: Groups, first: bool) -> Groups:
         return groups
 
     @contextmanager
@@ -248,8 +278,12 @@ def test_every_pass_of_the_policy_replays_its_experts_also_the_one_at_the_teache
     passes: list[tuple[str, bool]] = []
     for name in ("score", "train"):
         plain = getattr(one.network, name)
-        note = lambda *given, name=name, plain=plain: (passes.append((name, routing.inside)), plain(*given))[1]  # noqa: E731
-        setattr(one.network, name, note)
+
+        def noted(*given: Any, name: str = name, plain: Callable[..., None] = plain, **how: Any) -> None:
+            passes.append((name, routing.inside))
+            plain(*given, **how)
+
+        setattr(one.network, name, noted)
     groups = batch().groups
     for turn in (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns):
         msgspec.structs.force_setattr(turn, "teacher", [-1.0] * len(turn.completion.token_ids))

@@ -131,6 +131,28 @@ def same_schedule(live: Path, again: Path, *settings: str) -> None:
     nothing_is_left(again)
 
 
+PARTS = [*SLACK, "trainer.batch_parts=3"]
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Record a run that trains each batch in parts."""
+    folder = tmp_path_factory.mktemp("recorded") / "parts"
+    run(folder, *SMALL, *PARTS, "record=true")
+    return folder
+
+
+def test_run_that_trains_batches_in_parts_is_repeated_to_the_last_bit(in_parts: Path, tmp_path: Path) -> None:
+    assert all(step["staleness/max"] <= 4 for step in lines(in_parts / "metrics.jsonl"))
+    again = tmp_path / "again"
+    assert trained(replay(again, in_parts, *PARTS)) == trained(lines(in_parts / "metrics.jsonl"))
+    assert weights(again) == weights(in_parts)
+
+
+def test_whole_schedule_of_batches_in_parts_is_repeated(in_parts: Path, tmp_path: Path) -> None:
+    same_schedule(in_parts, tmp_path / "again", *PARTS)
+
+
 @pytest.mark.campaign
 def test_whole_schedule_comes_to_the_same_batches_books_and_weights(live: Path, tmp_path: Path) -> None:
     """A run that was killed and resumed is replayed in test_resume.py."""

@@ -110,6 +110,12 @@ def test_overlapped_communication_changes_no_bit_of_figures_and_weights(layout: 
         assert min(count["reductions"] for count in counts.values()) > 0, counts
 
 
+def test_gradients_of_parts_are_reduced_once_with_overlapped_communication(tmp_path: Path) -> None:
+    parts = {"trainer.batch_parts": 2, "algo.mini_batches": 1}
+    for counts in run(tmp_path, "dp2", {"llama-tied": OVERLAP}, **parts).values():
+        assert min(count["reductions"] for count in counts.values()) > 0, counts
+
+
 def test_a_critic_is_trained_alike_with_overlapped_communication(tmp_path: Path) -> None:
     run(tmp_path, "dp2", {"llama-tied": OVERLAP}, **{"algo.advantage": "gae"})
 

@@ -71,6 +71,21 @@ def test_a_limit_of_concurrency_lowers_throughput_and_staleness_as_simulated(in_
     assert law.staleness == pytest.approx(simulated.staleness_mean, abs=1.0)
 
 
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_what_training_in_parts_gives_is_as_simulated(bound: int) -> None:
+    lengths = Lengths(400, 0.9, 3000, 4)
+    workload, sample = SimulatedWorkload(lengths.episodes(), 16), LengthSample.of(lengths.group)
+    rates = []
+    for parts in (1, 8):
+        setting = Setting(
+            2, 4000.0, bound, train_fixed=0.5, parts=parts, in_play=0, shape=EngineShape(0.01, 0.0005, 32)
+        )
+        law = predict(sample, workload, setting)
+        rates.append((law.tokens_per_s, simulate(workload, setting, 60, 10).tokens_per_s))
+    assert rates[1] == pytest.approx(rates[1][::-1], rel=0.1)
+    assert rates[1][1] > 1.03 * rates[0][1]
+
+
 def test_with_slack_the_lead_limits_what_is_in_flight_as_simulated() -> None:
     lengths = Lengths(400, 0.6, 3000, 4)
     workload, sample = SimulatedWorkload(lengths.episodes(), 16), LengthSample.of(lengths.group)

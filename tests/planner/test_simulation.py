@@ -38,6 +38,14 @@ def test_a_synchronous_step_is_the_longest_answer_then_the_trainer() -> None:
     assert found.staleness_max == 0
 
 
+@pytest.mark.parametrize(("parts", "step"), [(1, 200 * 0.0101 + 3.5), (2, max(100 * 0.0101 + 1.0, 200 * 0.0101) + 2.5)])
+def test_training_of_the_first_part_overlaps_with_the_answers_of_the_last(parts: int, step: float) -> None:
+    """Two engines with an answer of 100 and one of 200 tokens, which take one and two seconds to train."""
+    two = SimulatedWorkload(lambda number: [SimulatedEpisode([100.0 + 100.0 * (number % 2)])], batch_groups=2)
+    found = outcome(workload=two, max_staleness=0, train_rate=100.0, train_fixed=0.5, parts=parts)
+    assert found.step == pytest.approx(step)
+
+
 def test_tools_take_their_time_and_no_engine() -> None:
     slow = SimulatedWorkload(lambda _: [SimulatedEpisode([10.0, 10.0], [5.0])] * 2, batch_groups=1)
     assert outcome(workload=slow, max_staleness=0).step == pytest.approx(20 * (0.01 + 0.0001 * 2) + 5.0)
@@ -47,7 +55,8 @@ def test_tools_take_their_time_and_no_engine() -> None:
 @given(st.integers(0, 5), st.data())
 def test_no_token_is_older_than_the_bound(bound: int, data: st.DataObject) -> None:
     lead = data.draw(st.integers(0, bound))
-    found = outcome(6, max_staleness=bound, lead=lead, in_play=data.draw(st.sampled_from([None, 0, 1, 20])))
+    limit, parts = data.draw(st.sampled_from([None, 0, 1, 20])), data.draw(st.integers(1, 8))
+    found = outcome(6, max_staleness=bound, lead=lead, in_play=limit, parts=parts)
     assert found.staleness_max <= bound
 
 

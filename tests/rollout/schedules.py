@@ -35,6 +35,7 @@ class Run:
     picky: bool = False  # a hook that chooses at random
     saves: bool = False  # at every version the buffer is another one, made from what a checkpoint keeps
     moves: bool = False  # the lead changes at random, within the bound
+    parts: bool = False  # batches are taken in parts of any size
     batches: list[list[int]] = field(default_factory=list)
     births: list[list[int]] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
@@ -145,22 +146,28 @@ class Run:
 
     def _take(self) -> bool:
         step, ready = self.buffer.step, sorted(self.born)
-        if (groups := self.buffer.take()) is None:
+        left = self.batch_groups - self.books["training"]
+        count = self.random.randint(1, left) if self.parts and left else None
+        if (groups := self.buffer.take(count)) is None:
             return False
-        assert [one.slot for one in groups] == ready[: self.batch_groups]
+        assert [one.slot for one in groups] == ready[: count or self.batch_groups]
         for one in groups:
             assert self.born[one.slot] == one.trajectories[0].oldest_version
             assert all(0 <= age <= self.bound for age in one.staleness(step)), (step, one)
-        self.batches.append([one.slot for one in groups])
-        self.births.append([self.born.pop(one.slot) for one in groups])
+        if not self.books["training"]:
+            self.batches.append([])
+            self.births.append([])
+        self.batches[-1] += [one.slot for one in groups]
+        self.births[-1] += [self.born.pop(one.slot) for one in groups]
         self.books["ready"] -= len(groups)
         self.books["training"] += len(groups)
-        self.books["in_batch"] = sum(one.num_tokens for one in groups)
+        self.books["in_batch"] += sum(one.num_tokens for one in groups)
+        assert self.buffer.step == step + (self.books["training"] == self.batch_groups)
         self.trace.append("take")
         return True
 
     def _publish(self) -> bool:
-        if not self.books["training"]:
+        if self.books["training"] < self.batch_groups:
             return False
         self.buffer.publish(self.buffer.version + 1)
         self.books["trained"] += self.books.pop("training")

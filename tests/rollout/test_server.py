@@ -168,6 +168,34 @@ def test_any_version_but_the_next_and_the_one_in_training_is_409(version: int) -
     at(play)
 
 
+def test_parts_of_a_batch_are_handed_out_as_soon_as_their_groups_are_ready_and_again_when_asked() -> None:
+    async def play(site: Site) -> None:
+        async def asked(part: int, version: int = 0) -> Any:
+            return await site.http.get("/batch", params={"version": version, "part": part, "parts": 2})
+
+        tickets = [await site.groups.ticket() for _ in range(2)]
+        await site.play(tickets[1])
+        first = await asked(0)
+        assert (decode_batch(first.content).last, decode_batch(first.content).rollout) == (False, {})
+        assert [one.slot for one in decode_batch(first.content).groups] == [1]
+        assert (await asked(1)).status_code == 202
+        assert not site.groups.between_batches(0)  # no checkpoint within a batch
+        assert (await site.http.post("/snapshot", json={"version": 0})).status_code == 409
+        await site.play(tickets[0])
+        last = await asked(1)
+        assert decode_batch(last.content).last
+        assert "groups/running" in decode_batch(last.content).rollout
+        assert [one.slot for one in decode_batch(last.content).groups] == [0]
+        assert [(await asked(part)).content for part in (0, 1)] == [first.content, last.content]
+        assert (await asked(0, version=1)).status_code == 202
+        assert (await site.http.post("/version", json={"version": 1})).status_code == 200
+        assert site.groups.ledger().groups.trained == 2
+        assert (await asked(1, version=1)).text == "part 1 of it was requested, but the next one is 0"
+        assert (await asked(2)).status_code == 400
+
+    at(play)
+
+
 def test_every_reader_gets_the_same_bytes_as_often_as_it_asks_until_the_next_version() -> None:
     async def play(site: Site) -> None:
         asking = [

@@ -19,11 +19,11 @@ class SourceOf:
     def __init__(self, ready: int = 3) -> None:
         self.asked, self._ready = 0, ready
 
-    def batch(self, version: int, *, interrupt: Callable[[], bool]) -> bytes:
+    def batch(self, version: int, part: int, parts: int, *, interrupt: Callable[[], bool]) -> bytes:
         while True:
             self.asked += 1
             if self.asked >= self._ready:
-                return encode(Batch(version, [group(0)], {}))
+                return encode(Batch(version, [group(part)], {}, part + 1 == parts))
             if interrupt():
                 return b""
 
@@ -33,9 +33,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
 
 
-def batches(source: Any, interrupt: bool = False, asked: Callable[[], bool] = lambda: False) -> BatchFeed:
+def batches(
+    source: Any, interrupt: bool = False, asked: Callable[[], bool] = lambda: False, parts: int = 1
+) -> BatchFeed:
     parallel: Any = None  # of several ranks
-    return BatchFeed(source, lambda: interrupt, parallel, asked_to_stop=asked)
+    return BatchFeed(source, lambda: interrupt, parallel, asked_to_stop=asked, parts=parts)
 
 
 def test_a_batch_is_that_of_the_version() -> None:
@@ -63,3 +65,11 @@ def test_a_run_that_is_asked_to_stop_while_it_waits_waits_no_longer() -> None:
     feed = batches(source, asked=lambda: source.asked >= 2)
     assert (feed.get(0), feed.stopped) == (None, True)
     assert source.asked == 2
+
+
+def test_a_run_that_is_asked_to_stop_finishes_the_batch_of_which_it_has_trained_a_part() -> None:
+    source = SourceOf(ready=1)
+    feed = batches(source, asked=lambda: source.asked > 0, parts=2)
+    found = [feed.get(4, part) for part in range(2)]
+    assert [part and (part.version, part.groups[0].slot, part.last) for part in found] == [(4, 0, False), (4, 1, True)]
+    assert (feed.get(5), feed.stopped) == (None, True)

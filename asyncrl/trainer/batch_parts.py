@@ -1,0 +1,57 @@
+"""A batch that is trained in parts, each as soon as its groups are ready (trainer.batch_parts), with one optimizer step
+from the sum of their gradients.
+
+The loss divides by what the whole batch counts (algo/samples.py, denominator), which is known with the last part only.
+The parts before it divide by an estimate: as many parts like the first. Their gradient is then multiplied by the
+estimate over the true count, before that of the last part is added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from asyncrl.algo.samples import denominator
+from asyncrl.algo.table import TrainingTable, joined
+from asyncrl.parallel import Parallel
+from asyncrl.trainer.token_accumulator import TokenAccumulator
+
+
+class BatchParts:
+    """The parts of a batch that were trained so far, without their gradient."""
+
+    def __init__(self, parts: int, aggregation: str, parallel: Parallel) -> None:
+        """Prepare for a batch of about `parts` parts."""
+        self._parts, self._aggregation, self._parallel = parts, aggregation, parallel
+        self._tables, self._seen = list[TrainingTable](), list[TokenAccumulator]()
+        self._counts: list[int] = []
+        self.trained = 0
+        """Number of groups that have a gradient."""
+
+    @property
+    def begun(self) -> bool:
+        """Return whether a part was added."""
+        return bool(self._tables)
+
+    def add(self, table: TrainingTable, *, last: bool) -> tuple[TrainingTable, TokenAccumulator]:
+        """Add a part whose weights are those of a step over it alone. Return it with the weights to train it with, and
+        the accumulator of its results."""
+        self._counts.append(denominator(table, self._aggregation))
+        whole = max(1, sum(self._counts)) if last else self._estimate
+        self._tables.append(replace(table, weights=table.weights * (self._counts[-1] / whole)))
+        self._seen.append(TokenAccumulator(table.num_tokens, self._parallel))
+        return self._tables[-1], self._seen[-1]
+
+    @property
+    def correction(self) -> float:
+        """Return the factor by which the gradient of the parts before the last must be multiplied."""
+        return self._estimate / max(1, sum(self._counts))
+
+    def whole(self) -> tuple[TrainingTable, TokenAccumulator]:
+        """Return the table of the whole batch, and its results."""
+        factors = [self.correction] * (len(self._tables) - 1) + [1.0]
+        scaled = [replace(one, weights=one.weights * by) for one, by in zip(self._tables, factors, strict=True)]
+        return joined(scaled), TokenAccumulator.joined(self._seen, factors)
+
+    @property
+    def _estimate(self) -> int:
+        return max(1, self._counts[0]) * self._parts

@@ -1,0 +1,59 @@
+"""What trainer.batch_parts refuses: before anything starts, by field, value and remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
+from asyncrl.algo.loss import LossTraits
+from asyncrl.config.batch_parts import check_traits
+from asyncrl.errors import ConfigError
+from tests.fakes import tiny_config
+
+PARTS = {"rollout.batch_groups": 4, "trainer.batch_parts": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "remedy"),
+    [
+        ({"trainer.batch_parts": 5}, "trainer.batch_parts", "rollout.batch_groups=4 groups: set at most 4"),
+        ({"algo.mini_batches": 2}, "algo.mini_batches", "into a single step"),
+        ({"algo.epochs": 2}, "algo.epochs", "into a single step"),
+        ({"algo.advantage": "reinforce_pp"}, "algo.advantage", "needs the whole batch"),
+        ({"algo.advantage": "gae"}, "algo.advantage", "needs the whole batch"),
+        ({"algo.loss": "m2po", "algo.correction": None}, "algo.loss", "needs the whole batch"),
+        ({"algo.shaping.normalize": True}, "algo.shaping.normalize", "needs the whole batch"),
+        ({"algo.replay_groups": 2}, "algo.replay_groups", "added to a whole batch"),
+        ({"rollout.over_age": "drop"}, "rollout.over_age", "when a batch is complete"),
+        ({"deterministic": True, "rollout.max_staleness": 0, "rollout.lead": None}, "deterministic", "Timing decides"),
+    ],
+)
+def test_settings_that_need_a_whole_batch_are_refused(changes: dict[str, Any], field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tiny_config(**PARTS | changes)
+    assert refused.value.field == field
+    assert remedy in str(refused.value)
+    assert "trainer.batch_parts" in str(refused.value)
+    tiny_config(**PARTS | changes | {"trainer.batch_parts": 1})
+
+
+def test_own_estimator_that_compares_groups_is_refused_by_the_trainer() -> None:
+    config = tiny_config(**PARTS)
+    check_traits(config, AdvantageTraits(), LossTraits())
+    with pytest.raises(ConfigError, match="needs the whole batch"):
+        check_traits(config, AdvantageTraits(whole_batch=True), LossTraits())
+
+
+def test_estimators_that_whiten_over_the_batch_say_so() -> None:
+    whole = {name for name in ADVANTAGES if ADVANTAGES.settings_of(name) is not None and "whiten" in _source(name)}
+    assert whole == {"reinforce_pp", "reinforce_pp_baseline", "gae"}
+
+
+def _source(name: str) -> str:
+    import inspect
+
+    from asyncrl.settings import Choice
+
+    return inspect.getsource(ADVANTAGES.find(Choice(name=name)).function)
