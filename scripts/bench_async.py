@@ -295,7 +295,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="more steps of all modes")
     parser.add_argument("--real", action="store_true", help="the real engine and trainer")
     parser.add_argument("--runs", type=int, default=3, help="--real: runs of each mode (default 3)")
-    parser.add_argument("--steps", type=int, help="steps of each run (default 12, --full 24, --real 40)")
+    parser.add_argument("--steps", type=int, help="steps of each run (default 10, --full 24, --real 40)")
     parser.add_argument("--workloads", nargs="*", choices=WORKLOADS)
     parser.add_argument("--modes", nargs="*", choices=[mode.name for mode in MODES], help="beside the baseline")
     parser.add_argument("--scale", type=float, default=80.0, help="of time; runs take as much longer when it is less")
@@ -308,7 +308,7 @@ def main() -> None:
     wanted = options.modes or (FEWER[:1] if options.quick else [mode.name for mode in MODES] if options.full else FEWER)
     modes = [mode for mode in MODES if mode.colocated or mode.name in wanted]
     workloads = options.workloads or (WORKLOADS[:1] if options.quick else WORKLOADS if options.full else WORKLOADS[:3])
-    steps = options.steps or (4 if options.quick else 24 if options.full else 12)
+    steps = options.steps or (4 if options.quick else 24 if options.full else 10)
     found = {name: dilated(name, modes, steps, options.scale) for name in workloads}
     print(json.dumps({**rounded(found), "machine": this}))
 

@@ -11,7 +11,8 @@
 
 Each setting is a complete run of asyncrl-train on real engines, about forty seconds on two cores (`default` and `lora`:
 some minutes). The script prints one line of JSON per run, and writes FOLDER/STUDY.svg and FOLDER/STUDY.jsonl. --steps
-shortens the runs; --seeds repeats them.
+shortens the runs; --seeds repeats them; --settings runs some of them only; --experiment runs another task, whose name
+then belongs to those of the files.
 """
 
 from __future__ import annotations
@@ -100,12 +101,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--settings", nargs="*", help="names of settings to run, or their beginnings (default: all)")
+    parser.add_argument("--experiment", help="experiment to run (default: tiny, or default for default and lora)")
     parser.add_argument("--overrides", nargs="*", default=[], help="further settings of every run")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    found, experiment = [], "default" if arguments.study in ("default", "lora") else "tiny"
-    with (arguments.folder / f"{arguments.study}.jsonl").open("w") as file:
+    found = []
+    experiment = arguments.experiment or ("default" if arguments.study in ("default", "lora") else "tiny")
+    file_name = f"{arguments.study}-{arguments.experiment}" if arguments.experiment else arguments.study
+    with (arguments.folder / f"{file_name}.jsonl").open("w") as file:
         for name, overrides in settings(arguments.study).items():
+            if not name.startswith(tuple(arguments.settings or [""])):
+                continue
             runs = [
                 trained(experiment, overrides, arguments.steps, seed, arguments.overrides)
                 for seed in range(arguments.seeds)
@@ -117,7 +124,7 @@ def main() -> None:
             file.flush()
             print(json.dumps({"name": name, "at_half": curve[len(curve) // 2], "at_end": curve[-1]}), flush=True)
     curves = best(found) if arguments.study == "lora" else found
-    draw(arguments.study, curves, arguments.folder / f"{arguments.study}.svg")
+    draw(arguments.study, curves, arguments.folder / f"{file_name}.svg")
 
 
 def best(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
