@@ -32,7 +32,7 @@ from asyncrl.launch.main import CONF
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.rollout.curriculum import Curriculum, Mixer
 from asyncrl.rollout.hooks import by_weight
-from asyncrl.schema import Completion, Group, Prompt, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Batch, Completion, Group, Prompt, Trajectory, Turn, VersionSpan, part_of
 
 # --- configuration ------------------------------------------------------------------------------------------
 
@@ -403,3 +403,9 @@ class JsonHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Log nothing."""
+
+
+def in_parts(batch: Batch, parts: int) -> list[Batch]:
+    """Return a batch in parts, as the rollout process hands it out."""
+    bounds = [part_of(len(batch.groups), part, parts) for part in range(parts)]
+    return [Batch(batch.version, batch.groups[a:b], {}, b == len(batch.groups)) for a, b in bounds]

@@ -21,7 +21,7 @@ from asyncrl.models.tiny import write_random_model
 from asyncrl.parallel import EngineParallel
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from tests.cuda_stub import attention, memory, ranks
-from tests.fakes import changed, compose_values
+from tests.fakes import changed, compose_values, in_parts
 
 VOCAB = 320
 MODELS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,8 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
         for version in range(case.updates):
             fake.MODE.ledger.restart()
             device.Synchronizations.count = 0
-            seen["figures"].append(policy.update(batch(version, count, case.answers, sorted(config.agents.roles))))
+            whole = batch(version, count, case.answers, sorted(config.agents.roles))
+            seen["figures"].append([policy.update(part) for part in in_parts(whole, config.trainer.batch_parts)][-1])
             seen["waits"].append({**fake.MODE.ledger.waits, "synchronize": device.Synchronizations.count})
         seen["passes"] = ranks.PASSES
         seen["memory"] = memory.held(policy, config, folder, parallel.pp_rank, max(map(max, ranks.PASSES)))

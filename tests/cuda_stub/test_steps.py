@@ -51,6 +51,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "entropy": {"algo.entropy_bonus": 0.01},
     "resets": {"algo.reset_every": 1},
     "four mini-batches, twice": {"algo.mini_batches": 4, "algo.epochs": 2},
+    "three parts": {"trainer.batch_parts": 3},
     "chunks of logits": {"trainer.logit_rows": 64},
     "float32": {"trainer.dtype": "float32"},
     "full recomputation": {"trainer.recompute.granularity": "full"},
@@ -81,6 +82,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 OVERLAP = {"trainer.overlap_grad_reduce": True, "trainer.overlap_param_gather": True}
+OVERLAPPED = {"overlapped communication": OVERLAP, "three parts, overlapped": OVERLAP | {"trainer.batch_parts": 3}}
 WIDE = "TP 2, SP, PP 2, VPP 2, CP 2, DP 2"
 MIXED = ("EP 2", "TP 2, SP, EP 4, ETP 1", "PP 2, VPP 2, CP 2, EP 2")
 
@@ -89,7 +91,7 @@ FEATURE_CASES = {
     **{f"{feature}, one rank": Case("qwen3", changes=changes) for feature, changes in FEATURES.items()},
     **{
         f"{feature}, {WIDE}: rank {rank}": Case("qwen3", changes=LAYOUTS[WIDE] | changes, rank=rank)
-        for feature, changes in {**FEATURES, "overlapped communication": OVERLAP}.items()
+        for feature, changes in {**FEATURES, **OVERLAPPED}.items()
         for rank in (0, 15)  # the first and the last
     },
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.algo.correction import CORRECTIONS, MASKS
 from asyncrl.algo.loss import LOSSES
-from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan, part_of
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from asyncrl.settings import Choice
 
 VOCAB = 33  # padded by two ranks and by four
@@ -119,9 +119,3 @@ def groups(shuffled: bool) -> list[Group]:
     if shuffled:
         random.Random(0).shuffle(made)
     return made
-
-
-def in_parts(batch: Batch, parts: int) -> list[Batch]:
-    """Return a batch in parts, as the rollout process hands it out."""
-    bounds = [part_of(len(batch.groups), part, parts) for part in range(parts)]
-    return [Batch(batch.version, batch.groups[a:b], {}, b == len(batch.groups)) for a, b in bounds]

@@ -27,8 +27,8 @@ from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import network, policy  # noqa: E402
 from asyncrl.trainer.parallel import split  # noqa: E402
-from tests.fakes import changed  # noqa: E402
-from tests.integration.losses import ALGORITHMS, LAYOUTS, VERSION, groups, in_parts, runs  # noqa: E402
+from tests.fakes import changed, in_parts  # noqa: E402
+from tests.integration.losses import ALGORITHMS, LAYOUTS, VERSION, groups, runs  # noqa: E402
 
 RATE = 2.0  # moves the policy beyond its clip in one step
 

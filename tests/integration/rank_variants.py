@@ -31,8 +31,7 @@ from asyncrl.trainer.activation_offload import ActivationOffload  # noqa: E402
 from asyncrl.trainer.attention import PackedAttention  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
-from tests.fakes import changed  # noqa: E402
-from tests.integration.losses import in_parts  # noqa: E402
+from tests.fakes import changed, in_parts  # noqa: E402
 from tests.integration.rank_routing import with_settings  # noqa: E402
 
 COUNTS = {"attention": 0, "reductions": 0, "away": 0, "activations": 0, "layers": 0}

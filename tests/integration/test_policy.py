@@ -23,8 +23,8 @@ from asyncrl.algo.table import TokenTable, build_table
 from asyncrl.backends.cpu import megatron_shim
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from tests.algo import tables
-from tests.fakes import tiny_config
-from tests.integration.losses import fitting, in_parts
+from tests.fakes import in_parts, tiny_config
+from tests.integration.losses import fitting
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
