@@ -64,7 +64,7 @@ class BatchTimeline(msgspec.Struct, frozen=True, tag="batch"):
     """A batch, written when it is taken."""
 
     step: int
-    asked: float  # when the trainer began to wait for it
+    asked: float  # when the trainer began to wait for it, or for the last of its parts
     taken: float
     uids: list[str]
     last: str = ""  # uid of the group that it waited for last; "" if it was ready

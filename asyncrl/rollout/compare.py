@@ -40,6 +40,12 @@ class Comparison(Recorder):
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
         self._then.taken(step, groups, figures)
 
+    def part_taken(self, step: int, groups: Sequence[Group]) -> None:
+        self._then.part_taken(step, groups)
+
+    def adjusted(self, lead: int) -> None:
+        self._then.adjusted(lead)
+
     def published(self, version: int, ledger: Ledger) -> None:
         self._then.published(version, ledger)
 

@@ -183,14 +183,15 @@ class GroupLifecycle:
         last = self._buffer.step > version
         self._parts.append(Batch(version, groups, self._taken(version) if last else {}, last))
         if not last:
-            self._recorder.began(version, groups)
+            self._recorder.part_taken(version, groups)
+            self._timelines.part_taken()
         return self._parts[part]
 
     def _taken(self, version: int) -> dict[str, float]:
         """Report that a batch is complete. Return the figures that go with it."""
         groups = self._buffer.training
         self._limiter.taken(self._buffer.ready, len(groups), waited=self._waited)
-        self._timelines.taken(version, [group.uid for group in groups], waited=self._waited)
+        self._timelines.taken(version, [group.uid for group in groups])
         self._waited = False
         for dropped in self._buffer.dropped():
             self._audit.drop(dropped.uid)

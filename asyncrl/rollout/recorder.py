@@ -38,7 +38,7 @@ class Recorder:
     def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
         """Record that a group is rejected."""
 
-    def began(self, step: int, groups: Sequence[Group]) -> None:
+    def part_taken(self, step: int, groups: Sequence[Group]) -> None:
         """Record that these groups of a batch are trained before it is complete."""
 
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
@@ -80,7 +80,7 @@ class WritingRecorder(Recorder):
         content, images = (_content(group), group.images) if group else (None, None)
         self.write(Rejected(ticket.slot, ticket.attempt, reason, tokens, content), images)
 
-    def began(self, step: int, groups: Sequence[Group]) -> None:
+    def part_taken(self, step: int, groups: Sequence[Group]) -> None:
         self.write(PartTaken(step, [group.uid for group in groups]))
 
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:

@@ -65,13 +65,18 @@ class Timelines:
         self._tell(record, began)
 
     def asked(self) -> None:
-        """Record that the trainer waits for the next batch; only the first call for a batch counts."""
+        """Record that the trainer waits for the next batch, or part of one; only the first call for it counts."""
         self._asked = self._asked or time.time()
 
-    def taken(self, step: int, uids: list[str], *, waited: bool) -> None:
-        """Record the composition of a batch, which the trainer had to wait for or not."""
+    def part_taken(self) -> None:
+        """Record that the trainer got a part of a batch, which ends its wait. The timeline shows the wait for the last
+        part."""
+        self._asked = None
+
+    def taken(self, step: int, uids: list[str]) -> None:
+        """Record the composition of a batch."""
         began, now = time.thread_time(), time.time()
-        self._tell(BatchTimeline(step, self._asked or now, now, uids, self._last if waited else ""), began)
+        self._tell(BatchTimeline(step, self._asked or now, now, uids, self._last if self._asked else ""), began)
         self._asked = None
 
     def published(self, version: int, held: float) -> None:

@@ -57,3 +57,8 @@ def test_groups_are_told_apart_and_counted(tmp_path: Path) -> None:
     assert (told[3]["uid"], told[3]["trajectory"], told[3]["turn"], told[3]["token"]) == ("g1", 1, 0, 1)
     assert comparison.take_figures() == {"compare/same": 0.75, "compare/gap": 0.0, "compare/others": 2.0}
     assert len(heard) == 4
+
+
+def test_every_event_is_forwarded() -> None:
+    """An event that is missing in the recording would make a replay of its schedule fail."""
+    assert {name for name in vars(Recorder) if not name.startswith("_")} <= vars(Comparison).keys()
