@@ -84,7 +84,8 @@ def decode(data: bytes) -> Snapshot:
     try:
         snapshot = msgspec.msgpack.decode(data, type=Snapshot)
     except (msgspec.DecodeError, ValueError) as error:
-        raise RecordError(f"the rollout side of the checkpoint is damaged: {error}") from None
+        problem = "the rollout side of the checkpoint is damaged, or another version of asyncrl has written it"
+        raise RecordError(f"{problem}, which could resume it: {error}") from None
     state = snapshot.service
     if {one.ticket for one in state.buffer.running} != {one.ticket for one in state.outstanding}:
         raise RecordError("the rollout side of the checkpoint is damaged: its groups are not those of its tickets")

@@ -20,7 +20,7 @@ from asyncrl.launch import forecast, precision
 from asyncrl.launch.checks import check_model, check_sandboxes
 from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.preflight import folders, network
-from asyncrl.launch.preflight.devices import check_gpus, check_idle
+from asyncrl.launch.preflight.devices import check_fp8, check_gpus, check_idle
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
@@ -137,6 +137,7 @@ def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Itera
         yield from check_idle(prepared.nodes, prepared.placement)
     needs = _needs(config, prepared.gpus, models)
     known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
+    yield from check_fp8(config, prepared.placement, known)
     yield from _gpu_software(config, prepared, models, known)
     yield from check_memory(prepared.placement, needs, known)
     if policy := models.get("model"):
