@@ -20,6 +20,7 @@ from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack, pack  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
+from asyncrl.trainer import network as module  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
@@ -29,8 +30,11 @@ from tests.integration.families import groups  # noqa: E402
 def main(folder: Path, layout: str) -> None:
     settings = json.loads((folder / f"{layout}.json").read_text())
     trainer = TrainerConfig.model_validate(settings["trainer"])
+    # whole gradients on every rank, not the shards of an optimizer
+    own = module.DistributedDataParallelConfig
+    module.DistributedDataParallelConfig = lambda **fields: own(**fields | {"use_distributed_optimizer": False})  # type: ignore[assignment, misc]
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
-    batch = pack(groups(), multiple=parallel.tp)
+    batch = pack(groups()[parallel.dp_rank :: parallel.dp], multiple=parallel.tp)
     for name in settings["models"]:
         network = Network(trainer, folder / name, parallel)
         exported = {name: tensor.clone() for name, tensor in network.weights.hf_tensors()}

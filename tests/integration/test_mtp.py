@@ -27,8 +27,11 @@ MODELS = {"glm4-moe": "glm4_moe", "deepseek-v3": "deepseek_v3"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {"mtp": 0.5},
     "tp2": {"mtp": 0.5, "tensor_parallel": 2, "sequence_parallel": True},
+    "dp2": {"mtp": 0.5, "data_parallel": 2},
+    "ep2": {"mtp": 0.5, "data_parallel": 2, "expert_parallel": 2},
     "without": {},
 }
+TRAINED = [layout for layout in LAYOUTS if layout != "without"]
 OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
 PREFIX = f"model.layers.{LAYERS}."
 
@@ -51,7 +54,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for layout, changes in LAYOUTS.items():
         trainer = {**compose_values("experiment=tiny")["trainer"], "layers": "local", "dtype": "float32", **changes}
         (folder / f"{layout}.json").write_text(json.dumps({"trainer": trainer, "models": list(MODELS)}))
-        run_ranks("rank_mtp.py", str(folder), layout, world=trainer["tensor_parallel"])
+        run_ranks("rank_mtp.py", str(folder), layout, world=trainer["tensor_parallel"] * trainer["data_parallel"])
     return folder
 
 
@@ -97,7 +100,7 @@ def predicted(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", ["single", "tp2"])
+@pytest.mark.parametrize("layout", TRAINED)
 def test_weights_survive_loading_and_export(results: Path, model: str, layout: str) -> None:
     source = load_file(next((results / model).glob("*.safetensors")))
     exported = load_file(results / f"{layout}-{model}.weights")
@@ -106,7 +109,7 @@ def test_weights_survive_loading_and_export(results: Path, model: str, layout: s
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", ["single", "tp2"])
+@pytest.mark.parametrize("layout", TRAINED)
 def test_checkpoints_have_the_keys_of_conversions(results: Path, model: str, layout: str) -> None:
     structure = Structure(json.loads((results / model / "config.json").read_text()))
     keys = {parameter.addresses[0].key for parameter in structure}
@@ -124,11 +127,13 @@ def test_predictions_equal_those_of_transformers(results: Path, model: str) -> N
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_loss_trains_the_layer_alone(results: Path, model: str) -> None:
-    alone = load_file(results / f"without-{model}.gradients")
-    for layout in ("single", "tp2"):
+    alone, single = (load_file(results / f"{layout}-{model}.gradients") for layout in ("without", "single"))
+    for layout in TRAINED:
         found = load_file(results / f"{layout}-{model}.gradients")
         assert {name for name in found if name.startswith(PREFIX)} == found.keys() - alone.keys()
         for name, gradient in alone.items():
             torch.testing.assert_close(found[name], gradient, atol=2e-4, rtol=2e-4, msg=name)
+        for name in found.keys() - alone.keys():
+            torch.testing.assert_close(found[name], single[name], atol=2e-4, rtol=2e-4, msg=name)
         for name in OWN:
             assert found[PREFIX + name].abs().max() > 1e-4, name
