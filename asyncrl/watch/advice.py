@@ -185,7 +185,7 @@ def _bound(evidence: Evidence, figures: Mapping[str, float]) -> Advice | None:
         f"The engines process {running:.0f} of the {capacity:.0f} requests that they "
         f"could hold, {busy:.0%} of the time, because no more groups are admitted. They would be full at a lead of "
         f"about {useful:.1f}; beyond it only staleness grows.",
-        ("rollout.max_staleness", "rollout.lead", "rollout.oversample"),
+        ("rollout.max_staleness", "rollout.lead", "trainer.batch_parts", "rollout.oversample"),
         figures,
     )
 
@@ -212,8 +212,9 @@ def tail(evidence: Evidence) -> Advice | None:
         "warning",
         f"Batches wait for {worst}",
         f"The last episodes of {len(late)} batches spent {share:.0%} of their time in {worst}, and the trainer waited "
-        f"{waited:.1f} s for these batches, {waited / total:.0%} of its time. {remedy} would shorten the tail.",
-        ("rollout.oversample", "rollout.max_staleness" if inside else "rollout.episode_timeout"),
+        f"{waited:.1f} s for these batches, {waited / total:.0%} of its time. {remedy} would shorten the tail; "
+        "training in parts would use the time.",
+        ("rollout.oversample", "rollout.max_staleness" if inside else "rollout.episode_timeout", "trainer.batch_parts"),
         {"waited": waited, "steps": total, worst: spent[worst], "share of the last episodes": share},
     )
 

@@ -178,3 +178,17 @@ def test_engines_of_the_run_and_others_serve_side_by_side(
     steps = run(run_dir, "run.max_steps=8", "eval.questions=8", f"engine.urls=[{elsewhere.url}]")
     assert {step["engines/serving"] for step in steps} == {2}
     nothing_is_left(run_dir)
+
+
+@pytest.mark.campaign  # tests/planner/test_elastic.py holds the decisions, test_elastic_stubs.py what follows them
+def test_engine_that_a_slow_trainer_does_not_need_is_given_back(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    elastic = ("engine.count=2", "cluster.elastic=act", "cluster.min_engines=1", "rollout.max_staleness=2")
+    steps = run(run_dir, "run.max_steps=80", "eval.questions=0", *elastic, "algo.epochs=16")
+    decisions = lines(run_dir / "elastic.jsonl")
+    assert [one["done"] for one in decisions if one["action"] == "remove_engine"], decisions
+    assert not any("failed" in one["done"] for one in decisions), decisions
+    assert (steps[0]["engines/serving"], steps[-1]["engines/serving"]) == (2, 1)
+    assert max(step["staleness/max"] for step in steps) <= 2
+    books_balance(run_dir)
+    nothing_is_left(run_dir)

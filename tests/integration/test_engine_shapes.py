@@ -34,6 +34,10 @@ SPARSE = {
 SHAPES = {
     "experts": ("engine.tensor_parallel=2", "engine.expert_parallel=2"),
     "replicas": ("engine.tensor_parallel=2", "engine.data_parallel=2", "engine.expert_parallel=2"),
+    "all": (
+        *("engine.tensor_parallel=2", "engine.data_parallel=2", "engine.expert_parallel=2"),
+        *("engine.pipeline_parallel=2", "weights.pause_mode=abort"),
+    ),
     "stages": ("engine.pipeline_parallel=2", "weights.pause_mode=abort"),
 }
 EVERY_WAY = ("tensor", "distributed", "disk", "delta")

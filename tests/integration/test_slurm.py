@@ -146,15 +146,18 @@ def test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own(tmp_
     """The nodes are in network namespaces, so 127.0.0.1 differs on each. Addresses are detected; none is configured."""
     folder = Path(tempfile.mkdtemp(prefix="lab-"))
     shape = ("cluster.host=null", "cluster.nodes=2", "trainer.data_parallel=2", "engine.count=2", "run.max_steps=5")
+    scale = ("rollout.processes=2", "trainer.batch_parts=2")  # a process on each node
     try:
         with Lab(folder, apart=True) as apart:
-            job = Submitted(apart, tmp_path / "run", *SMALL, *shape)
+            job = Submitted(apart, tmp_path / "run", *SMALL, *shape, *scale)
             job.finishes()
     finally:
         shutil.rmtree(folder)
     found = json.loads((tmp_path / "run" / "addresses.json").read_text())
     assert {url.split(":")[1] for url in found["engines"]} == {"//10.77.0.2"}
     assert found["router"].startswith("https://10.77.0.1:")
+    assert found["episodes"].startswith("https://10.77.0.1:")
+    assert {step["processes/playing"] for step in job.steps()} == {2}
     assert [step["version"] for step in job.steps()] == [1, 2, 3, 4, 5]
     assert "distributed over gloo" in json.loads((tmp_path / "run" / "summary.json").read_text())["transport"]
     nothing_is_left(job.run_dir)
