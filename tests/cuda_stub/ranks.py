@@ -96,10 +96,10 @@ def answer_shapes() -> None:
         exchange(self, send_next, send_prev, recv_prev, recv_next)
         return expected[-1].of(recv_prev=recv_prev, recv_next=recv_next)
 
-    def run_with_arrivals(self: Network, packs: list[Pack], visit: Any, *, forward_only: bool) -> None:
+    def run_with_arrivals(self: Network, packs: list[Pack], visit: Any, *, forward_only: bool, **how: Any) -> None:
         PASSES.append([pack.num_tokens for pack in packs])
         expected.append(Arrivals(packs, self))
-        run(self, packs, visit, forward_only=forward_only)
+        run(self, packs, visit, forward_only=forward_only, **how)
         if self._parallel.pp > 1:
             expected.pop().check(forward_only=forward_only)
 
