@@ -108,7 +108,9 @@ class SimulatedGroup(Group, frozen=True, array_like=True):
 
 
 @dataclass(eq=False)
-class _Playing:
+class PlayedGroup:
+    """A group in flight, with its tokens so far and the version at its start (-1: it has not begun)."""
+
     ticket: Ticket
     left: int
     tokens: float
@@ -118,7 +120,7 @@ class _Playing:
 
 
 @dataclass(eq=False)
-class _Home:
+class EpisodeHome:
     """Engine of the episodes that stay together: all siblings, or a single one."""
 
     engine: SimulatedEngine
@@ -127,7 +129,7 @@ class _Home:
 
 def simulate(workload: SimulatedWorkload, setting: Setting, steps: int, warm: int = 4) -> SimulationResult:
     """Simulate `warm` + `steps` steps and measure the latter."""
-    run = _Run(workload, setting)
+    run = SimulatedRun(workload, setting)
     run.until(warm)
     started, before = run.now, run.counters()
     run.until(warm + steps)
@@ -148,8 +150,11 @@ def simulate(workload: SimulatedWorkload, setting: Setting, steps: int, warm: in
     )
 
 
-class _Run:
+class SimulatedRun:
+    """A run in simulated time."""
+
     def __init__(self, workload: SimulatedWorkload, setting: Setting) -> None:
+        """Prepare the run; `until` lets time pass."""
         self.workload, self.setting = workload, setting
         self.now = 0.0
         self.staleness: list[int] = []
@@ -170,7 +175,7 @@ class _Run:
         self._number = itertools.count()
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._jobs: dict[SimulatedRequest, tuple[_Playing, SimulatedEpisode, int, _Home]] = {}
+        self._jobs: dict[SimulatedRequest, tuple[PlayedGroup, SimulatedEpisode, int, EpisodeHome]] = {}
         self._held: list[Callable[[], None]] | None = None
         self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
         self._training = self._draining = self._waited = False
@@ -237,7 +242,7 @@ class _Run:
             episodes = self.workload.episodes(number)
             size, tokens = len(episodes), sum(one.tokens for one in episodes)
             self._size = size
-            playing = _Playing(ticket, size, tokens, -1, size, self.workload.accepted(number))
+            playing = PlayedGroup(ticket, size, tokens, -1, size, self.workload.accepted(number))
             self._in_play += size
             if self._window:
                 self._window.start(size)
@@ -268,15 +273,17 @@ class _Run:
         else:
             self._held.append(request)
 
-    def _first_turns(self, playing: _Playing, episodes: Sequence[SimulatedEpisode]) -> None:
+    def _first_turns(self, playing: PlayedGroup, episodes: Sequence[SimulatedEpisode]) -> None:
         for together in [[one] for one in episodes] if self.setting.spread else [episodes]:
-            home = _Home(self._fewest_requests(), len(together))
+            home = EpisodeHome(self._fewest_requests(), len(together))
             self._count(home.engine, 1)
             self._needed += self.workload.prompt
             for episode in together:
                 self._turn(playing, episode, 0, self.workload.prompt, home)
 
-    def _turn(self, playing: _Playing, episode: SimulatedEpisode, number: int, context: float, home: _Home) -> None:
+    def _turn(
+        self, playing: PlayedGroup, episode: SimulatedEpisode, number: int, context: float, home: EpisodeHome
+    ) -> None:
         prefix = (("prompt", playing.ticket.uid), self.workload.prompt) if self.workload.prompt else None
         session = id(episode) if len(episode.turns) > 1 else None
         job = SimulatedRequest(episode.turns[number], context, prefix, session, began=lambda: self._began(playing))
@@ -286,7 +293,7 @@ class _Run:
         home.engine.submit(job, self.now)
         self._expect(home.engine)
 
-    def _began(self, playing: _Playing) -> None:
+    def _began(self, playing: PlayedGroup) -> None:
         if playing.born < 0:
             playing.born = self._buffer.version
 
@@ -307,7 +314,7 @@ class _Run:
             self._draining = False
             self._publish()
 
-    def _ended(self, playing: _Playing) -> None:
+    def _ended(self, playing: PlayedGroup) -> None:
         playing.left -= 1
         if playing.left:
             return

@@ -46,9 +46,9 @@ def check_images(run_dir: Path, page: Path) -> None:
 
 
 def test_a_run_that_was_killed_goes_on_and_its_recording_trains_the_same(tmp_path: Path) -> None:
-    """Results are equal bit for bit, with images that the game returns in later turns to two rollout processes: those of a run whose launcher
-    was killed and started again, and those of the undisturbed training of its recording. (test_resume_environments.py
-    compares a killed run with an undisturbed one.)"""
+    """Results are equal bit for bit, with images that the game returns in later turns to two rollout processes: those
+    of a run whose launcher was killed and started again, and those of the undisturbed training of its recording.
+    (test_resume_environments.py compares a killed run with an undisturbed one.)"""
     killed, again = tmp_path / "killed", tmp_path / "again"
     kept = ("record=true", "resume=auto", "checkpoint.every=1", "rollout.processes=2", *DETERMINISTIC)
     with start(killed, *GAME, *SMALL, *kept, experiment="tiny_vision") as launcher:

@@ -105,9 +105,9 @@ def test_lengths_are_those_of_the_distribution_and_the_same_every_time() -> None
 def test_a_group_goes_to_the_engine_with_the_fewest_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """And to the first of equals: the heap finds what a scan of all engines finds, also after it was cleared."""
     chosen: set[int] = set()
-    found = simulation._Run._fewest_requests
+    found = simulation.SimulatedRun._fewest_requests
 
-    def checked(run: simulation._Run) -> SimulatedEngine:
+    def checked(run: simulation.SimulatedRun) -> SimulatedEngine:
         place = min(range(len(run._open)), key=run._open.__getitem__)
         chosen.add(place)
         engine = found(run)
@@ -115,7 +115,7 @@ def test_a_group_goes_to_the_engine_with_the_fewest_requests(monkeypatch: pytest
         assert len(run._least) <= 8 * len(run._open)
         return engine
 
-    monkeypatch.setattr(simulation._Run, "_fewest_requests", checked)
+    monkeypatch.setattr(simulation.SimulatedRun, "_fewest_requests", checked)
     turns = Lengths(400, 0.9, 3000, 4, turns=3, tool_seconds=2.0)
     outcome(8, engines=5, workload=SimulatedWorkload(turns.episodes(), batch_groups=16))
     assert chosen == set(range(5))
