@@ -22,6 +22,7 @@ from asyncrl.schema import Batch, Group  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.weights.export import save_hf  # noqa: E402
+from tests.fakes import in_parts  # noqa: E402
 
 
 def main(name: str, folders: list[Path]) -> None:
@@ -32,7 +33,8 @@ def main(name: str, folders: list[Path]) -> None:
         if policy.network.offload:
             policy.network.offload.least = 0  # the model is small
         groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
-        figures = [policy.update(Batch(version, groups, {})) for version in range(2)]
+        batches = [in_parts(Batch(version, groups, {}), config.trainer.batch_parts) for version in range(2)]
+        figures = [[policy.update(part) for part in batch][-1] for batch in batches]
         save_hf(folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer.dtype)
         if parallel.is_first:
             (folder / f"figures-{name}.json").write_text(json.dumps(figures))

@@ -97,6 +97,17 @@ def test_two_updates_are_those_of_the_local_layers(folder: Path, layout: str, mo
         torch.testing.assert_close(tensor, their_weights[name], rtol=0, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
 
 
+@pytest.mark.parametrize("layout", ["single", "dp2", "ep2", "tp2-sp-ep2"])
+def test_two_updates_in_parts_are_those_of_whole_batches(folder: Path, layout: str) -> None:  # noqa: F811
+    for model, (mine, my_weights) in updated(folder, layout, **TE, batch_parts=3).items():
+        theirs, their_weights = updated(folder, layout, **TE)[model]
+        for one, other in zip(mine, theirs, strict=True):
+            for name in FIGURES:
+                assert one[name] == pytest.approx(other[name], rel=1e-4, abs=2e-6), (model, name)
+        for name, tensor in my_weights.items():
+            torch.testing.assert_close(tensor, their_weights[name], rtol=0, atol=1e-5, msg=f"{model} {name}")
+
+
 @pytest.mark.parametrize(("layout", "model"), [("single", m) for m in MODELS] + [("tp2-sp-ep2", m) for m in MODELS[1:]])
 def test_updates_in_bfloat16_are_those_of_the_local_layers(folder: Path, layout: str, model: str) -> None:  # noqa: F811
     mine, my_weights = updated(folder, layout, **TE, **BFLOAT16)[model]

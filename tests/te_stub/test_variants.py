@@ -47,6 +47,10 @@ def test_overlapped_communication_changes_no_bit(layout: str, tmp_path: Path) ->
     test_variants.test_overlapped_communication_changes_no_bit_of_figures_and_weights(layout, tmp_path)
 
 
+def test_gradients_of_parts_are_reduced_once(tmp_path: Path) -> None:
+    test_variants.test_gradients_of_parts_are_reduced_once_with_overlapped_communication(tmp_path)
+
+
 @pytest.mark.parametrize("layout", ["single", "pp2-vpp2", "tp2-sp-ep2"])
 @pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
 def test_activations_in_host_memory_change_no_bit(
