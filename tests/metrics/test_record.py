@@ -49,7 +49,7 @@ def written_keys(file: str, function: str) -> set[str]:
 
 def policy_figures(**changes: float) -> dict[str, float]:
     """A realistic update."""
-    keys = written_keys("policy.py", "update") | written_keys("policy.py", "_train")
+    keys = written_keys("policy.py", "update") | written_keys("policy.py", "_of_steps")
     keys |= written_keys("objective.py", "figures")
     table = build_table(GROUPS, 2).trained(torch.zeros(NUM_TOKENS), torch.ones(NUM_TOKENS, dtype=torch.bool))
     table = table.with_proximal(torch.zeros(NUM_TOKENS))
