@@ -112,8 +112,8 @@ class Kept(BatchFeed):
         super().__init__(*arguments)
         self.groups: list[list[Group]] = []
 
-    def get(self, version: int) -> Batch | None:
-        batch = super().get(version)
+    def get(self, version: int, part: int = 0) -> Batch | None:
+        batch = super().get(version, part)
         assert batch is not None
         self.groups.append(batch.groups)
         return batch
