@@ -17,6 +17,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -171,10 +172,12 @@ class ElasticPilot:
         return ", ".join(f"rollout.{name}={value}" for name, value in changes.items())
 
     def end(self) -> None:
-        """Wait for the engines that were added here, which end with the lease of the run, as Slurm's jobs do."""
+        """Wait for the engines that were added here, which end with the lease of the run, as Slurm's jobs do. Kill
+        those that have not ended after SECONDS."""
+        deadline = time.monotonic() + SECONDS
         for process, _ in self._added:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(SECONDS)
+                process.wait(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.wait()
 

@@ -14,6 +14,7 @@ import pytest
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.jsonl import Tail
+from asyncrl.launch import elastic
 from asyncrl.launch.elastic import ElasticPilot, free_gpus
 from asyncrl.launch.placement import imagined, place
 from asyncrl.network.addresses import ELASTIC
@@ -66,7 +67,9 @@ def test_engines_that_joined_leave_before_the_runs_own_and_those_of_one_machine_
         assert made.registry.leaving() == set(left[:count])
 
 
-def test_engine_that_is_added_gets_gpus_that_nobody_uses_and_ends_with_the_run(tmp_path: Path) -> None:
+def test_engine_that_is_added_gets_gpus_that_nobody_uses_and_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(600)"
     made = Decided(tmp_path, gpus=8, command=[sys.executable, "-c", program], **GPUS)
     assert free_gpus(made.placement) == ["3", "4", "5", "6", "7"]  # one rank of the trainer, two of the engine
@@ -83,7 +86,10 @@ def test_engine_that_is_added_gets_gpus_that_nobody_uses_and_ends_with_the_run(t
     assert made.decide("add_engine", 3, 4).startswith("failed"), "it has not stopped"
     made.registry.stopped(own)
     assert "elastic-2.log" in made.decide("add_engine", 3, 4)
+    monkeypatch.setattr(elastic, "SECONDS", 1.0)
+    began = time.monotonic()
     made.pilot.end()
+    assert time.monotonic() - began < 10.0, "the deadline is for all of them together"
     assert [process.poll() is not None for process, _ in made.pilot._added] == [True] * 3
 
 
