@@ -10,7 +10,7 @@ tools; with --full also with dynamic sampling that rejects half of the groups. T
 generate, then all train, and switching costs time. Each mode uses the split of devices that is fastest in the
 simulation; all modes train on the same groups. Time is scaled down by --scale (default 80). The cost of asyncrl per
 request is not scaled, so it weighs more than in a real run. Each row is printed as soon as its run has ended. By
-default there are few modes and steps, which take about 9 minutes; --full runs all modes, for more than an hour.
+default there are few modes and steps, which take about ten minutes; --full runs all modes, for more than an hour.
 
 --real runs `experiment=count_bits` (8 prompts x 8 samples of at most 6 tokens) on the real engine and trainer instead,
 alternately with rollout.max_staleness=0 and with the configured bound, three times each. It prints the ratio and the

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from asyncrl.planner.elastic import ElasticController, ElasticDecision, ElasticLimits, StepObservation
 from asyncrl.planner.engine import SimulatedEngine
 from asyncrl.planner.simulation import (
-    EpisodeHome,
-    PlayedGroup,
+    EngineAffinity,
+    GroupInFlight,
     Setting,
     SimulatedEpisode,
     SimulatedRun,
@@ -62,25 +62,25 @@ class _ElasticRun(SimulatedRun):
         self._controller = (
             ElasticController(setting, workload.batch_groups, limits, prompt=workload.prompt) if limits else None
         )
-        self._groups: dict[PlayedGroup, Sequence[SimulatedEpisode]] = {}
+        self._groups: dict[GroupInFlight, Sequence[SimulatedEpisode]] = {}
         self._groups_ended: list[Sequence[tuple[float, float]]] = []
         self._step_began, self._before = 0.0, (0.0, 0.0)  # of the step: time; trained tokens and busy seconds
         self._still_until = self.engine_seconds = 0.0
 
     # -- what a step measures ------------------------------------------------------------------------------
 
-    def _first_turns(self, playing: PlayedGroup, episodes: Sequence[SimulatedEpisode]) -> None:
+    def _first_turns(self, playing: GroupInFlight, episodes: Sequence[SimulatedEpisode]) -> None:
         self._groups[playing] = episodes
         super()._first_turns(playing, episodes)
 
     def _turn(
-        self, playing: PlayedGroup, episode: SimulatedEpisode, number: int, context: float, home: EpisodeHome
+        self, playing: GroupInFlight, episode: SimulatedEpisode, number: int, context: float, home: EngineAffinity
     ) -> None:
         if self._left(home.engine):
             home.engine = self._fewest_requests()
         super()._turn(playing, episode, number, context, home)
 
-    def _ended(self, playing: PlayedGroup) -> None:
+    def _ended(self, playing: GroupInFlight) -> None:
         super()._ended(playing)
         if not playing.left:
             self._groups_ended.append([(one.tokens, sum(one.seconds)) for one in self._groups.pop(playing)])

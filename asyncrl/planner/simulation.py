@@ -108,7 +108,7 @@ class SimulatedGroup(Group, frozen=True, array_like=True):
 
 
 @dataclass(eq=False)
-class PlayedGroup:
+class GroupInFlight:
     """A group in flight, with its tokens so far and the version at its start (-1: it has not begun)."""
 
     ticket: Ticket
@@ -120,7 +120,7 @@ class PlayedGroup:
 
 
 @dataclass(eq=False)
-class EpisodeHome:
+class EngineAffinity:
     """Engine of the episodes that stay together: all siblings, or a single one."""
 
     engine: SimulatedEngine
@@ -175,7 +175,7 @@ class SimulatedRun:
         self._number = itertools.count()
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._jobs: dict[SimulatedRequest, tuple[PlayedGroup, SimulatedEpisode, int, EpisodeHome]] = {}
+        self._jobs: dict[SimulatedRequest, tuple[GroupInFlight, SimulatedEpisode, int, EngineAffinity]] = {}
         self._held: list[Callable[[], None]] | None = None
         self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
         self._training = self._draining = self._waited = False
@@ -242,7 +242,7 @@ class SimulatedRun:
             episodes = self.workload.episodes(number)
             size, tokens = len(episodes), sum(one.tokens for one in episodes)
             self._size = size
-            playing = PlayedGroup(ticket, size, tokens, -1, size, self.workload.accepted(number))
+            playing = GroupInFlight(ticket, size, tokens, -1, size, self.workload.accepted(number))
             self._in_play += size
             if self._window:
                 self._window.start(size)
@@ -273,16 +273,16 @@ class SimulatedRun:
         else:
             self._held.append(request)
 
-    def _first_turns(self, playing: PlayedGroup, episodes: Sequence[SimulatedEpisode]) -> None:
+    def _first_turns(self, playing: GroupInFlight, episodes: Sequence[SimulatedEpisode]) -> None:
         for together in [[one] for one in episodes] if self.setting.spread else [episodes]:
-            home = EpisodeHome(self._fewest_requests(), len(together))
+            home = EngineAffinity(self._fewest_requests(), len(together))
             self._count(home.engine, 1)
             self._needed += self.workload.prompt
             for episode in together:
                 self._turn(playing, episode, 0, self.workload.prompt, home)
 
     def _turn(
-        self, playing: PlayedGroup, episode: SimulatedEpisode, number: int, context: float, home: EpisodeHome
+        self, playing: GroupInFlight, episode: SimulatedEpisode, number: int, context: float, home: EngineAffinity
     ) -> None:
         prefix = (("prompt", playing.ticket.uid), self.workload.prompt) if self.workload.prompt else None
         session = id(episode) if len(episode.turns) > 1 else None
@@ -293,7 +293,7 @@ class SimulatedRun:
         home.engine.submit(job, self.now)
         self._expect(home.engine)
 
-    def _began(self, playing: PlayedGroup) -> None:
+    def _began(self, playing: GroupInFlight) -> None:
         if playing.born < 0:
             playing.born = self._buffer.version
 
@@ -314,7 +314,7 @@ class SimulatedRun:
             self._draining = False
             self._publish()
 
-    def _ended(self, playing: PlayedGroup) -> None:
+    def _ended(self, playing: GroupInFlight) -> None:
         playing.left -= 1
         if playing.left:
             return

@@ -248,7 +248,7 @@ class CohortBuffer:
         missing += sorted(slot for slot, _, of in self._vacant if of <= cohort)
         oldest = max((self._clock() - playing.since for playing in self._running.values()), default=0.0)
         return (
-            f"step {self.step} needs {self.batch_groups} ready groups, but has {len(self._ready)}; due but not ready: "
+            f"step {self.step} needs {self._left} ready groups, but has {len(self._ready)}; due but not ready: "
             f"slots {missing[:8]}; {len(self._running)} running, the oldest for {oldest:.0f} s; version {self.version}"
         )
 

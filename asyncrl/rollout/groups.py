@@ -164,7 +164,8 @@ class GroupLifecycle:
                 if version != self._buffer.step:
                     raise WrongBatch(f"batch {version} was requested, but the next one is {self._buffer.step}")
                 if part > len(self._parts):
-                    raise WrongBatch(f"part {part} of it was requested, but the next one is {len(self._parts)}")
+                    asked = f"part {part} of batch {version}"
+                    raise WrongBatch(f"{asked} was requested, but the next one is {len(self._parts)}")
                 self._waited = True
                 self._timelines.asked()
                 await self._changed.wait()

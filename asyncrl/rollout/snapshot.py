@@ -84,8 +84,8 @@ def decode(data: bytes) -> Snapshot:
     try:
         snapshot = msgspec.msgpack.decode(data, type=Snapshot)
     except (msgspec.DecodeError, ValueError) as error:
-        problem = "the rollout side of the checkpoint is damaged, or another version of asyncrl has written it"
-        raise RecordError(f"{problem}, which could resume it: {error}") from None
+        problem = "the rollout side of the checkpoint is damaged, or was written by another version of asyncrl"
+        raise RecordError(f"{problem}: {error}. That version can resume it.") from None
     state = snapshot.service
     if {one.ticket for one in state.buffer.running} != {one.ticket for one in state.outstanding}:
         raise RecordError("the rollout side of the checkpoint is damaged: its groups are not those of its tickets")

@@ -17,7 +17,7 @@ from asyncrl.trainer.token_accumulator import TokenAccumulator
 
 
 class BatchParts:
-    """The parts of a batch that were trained so far, without their gradient."""
+    """The parts of a batch that were trained so far. Their gradient is in the network's buffers."""
 
     def __init__(self, parts: int, aggregation: str, parallel: Parallel) -> None:
         """Prepare for a batch of about `parts` parts."""

@@ -45,13 +45,13 @@ Visit = Callable[[Head, Pack], Tensor]
 
 
 class FastDDP(DistributedDataParallel):
-    """DistributedDataParallel that accumulates gradients over several passes, of which only the last reduces them
-    (`reduces`), and copies the first gradient of a step into the float32 buffer. Megatron fills the
+    """DistributedDataParallel that copies the first gradient of a step into the float32 buffer. Megatron fills the
     buffer with zeros and adds: three passes over all gradients instead of one. Code that adds to a buffer itself must
     call `gradient_buffer`. TransformerEngine's layers do not, so the buffers are filled with zeros for them."""
 
     reduces = True
-    """Whether backward starts the reduction of the gradients (overlap_grad_reduce)."""
+    """Whether backward starts the reduction of the gradients, with overlap_grad_reduce. Of several passes that
+    accumulate one gradient, only the last may."""
 
     def zero_grad_buffer(self) -> None:
         """Mark the buffers as stale. Those that get no gradient during the step are zeroed after its passes."""
@@ -76,9 +76,8 @@ class FastDDP(DistributedDataParallel):
                 if not getattr(param, "grad_added_to_main_grad", False):
                     collect(param, param.grad)
                 param.grad = None
-            if (
-                self.ddp_config.overlap_grad_reduce and self.reduces
-            ):  # without param.grad too: the head has added it itself
+            # without param.grad too: the head has added it itself
+            if self.ddp_config.overlap_grad_reduce and self.reduces:
                 self.param_to_bucket_group[param].register_grad_ready(param)
 
         return hook

@@ -190,7 +190,7 @@ def test_parts_of_a_batch_are_handed_out_as_soon_as_their_groups_are_ready_and_a
         assert (await asked(0, version=1)).status_code == 202
         assert (await site.http.post("/version", json={"version": 1})).status_code == 200
         assert site.groups.ledger().groups.trained == 2
-        assert (await asked(1, version=1)).text == "part 1 of it was requested, but the next one is 0"
+        assert (await asked(1, version=1)).text == "part 1 of batch 1 was requested, but the next one is 0"
         assert (await asked(2)).status_code == 400
 
     at(play)
