@@ -106,13 +106,13 @@ ONLY = {
     ("envs", "observability"): {"observability.intervals"},
     ("trainer", "models"): {"models.architectures", "models.vision"},
     ("weights", "models"): {"models.vision"},
-    ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.update"},
+    ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.loans", "engine.update"},
     ("planner", "config"): {"config", "config.lora"},
     ("planner", "models"): {"models.architectures", "models.tensors", "models.vision"},
     ("planner", "observability"): {"observability.intervals", "observability.timeline"},
     ("rewards", "sandbox"): {"sandbox.protocol"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.cohorts", "rollout.concurrency"},
-    ("planner", "engine"): {"engine.loads"},
+    ("planner", "engine"): {"engine.loads", "engine.loans"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 

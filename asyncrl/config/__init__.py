@@ -27,6 +27,7 @@ from asyncrl.config.generation import (
     RolloutConfig,
     TeacherConfig,
 )
+from asyncrl.config.lending import check_lending
 from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
 from asyncrl.config.running import (
@@ -180,6 +181,7 @@ class Config(Section):
         check_batch_parts(self)
         check_colocated(self)
         check_disaggregated(self)
+        check_lending(self)
         check_roles(self)
         check_adapters(self)
         check_speculation(self)

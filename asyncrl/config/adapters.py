@@ -68,6 +68,12 @@ def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
             f"An engine that releases its memory loses its adapters ({VERSIONS}): {otherwise}.",
         ),
         (
+            "cluster.lend",
+            True,
+            config.cluster.lend,
+            f"An engine that releases its memory loses its adapters ({VERSIONS}): set false, or {otherwise}.",
+        ),
+        (
             "engine.quantization",
             config.engine.quantization,
             config.engine.holds_codes,

@@ -250,6 +250,16 @@ class Fleet:
                 with suppress(EngineError):  # a router that is restarting is told by `reconcile`
                     self._router.add(url)
 
+    def suspend(self) -> None:
+        """Stop routing requests to the engines. They serve again after the next publish to this fleet."""
+        for url in list(self.serving):
+            self.serving.remove(url)
+            self.joining.append(url)
+            if self._router:
+                with suppress(EngineError):  # a router that is restarting knows none of them
+                    self._router.remove(url)
+        self.changes += 1
+
     def lose(self, url: str, reason: str, *, restarted: bool = False) -> None:
         """Remove an engine from the fleet. Raises EngineError when it was the last one and none is started again.
 
@@ -297,8 +307,8 @@ class Fleet:
         self._http.close()
 
 
-def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides: bool) -> Fleet:
-    """Build the fleet of one process.
+def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides: bool, lent: bool = False) -> Fleet:
+    """Build the fleet of one process, or that of the engines on the trainers' GPUs (`lent`, cluster.lend).
 
     Exactly one process `decides`: only it talks to the router, and only it asks the launcher to restart lost engines.
     """
@@ -316,12 +326,12 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
     # SGLang would load the policy's layers into the layers of the same names of a draft model
     selector = "target" if config.engine.draft_model else "all"
     return Fleet(
-        addresses.engines,
+        addresses.lent if lent else addresses.engines,
         addresses.access,
         timeout,
-        attached=addresses.attached,
+        attached=() if lent else addresses.attached,
         router=router,
-        register=registry if decides else None,
+        register=registry if decides and not lent else None,
         on_lost=note if restart else None,
         selector=selector,
         duties=duties,

@@ -63,6 +63,7 @@ class ProcessSpec:
     stop_signal: int = signal.SIGTERM
     node: str = ""  # its machine, if the run has several
     step: bool = False  # whether argv is an srun, which forwards signals, and kills the process on SIGTERM
+    shares: bool = False  # whether it is an engine whose GPUs trainers use in turn with it
     reports: bool = False  # whether it reports its progress in a file (progress.py)
     together: str = ""  # processes with the same value live and die together: ranks of an engine on several machines
 
@@ -86,6 +87,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     traced = {**trace_env(addresses), **ROUTER_TRACE_ENV} if addresses.spans else {}
     return [
         *engines(config, addresses, placement.engines, run_dir, config.engine.duties),
+        *_lent(config, addresses, placement, run_dir),
         *_frozen(config, addresses, placement, run_dir),
         ProcessSpec(
             "router",
@@ -181,14 +183,16 @@ def engines(
     duties: Sequence[str],
     label: str = "",
     seed: int = 0,
+    *,
+    lent: bool = False,
 ) -> list[ProcessSpec]:
     """Return the specifications of the policy's engines, with what each does (engine.duties). `label` distinguishes the
-    names of engines that are started later."""
+    names of engines that are started later, or to which the trainers lend their GPUs (`lent`)."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
-    colocated = config.cluster.placement == "colocated"
+    shares = lent or config.cluster.placement == "colocated"
     # an IPC handle can only be opened where the trainer's GPU is visible
-    by_ipc = config.weights.transport == "tensor" or (colocated and config.weights.transport == "auto")
+    by_ipc = config.weights.transport == "tensor" or (shares and config.weights.transport != "disk")
     for number, (seats, duty) in enumerate(zip(seats_of, duties, strict=True)):
         for place, seat in enumerate(seats):  # if several: one per machine, of which the first answers
             full = server_argv(
@@ -200,7 +204,7 @@ def engines(
                 custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
                 base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
                 nccl_port=_meeting(config.engine, seat.meeting) if len(seats) == 1 else None,
-                enable_memory_saver=(colocated and gpu) or None,
+                enable_memory_saver=(shares and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **adapter_args(config, gpu=gpu),
                 **duty_args(config.engine, duty, seat.bootstrap),
@@ -218,7 +222,7 @@ def engines(
                 **trace_env(addresses, _authority(run_dir, seat.url)),
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
-                **(NO_HEALTH_TOKENS if colocated else {}),
+                **(NO_HEALTH_TOKENS if shares else {}),
                 **(NO_IMAGE_CACHE if config.trainer.vision.tower == "trained" else {}),
                 "CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus) if gpu and by_ipc else seat.visible,
             }
@@ -236,9 +240,17 @@ def engines(
                     patience=config.weights.timeout,
                     node=seat.node.name,
                     together=name if len(seats) > 1 else "",
+                    shares=shares,
                 )
             )
     return specs
+
+
+def _lent(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
+    """Return the specifications of the engines on the trainers' GPUs (cluster.lend)."""
+    duties = ["regular"] * len(placement.lent)
+    seed = len(placement.engines)
+    return engines(config, addresses, placement.lent, run_dir, duties, "lent-", seed, lent=True)
 
 
 def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

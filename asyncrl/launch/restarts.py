@@ -99,7 +99,7 @@ class RestartPolicy:
         if spec.name not in self._announced:
             self._announced[spec.name] = time.time()
             print(f"asyncrl: {spec.name} died ({how}); restarting it", file=sys.stderr, flush=True)
-        if spec.url and (self._run_dir / TRAINING).exists():
+        if spec.shares and (self._run_dir / TRAINING).exists():
             return False  # the trainers use its GPU
         try:
             if spec.url:

@@ -184,6 +184,15 @@ STEP_COLOCATED = {
     "time/wait_batch; time/pause is then the trainers' whole turn",
 }
 
+# The same file, with cluster.lend, if the trainers lent their GPUs while they waited for this batch
+STEP_LENT = {
+    "engines/lent": "number of engines that served on the trainers' GPUs",
+    "time/lent": "time for which they served, part of time/wait_batch",
+    "time/lend": "time until they served, part of time/wait_batch",
+    "time/take_back": "time from the batch's arrival, or another end of the wait, until the GPUs were back, part of "
+    "time/wait_batch",
+}
+
 # The same file, with weights.lora=versions
 STEP_ADAPTERS = {
     "adapters/resident": "number of adapters that every engine held before this publish unloaded those not in use",

@@ -17,14 +17,17 @@ MACHINE = "machine.json"
 PLAN = "plan.json"
 """File in which the launcher records the plan of a run with cluster.plan=auto, and what it predicts."""
 PATHS = ("model", "teacher", "judge", "resume")
-TUPLES = ("engines", "teachers", "judges", "attached", "trainers")
+TUPLES = ("engines", "teachers", "judges", "attached", "trainers", "lent")
 READY = "ready"
 """File that appears in the run folder when the router routes to every engine."""
 STOP, STOPPED = "stop", "stopped"
 """Files in the run folder. The first asks the run to pause with a checkpoint, so that it can be resumed later. The
 second confirms that it has."""
 TRAINING = "training"
-"""File in the run folder while the trainers use the GPUs that they share with engines (cluster.placement=colocated)."""
+"""File in the run folder while the trainers use the GPUs that they share with engines (cluster.placement=colocated, or
+cluster.lend)."""
+LEND = "lend"
+"""File in the run folder with which the controller allows the trainers to lend their GPUs (cluster.lend)."""
 PAUSED = 75
 """Exit code of the command after a pause: EX_TEMPFAIL of sysexits.h."""
 ARGUMENTS = "ASYNCRL_ARGUMENTS"
@@ -32,8 +35,9 @@ ARGUMENTS = "ASYNCRL_ARGUMENTS"
 PEER_FAILED = 76
 """Exit code of a process that ends because another process of the run has failed: EX_PROTOCOL of sysexits.h."""
 LOST = "lost.jsonl"
-ELASTIC = "elastic.jsonl"
 """File in which the trainer lists the engines that it has given up, for the launcher to restart."""
+ELASTIC = "elastic.jsonl"
+"""File in which the launcher lists the decisions of cluster.elastic."""
 RESTARTED = "restart-"
 """Prefix of the version that an engine reports until it has weights of the run (engine/serve.py)."""
 
@@ -88,6 +92,7 @@ class Addresses:
     judges: tuple[str, ...] = ()  # engines of the judge
     bootstrap: dict[str, int] | None = None  # ports at which engines that prefill are met, by URL, if some only do that
     attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
+    lent: tuple[str, ...] = ()  # policy engines on the trainers' GPUs, which serve while trainers wait (cluster.lend)
     trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
     resume: Path | None = None  # checkpoint from which the run resumes
     episodes: str = ""  # where the rollout process listens for those that play episodes (rollout.processes)

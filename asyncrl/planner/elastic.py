@@ -77,6 +77,8 @@ class StepObservation:
     """Speed of an engine as measured; None: as before."""
     lead: int | None = None
     """Lead in force; None: as decided."""
+    lent: float = 0.0
+    """Mean number of engines that served on the trainer's GPUs in this step."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,9 @@ class ElasticLimits:
     settle_seconds: float = 600.0
     """Seconds after which an engine that was added and has not joined is given up."""
     lendable: int = 0
-    """Number of engines that the trainer's GPUs could hold while it waits; lending them is only advised."""
+    """Number of engines that the trainer's GPUs could hold while it waits."""
+    lends: bool = False
+    """Whether the trainer can lend them; otherwise that is only advised."""
     hand_over: float = 30.0
     """Seconds for handing the trainer's GPUs over to engines and back."""
 
@@ -162,6 +166,7 @@ class ElasticController:
         self._rest = 2 * self._cycle  # the pipeline fills first
         self._deadline = 0.0
         self._advised: tuple[str, float] = ("", 0.0)
+        self._lending, self._lent_engines = False, 0.0
         self.law: Prediction | None = None
         """What the laws say of the run as it is."""
 
@@ -183,7 +188,7 @@ class ElasticController:
         if self._rest > 0 or sample is None:
             return None
         now = self._measured(sample)
-        self.law = self._laws(sample, self._workload, now)
+        self.law = self._predicted(sample, now)
         found = self._best(sample, now, self.law)
         if found is None:
             self._streak = _NONE
@@ -226,7 +231,9 @@ class ElasticController:
         self.setting = replace(
             now, train_rate=now.train_rate / slower, train_fixed=now.train_fixed * slower, pause=pause
         )
-        rate = sum(one.tokens for one in steps) / sum(one.seconds for one in steps) / sample.mean
+        seconds = sum(one.seconds for one in steps)
+        rate = sum(one.tokens for one in steps) / seconds / sample.mean
+        self._lent_engines = sum(one.lent * one.seconds for one in steps) / seconds
         weight = len(steps) / (len(steps) + PRIOR)
         self._slowness = self._scaled(sample, rate) ** weight * self._slowness_before ** (1 - weight)
         return self._slowed(self._slowness)
@@ -236,12 +243,17 @@ class ElasticController:
         token, request = shape.per_token * factor, shape.per_request * factor
         return replace(self.setting, shape=replace(shape, per_token=token, per_request=request))
 
+    def _predicted(self, sample: LengthSample, setting: Setting, more: float = 0.0) -> Prediction:
+        """Return what the laws say of a setting, with the engines that were lent on average, and so many more."""
+        lent: dict[str, Any] = {"engines": setting.engines + self._lent_engines + more}
+        return self._laws(sample, self._workload, replace(setting, **lent))
+
     def _scaled(self, sample: LengthSample, rate: float) -> float:
         """Return the largest slowness at which the laws give this many episodes per second. If the trainer never
         waits, that is only an upper bound, below which the engines count as fast as their episodes say."""
 
         def given(factor: float) -> Prediction:
-            return self._laws(sample, self._workload, self._slowed(factor))
+            return self._predicted(sample, self._slowed(factor))
 
         rate = min(rate, (1 - SLIGHT) * given(1.0).limits["trainer"])
         low, high = 1 / SLOWEST, SLOWEST
@@ -273,7 +285,7 @@ class ElasticController:
         that are about as good, the smallest."""
         gains, savings = [], []
         for name, sign, other in self._neighbours(now):
-            gain = self._laws(sample, self._workload, other).samples_per_s / law.samples_per_s - 1
+            gain = self._predicted(sample, other).samples_per_s / law.samples_per_s - 1
             if other.train_rate <= now.train_rate:  # all that can be gained is the trainer's waiting
                 gain = min(gain, self._waits / max(1e-9, 1 - self._waits))
             moved = name == "engines" and self._limits.devices > 0
@@ -300,17 +312,17 @@ class ElasticController:
         faster = replace(
             other, train_rate=other.train_rate * (1 + HEADROOM), train_fixed=other.train_fixed / (1 + HEADROOM)
         )
-        return self._laws(sample, self._workload, faster).binds == "trainer"
+        return self._predicted(sample, faster).binds == "trainer"
 
     def _lent(self, sample: LengthSample, now: Setting, law: Prediction) -> tuple[str, int, Setting, float] | None:
         """Return what lending the trainer's GPUs to engines while it waits would give."""
         step = self._batch(sample) / law.samples_per_s
-        engines = round(self._limits.lendable * max(0.0, self._waits - self._limits.hand_over / step))
-        if not engines:
+        engines = self._limits.lendable * max(0.0, self._waits - self._limits.hand_over / step)
+        if self._lending or not engines:
             return None
-        other = replace(now, engines=now.engines + engines)
-        gain = self._laws(sample, self._workload, other).samples_per_s / law.samples_per_s - 1
-        return ("lend", 1, other, gain) if gain > MARGIN else None
+        gain = self._predicted(sample, now, engines).samples_per_s / law.samples_per_s - 1
+        lent: dict[str, Any] = {"engines": now.engines + engines}
+        return ("lend", 1, replace(now, **lent), gain) if gain > MARGIN else None
 
     # -- deciding ------------------------------------------------------------------------------------------
 
@@ -332,7 +344,7 @@ class ElasticController:
         if count < PATIENCE * 2**turns:
             return None
         of = "engines" if name == "lend" else name
-        change = float(getattr(self.setting, of)), float(getattr(other, of))
+        change = float(getattr(self.setting, of)), round(float(getattr(other, of)), 1)
         figures = self._figures(seen, sample, law)
         self._streak = _NONE
         if self._acts and name != "lend":
@@ -341,6 +353,9 @@ class ElasticController:
             self.setting = replace(self._limits.with_engines(self.setting, other.engines), **changed)
             self._measure_anew()
             self._deadline = seen.time + self._limits.settle_seconds
+        elif self._acts and self._limits.lends:
+            self._lending = True
+            self._measure_anew()
         elif self._advised == (name, change[1]):
             return None
         else:

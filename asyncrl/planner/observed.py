@@ -83,4 +83,5 @@ class RunObserver:
             groups=groups,
             shape=self._shape,
             lead=int(step["admission/lead"]),
+            lent=step.get("engines/lent", 0.0) * step.get("time/lent", 0.0) / step["time/step"],
         )

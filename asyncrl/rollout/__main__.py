@@ -149,10 +149,11 @@ def _playing(
 
 
 async def _until_ready(config: Config, addresses: Addresses) -> None:
-    """Wait until the engines of the policy and the judge can answer."""
+    """Wait until the engines of the policy and the judge can answer, also those that will sleep at first."""
     timeout = config.engine.start_timeout
     await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only")
     await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
+    await wait_until_healthy(addresses.lent, addresses.access, timeout, "the engines on the trainers' GPUs")
 
 
 def _ready(run_dir: Path, observer: Observer, addresses: Addresses) -> None:

@@ -66,6 +66,8 @@ DOING = {
     "start": "starting",
     "wait_batch": "waiting for a batch",
     "release": "waiting for the engines to release their memory",
+    "lend": "lending the GPUs to engines",
+    "take_back": "taking the GPUs back from engines",
     "train": "training",
     "publish": "publishing weights",
     "save": "saving a checkpoint",
@@ -85,7 +87,7 @@ def main(run_dir: Path) -> None:
         torch.use_deterministic_algorithms(True)
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     colocated = config.cluster.placement == "colocated"
-    hand_over = _first_turn(config, run_dir, fleet, parallel) if colocated else None
+    sharing, hand_over = _sharing(config, addresses, run_dir, fleet, parallel)
     policy = Policy(config, addresses.model, parallel, progress.part)
     if config.trainer.lora.base != "none" and config.checkpoint.every:
         origin = addresses.resume.parent.parent if addresses.resume else None
@@ -97,12 +99,13 @@ def main(run_dir: Path) -> None:
     why = "none (mode=replay)"
     if not recorded:
         build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source)
-        publisher, why = build.publisher(hand_over.update if hand_over else None)
+        publisher, why = build.publisher(hand_over.update if colocated and hand_over else None)
     warn = partial(_warn, run_dir)
     timeline = _timeline(config, run_dir, parallel, warn)
     log = _log(config, addresses, run_dir, parallel, begins, timeline)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
-    publisher = turns or publisher
+    lending = build.lending(sharing, hand_over, publisher, log) if sharing and not colocated else None
+    publisher = turns or lending or publisher
     stop = StopRule(config.run, end)
     store = CheckpointStore(run_dir)
     checkpoints = Checkpoints(
@@ -139,6 +142,8 @@ def main(run_dir: Path) -> None:
     def update(batch: Batch) -> dict[str, float]:
         with profiled(batch.version + 1, config.trainer.profile if batch.last else (), run_dir, parallel):
             figures = turns.update(measured, batch) if turns else measured(batch)
+        if lending:
+            figures |= lending.take_figures()
         if not batch.last:
             return figures
         for name, start, end in policy.network.meter.spans():
@@ -153,9 +158,11 @@ def main(run_dir: Path) -> None:
         parallel,
         parts=config.trainer.batch_parts,
         asked_to_stop=(run_dir / STOP).exists,
-        received=turns.take if turns else lambda: None,
+        shared=lending or turns,
     )
     reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
+    if lending:
+        lending.take_back()
     begins("end", version)
     checkpoints.save(version)
     if reason != ASKED:
@@ -191,17 +198,26 @@ def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tupl
     return progress, begins
 
 
-def _first_turn(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel) -> HandOver | None:
-    """Wait until the engines are up and have released their memory, before this rank uses the GPU. Return the hand-over
-    on rank 0."""
+def _sharing(
+    config: Config, addresses: Addresses, run_dir: Path, fleet: Fleet, parallel: Parallel
+) -> tuple[Fleet | None, HandOver | None]:
+    """Return the engines that use the trainers' GPUs in turn with them, if there are any, and on rank 0 their
+    hand-over. They are up and have released their memory: this rank may use the GPU."""
+    if config.cluster.placement == "colocated":
+        sharing, mode = fleet, config.weights.pause_mode
+    elif config.cluster.lend:
+        sharing, mode = build_fleet(config, addresses, run_dir, decides=parallel.is_first, lent=True), "abort"
+        sharing.suspend()
+    else:
+        return None, None
     hand_over = None
     if parallel.is_first:
         timeout = config.engine.start_timeout
         wait_for_file(run_dir / READY, timeout, "the engines")
-        hand_over = HandOver(fleet, mode=config.weights.pause_mode, start_timeout=timeout, folder=run_dir)
+        hand_over = HandOver(sharing, mode=mode, start_timeout=timeout, folder=run_dir)
         hand_over.give()
     dist.barrier()
-    return hand_over
+    return sharing, hand_over
 
 
 def _source(config: Config, addresses: Addresses, recorded: ReplaySource | None) -> BatchSource:

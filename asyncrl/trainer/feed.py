@@ -8,6 +8,7 @@ on failure    rank 0 raises PeerFailed or DeadlineExceeded; the other ranks get 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,24 @@ from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, decode_batch
 from asyncrl.trainer.batch_source import BatchSource
 
-STOPPED = b"stop"
-"""Broadcast instead of a batch when the run is asked to stop."""
+STOPPED, LEND = b"stop", b"lend"
+"""Broadcast instead of a batch when the run is asked to stop, and when the GPUs are lent during the wait."""
+
+
+class SharedGPUs(Protocol):
+    """Turns of trainers and engines on the same GPUs, of one rank."""
+
+    def due(self) -> bool:
+        """Return whether the GPUs are to be lent to engines now, while the trainers wait. Only rank 0 is asked."""
+        ...
+
+    def lend(self, version: int) -> None:
+        """Give the GPUs to engines, which serve `version`."""
+        ...
+
+    def take_back(self) -> None:
+        """Take the GPUs back from engines: a batch has arrived. Every rank calls it."""
+        ...
 
 
 class BatchFeed:
@@ -32,38 +49,52 @@ class BatchFeed:
         *,
         parts: int = 1,
         asked_to_stop: Callable[[], bool] = lambda: False,
-        received: Callable[[], None] = lambda: None,
+        shared: SharedGPUs | None = None,
     ) -> None:
-        """Set up the feed of batches in `parts` parts. Only rank 0 has a `source` and calls the callbacks, except
-        `received`, which every rank calls for each part."""
+        """Set up the feed of batches in `parts` parts. Only rank 0 has a `source` and calls the callbacks. `shared` are
+        the turns on GPUs that engines use too."""
         self._source, self._interrupt, self._parallel, self._asked = source, interrupt, parallel, asked_to_stop
-        self._received, self._parts = received, parts
+        self._shared, self._parts = shared, parts
         self.stopped = False
         """Whether no further batch will come because the run is asked to stop. The same on every rank."""
 
     def get(self, version: int, part: int = 0) -> Batch | None:
         """Wait until this part of batch `version` arrives. Returns None if `interrupt` says that none will come, or if
         the run is asked to stop; it does not stop within a batch."""
-        data = self._fetch(version, part) if self._source else b""
-        data = self._broadcast(data) if dist.get_world_size() > 1 else data
+        while (data := self._next(version, part)) == LEND:
+            assert self._shared
+            self._shared.lend(version)
         self.stopped = data == STOPPED
         if not data or self.stopped:
             return None
         batch = decode_batch(data)
         assert batch.version == version, f"asked for batch {version}, received {batch.version}"
-        self._received()
+        if self._shared:
+            self._shared.take_back()
         return batch
+
+    def _next(self, version: int, part: int) -> bytes:
+        """Return the part, or what comes instead of it."""
+        data = self._fetch(version, part) if self._source else b""
+        return self._broadcast(data) if dist.get_world_size() > 1 else data
 
     def _fetch(self, version: int, part: int) -> bytes:
         assert self._source
+        instead: bytes | None = None
 
-        def asked() -> bool:
-            return part == 0 and self._asked()
+        def interrupt() -> bool:
+            nonlocal instead
+            if part == 0 and self._asked():
+                instead = STOPPED
+            elif self._interrupt():
+                instead = b""
+            elif self._shared and self._shared.due():
+                instead = LEND
+            return instead is not None
 
-        if asked():
+        if part == 0 and self._asked():
             return STOPPED
-        data = self._source.batch(version, part, self._parts, interrupt=lambda: self._interrupt() or asked())
-        return STOPPED if not data and asked() else data
+        return self._source.batch(version, part, self._parts, interrupt=interrupt) or instead or b""
 
     def _broadcast(self, data: bytes) -> bytes:
         device = self._parallel.device

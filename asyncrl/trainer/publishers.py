@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +15,14 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.engine.adapters import AdapterName, InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
-from asyncrl.network.addresses import Addresses
+from asyncrl.metrics.record import StepLog
+from asyncrl.network.addresses import LEND, Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
+from asyncrl.trainer.lending import Lending
 from asyncrl.trainer.loop import VersionPublisher
 from asyncrl.trainer.policy import Policy
-from asyncrl.trainer.turns import free
+from asyncrl.trainer.turns import EngineTurns, free
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.past import PastAdapters
@@ -40,6 +42,8 @@ class PublisherBuilder:
     policy: Policy
     fleet: Fleet
     source: BatchSource
+    below: str = ""
+    """Subfolder for transports that write files."""
 
     def publisher(self, update: Update | None) -> tuple[VersionPublisher, str]:
         """Return the publisher and the reason for its choice of transport. `update` is the protocol of engines that
@@ -48,6 +52,28 @@ class PublisherBuilder:
             return self._of_adapters(names)
         (merged,) = self.config.adapters
         return self._of_weights(hold=self.source.hold, announce=self._announce, update=update, merged=merged)
+
+    def lending(self, fleet: Fleet, turns: EngineTurns | None, always: VersionPublisher, log: StepLog) -> Lending:
+        """Return the loans of the GPUs to this fleet (cluster.lend), whose engines take turns with the trainers as
+        colocated ones do. The rollout side is not told of them."""
+        config, source = self.config, self.source
+        near = _alone() and config.weights.transport not in ("disk", "delta")
+        weights = config.weights.model_copy(update={"transport": "tensor" if near else "disk", "staging": "stream"})
+        cluster = config.cluster.model_copy(update={"placement": "colocated"})
+        like = config.model_copy(update={"weights": weights, "cluster": cluster})
+        (merged,) = config.adapters
+        lent, _ = replace(self, config=like, fleet=fleet, below="lent")._of_weights(
+            hold=lambda: None, announce=lambda _: None, update=turns.update if turns else None, merged=merged
+        )
+        return Lending(
+            *(fleet, turns, self.policy.memory),
+            lent=lent,
+            always=always,
+            log=log,
+            allowed=(self.run_dir / LEND).exists,
+            hold=source.hold,
+            go_on=self._announce,
+        )
 
     def _announce(self, version: int) -> InUse:
         return self.source.announce(version, self.policy.reused)
@@ -108,7 +134,7 @@ class PublisherBuilder:
             config,
             self.fleet,
             host=os.environ["ASYNCRL_HOST"],
-            alone=os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"],
+            alone=_alone(),
             stage=self.parallel.pp_rank,
             gpu=on_gpu(config.trainer, gpus),
             folder=self._folder(),
@@ -137,4 +163,10 @@ class PublisherBuilder:
     def _folder(self) -> Path:
         """Return a folder that belongs to this run alone, because two runs may share `weights.folder`."""
         shared, run_dir = self.config.weights.folder, self.run_dir
-        return Path(shared).expanduser() / run_dir.parent.name / run_dir.name if shared else run_dir / "weights"
+        mine = Path(shared).expanduser() / run_dir.parent.name / run_dir.name if shared else run_dir / "weights"
+        return mine / self.below
+
+
+def _alone() -> bool:
+    """Return whether all trainer ranks are on this machine."""
+    return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]

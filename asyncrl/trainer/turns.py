@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from asyncrl.engine.update import Update
 from asyncrl.metrics.record import StepLog
 from asyncrl.schema import Batch
 from asyncrl.trainer.loop import VersionPublisher
@@ -26,8 +27,13 @@ from asyncrl.trainer.offload import DeviceMemory
 class EngineTurns(Protocol):
     """Interface to the engines' side of the turns (engine/hand_over.py)."""
 
+    @property
+    def update(self) -> Update:
+        """Return the protocol of an update, which gives the engines their memory back."""
+        ...
+
     def give(self) -> None:
-        """Make every engine of the run release its memory."""
+        """Make every engine release its memory."""
         ...
 
 
@@ -53,7 +59,14 @@ class Turns:
         self._log, self._hold = log, hold
         self._ours = True
 
-    def take(self) -> None:
+    def due(self) -> bool:
+        """Return False: a publish gives the GPUs to the engines."""
+        return False
+
+    def lend(self, version: int) -> None:
+        """Do nothing: the engines have the GPUs."""
+
+    def take_back(self) -> None:
         """Wait until no engine uses the GPUs."""
         with self._log.span("release"):
             if self._hand_over:
@@ -73,7 +86,7 @@ class Turns:
         """Publish a version, and give the GPUs back to the engines. Without a batch before it, as after all engines
         were restarted, the engines release their memory first."""
         if not self._ours:
-            self.take()
+            self.take_back()
         self._memory.offload(parameters=False)  # after the start or a checkpoint was loaded
         self._memory.onload(everything=False)
         sent = self._publisher.publish(version)
@@ -83,7 +96,7 @@ class Turns:
     @contextmanager
     def parameters(self, version: int) -> Iterator[None]:
         """Have the parameters on the device in this block, between two turns; then publish the version again."""
-        self.take()
+        self.take_back()
         self._memory.onload(everything=False)
         yield
         self.publish(version)

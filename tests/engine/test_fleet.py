@@ -277,6 +277,19 @@ def test_engine_that_fails_its_first_update_waits_for_its_next_incarnation(engin
     fleet.close()
 
 
+def test_suspended_engines_get_no_requests_until_the_next_publish(engines, router) -> None:
+    urls = [engine.url for engine in engines]
+    fleet = Fleet(urls, Access("key0"), 5.0, router=router)
+    fleet.suspend()
+    assert (fleet.serving, fleet.joining) == ([], urls)
+    assert router.words == [("remove", url) for url in urls]
+    fleet.reconcile()
+    assert router.kept == []
+    update(engines, fleet, version=6)
+    assert (fleet.serving, router.words[2:]) == (urls, [("add", url) for url in urls])
+    fleet.close()
+
+
 def test_last_engine_may_go_when_it_will_be_started_again(engines, router) -> None:
     fleet = Fleet([engines[0].url], Access("key0"), 5.0, router=router, on_lost=lambda *_: None)
     fleet.lose(engines[0].url, "it died")

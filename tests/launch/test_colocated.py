@@ -3,6 +3,7 @@ every setting that cannot work is refused by name."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,9 +112,10 @@ def test_weights_stay_on_the_device() -> None:
 def test_engine_is_not_restarted_on_a_gpu_that_the_trainers_use(tmp_path: Path) -> None:
     (tmp_path / READY).touch()
     (tmp_path / TRAINING).touch()
-    policy = RestartPolicy(tmp_path)
-    assert not policy.may_start_now(ENGINE, "killed")
+    policy, shares = RestartPolicy(tmp_path), replace(ENGINE, shares=True)
+    assert not policy.may_start_now(shares, "killed")
     assert policy.may_start_now(ROUTER, "killed")
     assert policy.count("engine-0") == 0
+    assert policy.may_start_now(replace(ENGINE, name="engine-1"), "killed")  # it has a GPU of its own
     (tmp_path / TRAINING).unlink()
-    assert policy.may_start_now(ENGINE, "killed")
+    assert policy.may_start_now(shares, "killed")

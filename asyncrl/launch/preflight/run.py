@@ -150,7 +150,7 @@ def _gpu_software(
     """Check the packages and the compiler that only parts on GPUs need, on the machines of these parts."""
     placed, pins = prepared.placement, pinned(gpu=True)
     fleets = (
-        (config.engine, [seat for seats in placed.engines for seat in seats]),
+        (config.engine, [seat for seats in (*placed.engines, *placed.lent) for seat in seats]),
         (config.teacher, placed.teachers),
         (config.judge, placed.judges),
     )
@@ -217,7 +217,8 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
             if tokens is None:  # it takes what fits; a run needs at least one answer's
                 parts["KV cache of one answer"] = parts.pop("KV cache")
             needs[name] = MemoryNeed(parts, gpu, (config.engine.hicache or 0) * 10**9 if name == "engine" else 0)
-    if config.cluster.placement == "colocated" and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
+    shares = config.cluster.placement == "colocated" or config.cluster.lend
+    if shares and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
         needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
     return needs
 

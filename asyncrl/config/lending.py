@@ -1,0 +1,84 @@
+"""Check of the settings that cluster.lend requires: the trainers lend their GPUs to engines while they wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config.colocated import SERVER_ARGS
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+FIELD = "cluster.lend"
+
+
+def check_lending(config: Config) -> None:
+    """Refuse settings under which the trainers cannot lend their GPUs. Raises ConfigError."""
+    if not config.cluster.lend:
+        return
+    for field, value, wrong, remedy in _rules(config):
+        if wrong:
+            raise ConfigError(field, value, f"{remedy}, or set {FIELD}=false.")
+
+
+def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
+    """Return each rule as field, value, whether the value breaks it, and the remedy."""
+    weights, engine, trainer = config.weights, config.engine, config.trainer
+    rules: list[tuple[str, Any, bool, str]] = [
+        (
+            "cluster.elastic",
+            config.cluster.elastic,
+            config.cluster.elastic != "act",
+            f"{FIELD} lends GPUs when the controller has decided it: set act",
+        ),
+        (
+            "weights.pause_mode",
+            "drain",
+            weights.pause_mode == "drain",
+            "When a batch is complete, the requests of lent engines continue elsewhere at once: set in_place, retract "
+            "or abort",
+        ),
+        (
+            "weights.verify",
+            False,
+            not weights.verify,
+            "Only the checksums show that a lent engine got every tensor again: set true",
+        ),
+        (
+            "engine.device",
+            engine.device,
+            engine.device != trainer.device,
+            f"Lent engines use the trainers' devices: set it to trainer.device ({trainer.device})",
+        ),
+        (
+            "engine.prefill_count",
+            engine.prefill_count,
+            engine.disaggregated,
+            "Lent engines both prefill and decode: set engine.count",
+        ),
+        (
+            "rollout.max_running_groups",
+            None,
+            config.rollout.max_running_groups is None,
+            "Without a limit, requests wait in the queues of the engines that always serve, and none is left for lent "
+            "ones: set auto, or a number",
+        ),
+        (
+            "trainer.batch_parts",
+            trainer.batch_parts,
+            trainer.batch_parts > 1,
+            "Between two parts the GPUs hold gradients, and cannot be lent: set 1",
+        ),
+        (
+            "trainer.optimizer.offload",
+            True,
+            trainer.optimizer.offload,
+            "A loan moves the optimizer's states away by itself: set false",
+        ),
+    ]
+    for name in SERVER_ARGS:
+        value = engine.server_args.get(name)
+        remedy = "An engine cannot release its memory with it: remove it"
+        rules.append((f"engine.server_args.{name}", value, value is not None, remedy))
+    return rules
