@@ -65,6 +65,9 @@ class Stream:
     )  # events with their numbers of tokens
 
 
+MEMORY = {"weights", "kv_cache"}
+
+
 class Stub:
     """Stub of one engine."""
 
@@ -84,6 +87,7 @@ class Stub:
         self._cuts: deque[int] = deque()
         self._streams: dict[SimulatedRequest, tuple[Stream, Sample]] = {}
         self._changed = asyncio.Event()
+        self._memory = set(MEMORY)  # what has memory
 
     # -- the clock -----------------------------------------------------------------------------------------
 
@@ -228,8 +232,26 @@ class Stub:
         self._cuts.extend([body["tokens"]] * body["requests"])
         return web.json_response({"success": True})
 
+    async def release(self, request: web.Request) -> web.Response:
+        """Release memory, which SGLang does only while no request runs."""
+        tags = set((await request.json())["tags"])
+        if self._streams or not tags <= self._memory:
+            return web.json_response({"success": False, "memory": sorted(self._memory)}, status=400)
+        self._memory -= tags
+        return web.json_response({"success": True})
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """Take memory back."""
+        tags = set((await request.json())["tags"])
+        if tags & self._memory:
+            return web.json_response({"success": False, "memory": sorted(self._memory)}, status=400)
+        self._memory |= tags
+        return web.json_response({"success": True})
+
     async def proceed(self, _: web.Request) -> web.Response:
         """Continue generation."""
+        if self._memory != MEMORY:
+            return web.json_response({"success": False, "memory": sorted(self._memory)}, status=400)
         self._engine.resume(asyncio.get_running_loop().time())
         self._changed.set()
         return web.json_response({"success": True})
@@ -295,6 +317,8 @@ class Stub:
                 web.post("/generate", self.generate),
                 web.post("/pause_generation", self.pause),
                 web.post("/continue_generation", self.proceed),
+                web.post("/release_memory_occupation", self.release),
+                web.post("/resume_memory_occupation", self.resume),
                 web.post("/abort_request", self.abort),
                 web.post("/flush_cache", self.flush),
                 web.post("/update_weight_version", self.version),

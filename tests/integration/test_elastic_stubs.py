@@ -5,8 +5,9 @@ Launcher, asyncrl-engines, router and rollout process are real; engines and trai
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.integration.running import finish, lines, nothing_is_left, start
 from tests.integration.test_rollout_faults import ROOT, balanced
 from tests.integration.workload import Workload
 
-STEPS = 24
+STEPS, SLOW_STEPS = 24, 18
 LENGTHS = Lengths(mean=10.0, sigma=0.5, longest=24, group_size=4)
 WORKLOAD = Workload(asdict(LENGTHS), 0.01, [0.0], 0.25, per_request=0.0005, max_running=4)
 """One engine takes about 1 s for a batch, two take half of it, and the trainer takes 0.25 s."""
@@ -62,4 +63,49 @@ def test_controller_adds_an_engine_that_makes_steps_shorter_and_nothing_is_lost(
     assert max(step["staleness/max"] for step in steps) <= 1
     ledger = balanced(run_dir)
     assert (ledger.groups.trained, ledger.groups.rejected) == (8 * STEPS, {})
+    nothing_is_left(run_dir)
+
+
+@pytest.mark.integration
+@pytest.mark.campaign
+def test_controller_lends_the_trainers_gpus_and_steps_get_shorter_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine takes about 12 s for a batch, and two take half of it; no engine may be added."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    slow = replace(WORKLOAD, per_token=0.12)
+    for name, value in slow.environment().items():
+        monkeypatch.setenv(name, value)
+    run_dir, questions = tmp_path / "run", tmp_path / "questions.jsonl"
+    write_questions(questions, 0, raises=0.0, hangs=0.0)
+    overrides = {
+        "run.max_steps": SLOW_STEPS,
+        "cluster.elastic": "act",
+        "cluster.lend": "true",
+        "cluster.tls": "false",
+        "rollout.batch_groups": 8,
+        "rollout.group_size": LENGTHS.group_size,
+        "rollout.max_staleness": 1,
+        "rollout.max_running_groups": "auto",
+        "rollout.max_new_tokens": LENGTHS.longest,
+        "task": "file",
+        "task.train_file": questions,
+        "eval.questions": 0,
+    }
+    arguments = [f"{name}={value}" for name, value in overrides.items()]
+    with start(run_dir, *arguments, module="tests.integration.stub_run") as process:
+        code, text = finish(process, run_dir, 480)
+    assert code == 0, text
+    decisions, steps = lines(run_dir / "elastic.jsonl"), lines(run_dir / "metrics.jsonl")
+    (lent,) = (one["step"] for one in decisions if one["action"] == "lend_trainer")
+    loans = [step for step in steps if step.get("time/lent")]
+    assert len(loans) >= 3
+    assert min(step["step"] for step in loans) > lent
+    before = median(step["time/step"] for step in steps[3:lent])
+    after = median(step["time/step"] for step in loans[1:])
+    print(f"{before:.2f} s a step, {after:.2f} s with loans")
+    assert after < 0.9 * before
+    assert max(step["staleness/max"] for step in steps) <= 1
+    ledger = balanced(run_dir)
+    assert (ledger.groups.trained, ledger.groups.rejected) == (8 * SLOW_STEPS, {})
     nothing_is_left(run_dir)
