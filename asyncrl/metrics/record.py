@@ -105,6 +105,7 @@ class StepLog:
             **self._spans,
             "time/pause": sent["pause"],
             "time/verify": sent["verify"],
+            **({"time/publish_background": sent["background"]} if "background" in sent else {}),
             "engines/serving": sent["engines"],
             "bytes/published": sent["bytes"],
             **({"quantization/error": sent["error"]} if "error" in sent else {}),

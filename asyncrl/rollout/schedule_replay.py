@@ -8,8 +8,8 @@ its turn comes, and its result must be the recorded one.
     committed    the group is handed in, with the tokens that engines had generated
     rejected     likewise, for the same reason
     part_taken   the trainer's request is answered now, and not before; the part must hold the same groups
-    taken        likewise, for the last part, or the whole batch; with weights.overlap also before the version behind the
-                 batch before is published
+    taken        likewise, for the last part, or the whole batch, which with weights.overlap may come before `published`
+                 of its version
     published    the trainer's publish is processed now; the ledger must be the same
 
     waits for    the trainer, which ends the run when it has trained the last batch

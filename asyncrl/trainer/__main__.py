@@ -60,6 +60,8 @@ from asyncrl.trainer.recordings import (  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.trainer.turns import Turns  # noqa: E402
 from asyncrl.weights.export import save_trained  # noqa: E402
+from asyncrl.weights.overlap import OverlappedPublisher  # noqa: E402
+from asyncrl.weights.publish import Publisher  # noqa: E402
 
 TIMEOUT_MARGIN = 120.0  # seconds: the collectives of the other ranks time out this long after rank 0's own deadline
 DOING = {
@@ -80,7 +82,8 @@ def main(run_dir: Path) -> None:
     gpu = on_gpu(config.trainer, addresses.gpus)
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
     progress, begins = watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2, gpu=gpu)
-    parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
+    timeout = longest_wait + TIMEOUT_MARGIN
+    parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=timeout)
     if config.deterministic:  # a call, even with False, imports torch's compiler in 1 CPU second
         torch.use_deterministic_algorithms(True)
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
@@ -93,16 +96,15 @@ def main(run_dir: Path) -> None:
     recorded = ReplaySource(config.replay) if config.mode == "replay" else None
     source = _source(config, addresses, recorded)
     first, end = (recorded.first, recorded.end) if recorded else (0, None)
-    publisher: VersionPublisher = NoEngines(lambda v: source.announce(v, policy.reused), first=parallel.is_first)
-    why = "none (mode=replay)"
-    if not recorded:
-        build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source)
-        publisher, why = build.publisher(hand_over.update if hand_over else None)
+    build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source, timeout)
+    publisher, why = build.publisher(hand_over.update if hand_over else None)
     warn = partial(_warn, run_dir)
     timeline = _timeline(config, run_dir, parallel, warn)
+    overlapped = _overlapped(publisher, timeline, parallel) if config.weights.overlap else None
     log = _log(config, addresses, run_dir, parallel, begins, timeline)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
-    publisher = turns or publisher
+    publisher = turns or overlapped or publisher
+    published = overlapped.finish if overlapped else lambda: None
     stop = StopRule(config.run, end)
     store = CheckpointStore(run_dir)
     checkpoints = Checkpoints(
@@ -117,6 +119,7 @@ def main(run_dir: Path) -> None:
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
         publisher.publish(first)  # verified like a first publish; the engines resume only afterwards
+        published()
     if addresses.resume and addresses.resume.parent == store.folder:
         checkpoints.resumed(first)
     elif addresses.resume:
@@ -131,6 +134,7 @@ def main(run_dir: Path) -> None:
             export(run_dir / f"hf-{version:06d}", version)
         if checkpoints.due(version):
             with log.span("save"):
+                published()  # the rollout side is saved between a version and its batch
                 checkpoints.save(version)
 
     measured = partial(policy.network.meter.measure, policy.update)
@@ -149,7 +153,7 @@ def main(run_dir: Path) -> None:
 
     batches = BatchFeed(
         source if parallel.is_first else None,
-        fleet.needs_weights,
+        overlapped.idle_and(fleet.needs_weights) if overlapped else fleet.needs_weights,
         parallel,
         parts=config.trainer.batch_parts,
         asked_to_stop=(run_dir / STOP).exists,
@@ -157,6 +161,7 @@ def main(run_dir: Path) -> None:
     )
     reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
     begins("end", version)
+    published()
     checkpoints.save(version)
     if reason != ASKED:
         export(run_dir / "hf", version)
@@ -189,6 +194,20 @@ def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tupl
     begins("start", 0)
     progress.watch()
     return progress, begins
+
+
+def _overlapped(publisher: VersionPublisher, timeline: TimelineWriter, parallel: Parallel) -> OverlappedPublisher:
+    """Return a publisher that works in the background. If it fails on another rank than 0, whose loop raises the error
+    while it waits for a batch, that rank ends, because it may be waiting for rank 0 in a collective."""
+    assert isinstance(publisher, Publisher | NoEngines)  # adapters are refused by config/overlap.py
+
+    def leave(error: BaseException) -> None:
+        if not parallel.is_first:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(1)
+
+    return OverlappedPublisher(publisher, ended=timeline.phase, failed=leave)
 
 
 def _first_turn(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel) -> HandOver | None:

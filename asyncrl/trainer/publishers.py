@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config, on_gpu
@@ -20,6 +22,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.loop import VersionPublisher
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.recordings import NoEngines
 from asyncrl.trainer.turns import free
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
 from asyncrl.weights.checksum import ExpectedChecksums
@@ -40,14 +43,19 @@ class PublisherBuilder:
     policy: Policy
     fleet: Fleet
     source: BatchSource
+    timeout: float
+    """Seconds, of collectives."""
 
     def publisher(self, update: Update | None) -> tuple[VersionPublisher, str]:
         """Return the publisher and the reason for its choice of transport. `update` is the protocol of engines that
         share their GPUs with trainers, on rank 0."""
+        if self.config.mode == "replay":
+            publisher = NoEngines(self.source.announce, lambda: self.policy.reused, first=self.parallel.is_first)
+            return publisher, "none (mode=replay)"
         if names := adapter_names(self.config, self.addresses.run_id):
             return self._of_adapters(names)
         (merged,) = self.config.adapters
-        return self._of_weights(hold=self.source.hold, announce=self._announce, update=update, merged=merged)
+        return self._of_weights(hold=self.source.hold, announce=self.source.announce, update=update, merged=merged)
 
     def _announce(self, version: int) -> InUse:
         return self.source.announce(version, self.policy.reused)
@@ -58,7 +66,7 @@ class PublisherBuilder:
         make, why = build_adapters(self.config, self.fleet, host=os.environ["ASYNCRL_HOST"], folder=self._folder())
 
         def base(update: Update) -> Publisher:
-            return self._of_weights(hold=lambda: None, announce=lambda _: None, update=update, merged=None)[0]
+            return self._of_weights(hold=lambda: None, announce=lambda *_: None, update=update, merged=None)[0]
 
         publisher = AdapterPublisher(
             self.parallel,
@@ -95,7 +103,7 @@ class PublisherBuilder:
         self,
         *,
         hold: Callable[[], None],
-        announce: Callable[[int], object],
+        announce: Callable[[int, int], object],
         update: Update | None,
         merged: str | None,
     ) -> tuple[Publisher, str]:
@@ -127,12 +135,20 @@ class PublisherBuilder:
             ),
             hold=hold,
             announce=announce,
+            reused=lambda: policy.reused,
             update=update,
             sent=partial(free, policy.memory) if config.cluster.placement == "colocated" else lambda: None,
             merged=merged,
+            group=self._group_beside_training(),
         )
         publisher.prepare()
         return publisher, why
+
+    def _group_beside_training(self) -> dist.ProcessGroup | None:
+        """Return a process group of all ranks for publishes in the background (weights.overlap)."""
+        if not self.config.weights.overlap or dist.get_world_size() == 1:
+            return None
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def _folder(self) -> Path:
         """Return a folder that belongs to this run alone, because two runs may share `weights.folder`."""

@@ -105,7 +105,7 @@ def main(folder: Path, turns: bool) -> None:
         *(parallel, fleet, transport, weights, settings),
         expected=lambda: None,  # type: ignore[arg-type, return-value]
         hold=lambda: None,
-        announce=lambda version: None,
+        announce=lambda version, reused: None,
     )
     publisher.prepare()
     transport.buckets = len(publisher._plan or [])

@@ -59,7 +59,7 @@ def published(device: str) -> list[str]:
         settings,  # type: ignore[arg-type]
         expected=lambda: None,  # type: ignore[arg-type, return-value]
         hold=lambda: None,
-        announce=lambda version: None,
+        announce=lambda version, reused: None,
     )
     if made._stream:
         made._stream.events = events
