@@ -79,13 +79,9 @@ def main(run_dir: Path) -> None:
     """Train one run on this rank."""
     importing.done()
     config, addresses = read(run_dir), Addresses.read(run_dir)
-    gpu = on_gpu(config.trainer, addresses.gpus)
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
-    progress, begins = watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2, gpu=gpu)
     timeout = longest_wait + TIMEOUT_MARGIN
-    parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=timeout)
-    if config.deterministic:  # a call, even with False, imports torch's compiler in 1 CPU second
-        torch.use_deterministic_algorithms(True)
+    progress, begins, parallel = _join(config, run_dir, timeout, gpu=on_gpu(config.trainer, addresses.gpus))
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     colocated = config.cluster.placement == "colocated"
     hand_over = _first_turn(config, run_dir, fleet, parallel) if colocated else None
@@ -177,6 +173,18 @@ def main(run_dir: Path) -> None:
     progress.end()
     if not closed:
         os._exit(0)  # the packages of sinks would wait for their servers at the end of the process
+
+
+def _join(
+    config: Config, run_dir: Path, timeout: float, *, gpu: bool
+) -> tuple[Progress, Callable[[str, int], None], Parallel]:
+    """Join the run's process group, whose collectives have this timeout. Returns the same as `watched`, and this rank's
+    position."""
+    progress, begins = watched(config, run_dir, timeout - TIMEOUT_MARGIN / 2, gpu=gpu)
+    parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=timeout)
+    if config.deterministic:  # a call, even with False, imports torch's compiler in 1 CPU second
+        torch.use_deterministic_algorithms(True)
+    return progress, begins, parallel
 
 
 def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tuple[Progress, Callable[[str, int], None]]:

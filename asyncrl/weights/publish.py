@@ -8,8 +8,8 @@
     announce   the rollout side opens admission for the next cohort
 
 The first two are `stage`, the others `complete`. With staging=full, and with disk, only `stage` needs the trainer's
-weights, so that the next batch can be trained beside `complete` (weights.overlap, overlap.py). Its collectives then have
-a process group of their own, because those of a training step must not come between them.
+weights, so that the next batch can be trained beside `complete` (weights.overlap, overlap.py). Its collectives then
+have a process group of their own, because those of a training step must not come between them.
 
 With staging=full, the engines are paused only for sending. With staging=stream they are also paused for gathering, all
 of which overlaps with sending except for the first bucket, and only the memory of two buckets (Transport.memories) is
