@@ -189,6 +189,17 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
 
 
+def test_run_that_publishes_beside_training_goes_on_as_well(tmp_path: Path) -> None:
+    """The trainer is killed with a version in flight, between two checkpoints. Two stages send in turn."""
+    settings = ["weights.overlap=true", "weights.transport=distributed", "trainer.batch_parts=2"]
+    settings, run_dir = [*settings, "trainer.pipeline_parallel=2"], tmp_path / "run"
+    Blow("trainer", 7, 0.05).strike(run_dir, *settings)
+    assert len(lines(run_dir / "metrics.jsonl")) < STEPS
+    go_on_to_the_end(run_dir, *settings)
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path, *settings)
+
+
 @pytest.mark.campaign
 def test_run_goes_on_in_another_layout_with_other_engines_and_from_a_copy(tmp_path: Path) -> None:
     """TP1 x PP2 -> TP2 x PP1, two engines -> DP2: the steps are the same up to the order of sums."""
