@@ -15,9 +15,11 @@ pytestmark = pytest.mark.integration
 SIZES = {"vocab": 97, "hidden": 48, "layers": 4, "heads": 12, "kv_heads": 6, "intermediate": 36}
 
 
+@pytest.mark.parametrize("when", ["alone", "beside"])
 @pytest.mark.parametrize("order", ["turns", "at once"])
-def test_stages_send_at_once_or_fill_their_memory_before_their_turn(order: str, tmp_path: Path) -> None:
-    """Two stages of two ranks, whose gathers all of a stage's ranks must enter together."""
+def test_stages_send_at_once_or_fill_their_memory_before_their_turn(order: str, when: str, tmp_path: Path) -> None:
+    """Two stages of two ranks, whose gathers all of a stage's ranks must enter together; alone, or beside the
+    collectives of training, which changes the weights."""
     write_random_model(tmp_path / "model", "llama", **SIZES, tied=False, seed=0, dtype="bfloat16")  # type: ignore[arg-type]
     (tmp_path / "config.json").write_text(tiny_config(**{"trainer.dtype": "bfloat16"}).model_dump_json())
-    run_ranks("rank_publish.py", str(tmp_path), order, world=4, timeout=150)
+    run_ranks("rank_publish.py", str(tmp_path), order, when, world=4, timeout=150)
