@@ -129,7 +129,11 @@ def main(folder: Path, turns: bool, beside: bool) -> None:
     # buckets of one unit each, so that there are more than memories
     settings: Any = SimpleNamespace(
         staging="full" if beside else "stream",
-        **{"overlap": beside, "pause_mode": "in_place", "verify": False, "verify_every": None, "bucket_mb": 0},
+        overlap=beside,
+        pause_mode="in_place",
+        verify=False,
+        verify_every=None,
+        bucket_mb=0,
     )
     publisher = Publisher(
         *(parallel, fleet, transport, weights, settings),
