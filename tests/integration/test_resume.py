@@ -190,9 +190,16 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
 
 
 def test_run_that_publishes_beside_training_goes_on_as_well(tmp_path: Path) -> None:
-    """The trainer is killed with a version in flight, between two checkpoints. Two stages send in turn."""
+    """The run is asked to stop between two checkpoints, and resumed. Then the trainer is killed with a version in
+    flight. Two stages send in turn."""
     settings = ["weights.overlap=true", "weights.transport=distributed", "trainer.batch_parts=2"]
     settings, run_dir = [*settings, "trainer.pipeline_parallel=2"], tmp_path / "run"
+    with start(run_dir, *RUN, *settings) as launcher:
+        wait_for_step(launcher, run_dir, 3)
+        launcher.send_signal(signal.SIGUSR1)
+        code, text = finish(launcher, run_dir, 60)
+    assert code == os.EX_TEMPFAIL, text
+    assert max(CheckpointStore(run_dir).versions()) == len(lines(run_dir / "metrics.jsonl")) < 7
     Blow("trainer", 7, 0.05).strike(run_dir, *settings)
     assert len(lines(run_dir / "metrics.jsonl")) < STEPS
     go_on_to_the_end(run_dir, *settings)
