@@ -17,8 +17,8 @@ longest sibling ends, so only E[L] / E[max of a group] of the places generate. T
     publish(t) = max(publish(t - 1) + train, publish(t - slack - lead - 1) + M(t - slack) + last) + pause
 
 whose M are maxima of residences over random cohorts, and last is the part of training that needs them: all of it, or
-one of trainer.batch_parts. At lead 0 it is the synchronous step. With weights.overlap the batch before need only be trained
-where the recursion has publish(t - 1), and a publish also waits for the one before.
+one of trainer.batch_parts. At lead 0 it is the synchronous step. With weights.overlap the trainer is free before
+publish(t - 1), when it has trained that batch, and publish(t) begins after publish(t - 1).
 
 Left out: variation of the batch within a step, routing that is uneven, and the time of router and client.
 """

@@ -294,7 +294,8 @@ def _tell_the_end(config: Config, run_dir: Path, source: BatchSource, log: StepL
         accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
     figures = log.summary(config.run.reward_window)
     machine = json.loads((run_dir / MACHINE).read_text())
-    planned = plan_figures(json.loads((run_dir / PLAN).read_text()), figures) if (run_dir / PLAN).exists() else {}
+    plan, overlap = run_dir / PLAN, config.weights.overlap
+    planned = plan_figures(json.loads(plan.read_text()), figures, overlap=overlap) if plan.exists() else {}
     told = {**machine_figures(machine, figures), **planned}
     summary = {**facts, **figures, **accuracy, **told, "ledger": source.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)

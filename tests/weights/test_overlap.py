@@ -4,6 +4,7 @@ own batch."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,8 +75,9 @@ def test_error_in_the_background_reaches_whatever_the_loop_does_next(meets: str,
     needs_weights = publisher.idle_and(lambda: True)
 
     def wait() -> None:
-        while not needs_weights():  # as a trainer that polls for a batch
-            pass
+        deadline = time.monotonic() + 10
+        while not needs_weights() and time.monotonic() < deadline:  # as a trainer that polls for a batch
+            time.sleep(0.01)
 
     with pytest.raises(PeerFailed, match="answered 500"):
         {"publish": lambda: publisher.publish(2), "finish": publisher.finish, "wait": wait}[meets]()
