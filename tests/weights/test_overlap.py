@@ -100,19 +100,16 @@ def test_waiting_trainer_leaves_the_fleet_alone_while_a_publish_is_in_flight(par
 
 def test_count_of_reused_groups_is_that_of_the_version_which_is_announced() -> None:
     told: list[tuple[int, int]] = []
-    reused, go = [3], threading.Event()
+    reused = [3]
 
-    def announce(version: int, count: int) -> None:
-        assert go.wait(10)
-        told.append((version, count))
+    def publish(publisher: Any, version: int) -> None:
+        publisher._announce, publisher._reused = lambda *told_now: told.append(told_now), lambda: reused[0]
+        staged = publisher.stage(version)
+        reused[0] += 4  # by the next batch
+        publisher.complete(staged)
 
-    publisher = OverlappedPublisher(NoEngines(announce, lambda: reused[0], first=True))
-    publisher.publish(1)
-    reused[0] = 7  # by the next batch
-    go.set()
-    publisher.finish()
-    publisher.publish(2)
-    publisher.finish()
+    published("cpu", staging="full", publish=publish)
+    publish(NoEngines(print, int, first=True), 2)
     assert told == [(1, 3), (2, 7)]
 
 
