@@ -49,7 +49,7 @@ from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import ASKED, VersionPublisher, train  # noqa: E402
 from asyncrl.trainer.meter import profiled  # noqa: E402
-from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.trainer.parallel import host_group, initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.publishers import PublisherBuilder  # noqa: E402
 from asyncrl.trainer.recordings import (  # noqa: E402
@@ -154,6 +154,7 @@ def main(run_dir: Path) -> None:
         parts=config.trainer.batch_parts,
         asked_to_stop=(run_dir / STOP).exists,
         received=turns.take if turns else lambda: None,
+        group=host_group(timeout) if overlapped else None,
     )
     reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
     begins("end", version)

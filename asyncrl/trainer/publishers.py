@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config, on_gpu
@@ -21,6 +19,7 @@ from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.loop import VersionPublisher
+from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.recordings import NoEngines
 from asyncrl.trainer.turns import free
@@ -139,16 +138,10 @@ class PublisherBuilder:
             update=update,
             sent=partial(free, policy.memory) if config.cluster.placement == "colocated" else lambda: None,
             merged=merged,
-            group=self._group_beside_training(),
+            group=host_group(self.timeout) if config.weights.overlap else None,
         )
         publisher.prepare()
         return publisher, why
-
-    def _group_beside_training(self) -> dist.ProcessGroup | None:
-        """Return a process group of all ranks for publishes in the background (weights.overlap)."""
-        if not self.config.weights.overlap or dist.get_world_size() == 1:
-            return None
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
 
     def _folder(self) -> Path:
         """Return a folder that belongs to this run alone, because two runs may share `weights.folder`."""
