@@ -216,7 +216,7 @@ def _overlapped(publisher: VersionPublisher, timeline: TimelineWriter, parallel:
             sys.stderr.flush()
             os._exit(1)
 
-    return OverlappedPublisher(publisher, ended=timeline.phase, failed=leave)
+    return OverlappedPublisher(publisher, ended=partial(timeline.phase, thread="publish"), failed=leave)
 
 
 def _first_turn(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel) -> HandOver | None:
