@@ -28,6 +28,7 @@ from asyncrl.config.generation import (
     TeacherConfig,
 )
 from asyncrl.config.lending import check_lending
+from asyncrl.config.overlap import check_overlap
 from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
 from asyncrl.config.running import (
@@ -179,6 +180,7 @@ class Config(Section):
         self._check_teacher()
         self._check_elastic()
         check_batch_parts(self)
+        check_overlap(self)
         check_colocated(self)
         check_disaggregated(self)
         check_lending(self)
@@ -365,4 +367,4 @@ def cache_tokens(section: EngineConfig | AuxiliaryModelConfig, *, gpu: bool) -> 
 
 def streams(weights: WeightsConfig, *, gpu: bool) -> bool:
     """Return whether buckets are filled during the pause, in two buckets of memory. `gpu` is the trainer's."""
-    return weights.staging == "stream" or (weights.staging == "auto" and gpu)
+    return weights.staging == "stream" or (weights.staging == "auto" and gpu and not weights.overlap)

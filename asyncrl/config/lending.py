@@ -46,6 +46,12 @@ def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
             "Only the checksums show that a lent engine got every tensor again: set true",
         ),
         (
+            "weights.overlap",
+            True,
+            weights.overlap,
+            "The version of a loan must be the one that all engines serve already: set false",
+        ),
+        (
             "engine.device",
             engine.device,
             engine.device != trainer.device,

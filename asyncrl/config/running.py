@@ -111,7 +111,10 @@ class WeightsConfig(Section):
     """full: every bucket is filled before the pause, which is then shortest, but takes memory for all weights of a
     stage; stream: two buckets are filled and sent alternately during the pause. disk and delta write before the pause,
     from two buckets. auto: stream if the trainer runs on GPUs, of which one rarely has room for all weights of its
-    stage; otherwise full."""
+    stage; otherwise full. With overlap auto is full."""
+    overlap: bool
+    """Publish a version in the background, while the trainer trains the next batch (docs/weights.md). It takes memory
+    for all weights of a stage, and requires a rollout.lead of at least 1."""
     bucket_mb: Count
     """Size of a bucket in MiB; a larger tensor gets a bucket of its own."""
     pause_mode: Literal["in_place", "retract", "abort", "drain"]

@@ -193,6 +193,12 @@ STEP_LENT = {
     "time/wait_batch",
 }
 
+# The same file, with weights.overlap. Then time/publish is waiting for the publish before and filling buckets, and
+# time/pause and time/verify are those of the publish before
+STEP_OVERLAP = {
+    "time/publish_background": "time of the publish before in the background: hold, pause, announcement; 0 at first",
+}
+
 # The same file, with weights.lora=versions
 STEP_ADAPTERS = {
     "adapters/resident": "number of adapters that every engine held before this publish unloaded those not in use",

@@ -105,6 +105,7 @@ class StepLog:
             **self._spans,
             "time/pause": sent["pause"],
             "time/verify": sent["verify"],
+            **({"time/publish_background": sent["background"]} if "background" in sent else {}),
             "engines/serving": sent["engines"],
             "bytes/published": sent["bytes"],
             **({"quantization/error": sent["error"]} if "error" in sent else {}),
@@ -192,13 +193,15 @@ def machine_figures(machine: dict[str, Any], summary: dict[str, Any]) -> dict[st
     return figures
 
 
-def plan_figures(planned: dict[str, Any], summary: dict[str, Any]) -> dict[str, float]:
-    """Return what plan.json predicted, for the summary, and how far that is off the run."""
+def plan_figures(planned: dict[str, Any], summary: dict[str, Any], *, overlap: bool) -> dict[str, float]:
+    """Return what plan.json predicted, for the summary, and how far that is off the run. With weights.overlap the
+    trainer does not wait while the engines are paused."""
     seconds = summary["tokens/generated"] / summary["tokens_per_s/generated"]
+    paused = 0.0 if overlap else summary["pause/mean"] * summary["steps"] / seconds
     ages = summary["staleness/histogram"]
     measured = {
         "samples_per_s": summary["samples_per_s"],
-        "trainer_busy": 1 - summary["share/trainer_idle"] - summary["pause/mean"] * summary["steps"] / seconds,
+        "trainer_busy": 1 - summary["share/trainer_idle"] - paused,
         "staleness": sum(int(age) * count for age, count in ages.items()) / sum(ages.values()),
     }
     row = planned["prediction"]

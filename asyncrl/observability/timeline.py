@@ -151,9 +151,9 @@ class TimelineWriter:
             if self._writer.failed:
                 self._fail(self._writer.failed)
 
-    def phase(self, name: str, step: int, start: float, end: float) -> None:
-        """Write a phase of the process."""
-        self(ProcessSpan(self._process, name, start, end, step))
+    def phase(self, name: str, step: int, start: float, end: float, thread: str = "") -> None:
+        """Write a phase of the process, or of one of its threads, which overlaps with those of the others."""
+        self(ProcessSpan(f"{self._process} {thread}".rstrip(), name, start, end, step))
 
     @property
     def seconds(self) -> float:

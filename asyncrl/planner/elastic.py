@@ -224,7 +224,7 @@ class ElasticController:
     def _measured(self, sample: LengthSample) -> Setting:
         """Return the setting with the speeds of the latest steps."""
         now, steps = self.setting, self._steps
-        busy = sum(one.seconds - one.waited - one.paused for one in steps)
+        busy = sum(one.seconds - one.waited - (0.0 if now.overlap else one.paused) for one in steps)
         expected = sum(one.tokens / now.train_rate + now.train_fixed for one in steps)
         slower = max(busy, 1e-9) / expected
         pause = sum(one.paused for one in steps) / len(steps)

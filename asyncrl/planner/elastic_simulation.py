@@ -145,7 +145,8 @@ class _ElasticRun(SimulatedRun):
         super()._published()
         trained, busy, *_ = self.counters()
         seconds = self.now - max(self._step_began, self._still_until)
-        spent, pause = busy - self._before[1], self.setting.pause
+        pause = self.setting.pause
+        spent = busy - self._before[1] + (0.0 if self.setting.overlap else pause)
         ended, self._groups_ended = self._groups_ended, []
         engines = sum(not self._left(engine) for engine in self._engines)
         self.engine_seconds += engines * (self.now - self._step_began)
@@ -154,7 +155,7 @@ class _ElasticRun(SimulatedRun):
             self._buffer.version,
             self.now,
             seconds,
-            max(0.0, seconds - spent - pause),
+            max(0.0, seconds - spent),
             pause,
             trained - self._before[0],
             engines,

@@ -159,8 +159,9 @@ def mean_fields(steps: Steps) -> dict[str, float]:
 
 
 def _working(step: dict[str, Any]) -> float:
-    """Return the seconds of a step in which the trainer neither waits nor pauses the engines."""
-    return float(step["time/step"] - step["time/wait_batch"] - step["time/pause"])
+    """Return the seconds of a step in which the trainer neither waits for a batch nor for paused engines."""
+    paused = 0.0 if "time/publish_background" in step else step["time/pause"]
+    return float(step["time/step"] - step["time/wait_batch"] - paused)
 
 
 def engine_times(groups: Sequence[GroupTimeline], engines: int) -> tuple[float, float]:

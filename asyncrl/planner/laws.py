@@ -1,6 +1,7 @@
 """Throughput of a run in closed form: the laws that limit it, and which of them binds. Pure.
 
     trainer       S >= tokens / rate + fixed + pause                       S: seconds per step
+                  S >= tokens / rate + fixed                               with weights.overlap
     engines       tokens/s <= engines * C / (per_token + per_request * C)  C: requests that a batch holds
     concurrency   X * E[longest of a group] <= batch * (lead + 1/2 - u)    X: episodes/s, u: trainer's busy fraction
     order         step t waits for the longest episode of cohort t - slack
@@ -16,7 +17,8 @@ longest sibling ends, so only E[L] / E[max of a group] of the places generate. T
     publish(t) = max(publish(t - 1) + train, publish(t - slack - lead - 1) + M(t - slack) + last) + pause
 
 whose M are maxima of residences over random cohorts, and last is the part of training that needs them: all of it, or
-one of trainer.batch_parts. At lead 0 it is the synchronous step.
+one of trainer.batch_parts. At lead 0 it is the synchronous step. With weights.overlap the trainer is free before
+publish(t - 1), when it has trained that batch, and publish(t) begins after publish(t - 1).
 
 Left out: variation of the batch within a step, routing that is uneven, and the time of router and client.
 """
@@ -117,7 +119,8 @@ class _Laws:
         self.lead = setting.max_staleness if setting.lead is None else setting.lead
         self.slack = setting.max_staleness - self.lead if self.lead else 0  # nothing else is ready at lead 0
         self.train = self.batch * sample.mean / setting.train_rate + setting.train_fixed
-        self.held = self.train + setting.pause
+        self.held = self.train + setting.pause  # from a batch to the next admission
+        self.step = self.train if setting.overlap else self.held
         self.last = (self.train - setting.train_fixed) / setting.parts + setting.train_fixed
         fits = setting.shape.kv_tokens / (workload.prompt + sample.live)
         self.shape = replace(setting.shape, max_running=max(1, int(min(setting.shape.max_running, fits))))
@@ -131,7 +134,7 @@ class _Laws:
         mean, engines = self.sample.mean, self.setting.engines
         trainer = (
             trainer_bound(
-                self.setting.train_rate, self.held - self.batch * mean / self.setting.train_rate, self.batch * mean
+                self.setting.train_rate, self.step - self.batch * mean / self.setting.train_rate, self.batch * mean
             )
             / mean
         )
@@ -200,10 +203,11 @@ class _Laws:
             full = self.batch * self.sample.mean / engines_bound(self.setting.engines, self.shape)
             longest = np.maximum(longest, full) + self.batch * self.prefill
         back = self.slack + self.lead + 1
-        published = [0.0] * back
+        trained, published = 0.0, [0.0] * back
         for seconds in longest.tolist():
-            earliest = max(published[-1] + self.train, published[-back] + seconds + self.last)
-            published.append(earliest + self.setting.pause)
+            free = trained if self.setting.overlap else published[-1]
+            trained = max(free + self.train, published[-back] + seconds + self.last)
+            published.append(max(trained, published[-1]) + self.setting.pause)
         warm = min(back, len(longest) // 4)
         return (published[-1] - published[back + warm - 1]) / (len(longest) - warm)
 

@@ -32,6 +32,7 @@ def setting_of(config: Config) -> Setting:
         max_staleness=rollout.max_staleness,
         lead=rollout.effective_lead,
         parts=config.trainer.batch_parts,
+        overlap=config.weights.overlap,
         in_play=in_play(rollout.max_running_groups, rollout.group_size),
         shape=EngineShape(
             max_running=engine.max_running_requests, kv_tokens=float(engine.max_total_tokens or math.inf)

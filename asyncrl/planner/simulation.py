@@ -70,6 +70,8 @@ class Setting:
     """Whether a publish waits until no request is in flight."""
     parts: int = 1
     """Number of parts of a batch, each trained as soon as it is ready (trainer.batch_parts)."""
+    overlap: bool = False
+    """Whether the next batch is trained during the pause of a publish (weights.overlap)."""
     in_play: int | None = None
     """Maximum number of concurrent episodes; None: decided by the concurrency controller, 0: as many as admission
     allows."""
@@ -156,13 +158,13 @@ class SimulatedRun:
     def __init__(self, workload: SimulatedWorkload, setting: Setting) -> None:
         """Prepare the run; `until` lets time pass."""
         self.workload, self.setting = workload, setting
-        self.now = 0.0
-        self.staleness: list[int] = []
+        self.now, self.staleness = 0.0, list[int]()
         self._buffer = CohortBuffer(
             workload.batch_groups,
             setting.max_staleness,
             setting.lead,
             replacement=setting.replacement,
+            overlap=setting.overlap,
             clock=lambda: self.now,
         )
         self._engines = [SimulatedEngine(setting.shape) for _ in range(setting.engines)]
@@ -172,18 +174,15 @@ class SimulatedRun:
         self._due = [math.inf] * setting.engines  # time of each engine's next event
         self._events: list[tuple[float, int]] = []  # (time, engine); entries that differ from _due are stale
         self._window = ConcurrencyWindow(workload.longest) if setting.in_play is None else None
-        self._number = itertools.count()
-        self._serial = itertools.count()
+        self._number, self._serial = itertools.count(), itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._jobs: dict[SimulatedRequest, tuple[GroupInFlight, SimulatedEpisode, int, EngineAffinity]] = {}
         self._held: list[Callable[[], None]] | None = None
-        self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
-        self._training = self._draining = self._waited = False
-        self._part = 0  # number of the next part
-        self._asked_at = 0.0
-        self._in_play = 0
+        self._training = self._draining = self._waited = self._publish_waits = False
+        self._part = self._in_play = 0  # number of the next part, and of episodes
         self._size = len(workload.episodes(0))  # episodes of the latest group
-        self._trained = self._busy = self._in_play_seconds = 0.0
+        self._trained = self._busy = self._in_play_seconds = self._asked_at = 0.0
+        self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
         if self._window:
             self._observe()
 
@@ -214,8 +213,7 @@ class SimulatedRun:
             heapq.heappop(self._events)
         due, place = self._events[0] if self._events else (math.inf, 0)
         timer = self._timers[0][0] if self._timers else math.inf
-        time = min(due, timer)
-        if time == math.inf:
+        if (time := min(due, timer)) == math.inf:
             raise RuntimeError(f"the simulation cannot continue: {self._buffer.waiting_for()}")
         self._in_play_seconds += self._in_play * (time - self.now)
         self.now = time
@@ -240,8 +238,8 @@ class SimulatedRun:
         while self._may_start(self._size) and (ticket := self._buffer.admit()):
             number = next(self._number)
             episodes = self.workload.episodes(number)
-            size, tokens = len(episodes), sum(one.tokens for one in episodes)
-            self._size = size
+            self._size = size = len(episodes)
+            tokens = sum(one.tokens for one in episodes)
             playing = GroupInFlight(ticket, size, tokens, -1, size, self.workload.accepted(number))
             self._in_play += size
             if self._window:
@@ -346,16 +344,16 @@ class SimulatedRun:
     def _take(self) -> None:
         if self._training:
             return
-        start, end = part_of(self.workload.batch_groups, self._part, self.setting.parts)
+        (start, end), step = part_of(self.workload.batch_groups, self._part, self.setting.parts), self._buffer.step
         if (groups := self._buffer.take(end - start)) is None:
             return
         self._training = True
         self._part += 1
         last = self._part == self.setting.parts
-        self.staleness += [self._buffer.version - group.born for group in groups if isinstance(group, SimulatedGroup)]
+        self.staleness += [step - group.born for group in groups if isinstance(group, SimulatedGroup)]
         tokens = sum(group.num_tokens for group in groups)
         seconds = tokens / self.setting.train_rate + (self.setting.train_fixed if last else 0.0)
-        self._waited = self._waited or self.now > self._asked_at
+        self._waited |= self.now > self._asked_at
         if self._window and last:
             self._window.taken(self._buffer.ready, self.workload.batch_groups, waited=self._waited)
             self._waited = False
@@ -364,14 +362,21 @@ class SimulatedRun:
     def _part_done(self, tokens: float, seconds: float, *, last: bool) -> None:
         self._trained += tokens
         self._busy += seconds
+        self._publish_waits = last and self._held is not None  # for the publish before
         if not last:
-            self._training = False
-            self._asked_at = self.now
-            return
+            self._ask(self._part)
+        elif not self._publish_waits:
+            self._begin_publish()
+
+    def _ask(self, part: int) -> None:
+        self._training, self._part, self._asked_at = False, part, self.now
+
+    def _begin_publish(self) -> None:
         self._held = []
-        if self.setting.drain and self._jobs:
-            self._draining = True
-        else:
+        if self.setting.overlap:
+            self._ask(0)
+        self._draining = self.setting.drain and bool(self._jobs)
+        if not self._draining:
             self._publish()
 
     def _publish(self) -> None:
@@ -384,9 +389,11 @@ class SimulatedRun:
         for engine in self._engines:
             engine.resume(self.now)
             self._expect(engine)
-        self._training = False
-        self._part = 0
-        self._asked_at = self.now
+        if not self.setting.overlap:
+            self._ask(0)
+        elif self._publish_waits:
+            self._publish_waits = False
+            self._at(self.now, self._begin_publish)
         self._buffer.publish(self._buffer.version + 1)
         held, self._held = self._held or [], None
         for request in held:

@@ -76,7 +76,7 @@ async def main(run_dir: Path) -> None:
     writer, resumed = _writer(config, run_dir), _resumed(addresses)
     recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
     groups = GroupLifecycle(
-        build_buffer(rollout),
+        build_buffer(rollout, overlap=config.weights.overlap),
         client,
         limiter=limiter,
         publish=reporter.publish,

@@ -5,9 +5,10 @@ serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
 
   admit   groups of cohort c are admitted while c <= lead + v
   take    step t takes the lowest ready slots, B groups in total. It waits until B are ready and, for every cohort, at
-          most (due - t) * B groups of cohorts up to it are left afterwards; cohort c is due at step c + slack.
-          The trainer may take a part of the B earlier, after which the same bound holds with what the step lacks
-          added to it: the rest of the step can still take all that is due
+          most (due - t) * B groups of cohorts up to it are left afterwards; cohort c is due at step c + slack. The
+          trainer may take a part of the B earlier, after which the same bound holds with what the step lacks added to
+          it: the rest of the step can still take all that is due. Step t also waits until version t is published;
+          with `overlap`, until version t - 1 is
   reject  the seat of a rejected group moves to the newest cohort, lead + v (replacement=newest), or another group is
           played in its slot (replacement=slot). It begins late: in its slot it is soon due, and the batch waits for it
 
@@ -18,6 +19,8 @@ seats are due later than those of the cohort before; a seat that moves to the ne
 lowers others. A step leaves at most (due - t) * B; once all groups have ended the lowest slots do that, since they take
 B from every U(c), or all of it. Without rejections, or with replacement=slot, a cohort keeps B seats, and a step waits
 for the one that is due alone; at slack 0 batch t is cohort t, in whatever order groups end. Bound 0 is synchronous.
+Both hold with `overlap`: they say nothing about the version that is served when a step is taken. With lead 0 it has no
+effect, because cohort t is admitted only at version t.
 
 If the lead changes, a cohort keeps the step at which it is due, c + slack when it was opened. A lower lead applies to
 later cohorts. A higher one changes every due to min(due, c + slack), and waits while some U(c) is too large for that.
@@ -37,6 +40,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from typing import Literal
 
 from asyncrl.rollout.cohorts import BufferState, Cohort, Demand, ReadyGroup, RunningGroup, Ticket, demands, units
@@ -59,6 +63,7 @@ class CohortBuffer:
         oversample: int = 0,
         over_age: Literal["wait", "drop"] = "wait",
         replacement: Literal["newest", "slot"] = "newest",
+        overlap: bool = False,
         select: Select = lowest_first,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -69,12 +74,13 @@ class CohortBuffer:
         self.version = self.step = 0  # served by every engine; the next batch to take
         self._oversample, self._drops, self._select, self._clock = oversample, over_age == "drop", select, clock
         self._moves = replacement == "newest"
+        self.ahead = int(overlap)  # by how many steps `take` may be ahead of the published version
         self._next_slot = self._filling = self._requeued = 0  # the next slot, and the cohort that it belongs to
         self._cohorts: dict[int, Cohort] = {}
         self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be replayed
         self._running, self._ready = dict[int, RunningGroup](), dict[int, ReadyGroup]()  # by slot
         self._ready_of = Counter[int]()  # their number by cohort, since `take` is called after every event
-        self._training: list[ReadyGroup] = []
+        self._training: dict[int, list[ReadyGroup]] = {}  # by step: with overlap, of two steps at most
         self._unwanted, self._dropped = list[Ticket](), list[Group]()
         self._issued, self._trained, self._tokens = Counter[str](), Counter[str](), Counter[str]()
         self._rejected: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason
@@ -167,7 +173,7 @@ class CohortBuffer:
         default these are all that the batch lacks."""
         left = self._left
         count = min(count or left, left)
-        if self.step > self.version or len(self._ready) < count:
+        if self.step > self.version + self.ahead or len(self._ready) < count:
             return None  # the previous version is not published yet, or too few groups are ready
         if self._drops:
             self._drop_late()
@@ -178,7 +184,7 @@ class CohortBuffer:
         slots = sorted(self._ready)[: max(0, *(min(must, ready) for must, ready in found))]
         taken = [self._ready.pop(slot) for slot in sorted(slots + self._chosen(set(slots), count))]
         self._ready_of -= Counter(one.cohort for one in taken)
-        self._training += taken
+        self._training.setdefault(self.step, []).extend(taken)
         if not later:
             self.step += 1
             for number in list(self._cohorts):
@@ -187,12 +193,12 @@ class CohortBuffer:
 
     def publish(self, version: int) -> None:
         """Record that every engine serves `version`: the batch behind it is trained, and the next cohort may start."""
-        if version != self.version + 1 or version != self.step:
+        if version != self.version + 1 or version > self.step:
             raise ValueError(f"version {version} published after version {self.version}, {self.step} batches taken")
         self.version = version
-        self._trained.update(units(self._training))
-        self._tokens["trained"] += sum(played.tokens for played in self._training)
-        self._training = []
+        trained = self._training.pop(version - 1)
+        self._trained.update(units(trained))
+        self._tokens["trained"] += sum(played.tokens for played in trained)
         self._move_lead()
 
     def groups(self) -> StateCounts:
@@ -209,7 +215,7 @@ class CohortBuffer:
             tokens=TokenCounts(
                 generated=source.tokens,
                 running=source.running,
-                held=sum(played.tokens for played in (*self._ready.values(), *self._training)),
+                held=sum(played.tokens for played in (*self._ready.values(), *chain(*self._training.values()))),
                 trained=self._tokens["trained"],
                 rejected=self._tokens["rejected"],
                 discarded=self._tokens["discarded"] + source.late,
@@ -226,7 +232,7 @@ class CohortBuffer:
     @property
     def training(self) -> list[Group]:
         """The batch that was taken last, until the version that it produces is published."""
-        return [played.group for played in self._training]
+        return [played.group for played in self._training[max(self._training)]] if self._training else []
 
     @property
     def ready(self) -> int:
@@ -294,7 +300,7 @@ class CohortBuffer:
     @property
     def _left(self) -> int:
         """Number of groups that step `self.step` has not taken yet."""
-        return self.batch_groups - (len(self._training) if self.step == self.version else 0)
+        return self.batch_groups - len(self._training.get(self.step, []))
 
     def _demands(self, cohorts: dict[int, Cohort] | None = None) -> list[Demand]:
         return demands(cohorts or self._cohorts, self._ready_of, self.step, self.batch_groups)
@@ -355,7 +361,8 @@ class CohortBuffer:
 
     def _places(self) -> dict[str, StateCounts]:
         """Count by kind and state. Running, ready and training are counted from the groups, not incrementally."""
-        running, ready, training = (units(of) for of in (self._running.values(), self._ready.values(), self._training))
+        states = self._running.values(), self._ready.values(), [*chain(*self._training.values())]
+        running, ready, training = (units(of) for of in states)
         return {
             kind: StateCounts(
                 self._issued[kind],

@@ -76,7 +76,7 @@ class GroupLifecycle:
         self._rewards: list[float] = []
         self._drawn, self._reused = 0, 0
         self._playing: dict[Ticket, _Group] = {}
-        self._parts: list[Batch] = []  # of the batch that is in training
+        self._parts: dict[int, list[Batch]] = {}  # of the batches that are in training, by version
         self._retried: Counter[str] = Counter()
         self._tokens_reported: Counter[str] = Counter()
         self._checked = 0.0
@@ -163,9 +163,9 @@ class GroupLifecycle:
             while (batch := self._take(version, part, parts)) is None:
                 if version != self._buffer.step:
                     raise WrongBatch(f"batch {version} was requested, but the next one is {self._buffer.step}")
-                if part > len(self._parts):
+                if part > (next_part := len(self._parts.get(version, []))):
                     asked = f"part {part} of batch {version}"
-                    raise WrongBatch(f"{asked} was requested, but the next one is {len(self._parts)}")
+                    raise WrongBatch(f"{asked} was requested, but the next one is {next_part}")
                 self._waited = True
                 self._timelines.asked()
                 await self._changed.wait()
@@ -174,19 +174,21 @@ class GroupLifecycle:
 
     def _take(self, version: int, part: int, parts: int) -> Batch | None:
         """Return a part of the batch in training, or take it from the buffer once it is ready."""
-        if part < len(self._parts) and self._parts[part].version == version:
-            return self._parts[part]
-        if version != self._buffer.step or part != len(self._parts) or not self.may_take():
+        taken = self._parts.get(version, [])
+        if part < len(taken):
+            return taken[part]
+        if version != self._buffer.step or part != len(taken) or not self.may_take():
             return None
         start, end = part_of(self._buffer.batch_groups, part, parts)
         if (groups := self._buffer.take(end - start)) is None:
             return None
         last = self._buffer.step > version
-        self._parts.append(Batch(version, groups, self._taken(version) if last else {}, last))
+        batch = Batch(version, groups, self._taken(version) if last else {}, last)
+        self._parts.setdefault(version, []).append(batch)
         if not last:
             self._recorder.part_taken(version, groups)
             self._timelines.part_taken()
-        return self._parts[part]
+        return batch
 
     def _taken(self, version: int) -> dict[str, float]:
         """Report that a batch is complete. Return the figures that go with it."""
@@ -227,7 +229,7 @@ class GroupLifecycle:
         new = version != self._buffer.version
         if new:
             self._buffer.publish(version)
-            self._parts = []
+            self._parts.pop(version - 1, None)
         self._timelines.published(version, held)
         self._released.set()
         ledger = self.ledger()
@@ -359,8 +361,8 @@ class GroupLifecycle:
         }
 
 
-def build_buffer(rollout: RolloutConfig) -> CohortBuffer:
-    """Build the buffer that the configuration describes."""
+def build_buffer(rollout: RolloutConfig, *, overlap: bool) -> CohortBuffer:
+    """Build the buffer that the configuration describes. `overlap` is weights.overlap."""
     return CohortBuffer(
         rollout.batch_groups,
         rollout.max_staleness,
@@ -368,5 +370,6 @@ def build_buffer(rollout: RolloutConfig) -> CohortBuffer:
         oversample=rollout.oversample,
         over_age=rollout.over_age,
         replacement=rollout.replacement,
+        overlap=overlap,
         select=load(rollout.select, "rollout.select"),
     )

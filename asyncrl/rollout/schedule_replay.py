@@ -8,7 +8,8 @@ its turn comes, and its result must be the recorded one.
     committed    the group is handed in, with the tokens that engines had generated
     rejected     likewise, for the same reason
     part_taken   the trainer's request is answered now, and not before; the part must hold the same groups
-    taken        likewise, for the last part, or the whole batch
+    taken        likewise, for the last part, or the whole batch, which with weights.overlap may come before `published`
+                 of its version
     published    the trainer's publish is processed now; the ledger must be the same
 
     waits for    the trainer, which ends the run when it has trained the last batch
@@ -98,15 +99,19 @@ class ScheduleReplay(GroupLifecycle):
     # -- requests of the trainer ---------------------------------------------------------------------------
 
     def may_take(self) -> bool:
-        return len(self._parts) < self._allowed
+        return self._handed_out(self._buffer.step) < self._allowed
 
     def _take(self, version: int, part: int, parts: int) -> Batch | None:
         batch = super()._take(version, part, parts)
-        if batch is None and version == self._buffer.step and len(self._parts) == part < self._allowed:
+        if batch is None and version == self._buffer.step and self._handed_out(version) == part < self._allowed:
             raise RecordError(
                 f"batch {version} was taken here in the recorded run, but the buffer has none: {self.waiting_for()}"
             )
         return batch
+
+    def _handed_out(self, step: int) -> int:
+        """Return the number of parts of a batch in training that the trainer has."""
+        return len(self._parts.get(step, []))
 
     async def may_publish(self, version: int) -> None:
         async with self._changed:
@@ -164,14 +169,19 @@ class ScheduleReplay(GroupLifecycle):
             self.inflight.tokens["training"] += tokens
 
     async def _take_again(self, event: PartTaken | Taken) -> None:
-        part = len(self._parts)
+        if event.step > self._buffer.version + self._buffer.ahead:
+            raise RecordError(
+                f"batch {event.step} was taken before version {event.step} was published: set weights.overlap=true, as "
+                "in the recorded run"
+            )
+        part = self._handed_out(event.step)
         self._allowed = part + 1
         await self._wake()
         async with self._changed:
-            await self._changed.wait_for(lambda: len(self._parts) > part)
+            await self._changed.wait_for(lambda: self._handed_out(event.step) > part)
         self._allowed = 0
         whole = isinstance(event, Taken)
-        uids = [group.uid for group in (self._buffer.training if whole else self._parts[part].groups)]
+        uids = [group.uid for group in (self._buffer.training if whole else self._parts[event.step][part].groups)]
         if uids != event.uids:
             raise RecordError(f"batch {event.step} has the groups {uids}, but the recording has {event.uids}")
 
@@ -200,7 +210,8 @@ async def main(run_dir: Path) -> None:
     """Serve until the launcher sends SIGTERM or the replay diverges."""
     config, addresses = read(run_dir), Addresses.read(run_dir)
     recording = Recording(config.replay.folder)
-    groups = ScheduleReplay(recording, build_buffer(config.rollout), publish=RunReporter(run_dir).publish)
+    buffer = build_buffer(config.rollout, overlap=config.weights.overlap)
+    groups = ScheduleReplay(recording, buffer, publish=RunReporter(run_dir).publish)
     inflight: Any = groups.inflight
     server = RolloutServer(groups, inflight, None, addresses.api_key)
     (run_dir / READY).touch()

@@ -16,7 +16,8 @@
     GET  /health            200 once rollouts run
 
 Back-pressure: one part is encoded at a time, and the next batch can be taken only after the version that this one makes
-is published; and no more groups run than the buffer admits: (lead + 1) batches, plus oversample.
+is published (with weights.overlap, the version before); and no more groups run than the buffer admits: (lead + 1)
+batches, plus oversample.
 
 Each wait here is bounded by POLL_SECONDS and repeated by the trainer, which owns the deadline (rollout.batch_timeout).
 
@@ -56,7 +57,7 @@ POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The part of the batch in training that was asked for last, and who has read it."""
+    """The part of a batch in training that was asked for last, and who has read it."""
 
     version: int
     part: int
@@ -127,7 +128,8 @@ class RolloutServer:
         told = await request.json()
         version = int(told["version"])
         if await self._groups.published(version, int(told.get("reused", 0))):
-            self._encoded = None
+            if self._encoded and self._encoded.version < version:
+                self._encoded = None
             if self._evaluations:
                 self._evaluations.published(version)
         return JSONResponse(msgspec.to_builtins(self._inflight.adapters.in_use(version)))

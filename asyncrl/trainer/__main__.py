@@ -49,7 +49,7 @@ from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import ASKED, VersionPublisher, train  # noqa: E402
 from asyncrl.trainer.meter import profiled  # noqa: E402
-from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.trainer.parallel import host_group, initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.publishers import PublisherBuilder  # noqa: E402
 from asyncrl.trainer.recordings import (  # noqa: E402
@@ -60,6 +60,8 @@ from asyncrl.trainer.recordings import (  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.trainer.turns import Turns  # noqa: E402
 from asyncrl.weights.export import save_trained  # noqa: E402
+from asyncrl.weights.overlap import OverlappedPublisher  # noqa: E402
+from asyncrl.weights.publish import Publisher  # noqa: E402
 
 TIMEOUT_MARGIN = 120.0  # seconds: the collectives of the other ranks time out this long after rank 0's own deadline
 DOING = {
@@ -79,12 +81,9 @@ def main(run_dir: Path) -> None:
     """Train one run on this rank."""
     importing.done()
     config, addresses = read(run_dir), Addresses.read(run_dir)
-    gpu = on_gpu(config.trainer, addresses.gpus)
     longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
-    progress, begins = watched(config, run_dir, longest_wait + TIMEOUT_MARGIN / 2, gpu=gpu)
-    parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest_wait + TIMEOUT_MARGIN)
-    if config.deterministic:  # a call, even with False, imports torch's compiler in 1 CPU second
-        torch.use_deterministic_algorithms(True)
+    timeout = longest_wait + TIMEOUT_MARGIN
+    progress, begins, parallel = _join(config, run_dir, timeout, gpu=on_gpu(config.trainer, addresses.gpus))
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     colocated = config.cluster.placement == "colocated"
     sharing, hand_over = _sharing(config, addresses, run_dir, fleet, parallel)
@@ -95,17 +94,16 @@ def main(run_dir: Path) -> None:
     recorded = ReplaySource(config.replay) if config.mode == "replay" else None
     source = _source(config, addresses, recorded)
     first, end = (recorded.first, recorded.end) if recorded else (0, None)
-    publisher: VersionPublisher = NoEngines(lambda v: source.announce(v, policy.reused), first=parallel.is_first)
-    why = "none (mode=replay)"
-    if not recorded:
-        build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source)
-        publisher, why = build.publisher(hand_over.update if colocated and hand_over else None)
+    build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source, timeout)
+    publisher, why = build.publisher(hand_over.update if colocated and hand_over else None)
     warn = partial(_warn, run_dir)
     timeline = _timeline(config, run_dir, parallel, warn)
+    overlapped = _overlapped(publisher, timeline, parallel) if config.weights.overlap else None
     log = _log(config, addresses, run_dir, parallel, begins, timeline)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
     lending = build.lending(sharing, hand_over, publisher, log) if sharing and not colocated else None
-    publisher = turns or lending or publisher
+    publisher = turns or lending or overlapped or publisher
+    published = overlapped.finish if overlapped else lambda: None
     stop = StopRule(config.run, end)
     store = CheckpointStore(run_dir)
     checkpoints = Checkpoints(
@@ -120,6 +118,7 @@ def main(run_dir: Path) -> None:
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
         publisher.publish(first)  # verified like a first publish; the engines resume only afterwards
+        published()
     if addresses.resume and addresses.resume.parent == store.folder:
         checkpoints.resumed(first)
     elif addresses.resume:
@@ -134,6 +133,7 @@ def main(run_dir: Path) -> None:
             export(run_dir / f"hf-{version:06d}", version)
         if checkpoints.due(version):
             with log.span("save"):
+                published()  # the rollout side is saved between a version and its batch
                 checkpoints.save(version)
 
     measured = partial(policy.network.meter.measure, policy.update)
@@ -154,16 +154,18 @@ def main(run_dir: Path) -> None:
 
     batches = BatchFeed(
         source if parallel.is_first else None,
-        fleet.needs_weights,
+        overlapped.idle_and(fleet.needs_weights) if overlapped else fleet.needs_weights,
         parallel,
         parts=config.trainer.batch_parts,
         asked_to_stop=(run_dir / STOP).exists,
         shared=lending or turns,
+        group=host_group(timeout) if overlapped else None,
     )
     reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
     if lending:
         lending.take_back()
     begins("end", version)
+    published()
     checkpoints.save(version)
     if reason != ASKED:
         export(run_dir / "hf", version)
@@ -181,6 +183,18 @@ def main(run_dir: Path) -> None:
         os._exit(0)  # the packages of sinks would wait for their servers at the end of the process
 
 
+def _join(
+    config: Config, run_dir: Path, timeout: float, *, gpu: bool
+) -> tuple[Progress, Callable[[str, int], None], Parallel]:
+    """Join the run's process group, whose collectives have this timeout. Returns the same as `watched`, and this rank's
+    position."""
+    progress, begins = watched(config, run_dir, timeout - TIMEOUT_MARGIN / 2, gpu=gpu)
+    parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=timeout)
+    if config.deterministic:  # a call, even with False, imports torch's compiler in 1 CPU second
+        torch.use_deterministic_algorithms(True)
+    return progress, begins, parallel
+
+
 def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tuple[Progress, Callable[[str, int], None]]:
     """Return this rank's progress reporter and a callback that marks the start of each part of a step. Training has the
     default deadline, except that the first step on a GPU also compiles kernels. That step gets `longest` seconds for
@@ -196,6 +210,20 @@ def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tupl
     begins("start", 0)
     progress.watch()
     return progress, begins
+
+
+def _overlapped(publisher: VersionPublisher, timeline: TimelineWriter, parallel: Parallel) -> OverlappedPublisher:
+    """Return a publisher that works in the background. If it fails on another rank than 0, whose loop raises the error
+    while it waits for a batch, that rank ends, because it may be waiting for rank 0 in a collective."""
+    assert isinstance(publisher, Publisher | NoEngines)  # adapters are refused by config/overlap.py
+
+    def leave(error: BaseException) -> None:
+        if not parallel.is_first:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(1)
+
+    return OverlappedPublisher(publisher, ended=partial(timeline.phase, thread="publish"), failed=leave)
 
 
 def _sharing(
@@ -283,7 +311,8 @@ def _tell_the_end(config: Config, run_dir: Path, source: BatchSource, log: StepL
         accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
     figures = log.summary(config.run.reward_window)
     machine = json.loads((run_dir / MACHINE).read_text())
-    planned = plan_figures(json.loads((run_dir / PLAN).read_text()), figures) if (run_dir / PLAN).exists() else {}
+    plan, overlap = run_dir / PLAN, config.weights.overlap
+    planned = plan_figures(json.loads(plan.read_text()), figures, overlap=overlap) if plan.exists() else {}
     told = {**machine_figures(machine, figures), **planned}
     summary = {**facts, **figures, **accuracy, **told, "ledger": source.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)

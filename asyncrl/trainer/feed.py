@@ -50,9 +50,12 @@ class BatchFeed:
         parts: int = 1,
         asked_to_stop: Callable[[], bool] = lambda: False,
         shared: SharedGPUs | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """Set up the feed of batches in `parts` parts. Only rank 0 has a `source` and calls the callbacks. `shared` are
-        the turns on GPUs that engines use too."""
+        the turns on GPUs that engines use too. With `group` the ranks wait for rank 0 on the host: a GPU that waits
+        would hold up a publish in the background, and with it the engines that generate the batch."""
+        self._group = group
         self._source, self._interrupt, self._parallel, self._asked = source, interrupt, parallel, asked_to_stop
         self._shared, self._parts = shared, parts
         self.stopped = False
@@ -98,8 +101,8 @@ class BatchFeed:
 
     def _broadcast(self, data: bytes) -> bytes:
         device = self._parallel.device
-        size = torch.tensor(len(data), device=device)
-        dist.broadcast(size, src=0)
+        size = torch.tensor(len(data), device="cpu" if self._group else device)
+        dist.broadcast(size, src=0, group=self._group)
         if int(size) == 0:
             return b""
         if self._parallel.is_first:

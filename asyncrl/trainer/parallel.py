@@ -33,6 +33,14 @@ def initialize(trainer: TrainerConfig, *, gpu: bool, seed: int, timeout: float) 
     return split(trainer, device, seed)
 
 
+def host_group(timeout: float) -> dist.ProcessGroup | None:
+    """Return one more group of all ranks, whose collectives wait on the host and need not be in order with those of
+    other groups; None for a single rank. Every rank must call it."""
+    if dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+
 def split(trainer: TrainerConfig, device: torch.device, seed: int) -> Parallel:
     """Split the run's process group into Megatron's groups. Returns this rank's position in them."""
     parallel_state.initialize_model_parallel(

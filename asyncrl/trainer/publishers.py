@@ -21,7 +21,9 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.lending import Lending
 from asyncrl.trainer.loop import VersionPublisher
+from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.recordings import NoEngines
 from asyncrl.trainer.turns import EngineTurns, free
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
 from asyncrl.weights.checksum import ExpectedChecksums
@@ -42,16 +44,21 @@ class PublisherBuilder:
     policy: Policy
     fleet: Fleet
     source: BatchSource
+    timeout: float
+    """Seconds, of collectives."""
     below: str = ""
     """Subfolder for transports that write files."""
 
     def publisher(self, update: Update | None) -> tuple[VersionPublisher, str]:
         """Return the publisher and the reason for its choice of transport. `update` is the protocol of engines that
         share their GPUs with trainers, on rank 0."""
+        if self.config.mode == "replay":
+            publisher = NoEngines(self.source.announce, lambda: self.policy.reused, first=self.parallel.is_first)
+            return publisher, "none (mode=replay)"
         if names := adapter_names(self.config, self.addresses.run_id):
             return self._of_adapters(names)
         (merged,) = self.config.adapters
-        return self._of_weights(hold=self.source.hold, announce=self._announce, update=update, merged=merged)
+        return self._of_weights(hold=self.source.hold, announce=self.source.announce, update=update, merged=merged)
 
     def lending(self, fleet: Fleet, turns: EngineTurns | None, always: VersionPublisher, log: StepLog) -> Lending:
         """Return the loans of the GPUs to this fleet (cluster.lend), whose engines take turns with the trainers as
@@ -63,7 +70,7 @@ class PublisherBuilder:
         like = config.model_copy(update={"weights": weights, "cluster": cluster})
         (merged,) = config.adapters
         lent, _ = replace(self, config=like, fleet=fleet, below="lent")._of_weights(
-            hold=lambda: None, announce=lambda _: None, update=turns.update if turns else None, merged=merged
+            hold=lambda: None, announce=lambda *_: None, update=turns.update if turns else None, merged=merged
         )
         return Lending(
             *(fleet, turns, self.policy.memory),
@@ -84,7 +91,7 @@ class PublisherBuilder:
         make, why = build_adapters(self.config, self.fleet, host=os.environ["ASYNCRL_HOST"], folder=self._folder())
 
         def base(update: Update) -> Publisher:
-            return self._of_weights(hold=lambda: None, announce=lambda _: None, update=update, merged=None)[0]
+            return self._of_weights(hold=lambda: None, announce=lambda *_: None, update=update, merged=None)[0]
 
         publisher = AdapterPublisher(
             self.parallel,
@@ -121,7 +128,7 @@ class PublisherBuilder:
         self,
         *,
         hold: Callable[[], None],
-        announce: Callable[[int], object],
+        announce: Callable[[int, int], object],
         update: Update | None,
         merged: str | None,
     ) -> tuple[Publisher, str]:
@@ -153,9 +160,11 @@ class PublisherBuilder:
             ),
             hold=hold,
             announce=announce,
+            reused=lambda: policy.reused,
             update=update,
             sent=partial(free, policy.memory) if config.cluster.placement == "colocated" else lambda: None,
             merged=merged,
+            group=host_group(self.timeout) if config.weights.overlap else None,
         )
         publisher.prepare()
         return publisher, why

@@ -18,6 +18,7 @@ from asyncrl.records.events import Scored, scored
 from asyncrl.records.reading import RECORDS, TRAINER, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.schema import Batch, Group, VersionSpan, encode, part_of
+from asyncrl.weights.publish import Staged
 
 
 class ReplaySource:
@@ -70,15 +71,25 @@ class ReplaySource:
 class NoEngines:
     """Publisher for a run in which nothing generates."""
 
-    def __init__(self, announce: Callable[[int], object], *, first: bool) -> None:
-        """Set up the publisher. `first` is True on rank 0, which alone announces versions."""
-        self._announce, self._first = announce, first
+    def __init__(self, announce: Callable[[int, int], object], reused: Callable[[], int], *, first: bool) -> None:
+        """Set up the publisher. `first` is True on rank 0, which alone announces versions, with the count of reused
+        groups."""
+        self._announce, self._reused, self._first = announce, reused, first
 
     def publish(self, version: int) -> dict[str, float]:
         """Announce the version without sending any weights."""
+        return self.complete(self.stage(version))
+
+    def stage(self, version: int) -> Staged:
+        """Copy no weights."""
+        figures = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
+        return Staged(version, figures, self._reused())
+
+    def complete(self, staged: Staged) -> dict[str, float]:
+        """Announce the version."""
         if self._first:
-            self._announce(version)
-        return dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
+            self._announce(staged.version, staged.reused)
+        return staged.figures
 
 
 def later(batch: Batch, versions: int) -> Batch:

@@ -60,6 +60,8 @@ def choose_lora(config: Config, hf: dict[str, Any], gpus: int) -> tuple[Config, 
 def _way(config: Config, hf: dict[str, Any], gpus: int) -> tuple[str, str]:
     if config.agents.need_versions:
         return "versions", "roles have adapters of their own or past versions"
+    if config.weights.overlap:
+        return "merged", "weights.overlap publishes full weights"
     if not on_gpu(config.engine, gpus):
         return "merged", "on CPUs SGLang computes adapters slowly"
     if problem := not_served(hf):

@@ -7,6 +7,10 @@
     update     pause -> begin -> send -> end -> verify, when due -> version -> continue   (engine/update.py)
     announce   the rollout side opens admission for the next cohort
 
+The first two are `stage`, the others `complete`. With staging=full, and with disk, only `stage` needs the trainer's
+weights, so that the next batch can be trained beside `complete` (weights.overlap, overlap.py). Its collectives then
+have a process group of their own, because those of a training step must not come between them.
+
 With staging=full, the engines are paused only for sending. With staging=stream they are also paused for gathering, all
 of which overlaps with sending except for the first bucket, and only the memory of two buckets (Transport.memories) is
 needed. Pipeline stages send from their first ranks, inside the session that rank 0 opened: at once, or in turn if the
@@ -24,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,6 +60,16 @@ NAMED = 8
 """Number of differing tensors that a message names."""
 
 
+@dataclass(frozen=True)
+class Staged:
+    """What the rest of a publish needs. `reused` counts the groups that were trained more than once so far."""
+
+    version: int
+    figures: dict[str, float]
+    reused: int = 0
+    expected: ExpectedChecksums | None = None
+
+
 class Publisher:
     """The publisher of one trainer rank. Only exporting ranks hold buckets; only rank 0 controls the engines' updates
     and versions."""
@@ -69,19 +84,24 @@ class Publisher:
         *,
         expected: Callable[[], ExpectedChecksums],
         hold: Callable[[], None],
-        announce: Callable[[int], object],
+        announce: Callable[[int, int], object],
+        reused: Callable[[], int] = lambda: 0,
         update: Update | None = None,
         sent: Callable[[], None] = lambda: None,
         merged: str | None = POLICY,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         """`update` is the protocol, on rank 0; `sent` is called on every rank before the engines continue. `merged` is
-        the adapter that is added to the weights, if there is one."""
+        the adapter that is added to the weights, if there is one. `announce` gets the version and the count of reused
+        groups. `group` has all ranks, for collectives beside those of training (weights.overlap)."""
         self._parallel, self._fleet, self._transport = parallel, fleet, transport
         self._weights, self._settings, self._merged = weights, settings, merged
-        self._expected, self._hold, self._announce = expected, hold, announce
+        self._expected, self._hold, self._announce, self._reused = expected, hold, announce, reused
+        self._group = group
         self._update, self._sent = update or Update(fleet, mode=settings.pause_mode), sent
         gpu = parallel.device.type == "cuda"
         self._full = not streams(settings, gpu=gpu) and not transport.ahead
+        self._streams = not self._full and not transport.ahead
         self._stream = torch.cuda.Stream(parallel.device) if gpu else None
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send-weights")
         self._plan: list[Bucket] | None = None
@@ -96,12 +116,16 @@ class Publisher:
             sizes = [max(sizes)] * min(self._transport.memories, len(sizes)) if sizes else []
         self._memory = [self._transport.allocate(size, self._parallel.device) for size in sizes]
 
-    @torch.no_grad()
     def publish(self, version: int) -> dict[str, float]:
         """Publish a version; runs on every rank. Returns the seconds of filling, of verifying and of the pause, the
         bytes sent by this rank, the number of engines that serve, and the error of quantized weights."""
+        return self.complete(self.stage(version))
+
+    @torch.no_grad()
+    def stage(self, version: int) -> Staged:
+        """Copy the weights, or write them to files, while the engines generate. Unless they are streamed, they may
+        change when this returns."""
         started = time.monotonic()
-        first = self._parallel.is_first
         if self._plan is None:
             self.prepare()
         self._meet(version)
@@ -111,30 +135,45 @@ class Publisher:
         elif self._full:
             for _ in self._fill(expected):
                 pass
-        filled = time.monotonic()
+            if self._stream:  # what is sent need not wait for what is queued behind the copies
+                torch.cuda.current_stream(self._parallel.device).synchronize()
+        figures = {
+            "fill": time.monotonic() - started,
+            "bytes": float(sum(nbytes(bucket) for bucket in self._plan or [])),
+            "engines": float(len(self._fleet.serving)),
+            **({} if self._streams else self._error()),
+        }
+        return Staged(version, figures, self._reused(), expected)
+
+    @torch.no_grad()
+    def complete(self, staged: Staged) -> dict[str, float]:
+        """Let every engine load and serve a staged version; runs on every rank, in any thread. Returns all figures."""
+        first = self._parallel.is_first
         if first:
             self._hold()
         verified = 0.0
-        with self._update.paused() if first else nullcontext(Pause(filled)) as pause:
+        with self._update.paused() if first else nullcontext(Pause(time.monotonic())) as pause:
             with self._session():
                 if not self._transport.ahead:
-                    self._send(expected)
-                self._deliver(version)
-            if expected is not None:
-                verified = self._verify(expected)
+                    self._send(staged.expected)
+                self._deliver(staged.version)
+            if staged.expected is not None:
+                verified = self._verify(staged.expected)
             if first:
-                self._update.label(version)
+                self._update.label(staged.version)
             self._sent()
         if first:
-            self._announce(version)
+            self._announce(staged.version, staged.reused)
         return {
-            "fill": filled - started,
+            **staged.figures,
             "pause": pause.seconds,
             "verify": verified,
-            "bytes": float(sum(nbytes(bucket) for bucket in self._plan or [])),
             "engines": float(len(self._fleet.serving)),
-            **({"error": self._weights.error()} if isinstance(self._weights, QuantizedWeights) else {}),
+            **(self._error() if self._streams else {}),
         }
+
+    def _error(self) -> dict[str, float]:
+        return {"error": self._weights.error()} if isinstance(self._weights, QuantizedWeights) else {}
 
     # -- participants --------------------------------------------------------------------------------------
 
@@ -153,7 +192,7 @@ class Publisher:
 
     def _agree(self) -> None:
         """Wait for every rank; engines that one rank lost are lost to all."""
-        for lost in _from_all(self._fleet.lost):
+        for lost in _from_all(self._fleet.lost, self._group):
             self._lose(lost)
 
     def _lose(self, lost: dict[str, str]) -> None:
@@ -185,14 +224,16 @@ class Publisher:
     def _turn(self) -> Iterator[None]:
         """Wait for the previous stage before this block, and let the next one begin after it. Engines that a stage has
         lost are lost to the next."""
-        stage, group = self._parallel.pp_rank, self._parallel.pp_group
+        stage, stages = self._parallel.pp_rank, self._parallel.pp_group
+        assert stages
+        group = self._group or stages
         if stage > 0:
             lost: list[Any] = [None]
-            dist.recv_object_list(lost, group=group, group_src=stage - 1)
+            dist.recv_object_list(lost, dist.get_global_rank(stages, stage - 1), group)
             self._lose(lost[0])
         yield
         if not self._parallel.is_last_stage:
-            dist.send_object_list([self._fleet.lost], group=group, group_dst=stage + 1)
+            dist.send_object_list([self._fleet.lost], dist.get_global_rank(stages, stage + 1), group)
 
     def _send_each(self, ready: Iterable[tuple[Tensor, Bucket]]) -> None:
         """Send each bucket while the next one is being filled (or one after the other, if all are filled)."""
@@ -200,7 +241,7 @@ class Publisher:
         for flat, bucket in ready:
             if sending:
                 sending.result()
-            if self._stream:
+            if self._stream and not self._full:
                 self._stream.wait_stream(torch.cuda.current_stream())  # which has filled the bucket
             sending = self._sender.submit(self._send_one, flat, bucket)
         if sending:
@@ -228,11 +269,14 @@ class Publisher:
 
     def _deliver(self, version: int) -> None:
         """Deliver the version until the engines have taken it. They may ask for the full weights."""
-        while not from_first(self._transport.deliver(version) if self._parallel.is_first else True):
+        while not from_first(self._is_delivered(version), self._group):
             if self._parallel.exports:
                 self._transport.start(version, full=True)
             self._send(None)
         self._transport.accepted(version)
+
+    def _is_delivered(self, version: int) -> bool:
+        return self._transport.deliver(version) if self._parallel.is_first else True
 
     # -- verification --------------------------------------------------------------------------------------
 
@@ -245,7 +289,7 @@ class Publisher:
         """Compare every engine's own checksums with those of the weights that were sent, and lose engines that differ.
         Returns the seconds that it took."""
         started = time.monotonic()
-        whole = merge([stage for stage in _from_all(expected.result()) if stage])
+        whole = merge([stage for stage in _from_all(expected.result(), self._group) if stage])
         self._verified_once = True
         if self._parallel.is_first:
             asked = {"action": "checksum", "selector": "target"}  # a draft model changes no token
@@ -265,21 +309,21 @@ def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _from_all(mine: T) -> list[T]:
+def _from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return every rank's value; waits for all ranks."""
     if _world() == 1:
         return [mine]
     found: list[Any] = [None] * _world()
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, mine, group)
     return found
 
 
-def from_first(mine: bool) -> bool:
+def from_first(mine: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Return rank 0's value."""
     if _world() == 1:
         return mine
     word = [mine]
-    dist.broadcast_object_list(word, src=0)
+    dist.broadcast_object_list(word, 0, group)
     return word[0]
 
 

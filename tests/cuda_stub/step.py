@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -119,6 +120,8 @@ def report(case: Case, folder: Path) -> dict[str, Any]:
         seen["memory"] = memory.held(policy, config, folder, parallel.pp_rank, max(map(max, ranks.PASSES)))
         seen["devices"] = sorted({str(p.device) for p in policy.network.parameters()})
         seen["published"] = _fill(policy, parallel, config.engine.tensor_parallel)
+        if config.weights.overlap:
+            seen["beside"] = _publish_beside(policy, parallel, config, batch(case.updates, count, case.answers))
     return {"case": asdict(case), **seen}
 
 
@@ -160,3 +163,38 @@ def _fill(policy: Any, parallel: Any, engine_ranks: int) -> dict[str, Any]:
         checksums.add(name, tensor)
     assert {str(x.device) for x in places.values()} <= {"cuda:0"}
     return {"tensors": len(places), "checksums": len((checksums.result() or [()])[0])}
+
+
+def _publish_beside(policy: Any, parallel: Any, config: Config, following: Batch) -> dict[str, Any]:
+    """Publish to no engine, and train a batch before the first bucket is sent. Returns how often staging
+    waited for the device, the devices of the buckets, and the figures of the batch."""
+    from asyncrl.engine.fleet import Fleet
+    from asyncrl.network.addresses import Access
+    from asyncrl.weights.bucket import Bucket
+    from asyncrl.weights.checksum import ExpectedChecksums
+    from asyncrl.weights.overlap import OverlappedPublisher
+    from asyncrl.weights.publish import Publisher
+    from asyncrl.weights.transport import Transport
+
+    trained, sent = threading.Event(), list[str]()
+
+    class Waiting(Transport):
+        def send(self, flat: torch.Tensor, bucket: Bucket) -> None:
+            assert trained.wait(600), "training waits for the publish"
+            sent.append(str(flat.device))
+
+    publisher = Publisher(
+        *(parallel, Fleet([], Access(""), 1.0, on_lost=lambda *_: None), Waiting(), policy.weights, config.weights),
+        expected=lambda: ExpectedChecksums(policy.hf, EngineParallel(), dtype=torch.bfloat16, device="cuda"),
+        hold=lambda: None,
+        announce=lambda version, reused: None,
+        group=torch.distributed.new_group(backend="gloo"),
+    )
+    overlapped = OverlappedPublisher(publisher)
+    before = device.Synchronizations.count
+    overlapped.publish(1)
+    waits = device.Synchronizations.count - before
+    figures = policy.update(following)
+    trained.set()
+    overlapped.finish()
+    return {"waits": waits, "sent": sent, "buckets": len(publisher._plan or []), "figures": figures}

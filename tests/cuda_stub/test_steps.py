@@ -142,6 +142,27 @@ def test_every_feature_trains(case: Case, step: Callable[[Case], dict[str, Any]]
     check(step(case))
 
 
+BESIDE = {"weights.overlap": True, "rollout.max_staleness": 2, "rollout.lead": 2}
+BESIDE_CASES = {
+    "one rank": Case("qwen3", changes=BESIDE),
+    # without checksums: each rank of the stand-in gets its own as those of the others
+    "TP 2, PP 2": Case("qwen3", changes=BESIDE | {TP: 2, SP: True, PP: 2, "weights.verify": False}),
+}
+
+
+@pytest.mark.parametrize("case", ranked(BESIDE_CASES))
+def test_a_batch_is_trained_while_all_weights_are_staged_and_none_is_sent(
+    case: Case, step: Callable[[Case], dict[str, Any]]
+) -> None:
+    """weights.overlap. Staging waits for the device once; nothing is streamed."""
+    found = step(case)
+    check(found)
+    beside = found["beside"]
+    assert beside["waits"] == 1
+    assert beside["figures"]["steps/optimizer"] >= 1
+    assert beside["sent"] == ["cuda:0"] * beside["buckets"]
+
+
 @pytest.mark.parametrize("case", ranked(SPARSE_CASES))
 def test_routed_experts_train_in_every_layout(case: Case, step: Callable[[Case], dict[str, Any]]) -> None:
     check(step(case))

@@ -115,7 +115,7 @@ def make(
             hf, config.engine.parallel, dtype=dtype, device="cuda" if addresses.gpus else "cpu"
         ),
         hold=hold,
-        announce=announce,
+        announce=lambda version, reused: announce(version),
     )
 
 

@@ -1,12 +1,14 @@
-"""One rank of the test of publishing from several pipeline stages: python rank_publish.py FOLDER TURNS.
+"""One rank of the test of publishing from several pipeline stages: python rank_publish.py FOLDER ORDER WHEN.
 
 The model, its layout and its gathers are real; the transport compares what it is given with the HF folder, and waits
-for what the other stage must have done meanwhile.
+for what the other stage must have done meanwhile. With WHEN=beside (weights.overlap), also for collectives of all ranks
+in the training loop, which by then has changed the weights.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +32,7 @@ from asyncrl.trainer.parallel import split  # noqa: E402
 from asyncrl.weights import publish  # noqa: E402
 from asyncrl.weights.bucket import Bucket, fill, views  # noqa: E402
 from asyncrl.weights.layouts import Pieces, dims_of  # noqa: E402
+from asyncrl.weights.overlap import OverlappedPublisher  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
 from asyncrl.weights.reshard import Resharder  # noqa: E402
 from asyncrl.weights.transport import Transport  # noqa: E402
@@ -53,11 +56,14 @@ class ComparedTransport(Transport):
         self._fleet, self._stage, self._store, self._reference = fleet, stage, store, reference
         self.turns, self.sent, self.buckets = turns, 0, 0
         self.names: list[str] = []
+        self.trained = threading.Event()
+        self.trained.set()
 
     def start(self, version: int, *, full: bool = False) -> None:
         self._version, self.sent, self.names = version, 0, []
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
+        assert self.trained.wait(PATIENCE.total_seconds()), "training waits for the publish"
         self._store.set(f"{self._version}-sending-{self._stage}", "")
         if self.sent == 0 and self._stage == 0:  # a stage that waits has filled its memory, or sends at the same time
             other = "sending-1" if not self.turns else f"filled-1-{self.memories}"
@@ -75,7 +81,30 @@ class ComparedTransport(Transport):
                 self._store.set(f"{self._version}-sent-0", "")
 
 
-def main(folder: Path, turns: bool) -> None:
+def train_beside(
+    publisher: OverlappedPublisher, transport: ComparedTransport, weights: Resharder, version: int
+) -> None:
+    """Publish, and change all weights between collectives of the groups that a step uses, while nothing is sent."""
+    transport.trained.clear()
+    publisher.publish(version)
+    assert publisher._flight
+    assert transport.sent == 0
+    parameters = [parameter for chunk in weights._chunks for parameter in chunk.parameters()]
+    held = [parameter.detach().clone() for parameter in parameters]
+    for _ in range(20):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == dist.get_world_size()
+        for parameter in parameters:
+            parameter.data.add_(total)
+    assert not publisher._flight.result.done()
+    transport.trained.set()
+    publisher.finish()
+    for parameter, value in zip(parameters, held, strict=True):
+        parameter.data.copy_(value)
+
+
+def main(folder: Path, turns: bool, beside: bool) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=PATIENCE)
     store = dist.distributed_c10d._get_default_store()
@@ -99,19 +128,29 @@ def main(folder: Path, turns: bool) -> None:
     publish.fill = noted_fill
     # buckets of one unit each, so that there are more than memories
     settings: Any = SimpleNamespace(
-        staging="stream", pause_mode="in_place", verify=False, verify_every=None, bucket_mb=0
+        staging="full" if beside else "stream",
+        overlap=beside,
+        pause_mode="in_place",
+        verify=False,
+        verify_every=None,
+        bucket_mb=0,
     )
     publisher = Publisher(
         *(parallel, fleet, transport, weights, settings),
         expected=lambda: None,  # type: ignore[arg-type, return-value]
         hold=lambda: None,
-        announce=lambda version: None,
+        announce=lambda version, reused: None,
+        group=dist.new_group(backend="gloo", timeout=PATIENCE) if beside else None,
     )
+    overlapped = OverlappedPublisher(publisher)
     publisher.prepare()
     transport.buckets = len(publisher._plan or [])
     for version in VERSIONS:
         last.update(version=version, filled=0)
-        publisher.publish(version)
+        if beside:
+            train_beside(overlapped, transport, weights, version)
+        else:
+            publisher.publish(version)
         if parallel.exports:
             assert transport.sent == transport.buckets > transport.memories
     names: list[Any] = [None] * dist.get_world_size()
@@ -121,4 +160,4 @@ def main(folder: Path, turns: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "turns")
+    main(Path(sys.argv[1]), sys.argv[2] == "turns", sys.argv[3] == "beside")

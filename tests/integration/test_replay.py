@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from asyncrl.records.events import Published, Taken, decode
+from asyncrl.records.events import PartTaken, Published, Taken, decode
 from asyncrl.records.frames import Frames, path_of
 from asyncrl.records.reading import Recording
 from asyncrl.schema import encode
@@ -151,6 +151,54 @@ def test_run_that_trains_batches_in_parts_is_repeated_to_the_last_bit(in_parts: 
 
 def test_whole_schedule_of_batches_in_parts_is_repeated(in_parts: Path, tmp_path: Path) -> None:
     same_schedule(in_parts, tmp_path / "again", *PARTS)
+
+
+OVERLAP = [*SLACK, "weights.overlap=true"]
+
+
+@pytest.fixture(scope="module")
+def overlapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Record a run that publishes each version while it trains the next batch, in two parts."""
+    folder = tmp_path_factory.mktemp("recorded") / "overlapped"
+    run(folder, *SMALL, *OVERLAP, "trainer.batch_parts=2", "record=true")
+    return folder
+
+
+def test_batches_are_trained_while_the_version_before_them_is_published_and_keep_the_bound(overlapped: Path) -> None:
+    steps = lines(overlapped / "metrics.jsonl")
+    assert all(0 <= step["staleness/max"] <= 4 for step in steps)
+    assert [step["time/publish_background"] > 0 for step in steps] == [False, *[True] * 5]
+    events = [event for event in Recording(overlapped).events() if isinstance(event, PartTaken | Taken | Published)]
+    published = [event.version for event in events if isinstance(event, Published)]
+    assert published == [1, 2, 3, 4, 5, 6]
+    served, ahead = 0, 0
+    for event in events:
+        if isinstance(event, Published):
+            served = event.version
+            assert event.ledger["groups"]["trained"] == 4 * served
+        else:
+            assert event.step - served in (0, 1)
+            ahead += event.step - served
+    assert ahead > 0
+    assert json.loads((overlapped / "summary.json").read_text())["ledger"]["groups"]["trained"] == 24
+
+
+def test_run_that_publishes_beside_training_is_repeated_to_the_last_bit(overlapped: Path, tmp_path: Path) -> None:
+    settings = [*OVERLAP, "trainer.batch_parts=2"]
+    assert trained(replay(tmp_path / "again", overlapped, *settings)) == trained(lines(overlapped / "metrics.jsonl"))
+    assert weights(tmp_path / "again") == weights(overlapped)
+
+
+def test_whole_schedule_of_publishes_beside_training_is_repeated(overlapped: Path, tmp_path: Path) -> None:
+    same_schedule(overlapped, tmp_path / "again", *OVERLAP, "trainer.batch_parts=2")
+
+
+def test_schedule_of_publishes_beside_training_is_refused_without_the_setting(overlapped: Path, tmp_path: Path) -> None:
+    settings = ["mode=replay", f"replay.from={overlapped}", "replay.schedule=true", *SLACK, "trainer.batch_parts=2"]
+    with start(tmp_path / "other", *SMALL, *settings) as process:
+        code, text = finish(process, tmp_path / "other")
+    assert code == 1
+    assert "set weights.overlap=true, as in the recorded run" in text
 
 
 @pytest.mark.campaign

@@ -55,9 +55,11 @@ def all_is_accounted_for(run_dir: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_only_engine_is_killed_and_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_the_only_engine_is_killed_and_comes_back(overlap: str, tmp_path: Path) -> None:
+    """Also with a publish beside training, which does not find it or loses it."""
     run_dir = tmp_path / "run"
-    with start(run_dir, "run.max_steps=12", *SMALL) as process:
+    with start(run_dir, "run.max_steps=12", f"weights.overlap={overlap}", *SMALL) as process:
         wait_for_step(process, run_dir, 3)
         os.kill(processes_of(process, run_dir)["engine-0"], signal.SIGKILL)
         code, text = finish(process, run_dir)

@@ -164,10 +164,12 @@ def test_summary_compares_the_run_with_its_plan() -> None:
         "pause/mean": 0.4,  # 4 of them
         "staleness/histogram": {"1": 1, "2": 3},
     }
-    found = plan_figures({"prediction": row}, summary)
+    found = plan_figures({"prediction": row}, summary, overlap=False)
     assert found.keys() == SUMMARY_PLAN.keys()
     assert found["plan/error/samples_per_s"] == pytest.approx(0.2)
     assert found["plan/error/trainer_busy"] == pytest.approx(0.1)
     assert found["plan/error/staleness"] == pytest.approx(0.25)
+    beside = plan_figures({"prediction": row}, summary, overlap=True)
+    assert beside["plan/error/trainer_busy"] == pytest.approx(0.0)
     line = planned_line(summary | found)
     assert line == ("plan: predicted 12 samples/s, measured 10 (+20%); trainer busy 50%, 40%; staleness 2.0, 1.8")

@@ -38,6 +38,7 @@ def placed(config: Config, nodes: int, gpus: int) -> Placement:
         ("engine.device", "cpu", r"trainer.device \(auto\)"),
         ("rollout.max_running_groups", None, "set auto, or a number"),
         ("trainer.batch_parts", 2, "set 1"),
+        ("weights.overlap", True, "set false"),
         ("trainer.optimizer.offload", True, "set false"),
         ("engine.server_args", {"enable_memory_saver": False}, "remove it"),
     ],

@@ -71,6 +71,20 @@ def test_a_limit_of_concurrency_lowers_throughput_and_staleness_as_simulated(in_
     assert law.staleness == pytest.approx(simulated.staleness_mean, abs=1.0)
 
 
+@pytest.mark.parametrize(("bound", "lead"), [(1, 1), (2, 2), (4, 2), (8, 8)])
+@pytest.mark.parametrize("rate", [600.0, 3000.0])
+@pytest.mark.parametrize("pause", [1.0, 10.0])
+def test_what_publishing_beside_training_gives_is_as_simulated(
+    pause: float, rate: float, bound: int, lead: int
+) -> None:
+    lengths = Lengths(400, 0.9, 3000, 4)
+    workload, sample = SimulatedWorkload(lengths.episodes(), 16), LengthSample.of(lengths.group)
+    shape = EngineShape(0.01, 0.0005, 32)
+    setting = Setting(2, rate, bound, lead, train_fixed=1.0, pause=pause, overlap=True, in_play=0, shape=shape)
+    law, simulated = predict(sample, workload, setting), simulate(workload, setting, 60, 20)
+    assert law.tokens_per_s == pytest.approx(simulated.tokens_per_s, rel=0.15)
+
+
 @pytest.mark.parametrize("bound", [0, 1, 2])
 def test_what_training_in_parts_gives_is_as_simulated(bound: int) -> None:
     lengths = Lengths(400, 0.9, 3000, 4)

@@ -30,6 +30,14 @@ def test_a_slow_trainer_is_the_only_limit() -> None:
     assert found.tokens_per_s * found.step == pytest.approx((found.step - 3.0) * 500.0)
 
 
+def test_a_trainer_that_publishes_beside_training_does_not_wait_for_the_pause() -> None:
+    """X = tokens / (tokens / rate + fixed)."""
+    found = outcome(train_rate=500.0, train_fixed=2.0, pause=1.0, max_staleness=4, overlap=True)
+    assert found.trainer_busy == pytest.approx(1)
+    assert found.tokens_per_s * found.step == pytest.approx((found.step - 2.0) * 500.0, rel=0.01)
+    assert found.staleness_max <= 4
+
+
 def test_a_synchronous_step_is_the_longest_answer_then_the_trainer() -> None:
     """Equal answers, one engine: their time in a batch of all of them, then the trainer's."""
     equal = SimulatedWorkload(lambda _: [SimulatedEpisode([100.0])] * 4, batch_groups=8)
@@ -56,7 +64,8 @@ def test_tools_take_their_time_and_no_engine() -> None:
 def test_no_token_is_older_than_the_bound(bound: int, data: st.DataObject) -> None:
     lead = data.draw(st.integers(0, bound))
     limit, parts = data.draw(st.sampled_from([None, 0, 1, 20])), data.draw(st.integers(1, 8))
-    found = outcome(6, max_staleness=bound, lead=lead, in_play=limit, parts=parts)
+    publish = {"overlap": data.draw(st.booleans()), "pause": data.draw(st.sampled_from([0.0, 0.3, 30.0]))}
+    found = outcome(6, max_staleness=bound, lead=lead, in_play=limit, parts=parts, **publish)
     assert found.staleness_max <= bound
 
 

@@ -149,6 +149,7 @@ class Machinery:
         group_size: int,
         max_staleness: int,
         lead: int | None = None,
+        overlap: bool = False,
         max_running: int | None = None,
         training: Iterator[Prompt] | None = None,
         task: Task | None = None,
@@ -165,7 +166,7 @@ class Machinery:
         self.pool = EpisodeWorkers(settings, addresses(), lambda text, traceback=None: None) if processes > 1 else None
         self.client: Any = self.pool or engine.client(**client)
         self.joined: dict[int, tuple[Channel, asyncio.Task[None]]] = {}
-        self.buffer = CohortBuffer(batch_groups, max_staleness, lead)
+        self.buffer = CohortBuffer(batch_groups, max_staleness, lead, overlap=overlap)
 
         scored = task or LengthTask()
         evaluations: Any = NoEvaluations()
@@ -205,7 +206,7 @@ class Machinery:
         self.outstanding = [(ticket, prompt(name.uid), sessions) for ticket, name, sessions in playing]
 
     def batches(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> list[Batch]:
-        """Return the batches of a trainer that trains and publishes one after the other."""
+        """Return the batches of a trainer that trains and publishes one after the other, or with overlap."""
         return asyncio.run(asyncio.wait_for(self._batches(steps, train), 20))
 
     def snapshot(self, steps: int) -> tuple[list[Batch], bytes]:
@@ -231,19 +232,20 @@ class Machinery:
                     await self.join(number)
                 await self.pool.start()
             working = group.create_task(self.worker.run(self.outstanding))
+            publishing: asyncio.Task[None] | None = None
             for version in range(first, first + steps):
                 while (answer := await source.get("/batch", params={"version": version})).status_code == 202:
                     pass
                 batch = decode_batch(answer.raise_for_status().content)
                 train(batch)
                 found.append(batch)
-                await self.engine._idle()
-                await source.post("/hold")
-                self.engine.serving.clear()
-                await self.engine._idle()
-                self.engine.version = version + 1
-                self.engine.serving.set()
-                await source.post("/version", json={"version": version + 1})
+                if publishing:
+                    await publishing
+                publishing = group.create_task(self._publish(source, version + 1))
+                if not self.buffer.ahead:
+                    await publishing
+            if publishing:
+                await publishing
             if saved is not None:
                 answer = await source.post("/snapshot", json={"version": first + steps})
                 saved.append(answer.raise_for_status().content)
@@ -254,6 +256,15 @@ class Machinery:
             await self.leave(number)
         await self.client.close()
         return found
+
+    async def _publish(self, source: httpx.AsyncClient, version: int) -> None:
+        await self.engine._idle()
+        await source.post("/hold")
+        self.engine.serving.clear()
+        await self.engine._idle()
+        self.engine.version = version
+        self.engine.serving.set()
+        (await source.post("/version", json={"version": version})).raise_for_status()
 
     async def join(self, number: int) -> None:
         """Let a process connect to the buffer's."""

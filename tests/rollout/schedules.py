@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import BufferState, Ticket
 from asyncrl.rollout.hooks import lowest_first
 from asyncrl.rollout.ledger import Ledger, SourceCounts
+from asyncrl.schema import Group
 from tests.fakes import group
 
 
@@ -36,6 +37,7 @@ class Run:
     saves: bool = False  # at every version the buffer is another one, made from what a checkpoint keeps
     moves: bool = False  # the lead changes at random, within the bound
     parts: bool = False  # batches are taken in parts of any size
+    overlap: bool = False  # a batch may be taken while the version before it is being published
     batches: list[list[int]] = field(default_factory=list)
     births: list[list[int]] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
@@ -51,6 +53,7 @@ class Run:
         self.born: dict[int, int] = {}
         self.cohorts: dict[int, int] = {}  # of all slots that were not rejected
         self.books: Counter[str] = Counter()
+        self.training: defaultdict[int, Counter[str]] = defaultdict(Counter)  # groups and tokens, by step
         self.reasons: Counter[str] = Counter()
 
     def _new_buffer(self) -> CohortBuffer:
@@ -61,6 +64,7 @@ class Run:
             oversample=self.oversample,
             over_age=self.over_age,  # type: ignore[arg-type]
             replacement=self.replacement,  # type: ignore[arg-type]
+            overlap=self.overlap,
             select=(lambda ready, count: self.random.sample(ready, count)) if self.picky else lowest_first,
             clock=lambda: 0.0,
         )
@@ -146,35 +150,40 @@ class Run:
 
     def _take(self) -> bool:
         step, ready = self.buffer.step, sorted(self.born)
-        left = self.batch_groups - self.books["training"]
-        count = self.random.randint(1, left) if self.parts and left else None
-        if (groups := self.buffer.take(count)) is None:
+        mine = self.training[step]
+        count = self.random.randint(1, self.batch_groups - mine["groups"]) if self.parts else None
+        if step == self.steps or (groups := self.buffer.take(count)) is None:
             return False
         assert [one.slot for one in groups] == ready[: count or self.batch_groups]
         for one in groups:
             assert self.born[one.slot] == one.trajectories[0].oldest_version
             assert all(0 <= age <= self.bound for age in one.staleness(step)), (step, one)
-        if not self.books["training"]:
+        assert step <= self.buffer.version + self.overlap
+        if not mine["groups"]:
             self.batches.append([])
             self.births.append([])
         self.batches[-1] += [one.slot for one in groups]
         self.births[-1] += [self.born.pop(one.slot) for one in groups]
         self.books["ready"] -= len(groups)
-        self.books["training"] += len(groups)
-        self.books["in_batch"] += sum(one.num_tokens for one in groups)
-        assert self.buffer.step == step + (self.books["training"] == self.batch_groups)
+        self._note_taken(step, groups)
+        assert self.buffer.step == step + (mine["groups"] == self.batch_groups)
         self.trace.append("take")
         return True
 
+    def _note_taken(self, step: int, groups: list[Group]) -> None:
+        self.training[step] += Counter(groups=len(groups), tokens=sum(one.num_tokens for one in groups))
+
     def _publish(self) -> bool:
-        if self.books["training"] < self.batch_groups:
+        version = self.buffer.version
+        if self.training[version]["groups"] < self.batch_groups:
             return False
-        self.buffer.publish(self.buffer.version + 1)
-        self.books["trained"] += self.books.pop("training")
-        self.books["tokens_trained"] += self.books.pop("in_batch")
+        self.buffer.publish(version + 1)
+        trained = self.training.pop(version)
+        self.books["trained"] += trained["groups"]
+        self.books["tokens_trained"] += trained["tokens"]
         self.trace.append("publish")
-        if self.saves:
-            self._resume()
+        if self.saves and self.buffer.step == self.buffer.version and not self.buffer.training:
+            self._resume()  # the trainer waits for its publish before a checkpoint, and takes no part meanwhile
         return True
 
     def _move(self) -> None:
@@ -190,7 +199,8 @@ class Run:
         groups, trajectories = ledger.groups, ledger.trajectories
         assert groups.issued == books["issued"]
         assert groups.running == len(self.running)
-        assert (groups.ready, groups.training, groups.trained) == (books["ready"], books["training"], books["trained"])
+        training = sum(batch["groups"] for batch in self.training.values())
+        assert (groups.ready, groups.training, groups.trained) == (books["ready"], training, books["trained"])
         assert groups.rejected == dict(self.reasons)
         assert ledger.prompts == groups  # each is played in one group
         assert trajectories.issued == books["trajectories"]
@@ -215,5 +225,6 @@ def schedules(kind: type[Run], **more: st.SearchStrategy[Any]) -> st.SearchStrat
         stragglers=st.sampled_from([0.0, 0.1, 0.5]),
         saves=st.booleans(),
         replacement=st.sampled_from(["newest", "slot"]),
+        overlap=st.booleans(),
         **more,
     )

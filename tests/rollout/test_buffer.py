@@ -80,6 +80,50 @@ def test_bound_ledger_and_liveness_hold_however_batches_are_taken_in_parts(run: 
     assert len(trained) == run.steps * run.batch_groups
 
 
+@given(schedules(Run, parts=st.booleans(), moves=st.booleans()))
+@settings(max_examples=examples(300))
+def test_bound_ledger_and_liveness_hold_if_a_batch_is_taken_while_the_version_before_it_is_published(run: Run) -> None:
+    """`Run` publishes at any moment, and saves the buffer at versions whose batch is not begun."""
+    run.overlap = True
+    run.__post_init__()
+    run.play()
+    taken = [slot for batch in run.batches for slot in batch]
+    assert len(taken) == len(set(taken)) == run.steps * run.batch_groups
+
+
+def test_one_batch_is_taken_ahead_of_its_version_and_only_the_older_one_is_trained_by_a_publish() -> None:
+    buffer = CohortBuffer(2, 2, overlap=True)
+    while ticket := buffer.admit():
+        buffer.commit(ticket, group(ticket.slot))
+    assert [one.slot for one in buffer.take() or []] == [0, 1]
+    assert [one.slot for one in buffer.take(1) or []] == [2]  # version 1 is being published
+    with pytest.raises(ValueError, match="batch 0 is in training"):
+        buffer.state()
+    buffer.publish(1)
+    assert (buffer.groups().training, buffer.groups().trained) == (1, 2)
+    with pytest.raises(ValueError, match="version 2 published after version 1, 1 batches taken"):
+        buffer.publish(2)  # a part of its batch is not taken
+    assert [one.slot for one in buffer.take() or []] == [3]
+    assert [one.slot for one in buffer.training] == [2, 3]
+    assert [one.slot for one in buffer.take() or []] == [4, 5]
+    assert buffer.take() is None  # two versions ahead
+    assert (buffer.version, buffer.step, buffer.groups().training) == (1, 3, 4)
+    for version in (2, 3):
+        buffer.publish(version)
+    assert (buffer.groups().training, buffer.groups().trained) == (0, 6)
+    buffer.state()
+
+
+def test_without_a_lead_nothing_is_taken_ahead() -> None:
+    buffer = CohortBuffer(1, 3, 0, overlap=True)
+    ticket = buffer.admit()
+    assert ticket
+    buffer.commit(ticket, group(ticket.slot))
+    assert buffer.take()
+    assert buffer.admit() is None
+    assert buffer.take() is None
+
+
 def test_part_of_a_batch_leaves_room_for_what_is_due() -> None:
     buffer = CohortBuffer(2, 2, 1)
     tickets = [ticket for ticket in iter(buffer.admit, None) if ticket]

@@ -75,22 +75,22 @@ def test_bound_0_gives_the_batches_of_a_plain_synchronous_driver_byte_for_byte(t
     assert same_bytes([batch.groups for batch in found], plain(**shape))
 
 
-@given(timings, shapes, st.integers(1, 4))
+@given(timings, shapes, st.integers(1, 4), st.booleans())
 @settings(max_examples=examples(25))
-def test_without_slack_timing_shows_in_the_versions_alone(timing, shape, bound: int) -> None:
+def test_without_slack_timing_shows_in_the_versions_alone(timing, shape, bound: int, overlap: bool) -> None:
     """I7: batch t is cohort t."""
-    found = machinery(timing, **shape, max_staleness=bound).batches(STEPS)
+    found = machinery(timing, **shape, max_staleness=bound, overlap=overlap).batches(STEPS)
     expected = plain(**shape)
     assert [without_versions(batch.groups) for batch in found] == [without_versions(groups) for groups in expected]
 
 
-@given(timings, shapes, st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 0.3]))
+@given(timings, shapes, st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, 0.3]), st.booleans())
 @settings(max_examples=examples(50))
 def test_whatever_the_timing_tokens_are_labelled_by_the_engine_and_bounded_in_age(
-    timing, shape, lead: int, slack: int, fails: float
+    timing, shape, lead: int, slack: int, fails: float, overlap: bool
 ) -> None:
     """I1, I3, I4: labels are those of the engine's own books; no prompt is trained twice; nothing is unaccounted."""
-    made = machinery(timing, fails, **shape, max_staleness=lead + slack, lead=lead)
+    made = machinery(timing, fails, **shape, max_staleness=lead + slack, lead=lead, overlap=overlap)
     found = made.batches(STEPS)
     asked = [tuple(group.prompt_ids) for batch in found for group in batch.groups]
     assert len(set(asked)) == len(asked) == STEPS * shape["batch_groups"]

@@ -196,6 +196,62 @@ def test_parts_of_a_batch_are_handed_out_as_soon_as_their_groups_are_ready_and_a
     at(play)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_batch_can_be_had_while_the_version_before_it_is_published_and_each_stays_until_its_own(parts: int) -> None:
+    """weights.overlap. The older batch can be read again until its version is published, the newer one longer."""
+
+    async def play(site: Site) -> None:
+        async def asked(version: int) -> list[Any]:
+            parameters = [{"version": version, "part": part, "parts": parts} for part in range(parts)]
+            return [await site.http.get("/batch", params=one) for one in parameters]
+
+        def slots(answers: list[Any]) -> list[int]:
+            assert {answer.status_code for answer in answers} == {200}
+            return [one.slot for answer in answers for one in decode_batch(answer.content).groups]
+
+        await site.fill(6)
+        old = await asked(0)
+        assert (await site.http.post("/hold")).status_code == 200
+        new = await asked(1)
+        assert (slots(old), slots(new)) == ([0, 1], [2, 3])
+        assert [one.content for one in (*await asked(0), *await asked(1))] == [one.content for one in (*old, *new)]
+        assert (await asked(2))[0].status_code == 202  # two versions ahead
+        assert (await asked(3))[0].status_code == 409
+        assert (await site.http.post("/snapshot", json={"version": 0})).status_code == 409
+        ledger = site.groups.ledger()
+        assert (ledger.groups.training, ledger.groups.trained, ledger.groups.ready) == (4, 0, 2)
+        assert (await site.http.post("/version", json={"version": 1})).status_code == 200
+        assert (await site.http.post("/version", json={"version": 1})).status_code == 200  # to engines that restarted
+        ledger = site.groups.ledger()
+        assert (ledger.groups.training, ledger.groups.trained) == (2, 2)
+        assert (await site.http.get("/status")).json()["batch"]["version"] == 1
+        assert (await asked(0))[0].status_code == 409
+        assert [one.content for one in await asked(1)] == [one.content for one in new]
+        assert not site.groups.between_batches(1)
+        assert slots(await asked(2)) == [4, 5]
+        for version in (2, 3):
+            assert (await site.http.post("/version", json={"version": version})).status_code == 200
+        assert site.groups.between_batches(3)
+        assert site.groups.ledger().groups.trained == 6
+
+    at(play, bound=2, overlap=True)
+
+
+def test_part_of_the_next_batch_outlives_the_publish_of_the_one_before() -> None:
+    async def play(site: Site) -> None:
+        await site.fill(4)
+        await site.http.get("/batch", params={"version": 0})
+        first = await site.http.get("/batch", params={"version": 1, "part": 0, "parts": 2})
+        assert (await site.http.post("/version", json={"version": 1})).status_code == 200
+        again = await site.http.get("/batch", params={"version": 1, "part": 0, "parts": 2})
+        assert again.content == first.content
+        assert not site.groups.between_batches(1)
+        last = await site.http.get("/batch", params={"version": 1, "part": 1, "parts": 2})
+        assert [decode_batch(one.content).groups[0].slot for one in (first, last)] == [2, 3]
+
+    at(play, overlap=True)
+
+
 def test_every_reader_gets_the_same_bytes_as_often_as_it_asks_until_the_next_version() -> None:
     async def play(site: Site) -> None:
         asking = [

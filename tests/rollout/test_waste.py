@@ -37,14 +37,13 @@ class Wasteful(Run):
 
     def _take(self) -> bool:
         step = self.buffer.step
-        if (groups := self.buffer.take()) is None:
+        if step == self.steps or (groups := self.buffer.take()) is None:
             return False
         assert len(groups) == self.batch_groups
         for one in groups:
             assert all(0 <= age <= self.bound for age in one.staleness(step)), (step, one)
         self.batches.append([one.slot for one in groups])
-        self.books["training"] += len(groups)
-        self.books["in_batch"] = sum(one.num_tokens for one in groups)
+        self._note_taken(step, groups)
         return True
 
 

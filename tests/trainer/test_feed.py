@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from asyncrl.schema import Batch, encode
@@ -104,3 +106,20 @@ def test_a_run_that_is_asked_to_stop_finishes_the_batch_of_which_it_has_trained_
     found = [feed.get(4, part) for part in range(2)]
     assert [part and (part.version, part.groups[0].slot, part.last) for part in found] == [(4, 0, False), (4, 1, True)]
     assert (feed.get(5), feed.stopped) == (None, True)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_wait_for_a_batch_on_the_host_if_a_publish_may_need_their_gpus(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`meta` stands for the GPU: only the bytes of a batch that is there may go through it."""
+    group: Any = object() if overlap else None
+    seen: list[tuple[str, object]] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, src, group=None: seen.append((tensor.device.type, group)))
+    parallel: Any = SimpleNamespace(device=torch.device("meta"), is_first=True)
+    feed = BatchFeed(None, lambda: False, parallel, group=group)
+    with pytest.raises((RuntimeError, NotImplementedError)):  # no bytes can be read from this device
+        feed._broadcast(b"batch")
+    assert seen[0] == (("cpu", group) if overlap else ("meta", None))
+    assert seen[1:] == ([("meta", None)] if overlap else [])

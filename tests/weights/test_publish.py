@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -36,34 +36,40 @@ class Weights:
 class NotingTransport(Transport):
     """Transport that notes what it sends."""
 
-    def __init__(self, events: list[str]) -> None:
-        self._events = events
+    def __init__(self, events: list[str], expected: dict[str, Tensor]) -> None:
+        self._events, self._expected = events, expected
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
-        assert torch.equal(flat.view(torch.float32), TENSORS[bucket[0].name])
+        assert torch.equal(flat.view(torch.float32), self._expected[bucket[0].name])
         self._events.append(f"send {bucket[0].name.split('.')[2]}")
 
 
-def published(device: str) -> list[str]:
-    """Return the events of one publish of four buckets through the memory of two."""
+def published(
+    device: str,
+    *,
+    staging: str = "stream",
+    publish: Callable[[Publisher, int], object] = Publisher.publish,
+    expected: dict[str, Tensor] = TENSORS,
+) -> list[str]:
+    """Return the events of one publish of four buckets, with `stream` through the memory of two."""
     events: list[str] = []
-    settings = SimpleNamespace(staging="stream", pause_mode="in_place", verify=False, verify_every=None, bucket_mb=0)
+    settings = SimpleNamespace(staging=staging, pause_mode="in_place", verify=False, verify_every=None, bucket_mb=0)
     made: Any = Publisher(
         Parallel(**{**ALONE, "device": torch.device(device)}),
         Fleet([], Access(""), 1.0, on_lost=lambda *_: None),
-        NotingTransport(events),
+        NotingTransport(events, expected),
         Weights(),  # type: ignore[arg-type]
         settings,  # type: ignore[arg-type]
         expected=lambda: None,  # type: ignore[arg-type, return-value]
         hold=lambda: None,
-        announce=lambda version: None,
+        announce=lambda version, reused: None,
     )
     if made._stream:
         made._stream.events = events
-    made.publish(1)
+    publish(made, 1)
     return events
 
 
@@ -99,3 +105,27 @@ def test_a_bucket_is_sent_in_a_stream_of_its_own_behind_its_filling_alone(monkey
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("waits for the whole device"))
     each = (["wait for filling", "enter", f"send {number}", "finish"] for number in range(4))
     assert published("cuda") == [event for events in each for event in events]
+
+
+def test_with_all_buckets_filled_the_device_is_waited_for_once_and_nothing_sent_waits_for_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        stream.events.append("enter")
+        yield
+
+    filling = Stream(torch.device("cuda"))
+
+    def publish(publisher: Any, version: int) -> None:
+        filling.events = publisher._stream.events
+        staged = publisher.stage(version)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: pytest.fail("asks for the stream of training"))
+        publisher.complete(staged)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: filling)
+    each = [["enter", f"send {number}", "finish"] for number in range(4)]
+    found = published("cuda", staging="full", publish=publish)
+    assert found == ["finish", *[event for events in each for event in events]]

@@ -1,0 +1,67 @@
+"""Check of the settings that weights.overlap requires, with which a version is published while the next batch is
+trained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+REMEDY = "set weights.overlap=false."
+
+
+def check_overlap(config: Config) -> None:
+    """Refuse settings under which no batch can be trained during a publish. Raises ConfigError."""
+    if not config.weights.overlap:
+        return
+    for field, value, wrong, problem in _rules(config):
+        if wrong:
+            raise ConfigError(field, value, f"{problem}, or {REMEDY}")
+
+
+def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
+    """Return each rule as field, value, whether the value breaks it, and the problem with another remedy."""
+    weights, rollout = config.weights, config.rollout
+    adapters = config.mode == "train" and (config.serves_adapters or config.agents.need_versions)
+    lead = "rollout.lead" if rollout.max_staleness else "rollout.max_staleness"
+    return [
+        (
+            "mode",
+            "rollout_only",
+            config.mode == "rollout_only",
+            "No weights are published without a trainer (weights.overlap): set mode=train",
+        ),
+        (
+            "cluster.placement",
+            "colocated",
+            config.cluster.placement == "colocated",
+            "Trainers cannot use the GPUs while engines load (weights.overlap): set separate",
+        ),
+        (
+            "weights.lora",
+            weights.lora,
+            adapters,
+            "Adapters as versions of their own are published without a pause (weights.overlap): set merged",
+        ),
+        (
+            "weights.transport",
+            "delta",
+            weights.transport == "delta",
+            "Engines may ask for all weights, which the trainer has changed by then (weights.overlap): set another",
+        ),
+        (
+            "weights.staging",
+            "stream",
+            weights.staging == "stream",
+            "The weights must be copied before the trainer changes them (weights.overlap): set full or auto",
+        ),
+        (
+            lead,
+            rollout.effective_lead,
+            rollout.effective_lead < 1,
+            "The next batch is admitted only after the publish (weights.overlap): set at least 1",
+        ),
+    ]

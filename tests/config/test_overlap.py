@@ -1,0 +1,56 @@
+"""What weights.overlap refuses: before anything starts, by field, value and remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.config import streams
+from asyncrl.errors import ConfigError
+from asyncrl.weights.choice import choose_lora
+from tests.fakes import tiny_config
+
+OVERLAP = {"weights.overlap": True, "rollout.max_staleness": 2, "rollout.lead": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "remedy"),
+    [
+        ({"mode": "rollout_only", "record": True}, "mode", "without a trainer"),
+        ({"cluster.placement": "colocated"}, "cluster.placement", "set separate"),
+        ({"trainer.lora.rank": 4, "weights.lora": "versions"}, "weights.lora", "set merged"),
+        ({"weights.transport": "delta"}, "weights.transport", "set another"),
+        ({"weights.staging": "stream"}, "weights.staging", "set full or auto"),
+        ({"rollout.lead": 0}, "rollout.lead", "set at least 1"),
+        ({"rollout.max_staleness": 0}, "rollout.max_staleness", "set at least 1"),
+    ],
+)
+def test_settings_without_room_for_an_overlap_are_refused(changes: dict[str, Any], field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        tiny_config(**OVERLAP | changes)
+    assert refused.value.field == field
+    assert remedy in str(refused.value)
+    assert "weights.overlap=false" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainer.batch_parts": 2, "rollout.batch_groups": 4},
+        {"weights.pause_mode": "drain"},
+        {"weights.transport": "disk"},
+        {"rollout.max_staleness": 1},
+        {"rollout.over_age": "drop"},
+        {"mode": "replay", "replay.from": "run", "deterministic": True},
+    ],
+)
+def test_other_settings_fit_an_overlap(changes: dict[str, Any]) -> None:
+    tiny_config(**OVERLAP | changes)
+
+
+def test_all_weights_are_staged_on_gpus_and_adapters_are_merged() -> None:
+    config = tiny_config(**OVERLAP, **{"trainer.lora.rank": 4, "weights.lora": "auto"})
+    assert not streams(config.weights, gpu=True)
+    resolved, why = choose_lora(config, {"architectures": ["LlamaForCausalLM"]}, gpus=8)
+    assert (resolved.weights.lora, why) == ("merged", "merged (weights.overlap publishes full weights)")
