@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from asyncrl.observability.timeline import ProcessSpan, TimelineReader
 from asyncrl.records.events import PartTaken, Published, Taken, decode
 from asyncrl.records.frames import Frames, path_of
 from asyncrl.records.reading import Recording
@@ -180,6 +181,8 @@ def test_batches_are_trained_while_the_version_before_them_is_published_and_keep
             assert event.step - served in (0, 1)
             ahead += event.step - served
     assert ahead > 0
+    spans = [one for one in TimelineReader(overlapped).new() if isinstance(one, ProcessSpan)]
+    assert [one.step for one in spans if one.process == "trainer 0 publish"] == [0, 1, 2, 3, 4, 5]
     assert json.loads((overlapped / "summary.json").read_text())["ledger"]["groups"]["trained"] == 24
 
 

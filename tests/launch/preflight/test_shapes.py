@@ -85,4 +85,5 @@ def test_what_takes_memory_follows_from_the_settings(changes: dict[str, Any], ex
 
 def test_trainers_on_gpus_stream_their_weights_unless_told_otherwise() -> None:
     buckets = [training_of(tiny_config(**{"weights.staging": word}), gpu=True).bucket for word in ("auto", "full")]
+    assert training_of(tiny_config(**{"weights.overlap": True}), gpu=True).bucket == 0
     assert buckets == [512 << 20, 0]
