@@ -189,8 +189,7 @@ STEP_LENT = {
     "engines/lent": "number of engines that served on the trainers' GPUs",
     "time/lent": "time for which they served, part of time/wait_batch",
     "time/lend": "time until they served, part of time/wait_batch",
-    "time/take_back": "time from the batch's arrival, or another end of the wait, until the GPUs were back, part of "
-    "time/wait_batch",
+    "time/take_back": "time from the end of the wait until the GPUs were back, part of time/wait_batch",
 }
 
 # The same file, with weights.overlap. Then time/publish is waiting for the publish before and filling buckets, and
@@ -232,8 +231,7 @@ STEP_ENGINES = {
 # The same file, with engine.speculative; over the requests that ended since the previous step
 STEP_DRAFTS = {
     "drafts/accepted": "fraction of the draft tokens that the engines accepted",
-    "drafts/tokens_per_step": "mean number of tokens that a verification of drafts added to an answer; 1 if no draft "
-    "was accepted",
+    "drafts/tokens_per_step": "mean number of tokens that a verification of drafts added to an answer, at least 1",
 }
 
 # The same file, with engine.metrics; over the last two seconds or more
@@ -241,8 +239,7 @@ STEP_ENGINE_COUNTERS = {
     "engines/tokens_per_s": "number of tokens that the engines generated per second",
     "engines/tokens_per_s/lowest": "the same, of the engine that generated fewest",
     "engines/cache_hit": "fraction of prompt tokens found in prefix caches, as a mean over the engines",
-    "engines/preemptions": "number of requests that engines have retracted because their cache was full, since they "
-    "were started",
+    "engines/preemptions": "number of requests that engines retracted because their cache was full, since their start",
 }
 
 # The same file; over the training episodes that ended since the previous batch. <phase> is one of those of
@@ -286,8 +283,7 @@ STEP_BY_ENGINE = {
 STEP_BY_TASK = {
     "groups/batch/<task>": "number of groups of the task in the batch",
     "reward/mean/<task>": "mean reward of the task's trajectories; absent if the batch has none",
-    "groups/signal/<task>": "fraction of the task's groups whose rewards are not all equal; absent if the batch has "
-    "none",
+    "groups/signal/<task>": "fraction of the task's groups whose rewards are not all equal; absent if there are none",
 }
 
 # The same file, if episodes have several roles; <role> is one that the policy plays
@@ -297,8 +293,7 @@ STEP_BY_ROLE = {
 
 # The same file, with rollout.overlong_prompts=skip, once a question was skipped
 STEP_OVERLONG = {
-    "prompts/overlong": "number of questions that were skipped as too long: in all of a finite task, and so far in an "
-    "endless one",
+    "prompts/overlong": "number of questions skipped as too long: in all of a finite task, so far in an endless one",
 }
 
 # The same file, if rewards have parts (Score.parts); <part> is the name of a part

@@ -175,6 +175,11 @@ def main(run_dir: Path) -> None:
         scores.close()
     if parallel.is_first:
         _tell_the_end(config, run_dir, source, log, {"reason": reason, "transport": why, **checkpoints.figures()})
+    _leave(log, progress)
+
+
+def _leave(log: StepLog, progress: Progress) -> None:
+    """End this process, after every rank has arrived here."""
     closed = log.close()
     dist.barrier()  # the first process to leave ends the run: all ranks wait here until rank 0 has written the summary
     dist.destroy_process_group()
