@@ -44,15 +44,15 @@ LONG = 32_768
 
 
 @contextmanager
-def stub(*, tokens: int, interval: int, pace: float) -> Iterator[str]:
+def stub(*, tokens: int, interval: int, pace: float, host: str = "127.0.0.1") -> Iterator[str]:
     """Run a stub engine with `pace` seconds per token in its own process and on its own core. Yield its URL."""
-    port = free_port("127.0.0.1")
+    port = free_port(host)
     shape = {"per_token": max(pace, 1e-9), "per_request": 0.0, "max_running": 1 << 20}
     flags = [f"--tokens={tokens}", f"--interval={interval}", f"--shape={json.dumps(shape)}"]
     core = STUB_CORE % (os.cpu_count() or 1)
     command = [sys.executable, str(ROOT / "scripts/stub_engine.py"), str(port), f"--core={core}", *flags]
-    process = subprocess.Popen(command)
-    url = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen([*command, f"--host={host}"])
+    url = f"http://{host}:{port}"
     try:
         deadline = time.monotonic() + 30
         while True:
@@ -174,13 +174,21 @@ def in_processes(processes: int, *, quick: bool) -> dict[str, float]:
         return asyncio.run(rollout_processes.measure(engines, 64, 8 if quick else 64, 4 if quick else 12))
 
 
-def held_in_processes(count: int) -> dict[str, float]:
-    """Measure so many samples in flight at once, in groups of 8 that share a request, in four processes."""
+def held_in_processes(count: int, *, alone: bool) -> dict[str, float]:
+    """Measure so many samples in flight at once: in groups of 8 that share a request, in four processes; or `alone`,
+    each with a connection of its own, in as many processes as the limit of open files requires. Each has a stub engine
+    on a loopback address of its own."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes = -(-count // int(0.9 * files)) if alone else 4
     with ExitStack() as stack:
-        started = [stub(tokens=64, interval=8, pace=1.0) for _ in range(4)]
+        started = [
+            stub(tokens=64, interval=8, pace=16.0 if alone else 1.0, host=f"127.0.1.{number}")
+            for number in range(1, processes + 1)
+        ]
         engines = [stack.enter_context(one) for one in started]
         batch = -(-count // (3 * rollout_processes.SIZE))
-        return asyncio.run(rollout_processes.measure(engines, 64, batch, 2, in_flight=True))
+        found = rollout_processes.measure(engines, 64, batch, 2, in_flight=True, coalesce=not alone)
+        return {"processes": processes, "open_files": files, **asyncio.run(found)}
 
 
 def buffer_seconds(groups: int) -> float:
@@ -211,13 +219,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer trajectories")
     parser.add_argument("--in-flight", type=int, default=10_000, help="trajectories at once (default 10,000)")
-    parser.add_argument(
-        "--held", type=int, default=0, help="measure so many trajectories in four processes, and no more"
-    )
+    parser.add_argument("--held", type=int, default=0, help="measure so many trajectories in flight, and no more")
+    parser.add_argument("--alone", action="store_true", help="with --held: each trajectory has its own connection")
     options = parser.parse_args()
     this = machine.report()  # before this process is pinned to one core
     if options.held:
-        print(json.dumps({**held_in_processes(options.held), "machine": this}))
+        print(json.dumps({**held_in_processes(options.held, alone=options.alone), "machine": this}))
         return
     count = 500 if options.quick else options.in_flight
     tokens, interval = 64, 8

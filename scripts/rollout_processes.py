@@ -103,14 +103,15 @@ def _config(processes: int) -> Config:
 
 
 async def measure(
-    engines: Sequence[str], tokens: int, batch: int, steps: int, *, in_flight: bool = False
+    engines: Sequence[str], tokens: int, batch: int, steps: int, *, in_flight: bool = False, coalesce: bool = False
 ) -> dict[str, float]:
     """Play batches of `batch` groups, in one process for each of several engines, or in this one for one engine. With
-    `in_flight`, siblings share requests, and all groups that are admitted must be in flight before the first batch."""
+    `coalesce`, siblings share requests; with `in_flight`, all groups that are admitted must be in flight before the
+    first batch."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         address = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        playing: Any = await _players(engines, tokens, address, in_flight)
+        playing: Any = await _players(engines, tokens, address, coalesce)
         timeline = TimelineWriter(folder, ROLLOUT, print)
         timelines = Timelines([timeline], [EpisodeFigures({TASK: lambda reward: reward > 0})])
         groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines)
@@ -124,7 +125,7 @@ async def measure(
             if isinstance(playing, EpisodeWorkers):
                 serving = tasks.create_task(playing.serve(folder, address))
                 started = [
-                    await _start(address, number, engine, tokens, in_flight) for number, engine in enumerate(engines)
+                    await _start(address, number, engine, tokens, coalesce) for number, engine in enumerate(engines)
                 ]
                 await playing.start()
             working = tasks.create_task(worker.run())

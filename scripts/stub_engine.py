@@ -376,6 +376,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", type=json.loads, default={}, help="asyncrl.planner.engine.EngineShape, as JSON")
     parser.add_argument("--interval", type=int, default=8, help="tokens of a piece")
+    parser.add_argument("--host", default="127.0.0.1", help="loopback address to listen on")
     parser.add_argument("--core", type=int, help="processor to run on")
     parser.add_argument("--start-after", type=float, default=0.0, help="seconds until it listens")
     options = parser.parse_args()
@@ -400,15 +401,17 @@ def main() -> None:
     version = os.environ.get("ASYNCRL_INCARNATION") or "0"
     time.sleep(options.start_after)
     shape, counted = EngineShape(**options.shape), siblings if options.lengths else None
-    asyncio.run(serve(options.ports, lambda: Stub(shape, tokens, options.interval, version, growth, counted)))
+    asyncio.run(
+        serve(options.host, options.ports, lambda: Stub(shape, tokens, options.interval, version, growth, counted))
+    )
 
 
-async def serve(ports: Sequence[int], engine: Callable[[], Stub]) -> None:
+async def serve(host: str, ports: Sequence[int], engine: Callable[[], Stub]) -> None:
     """Serve until cancelled."""
     for port in ports:
         runner = web.AppRunner(engine().app(), access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port, backlog=65535).start()
+        await web.TCPSite(runner, host, port, backlog=65535).start()
     await asyncio.Event().wait()
 
 

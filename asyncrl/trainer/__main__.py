@@ -159,7 +159,7 @@ def main(run_dir: Path) -> None:
         parts=config.trainer.batch_parts,
         asked_to_stop=(run_dir / STOP).exists,
         shared=lending or turns,
-        group=host_group(timeout) if overlapped else None,
+        group=host_group(timeout) if overlapped or sharing else None,
     )
     reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
     if lending:

@@ -53,8 +53,8 @@ class BatchFeed:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Set up the feed of batches in `parts` parts. Only rank 0 has a `source` and calls the callbacks. `shared` are
-        the turns on GPUs that engines use too. With `group` the ranks wait for rank 0 on the host: a GPU that waits
-        would hold up a publish in the background, and with it the engines that generate the batch."""
+        the turns on GPUs that engines use too. With `group` the ranks wait for rank 0 on the host: a kernel that waits
+        on a GPU would hold up a publish in the background, or take time from engines on the same GPU."""
         self._group = group
         self._source, self._interrupt, self._parallel, self._asked = source, interrupt, parallel, asked_to_stop
         self._shared, self._parts = shared, parts

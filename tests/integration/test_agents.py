@@ -100,7 +100,7 @@ def test_environments_at_fault_cost_their_episodes_alone(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
     told = faults(tmp_path / "run", public, 30, 12, "+task.params.share=0.5")
-    assert len(told) >= 3
+    assert len(told) >= 2  # which faults occur is drawn
     assert told.keys() <= {f"environment_{how}" for how in ("died", "timeout", "error", "garbage", "oversized")}
     assert len(list(tmp_path.glob("fault-*"))) >= 20  # that were really committed
 

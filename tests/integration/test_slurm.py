@@ -203,11 +203,14 @@ def test_two_jobs_share_their_nodes_and_the_launcher_of_one_is_killed_in_an_allo
     number = lab.run("squeue", "--noheader", "--format=%i").strip()
     inside = {**lab.env, "SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "node[1-2]"}
     argv = [sys.executable, "-m", "asyncrl.launch.main", *JOB, *shape, f"run.dir={one}", "run.max_steps=1000"]
-    other = Submitted(lab, tmp_path / "other", *shape, "run.max_steps=30")
+    (slow := tmp_path / "slow").touch()  # so that the other job is still there
+    agent = ("agent=tests.integration.patient:answer", f"+agent_params.file={slow}")
+    other = Submitted(lab, tmp_path / "other", *shape, *agent, "run.max_steps=30")
     with subprocess.Popen(lab.at_head(*argv), env=inside) as launcher:
         lab.wait_for(lambda: len(lines(one / "metrics.jsonl")) >= 3, "step 3", TIMEOUT)
         other.wait_for_step(3)
         assert set(nodes_of(one).values()) == set(nodes_of(other.run_dir).values()) == {"node1", "node2"}
+        slow.unlink()
         launcher.kill()
     nothing_is_left(one)
     lab.run("scancel", number)
