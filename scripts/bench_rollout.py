@@ -188,7 +188,9 @@ def held_in_processes(count: int, *, alone: bool) -> dict[str, float]:
         engines = [stack.enter_context(one) for one in started]
         batch = -(-count // (3 * rollout_processes.SIZE))
         found = rollout_processes.measure(engines, 64, batch, 2, in_flight=True, coalesce=not alone)
-        return {"processes": processes, "open_files": files, **asyncio.run(found)}
+        figures = asyncio.run(found)
+        del figures["worker_cpu_us"]  # no request has ended
+        return {"processes": processes, "open_files": files, **figures}
 
 
 def buffer_seconds(groups: int) -> float:
