@@ -221,7 +221,7 @@ def _batch(config: Config, keep: Collection[str], folder: Path) -> Iterator[tupl
     """Yield the fields of PlanInput that do not depend on the devices."""
     work, rollout, engine, trainer = forecast.workload(config, folder), config.rollout, config.engine, config.trainer
     yield from (("batch_groups", rollout.batch_groups), ("group_size", round(work.group_size)))
-    yield "batch_parts", trainer.batch_parts
+    yield from (("batch_parts", trainer.batch_parts), ("overlap", config.weights.overlap))
     yield from (("mean", work.answer), ("longest", rollout.max_new_tokens))
     yield "prompt", work.beginning + work.question
     if "engine.count" in keep:

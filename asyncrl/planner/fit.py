@@ -118,6 +118,7 @@ def fit(run: Path) -> Fit:
         "batch_groups": rollout.batch_groups,
         "group_size": rollout.group_size,
         **({"batch_parts": trainer.batch_parts} if trainer.batch_parts > 1 else {}),
+        **({"overlap": True} if settings.weights.overlap else {}),
         "longest": rollout.max_new_tokens,
         "per_token": per_token,
         "per_request": per_request,

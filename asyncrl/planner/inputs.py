@@ -55,6 +55,8 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     group_size: Count = 8
     batch_parts: Count = 1
     """Parts of a batch, each trained as soon as it is ready (trainer.batch_parts)."""
+    overlap: bool = False
+    """Whether the next batch is trained during a publish (weights.overlap)."""
     prompt: NotNegative = 0.0
     """Tokens of a prompt."""
     mean: Positive
@@ -158,7 +160,8 @@ def _of_numbers(given: PlanInput) -> Iterator[GpuSplit]:
     for trainers in _shares(given, engine, trainer, trainer):
         rate, count = given.train_rate * trainers, given.engines or (given.gpus - trainers) // engine
         layout = (f"trainer.data_parallel={trainers // trainer}",)
-        yield GpuSplit(count, engine, trainers, shape, rate, fixed, pause, given.batch_parts, overrides=layout)
+        speeds = shape, rate, fixed, pause, given.batch_parts, given.overlap
+        yield GpuSplit(count, engine, trainers, *speeds, overrides=layout)
     if given.gpus >= engine:
         everything = given.gpus // engine, engine, given.gpus, shape, given.train_rate * given.gpus
         yield GpuSplit(*everything, fixed, given.switch, colocated=True)
@@ -224,6 +227,7 @@ def _of_model(given: PlanInput) -> Iterator[GpuSplit]:
                 fixed,
                 pause + given.switch * colocated,
                 1 if colocated else given.batch_parts,
+                given.overlap and not colocated,
                 colocated,
                 tuple(_overrides(now, training, tensor, engine)),
                 {"trainer": sum(rank.values()), "engine": sum(parts.values())},
@@ -245,7 +249,7 @@ def _trainer_times(
         layout,
         dtype=DTYPE,
         bucket=BUCKET,
-        streams=True,
+        streams=not given.overlap,
         one_machine=given.gpus <= hardware.per_machine,
         hardware=hardware,
     )
@@ -297,7 +301,12 @@ def _trainer_that_fits(
             continue
         if (expert > 1 and (not shape.experts or shape.experts % expert)) or (recompute == "none" and copy > 8):
             continue
-        training = Training(DTYPE, longest, LOGIT_ROWS, bucket=BUCKET, fused_norms=True, recompute=Recompute(recompute))
+        training = Training(
+            *(DTYPE, longest, LOGIT_ROWS),
+            bucket=0 if given.overlap else BUCKET,  # 0: all of them
+            fused_norms=True,
+            recompute=Recompute(recompute),
+        )
         layout = ParallelLayout(tensor, pipeline, data=most, expert=expert, sequence=tensor > 1)
 
         def fits(data: int, layout: ParallelLayout = layout, training: Training = training) -> bool:

@@ -87,6 +87,7 @@ def overrides(one: Candidate) -> list[str]:
         f"rollout.lead={setting.lead}",
         f"rollout.max_running_groups={running}",
         *([f"trainer.batch_parts={setting.parts}"] if setting.parts > 1 else []),
+        *(["weights.overlap=true"] if setting.overlap else []),
         *split.overrides,
     ]
 

@@ -54,6 +54,8 @@ class GpuSplit:
     pause: float = 0.0
     parts: int = 1
     """Parts of a batch, as in Setting."""
+    overlap: bool = False
+    """Whether batches are trained during publishes, as in Setting; with a lead of 0 there is none to train."""
     colocated: bool = False
     """Whether engines and trainer use the same GPUs in turns."""
     overrides: tuple[str, ...] = ()
@@ -71,6 +73,7 @@ class GpuSplit:
             train_fixed=self.train_fixed,
             pause=self.pause,
             parts=self.parts,
+            overlap=self.overlap and lead > 0,
             in_play=in_play,
             shape=self.shape,
         )

@@ -49,6 +49,27 @@ def test_no_other_split_is_faster_in_the_simulation() -> None:
     assert max(plan.more_engine, plan.more_trainer) > 0
 
 
+def test_batches_trained_during_publishes_are_planned_where_the_bound_allows_them() -> None:
+    long = {"pause": 10.0, "trainers": 1}
+    beside, after = planned(**long, overlap=True), planned(**long)
+    assert beside.best.rate > 1.1 * after.best.rate
+    assert "weights.overlap=true" in overrides(beside.best)
+    assert "weights.overlap=true" not in overrides(after.best)
+    assert beside.colocated is not None
+    assert not beside.colocated.setting.overlap
+    assert not beside.best.split.setting(0, 0).overlap
+
+
+def test_a_trainer_that_publishes_beside_training_needs_memory_for_every_bucket(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(sizes.MODELS["qwen3_8b"]))
+    shape = {"model": str(tmp_path), "gpus": 16, "trainers": 8, "mean": 1500, "longest": 4096}
+    stream, full = (
+        max(split.memory["trainer"] for split in inputs.splits(inputs.parse(shape | {"overlap": overlap})))
+        for overlap in (False, True)
+    )
+    assert full > stream
+
+
 def test_equal_answers_are_best_generated_and_trained_in_turns_where_switching_is_free() -> None:
     equal = {"sigma": 1e-6, "longest": 4000, "gpus": 2, "switch": 0, "pause": 0, "train_fixed": 0, "max_staleness": 1}
     found = planned(**equal, per_request=1e-6, train_rate=1000)
