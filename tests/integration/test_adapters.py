@@ -161,21 +161,32 @@ def test_engines_compute_what_the_merged_weights_compute(fleet: Engines, tmp_pat
 
 
 def test_requests_in_flight_keep_their_adapter_while_others_are_published(fleet: Engines, tmp_path: Path) -> None:
+    """Requests follow each other until both publishes are over, so that some are in flight on any machine."""
+
     async def play(made: GenerationClient, publish: Publish) -> Any:
         await publish(1)
-        running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(64)])
+        found, over = list[tuple[Completion, int]](), asyncio.Event()
+
+        async def ask() -> None:
+            while not over.is_set():
+                completion = await made.generate()(PROMPT)
+                found.append((completion, made.inflight.version))
+
+        asking = [asyncio.create_task(ask()) for _ in range(64)]
         await asyncio.sleep(0.02)
         await publish(2)
         await publish(3)
-        under_way = made.inflight.in_flight
-        return under_way, await running, made.inflight.figures
+        over.set()
+        await asyncio.gather(*asking)
+        return found, made.inflight.figures
 
-    under_way, found, figures = played(fleet, tmp_path, "flight", play, stop_token_ids=[])
-    assert under_way, "all answers had ended before the publishes did"
-    assert {tuple(versions_of(one)) for one in found} == {(1,)}
+    found, figures = played(fleet, tmp_path, "flight", play, stop_token_ids=[])
+    assert all(len(versions_of(one)) == 1 for one, _ in found)
+    crossed = [one for one, served in found if versions_of(one)[0] < served]
+    assert crossed, "no answer ended after a publish that began before it"
     assert figures.continued.total() == 0
     weights = SeededAdapters(fleet)
-    assert max(gap(fleet, weights, 1, one) for one in found[:6]) < 1e-4
+    assert max(gap(fleet, weights, versions_of(one)[0], one) for one in crossed[:6]) < 1e-4
 
 
 def test_an_adapter_is_unloaded_once_nobody_uses_it_and_its_name_does_not_come_back(
