@@ -6,6 +6,7 @@ Errors that may be retried raise StreamBroken; all others raise EngineError.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,8 +52,14 @@ class GenerateEndpoint:
         try:
             body = msgspec.json.encode(request)
             async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
-                async for piece in _pieces(response):
-                    yield piece
+                await _check(response)
+                waiting = bytearray()
+                async for chunk in response.content.iter_any():
+                    for event in _events(waiting, chunk):
+                        if (piece := _piece(event)) is None:
+                            return
+                        yield piece
+                raise StreamBroken("the stream ended without its last event")
         except ClientError as error:
             raise StreamBroken(f"{type(error).__name__} {error}".strip()) from None
         except msgspec.DecodeError as error:
@@ -64,24 +71,25 @@ class GenerateEndpoint:
             await self._session.close()
 
 
-async def _pieces(response: ClientResponse) -> AsyncIterator[StreamChunk]:
+async def _check(response: ClientResponse) -> None:
+    """Raise StreamBroken or EngineError if the request was refused."""
     if response.status != 200:
         text = (await response.read()).decode(errors="replace")[:500]
         problem = f"the router answered {response.status}: {text}"
         raise StreamBroken(problem) if response.status in PASSING or NO_WORKER in text else EngineError(problem)
-    waiting = bytearray()
-    async for chunk in response.content.iter_any():
-        for event in _events(waiting, chunk):
-            data = event.removeprefix(b"data: ")
-            if data == b"[DONE]":
-                return
-            piece = decode_piece(data)
-            if piece.error is not None:
-                problem = f"the engine failed a request: {piece.error}"
-                passing = piece.error.get("code") in PASSING or piece.error.get("type") == STREAM_ERROR
-                raise StreamBroken(problem) if passing else EngineError(problem)
-            yield piece
-    raise StreamBroken("the stream ended without its last event")
+
+
+def _piece(event: bytes) -> StreamChunk | None:
+    """Return what an event says, or None if it is the last. Raises StreamBroken or EngineError if it is an error."""
+    data = event.removeprefix(b"data: ")
+    if data == b"[DONE]":
+        return None
+    piece = decode_piece(data)
+    if piece.error is not None:
+        problem = f"the engine failed a request: {piece.error}"
+        passing = piece.error.get("code") in PASSING or piece.error.get("type") == STREAM_ERROR
+        raise StreamBroken(problem) if passing else EngineError(problem)
+    return piece
 
 
 def _events(waiting: bytearray, chunk: bytes) -> Iterator[bytes]:
@@ -89,6 +97,9 @@ def _events(waiting: bytearray, chunk: bytes) -> Iterator[bytes]:
 
     An event may have 100 MB (routed experts) in a thousand chunks, so each byte is searched and copied only once.
     """
+    if not waiting and chunk.endswith(b"\n\n") and chunk.find(b"\n\n") == len(chunk) - 2:  # one event, as usually
+        yield chunk[:-2]
+        return
     search_from = max(0, len(waiting) - 1)
     waiting += chunk
     while (end := waiting.find(b"\n\n", search_from)) >= 0:
@@ -116,12 +127,36 @@ def _session(access: Access, **settings: Any) -> ClientSession:
     return ClientSession(connector=connector, auto_decompress=False, **settings)
 
 
+class _Connection(ResponseHandler):
+    """Connection whose read timeout is checked when its timer fires. aiohttp sets a new timer for every chunk, which
+    takes a tenth of the CPU time of a request."""
+
+    _heard = 0.0
+
+    def _reschedule_timeout(self) -> None:
+        self._heard = self._loop.time()
+        if self._read_timeout and self._read_timeout_handle is None:
+            self._read_timeout_handle = self._loop.call_later(self._read_timeout, self._on_read_timeout)
+
+    def _on_read_timeout(self) -> None:
+        self._read_timeout_handle = None
+        left = self._heard + (self._read_timeout or 0.0) - self._loop.time()
+        if self._read_timeout and left > 0:
+            self._read_timeout_handle = self._loop.call_later(left, self._on_read_timeout)
+        else:
+            super()._on_read_timeout()
+
+
 class _Connector(TCPConnector):
     """Connector that aborts connections that are not reused.
 
     Under TLS, aiohttp would wait up to 30 s for the peer to close, although the peer may be dead, and the wait could
     outlive the event loop.
     """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._factory: Any = partial(_Connection, loop=self._loop)
 
     def _release(self, key: Any, protocol: ResponseHandler, *, should_close: bool = False) -> None:
         if (should_close or protocol.should_close) and protocol.transport is not None:

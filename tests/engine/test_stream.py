@@ -1,0 +1,84 @@
+"""Events of a stream, however the network cuts it, and the end of one that falls silent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.engine.stream import GenerateEndpoint, StreamBroken, _events
+from asyncrl.network.addresses import Access
+
+EVENTS = [b"data: {}", b"", b"data: [1,2]", b"x", b"data: [DONE]"]
+STREAM = b"".join(event + b"\n\n" for event in EVENTS)
+
+
+@given(cuts=st.lists(st.integers(0, len(STREAM)), max_size=len(STREAM)))
+def test_events_do_not_depend_on_the_chunks_in_which_they_arrive(cuts: list[int]) -> None:
+    places, waiting = [0, *sorted(cuts), len(STREAM)], bytearray()
+    chunks = [STREAM[start:end] for start, end in pairwise(places)]
+    assert [event for chunk in chunks for event in _events(waiting, chunk)] == EVENTS
+    assert not waiting
+
+
+def test_bytes_one_by_one_are_the_same_events() -> None:
+    waiting = bytearray()
+    assert [event for byte in STREAM for event in _events(waiting, bytes([byte]))] == EVENTS
+
+
+def test_a_stream_breaks_when_no_chunk_came_for_the_timeout_however_many_came_before() -> None:
+    """Five chunks come in two thirds of the timeout each."""
+    timeout, pause, chunks = 0.6, 0.4, 5
+    event = b"data: " + json.dumps({"index": 0, "output_ids": [1], "meta_info": {"id": "a"}}).encode() + b"\n\n"
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(chunks):
+            writer.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
+            await writer.drain()
+            await asyncio.sleep(pause)
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        closed.set()
+
+    closed = asyncio.Event()
+
+    async def main() -> tuple[int, float, str]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        endpoint, seen, last = GenerateEndpoint(f"http://127.0.0.1:{port}", Access(""), timeout), list[Any](), 0.0
+        try:
+            async for piece in endpoint.stream({}, "key"):
+                seen.append(piece)
+                last = time.monotonic()
+        except StreamBroken as broken:
+            return len(seen), time.monotonic() - last, str(broken)
+        finally:
+            await endpoint.close()
+            await asyncio.wait_for(closed.wait(), 30.0)
+            server.close()
+            await server.wait_closed()
+        raise AssertionError("the stream did not break")
+
+    count, silence, why = asyncio.run(main())
+    assert count == chunks
+    assert silence >= 0.9 * timeout
+    assert "Timeout" in why
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_stream_that_begins_with_less_than_an_event_waits_for_the_rest(size: int) -> None:
+    waiting = bytearray()
+    assert list(_events(waiting, STREAM[:size])) == []
+    assert list(_events(waiting, STREAM[size:])) == EVENTS
