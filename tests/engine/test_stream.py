@@ -71,7 +71,7 @@ def test_a_stream_breaks_when_no_chunk_came_for_the_timeout_however_many_came_be
             await server.wait_closed()
         raise AssertionError("the stream did not break")
 
-    count, silence, why = asyncio.run(main())
+    count, silence, why = asyncio.run(asyncio.wait_for(main(), 30.0))
     assert count == chunks
     assert silence >= 0.9 * timeout
     assert "Timeout" in why
