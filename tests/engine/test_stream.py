@@ -33,9 +33,10 @@ def test_bytes_one_by_one_are_the_same_events() -> None:
     assert [event for byte in STREAM for event in _events(waiting, bytes([byte]))] == EVENTS
 
 
-def test_a_stream_breaks_when_no_chunk_came_for_the_timeout_however_many_came_before() -> None:
-    """Five chunks come in two thirds of the timeout each."""
-    timeout, pause, chunks = 0.6, 0.4, 5
+@pytest.mark.parametrize("chunks", [4, 5], ids=["the timer was set before the last chunk", "and with it"])
+def test_a_stream_breaks_when_no_chunk_came_for_the_timeout_however_many_came_before(chunks: int) -> None:
+    """The chunks come in two thirds of the timeout each; in between, the timer fires at every second one."""
+    timeout, pause = 0.6, 0.4
     event = b"data: " + json.dumps({"index": 0, "output_ids": [1], "meta_info": {"id": "a"}}).encode() + b"\n\n"
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
