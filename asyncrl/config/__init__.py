@@ -31,6 +31,7 @@ from asyncrl.config.lending import check_lending
 from asyncrl.config.overlap import check_overlap
 from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
+from asyncrl.config.rules import Rule, require
 from asyncrl.config.running import (
     CheckpointConfig,
     ClusterConfig,
@@ -244,7 +245,7 @@ class Config(Section):
             return
         least, most = self.cluster.min_engines, self.cluster.max_engines
         count = self.engine.started + len(self.engine.urls)
-        for field, value, wrong, remedy in (
+        rules: list[Rule] = [
             ("mode", self.mode, self.mode != "train", "Only a run that trains can be elastic"),
             (
                 "cluster.placement",
@@ -255,9 +256,8 @@ class Config(Section):
             ("metrics.timeline", False, not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
             ("cluster.min_engines", least, least > count, f"The run starts with {count} engines: lower it"),
             ("cluster.max_engines", most, most is not None and most < count, f"It starts with {count}: raise it"),
-        ):
-            if wrong:
-                raise ConfigError(field, value, f"{remedy}, or set cluster.elastic=off.")
+        ]
+        require(rules, ", or set cluster.elastic=off.")
 
     @property
     def mixture(self) -> dict[str, TaskConfig]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.config.lora import LoraConfig
-from asyncrl.errors import ConfigError
+from asyncrl.config.rules import Rule, require
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -45,12 +45,10 @@ def check_adapters(config: Config) -> None:
     """Refuse settings that do not fit adapters in the engines. Raises ConfigError."""
     if not (config.serves_adapters or (config.agents.need_versions and config.mode == "train")):
         return
-    for field, value, wrong, remedy in _rules(config):
-        if wrong:
-            raise ConfigError(field, value, remedy)
+    require(_rules(config))
 
 
-def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
+def _rules(config: Config) -> list[Rule]:
     """Return each rule as field, value, whether the value breaks it, and the remedy."""
     targets, resident = set(adapter_targets(config.trainer.lora)), resident_adapters(config)
     otherwise = "remove agents.roles" if config.agents.need_versions else "set weights.lora=merged"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
 from asyncrl.algo.loss import LOSSES, LossTraits
+from asyncrl.config.rules import Rule, require
 from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,9 +23,7 @@ def check_batch_parts(config: Config) -> None:
         return
     if parts > groups:
         raise ConfigError(FIELD, parts, f"A batch has rollout.batch_groups={groups} groups: set at most {groups}.")
-    for field, value, wrong, why in _rules(config):
-        if wrong:
-            raise ConfigError(field, value, f"{why} {REMEDY}")
+    require(_rules(config), f" {REMEDY}")
     check_traits(config, ADVANTAGES.traits(config.algo.advantage), LOSSES.traits(config.algo.loss))
 
 
@@ -40,7 +39,7 @@ def check_traits(config: Config, advantage: AdvantageTraits, loss: LossTraits) -
         raise ConfigError("algo.loss", config.algo.loss.name, f"{problem} {REMEDY}")
 
 
-def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
+def _rules(config: Config) -> list[Rule]:
     """Return each rule as field, value, whether the value breaks it, and the reason."""
     algo, trains = config.algo, config.mode == "train"
     return [

@@ -3,9 +3,9 @@ turns."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from asyncrl.errors import ConfigError
+from asyncrl.config.rules import Rule, require
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -19,15 +19,13 @@ def check_colocated(config: Config) -> None:
     """Refuse settings that do not fit engines and trainers that take turns. Raises ConfigError."""
     if config.cluster.placement != "colocated":
         return
-    for field, value, wrong, remedy in _rules(config):
-        if wrong:
-            raise ConfigError(field, value, remedy)
+    require(_rules(config))
 
 
-def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
+def _rules(config: Config) -> list[Rule]:
     """Return each rule as field, value, whether the value breaks it, and the remedy."""
     weights, rollout, engine = config.weights, config.rollout, config.engine
-    rules: list[tuple[str, Any, bool, str]] = [
+    rules: list[Rule] = [
         (
             "cluster.placement",
             "colocated",

@@ -3,9 +3,9 @@ the others only decode."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from asyncrl.errors import ConfigError
+from asyncrl.config.rules import Rule, require
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -17,12 +17,10 @@ def check_disaggregated(config: Config) -> None:
     """Refuse settings that do not fit engines that only prefill or only decode. Raises ConfigError."""
     if not config.engine.disaggregated:
         return
-    for field, value, wrong, remedy in _rules(config):
-        if wrong:
-            raise ConfigError(field, value, remedy)
+    require(_rules(config))
 
 
-def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
+def _rules(config: Config) -> list[Rule]:
     """Return each rule as field, value, whether the value breaks it, and the remedy."""
     engine, mode = config.engine, config.weights.pause_mode
     missing = "prefill_count" if not engine.prefill_count else "decode_count"

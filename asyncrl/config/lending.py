@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.config.colocated import SERVER_ARGS
-from asyncrl.errors import ConfigError
+from asyncrl.config.rules import Rule, require
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -17,15 +17,13 @@ def check_lending(config: Config) -> None:
     """Refuse settings under which the trainers cannot lend their GPUs. Raises ConfigError."""
     if not config.cluster.lend:
         return
-    for field, value, wrong, remedy in _rules(config):
-        if wrong:
-            raise ConfigError(field, value, f"{remedy}, or set {FIELD}=false.")
+    require(_rules(config), f", or set {FIELD}=false.")
 
 
-def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
+def _rules(config: Config) -> list[Rule]:
     """Return each rule as field, value, whether the value breaks it, and the remedy."""
     weights, engine, trainer = config.weights, config.engine, config.trainer
-    rules: list[tuple[str, Any, bool, str]] = [
+    rules: list[Rule] = [
         (
             "cluster.elastic",
             config.cluster.elastic,

@@ -3,26 +3,22 @@ trained."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from asyncrl.errors import ConfigError
+from asyncrl.config.rules import Rule, require
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-
-REMEDY = "set weights.overlap=false."
 
 
 def check_overlap(config: Config) -> None:
     """Refuse settings under which no batch can be trained during a publish. Raises ConfigError."""
     if not config.weights.overlap:
         return
-    for field, value, wrong, problem in _rules(config):
-        if wrong:
-            raise ConfigError(field, value, f"{problem}, or {REMEDY}")
+    require(_rules(config), ", or set weights.overlap=false.")
 
 
-def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
+def _rules(config: Config) -> list[Rule]:
     """Return each rule as field, value, whether the value breaks it, and the problem with another remedy."""
     weights, rollout = config.weights, config.rollout
     adapters = config.mode == "train" and (config.serves_adapters or config.agents.need_versions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from asyncrl.config.rules import Rule, require
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
 
@@ -23,7 +24,7 @@ def check_quantization(config: Config) -> None:
     if engine.quantization == "none":
         return
     simulated = "" if not engine.holds_codes else f", or {FIELD}={engine.quantization}_simulated"
-    for field, value, wrong, remedy in (
+    rules: list[Rule] = [
         (
             FIELD,
             engine.quantization,
@@ -51,9 +52,8 @@ def check_quantization(config: Config) -> None:
             )
             for name, value in engine.server_args.items()
         ),
-    ):
-        if wrong:
-            raise ConfigError(field, value, remedy)
+    ]
+    require(rules)
 
 
 def check_codes(config: Config, model: dict[str, Any], *, gpu: bool, sees: bool) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from asyncrl.config.rules import Rule, require
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Name, Section
 
@@ -92,12 +93,10 @@ def check_roles(config: Config) -> None:
             raise ConfigError(field, role.past.model_dump(), remedy)
     if config.mode == "rollout_only" or not agents.need_versions:
         return
-    for field, value, wrong, remedy in _rules(config):
-        if wrong:
-            raise ConfigError(field, value, remedy)
+    require(_rules(config))
 
 
-def _rules(config: Config) -> list[tuple[str, Any, bool, str]]:
+def _rules(config: Config) -> list[Rule]:
     """Return each rule of several adapters as field, value, whether the value breaks it, and the remedy."""
     rank, lora, placement = config.trainer.lora.rank, config.weights.lora, config.cluster.placement
     return [

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.errors import ConfigError
+from asyncrl.config.rules import Rule, require
 
 if TYPE_CHECKING:
     from asyncrl.config import Config, EngineConfig, TrainerConfig
@@ -47,12 +47,11 @@ def draft_room(engine: EngineConfig) -> int:
 
 def check_speculation(config: Config) -> None:
     """Refuse settings that do not fit speculative decoding or HiCache. Raises ConfigError."""
-    for field, value, wrong, remedy in _rules(config) if config.mode != "replay" else ():
-        if wrong:
-            raise ConfigError(field, value, remedy)
+    if config.mode != "replay":
+        require(_rules(config))
 
 
-def _rules(config: Config) -> Iterator[tuple[str, Any, bool, str]]:
+def _rules(config: Config) -> Iterator[Rule]:
     """Yield each rule as field, value, whether the value breaks it, and the remedy."""
     if config.trainer.mtp:
         yield from _training_rules(config.trainer, config.algo.routing_replay)
@@ -90,7 +89,7 @@ def _rules(config: Config) -> Iterator[tuple[str, Any, bool, str]]:
     yield "cluster.placement", placement, drafts and placement == "colocated", why
 
 
-def _cache_rules(config: Config) -> Iterator[tuple[str, Any, bool, str]]:
+def _cache_rules(config: Config) -> Iterator[Rule]:
     """Yield the rules of HiCache, which would keep the caches of old weights for long."""
     storage, flushes = config.engine.server_args.get("hicache_storage_backend"), config.weights.pause_mode != "in_place"
     why = "It keeps prefix caches beyond the run and beyond their weights: remove it."
@@ -101,7 +100,7 @@ def _cache_rules(config: Config) -> Iterator[tuple[str, Any, bool, str]]:
     yield "deterministic", True, config.deterministic and hosts, "It needs whole prefills: unset engine.hicache."
 
 
-def _training_rules(trainer: TrainerConfig, replay: str) -> Iterator[tuple[str, Any, bool, str]]:
+def _training_rules(trainer: TrainerConfig, replay: str) -> Iterator[Rule]:
     """Yield the rules of trainer.mtp, which trainer/mtp.py supports in a whole model of Megatron's own layers."""
     off = "or set trainer.mtp=null"
     for field, value, supported in (

@@ -1,4 +1,5 @@
-"""Hand-over of the GPUs between engines and trainers, which use them in turns (cluster.placement=colocated).
+"""Hand-over of the GPUs between engines and trainers, which use them in turns (cluster.placement=colocated, or the
+engines of cluster.lend).
 
 An engine goes through these phases, in this order only. Each step is a call that every engine must answer:
 

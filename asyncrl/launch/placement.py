@@ -164,23 +164,28 @@ def _episodes(config: Config, head: _Room, others: list[_Room]) -> tuple[list[Se
 
 def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_Room]:
     """Return the trainers' machines with the trainers' GPUs, for engines that use them in turns."""
-    gpus = {seat.node.name: seat.gpus for seat in trainers}
+    rooms = _of_trainers(trainers, rooms)
     count, ranks = config.engine.started, config.engine.ranks
-    if (shared := sum(map(len, gpus.values()))) and shared != count * ranks:
+    if (shared := sum(len(room.free) for room in rooms)) and shared != count * ranks:
         raise ConfigError(
             _sizes("engine", config.engine),
             f"{count} × {ranks}",
             f"With cluster.placement=colocated the engines use the {shared} GPUs of the trainers: the product must be "
             "that number.",
         )
+    return rooms
+
+
+def _of_trainers(trainers: list[Seat], rooms: list[_Room]) -> list[_Room]:
+    """Return the trainers' machines with the trainers' GPUs."""
+    gpus = {seat.node.name: seat.gpus for seat in trainers}
     return [room.again(gpus[room.node.name]) for room in rooms]
 
 
 def _lent(config: Config, trainers: list[Seat], rooms: list[_Room], each: int) -> list[list[Seat]]:
     """Place the engines to which the trainers lend their GPUs: as many as fit these GPUs, or one per machine without
     GPUs. Raises ConfigError if none fits."""
-    gpus = {seat.node.name: seat.gpus for seat in trainers}
-    shared = [room.again(gpus[room.node.name]) for room in rooms]
+    shared = _of_trainers(trainers, rooms)
     ranks, gpu = config.engine.ranks, _on_gpu("engine", config.engine, each)
     count = sum(len(room.free) // ranks for room in shared) if gpu else len(rooms)
     if not count:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
@@ -23,35 +24,48 @@ WORKLOAD = Workload(asdict(LENGTHS), 0.01, [0.0], 0.25, per_request=0.0005, max_
 """One engine takes about 1 s for a batch, two take half of it, and the trainer takes 0.25 s."""
 
 
-@pytest.mark.integration
-def test_controller_adds_an_engine_that_makes_steps_shorter_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for name, value in WORKLOAD.environment().items():
+Records = list[dict[str, Any]]
+
+
+def played(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workload: Workload, count: int, **changes: object
+) -> tuple[Records, Records, str]:
+    """Run `count` steps, of which no group is lost and none is too old. Return decisions, steps and output."""
+    for name, value in {"PYTHONPATH": str(ROOT), **workload.environment()}.items():
         monkeypatch.setenv(name, value)
     run_dir, questions = tmp_path / "run", tmp_path / "questions.jsonl"
     write_questions(questions, 0, raises=0.0, hangs=0.0)
     overrides = {
-        "run.max_steps": STEPS,
+        "run.max_steps": count,
         "cluster.elastic": "act",
-        "cluster.max_engines": 2,
         "cluster.tls": "false",
         "rollout.batch_groups": 8,
         "rollout.group_size": LENGTHS.group_size,
         "rollout.max_staleness": 1,
-        "rollout.max_running_groups": "null",
         "rollout.max_new_tokens": LENGTHS.longest,
-        "weights.verify": "false",
         "task": "file",
         "task.train_file": questions,
         "eval.questions": 0,
+        **changes,
     }
     arguments = [f"{name}={value}" for name, value in overrides.items()]
     with start(run_dir, *arguments, module="tests.integration.stub_run") as process:
-        code, text = finish(process, run_dir, 120)
+        code, text = finish(process, run_dir, 20.0 * count)
     assert code == 0, text
-    decisions, steps = lines(run_dir / "elastic.jsonl"), lines(run_dir / "metrics.jsonl")
+    steps = lines(run_dir / "metrics.jsonl")
+    assert max(step["staleness/max"] for step in steps) <= 1
+    ledger = balanced(run_dir)
+    assert (ledger.groups.trained, ledger.groups.rejected) == (8 * count, {})
+    nothing_is_left(run_dir)
+    return lines(run_dir / "elastic.jsonl"), steps, text
+
+
+@pytest.mark.integration
+def test_controller_adds_an_engine_that_makes_steps_shorter_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"cluster.max_engines": 2, "rollout.max_running_groups": "null", "weights.verify": "false"}
+    decisions, steps, text = played(tmp_path, monkeypatch, WORKLOAD, STEPS, **changes)
     moved = [one for one in decisions if one["action"].endswith("engine")]
     assert [(one["action"], one["before"], one["after"]) for one in moved] == [("add_engine", 1, 2)], text
     assert all(f"elastic  step {one['step']}: {one['reason']}" in text for one in decisions)
@@ -60,10 +74,6 @@ def test_controller_adds_an_engine_that_makes_steps_shorter_and_nothing_is_lost(
     at = serving.index(2)
     before, after = (sum(one["time/step"] for one in steps[at + first : at + first + 5]) for first in (-5, 2))
     assert after < 0.85 * before
-    assert max(step["staleness/max"] for step in steps) <= 1
-    ledger = balanced(run_dir)
-    assert (ledger.groups.trained, ledger.groups.rejected) == (8 * STEPS, {})
-    nothing_is_left(run_dir)
 
 
 @pytest.mark.integration
@@ -72,31 +82,8 @@ def test_controller_lends_the_trainers_gpus_and_steps_get_shorter_and_nothing_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One engine takes about 12 s for a batch, and two take half of it; no engine may be added."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    slow = replace(WORKLOAD, per_token=0.12)
-    for name, value in slow.environment().items():
-        monkeypatch.setenv(name, value)
-    run_dir, questions = tmp_path / "run", tmp_path / "questions.jsonl"
-    write_questions(questions, 0, raises=0.0, hangs=0.0)
-    overrides = {
-        "run.max_steps": SLOW_STEPS,
-        "cluster.elastic": "act",
-        "cluster.lend": "true",
-        "cluster.tls": "false",
-        "rollout.batch_groups": 8,
-        "rollout.group_size": LENGTHS.group_size,
-        "rollout.max_staleness": 1,
-        "rollout.max_running_groups": "auto",
-        "rollout.max_new_tokens": LENGTHS.longest,
-        "task": "file",
-        "task.train_file": questions,
-        "eval.questions": 0,
-    }
-    arguments = [f"{name}={value}" for name, value in overrides.items()]
-    with start(run_dir, *arguments, module="tests.integration.stub_run") as process:
-        code, text = finish(process, run_dir, 480)
-    assert code == 0, text
-    decisions, steps = lines(run_dir / "elastic.jsonl"), lines(run_dir / "metrics.jsonl")
+    slow, changes = replace(WORKLOAD, per_token=0.12), {"cluster.lend": "true", "rollout.max_running_groups": "auto"}
+    decisions, steps, _ = played(tmp_path, monkeypatch, slow, SLOW_STEPS, **changes)
     (lent,) = (one["step"] for one in decisions if one["action"] == "lend_trainer")
     loans = [step for step in steps if step.get("time/lent")]
     assert len(loans) >= 3
@@ -105,7 +92,3 @@ def test_controller_lends_the_trainers_gpus_and_steps_get_shorter_and_nothing_is
     after = median(step["time/step"] for step in loans[1:])
     print(f"{before:.2f} s a step, {after:.2f} s with loans")
     assert after < 0.9 * before
-    assert max(step["staleness/max"] for step in steps) <= 1
-    ledger = balanced(run_dir)
-    assert (ledger.groups.trained, ledger.groups.rejected) == (8 * SLOW_STEPS, {})
-    nothing_is_left(run_dir)
