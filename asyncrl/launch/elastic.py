@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 COMMAND = [sys.executable, "-m", "asyncrl.launch.engines"]
 GPU_HAND_OVER, CPU_HAND_OVER = 30.0, 2.0
-"""Seconds that handing the trainers' GPUs over and back is assumed to take when the controller decides. Whether a single
-wait is long enough, the trainers decide by what their loans took (engine/loans.py)."""
+"""Seconds that handing the trainers' GPUs over and back is assumed to take when the controller decides. Whether a
+single wait is long enough, the trainers decide by what their loans took (engine/loans.py)."""
 SECONDS = 60.0
 """Deadline of a request to the rollout process, of sbatch, and of the end of the engines that were added."""
 
