@@ -629,9 +629,9 @@ def test_model_that_the_trainer_cannot_build_is_refused(change: dict[str, Any], 
         ),
         (
             MOE,
-            {"engine.server_args": {"enable_hierarchical_cache": True}},
-            "engine.server_args.enable_hierarchical_cache",
-            "cannot report routed experts",
+            {"engine.hicache": 64, "rollout.cache_key": "version"},
+            "algo.routing_replay",
+            "forgets which experts",
         ),
     ],
 )
@@ -644,29 +644,37 @@ def test_routing_replay_needs_experts_and_engines_that_tell_them(
 
 
 def test_routing_replay_that_the_engines_can_give_passes() -> None:
-    speculative = {"engine.server_args": {"speculative_algorithm": None}}
-    check_model(tiny_config(**{"algo.routing_replay": "R3", **speculative}), MOE)
+    check_model(tiny_config(**{"algo.routing_replay": "R3"}), MOE)
     check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), MIXTRAL)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("speculative_algorithm", "EAGLE", "cannot load new weights"),
+        ("moe_runner_backend", "flashinfer_trtllm", "cannot load new weights"),
+        ("quantization", "fp8", "set engine.quantization"),
+        ("load-format", "dummy", "random weights"),
         ("moe_a2a_backend", "deepep", "weights.verify=false"),
+        ("disable-shared-experts-fusion", True, "weights.verify=false"),
     ],
 )
 def test_engines_that_cannot_take_or_prove_new_weights_are_refused(name: str, value: Any, remedy: str) -> None:
     args = {"engine.server_args": {name: value}}
-    with pytest.raises(ConfigError, match=remedy) as caught:
-        check_model(tiny_config(**args), MOE)
-    assert (caught.value.field, caught.value.value) == (f"engine.server_args.{name}", value)
-    check_model(tiny_config(**args, mode="rollout_only", record=True), MOE)
+    wrong = refusal(**args)
+    assert (wrong.field, wrong.value) == (f"engine.server_args.{name.replace('-', '_')}", value)
+    assert remedy in str(wrong)
+    tiny_config(**args, mode="rollout_only", record=True)
+
+
+def test_an_argument_of_an_engine_has_one_name() -> None:
+    assert tiny_config(**{"engine.server_args": {"log-level": "info"}}).engine.server_args == {"log_level": "info"}
+    with pytest.raises(ConfigError, match="remove one of the two"):
+        tiny_config(**{"engine.server_args": {"log-level": "info", "log_level": "debug"}})
 
 
 def test_engines_whose_weights_are_cut_in_other_ways_pass_without_verification() -> None:
-    check_model(tiny_config(**{"engine.server_args": {"moe_dense_tp_size": 2}, "weights.verify": False}), MOE)
-    check_model(tiny_config(**{"engine.server_args": {"moe_dp_size": 1, "moe_a2a_backend": "none"}}), MOE)
+    tiny_config(**{"engine.server_args": {"moe_dense_tp_size": 2}, "weights.verify": False})
+    tiny_config(**{"engine.server_args": {"moe_dp_size": 1, "moe_a2a_backend": "none", "moe_runner_backend": "triton"}})
 
 
 APART = {"engine.count": 0, "engine.prefill_count": 1, "engine.decode_count": 1, "rollout.coalesce": False}
@@ -730,12 +738,21 @@ def test_the_groups_of_an_engine_divide_its_ranks(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "field"), [("tp-size", "tensor"), ("ep_size", "expert"), ("dp_size", "data"), ("pp_size", "pipeline")]
+    ("name", "field"),
+    [
+        ("tp-size", "tensor_parallel"),
+        ("ep_size", "expert_parallel"),
+        ("dp_size", "data_parallel"),
+        ("pp_size", "pipeline_parallel"),
+        ("speculative_algorithm", "speculative"),
+        ("hicache_size", "hicache"),
+        ("disaggregation_mode", "prefill_count"),
+    ],
 )
 def test_arguments_that_are_settings_are_refused(name: str, field: str) -> None:
     wrong = refusal(**{"engine.server_args": {name: 2}})
-    assert wrong.field == f"engine.server_args.{name}"
-    assert f"engine.{field}_parallel" in str(wrong)
+    assert wrong.field == f"engine.server_args.{name.replace('-', '_')}"
+    assert f"engine.{field}" in str(wrong)
 
 
 def test_stages_are_refused_in_engines_that_others_started() -> None:

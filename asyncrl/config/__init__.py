@@ -42,6 +42,7 @@ from asyncrl.config.running import (
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
+from asyncrl.config.server_args import check_server_args
 from asyncrl.config.speculation import check_speculation
 from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
@@ -180,6 +181,7 @@ class Config(Section):
         self._check_sets()
         self._check_teacher()
         self._check_elastic()
+        check_server_args(self)
         check_batch_parts(self)
         check_overlap(self)
         check_colocated(self)
@@ -252,6 +254,12 @@ class Config(Section):
                 "colocated",
                 self.cluster.placement == "colocated",
                 "Engines and trainers take turns",
+            ),
+            (
+                "engine.prefill_count",
+                self.engine.prefill_count,
+                self.engine.disaggregated,
+                "The controller does not know engines that only prefill or only decode: set engine.count",
             ),
             ("metrics.timeline", False, not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
             ("cluster.min_engines", least, least > count, f"The run starts with {count} engines: lower it"),

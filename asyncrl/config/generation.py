@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
 from asyncrl.config.quantization import Quantization
 from asyncrl.config.secret_values import Parameters
+from asyncrl.config.server_args import ServerArgs
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
 from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section
-
-SHAPE_ARGS = {
-    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "tensor_parallel"),
-    **dict.fromkeys(("ep_size", "expert_parallel_size", "ep"), "expert_parallel"),
-    **dict.fromkeys(("dp_size", "data_parallel_size", "dp", "enable_dp_attention"), "data_parallel"),
-    **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pp"), "pipeline_parallel"),
-}
-"""Settings in place of SGLang's arguments, from which placement and publishes follow."""
 
 
 class EngineConfig(Section):
@@ -64,7 +57,7 @@ class EngineConfig(Section):
     stream_interval: Count
     """Tokens per chunk of a streamed answer. More tokens cost less overhead, but more work is lost when an engine
     dies."""
-    server_args: dict[str, Any]
+    server_args: ServerArgs
     """Additional SGLang arguments, as name: value (true for a bare flag)."""
     request_fields: Parameters
     """Additional fields of every request to /generate. The router forwards them unchanged."""
@@ -119,9 +112,6 @@ class EngineConfig(Section):
         if self.urls and self.pipeline_parallel > 1:
             remedy = "The stock server cannot take weights on several stages: start engines by engine.count."
             raise ConfigError("engine.pipeline_parallel", self.pipeline_parallel, remedy)
-        for given, value in self.server_args.items():
-            if named := SHAPE_ARGS.get(given.replace("-", "_")):
-                raise ConfigError(f"engine.server_args.{given}", value, f"Set engine.{named} instead.")
 
     @property
     def disaggregated(self) -> bool:
@@ -167,7 +157,7 @@ class AuxiliaryModelConfig(Section):
     CPU."""
     max_running: Count
     """Maximum number of concurrent requests: to all engines of a teacher together, in each engine of a judge."""
-    server_args: dict[str, Any]
+    server_args: ServerArgs
     """Additional SGLang arguments, as name: value (true for a bare flag)."""
 
     @property

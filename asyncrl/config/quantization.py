@@ -43,11 +43,17 @@ def check_quantization(config: Config) -> None:
             engine.holds_codes and engine.dtype not in ("auto", "bfloat16"),
             f"SGLang multiplies quantized weights in bfloat16: set bfloat16{simulated}.",
         ),
+        (
+            "engine.urls",
+            engine.urls,
+            engine.holds_codes and bool(engine.urls),
+            f"Engines that were started elsewhere hold no codes: remove them{simulated}.",
+        ),
         *(
             (
                 f"engine.server_args.{name}",
                 value,
-                name in ("quantization", "load_format"),
+                name in ("load_format", "json_model_override_args"),
                 f"{FIELD} sets it: remove one of the two.",
             )
             for name, value in engine.server_args.items()

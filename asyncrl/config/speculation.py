@@ -87,6 +87,7 @@ def _rules(config: Config) -> Iterator[Rule]:
     yield "engine.quantization", codes, drafts and config.engine.holds_codes, why
     why = f"A draft model does not survive the release of an engine's memory ({kind}): {off}, or use ngram."
     yield "cluster.placement", placement, drafts and placement == "colocated", why
+    yield "cluster.lend", True, drafts and config.cluster.lend, why
 
 
 def _cache_rules(config: Config) -> Iterator[Rule]:
@@ -94,10 +95,17 @@ def _cache_rules(config: Config) -> Iterator[Rule]:
     storage, flushes = config.engine.server_args.get("hicache_storage_backend"), config.weights.pause_mode != "in_place"
     why = "It keeps prefix caches beyond the run and beyond their weights: remove it."
     yield "engine.server_args.hicache_storage_backend", storage, storage is not None, why
+    if config.engine.hicache is None:
+        return
     why = "A group's later turns would find caches of old weights in host memory (engine.hicache): set version."
-    key, hosts = config.rollout.cache_key, config.engine.hicache is not None
-    yield "rollout.cache_key", key, hosts and key == "group" and not flushes, why
-    yield "deterministic", True, config.deterministic and hosts, "It needs whole prefills: unset engine.hicache."
+    yield "rollout.cache_key", config.rollout.cache_key, config.rollout.cache_key == "group" and not flushes, why
+    off, replay, cluster = "unset engine.hicache", config.algo.routing_replay, config.cluster
+    yield "deterministic", True, config.deterministic, f"It needs whole prefills: {off}."
+    why = f"SGLang forgets which experts a token had when its cache moves to host memory: {off}, or set none or R2."
+    yield "algo.routing_replay", replay, replay == "R3", why
+    why = f"Host caches of engines that release their memory were not tried: {off}."
+    yield "cluster.placement", cluster.placement, cluster.placement == "colocated", why
+    yield "cluster.lend", True, cluster.lend, why
 
 
 def _training_rules(trainer: TrainerConfig, replay: str) -> Iterator[Rule]:

@@ -78,11 +78,14 @@ def shape_args(shape: EngineParallel) -> dict[str, Any]:
 
 def duty_args(engine: EngineConfig, duty: str, bootstrap: int) -> dict[str, Any]:
     """Return the arguments of an engine that only prefills or only decodes; none for others. The router tells decoding
-    engines the port at which they meet one that prefills."""
+    engines the port at which they meet one that prefills. SGLang gives decoding engines no prefix cache, and so none in
+    host memory."""
     if duty == "regular":
         return {}
-    met = {"disaggregation_bootstrap_port": bootstrap} if duty == "prefill" else {}
-    return {"disaggregation_mode": duty, "disaggregation_transfer_backend": engine.transfer_backend, **met}
+    apart = {"disaggregation_mode": duty, "disaggregation_transfer_backend": engine.transfer_backend}
+    if duty == "prefill":
+        return {**apart, "disaggregation_bootstrap_port": bootstrap}
+    return {**apart, "enable_hierarchical_cache": False, "hicache_size": None}
 
 
 QUANTIZATION_CONFIG: dict[str, dict[str, Any]] = {
@@ -90,6 +93,14 @@ QUANTIZATION_CONFIG: dict[str, dict[str, Any]] = {
     "int8": {"quant_method": "w8a8_int8"},
 }
 """What the config.json of a folder with such weights says (weights/quantization.py)."""
+
+
+def expert_args(engine: EngineConfig, *, gpu: bool) -> dict[str, Any]:
+    """Return the argument that chooses the kernels of routed experts. SGLang would choose FlashInfer's on Blackwell,
+    which keep weights in a layout of their own, so that no later version could be loaded. Kernels that exchange tokens
+    between ranks (moe_a2a_backend) bring their own."""
+    exchanged = engine.server_args.get("moe_a2a_backend") not in (None, "none")
+    return {"moe_runner_backend": "triton"} if gpu and not exchanged else {}
 
 
 def quantization_args(engine: EngineConfig) -> dict[str, Any]:
@@ -126,6 +137,7 @@ def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed:
             "enable_hierarchical_cache": engine.hicache is not None,
             "hicache_size": engine.hicache,
             **quantization_args(engine),
+            **expert_args(engine, gpu=gpu),
             **more,
         },
     )

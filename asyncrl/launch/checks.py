@@ -54,7 +54,6 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     _check_replay(config, hf)
     _check_vision(config, hf)
     _check_drafts(config, hf)
-    _check_publishes(config)
     if config.mode == "train":
         gpu, sees = on_gpu(config.engine, gpus), image_shape(hf) is not None
         check_codes(config, {**hf, **family}, gpu=gpu, sees=sees)
@@ -232,12 +231,6 @@ def _check_dispatcher(trainer: TrainerConfig, experts: int) -> None:
             raise ConfigError("trainer.token_dispatcher", kind, f"{why}: set alltoall.")
 
 
-CANNOT_TELL_EXPERTS = ("enable_hierarchical_cache", "speculative_algorithm")
-"""SGLang settings that are incompatible with R3. SGLang 0.5.21 keeps the experts of a token on the rank that chose
-them, at the location of its KV entry. An entry that was moved to host memory and back belongs to another token, and
-draft tokens are not recorded. (With pipeline parallelism those of other stages are missing.)"""
-
-
 def _check_replay(config: Config, hf: dict[str, Any]) -> None:
     """Check that routing replay has routers to replay, and for R3 engines that report their routing."""
     replay = config.algo.routing_replay
@@ -247,7 +240,6 @@ def _check_replay(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError("algo.routing_replay", replay, "The model has no routed experts: set none.")
     if replay == "R3" and hf["architectures"][0] == "MixtralForCausalLM":
         raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not report its experts: set R2 or none.")
-    _refuse(config, CANNOT_TELL_EXPERTS if replay == "R3" else (), "cannot report routed experts", "remove it, or R3.")
 
 
 def _check_vision(config: Config, hf: dict[str, Any]) -> None:
@@ -279,34 +271,6 @@ def _check_vision(config: Config, hf: dict[str, Any]) -> None:
     if config.weights.verify and (levels or config.engine.tensor_parallel > 1):
         remedy = "How engines of this model or layout lay out a trained vision tower is not known: set it to false."
         raise ConfigError("weights.verify", True, remedy)
-
-
-CANNOT_LOAD = ("speculative_algorithm",)
-"""SGLang settings with which an engine cannot take new weights: SGLang 0.5.21 loads the tensors of the model into the
-draft model, too."""
-CANNOT_VERIFY = (
-    *("moe_a2a_backend", "moe_dp_size", "moe_data_parallel_size", "enable_dp_lm_head", "enable_eplb"),
-    *("attn_cp_size", "attention_context_parallel_size", "moe_dense_tp_size", "dwdp_size"),
-)
-"""SGLang settings that cut weights in other ways than weights/engine_layout.py, so that every engine would fail the
-comparison of checksums. SGLang's own loaders cut the tensors of a publish as they cut those of a folder."""
-
-
-def _check_publishes(config: Config) -> None:
-    """Check that the engines can take new weights, and prove that they have them."""
-    if config.mode != "train":
-        return
-    _refuse(config, CANNOT_LOAD, "cannot load new weights", "set engine.speculative instead.")
-    if config.weights.verify:
-        remedy = "remove it, or set weights.verify=false."
-        _refuse(config, CANNOT_VERIFY, "cuts weights in a way that weights.verify does not know", remedy)
-
-
-def _refuse(config: Config, names: Sequence[str], why: str, remedy: str) -> None:
-    """Refuse arguments of SGLang that are set to anything but off, or one."""
-    for given, value in config.engine.server_args.items():
-        if given.replace("-", "_") in names and (value is True or value not in (None, False, 1, "1", "none")):
-            raise ConfigError(f"engine.server_args.{given}", value, f"SGLang {why} with it: {remedy}")
 
 
 def check_devices(config: Config, gpus: int) -> None:

@@ -32,9 +32,12 @@ import httpx
 from asyncrl.config import on_gpu, read
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped, visible
+from asyncrl.launch.generations import check_generations
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place_engines
 from asyncrl.launch.plan import engines
+from asyncrl.launch.preflight.facts import this_machine
+from asyncrl.launch.preflight.versions import installed
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
 from asyncrl.launch.slurm.job import SlurmJob
@@ -124,6 +127,8 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None, duty: 
     for node in nodes:
         check_reach(run, node)
     seats = place_engines(config, nodes, count, duty)
+    machines = job.machines if job else [this_machine("", installed())]
+    check_generations(config.engine, [seat for one in seats for seat in one], nodes, machines)
     if cluster.tls:
         Authority(run.folder).sign(seat.url for one in seats for seat in one)
     mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # cleanup must spare the run's own processes

@@ -16,10 +16,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import forecast, layers, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_gpu_features, check_model
+from asyncrl.launch.generations import check_generations
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
 from asyncrl.launch.precision import Precision
-from asyncrl.launch.preflight.facts import this_machine
+from asyncrl.launch.preflight.facts import MachineFacts, this_machine
+from asyncrl.launch.preflight.versions import installed
 from asyncrl.launch.replay import check_recording
 from asyncrl.launch.resume import Resume
 from asyncrl.launch.slurm.job import SlurmJob
@@ -128,7 +130,7 @@ class Preparation:
         gpus = count_gpus(cluster.gpus)
         nodes = job.nodes if job else [this_node(cluster.host, cluster.interface, gpus, 0)]
         if on_gpu(self.config.trainer, max(len(node.gpus) for node in nodes)):
-            return auto_plan.devices_of(nodes, job.machines if job else [this_machine("", {})])
+            return auto_plan.devices_of(nodes, job.machines if job else [this_machine("", installed())])
         rates = precision.measured(hf, [node.name for node in nodes], job)
         return auto_plan.Devices(len(nodes), rates=rates)
 
@@ -153,6 +155,15 @@ class Preparation:
             check_devices(self.config, gpus)
         check_gpu_features(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
+        seats = [seat for seats in (*self._placement.engines, *self._placement.lent) for seat in seats]
+        check_generations(self.config.engine, seats, self.nodes, self.machines if self.gpus else ())
+
+    @property
+    def machines(self) -> Sequence[MachineFacts]:
+        """Facts about each of `nodes`; nothing is known of those of a job that has not been submitted."""
+        if self.job:
+            return self.job.machines
+        return () if self.imagined or not self.nodes else [this_machine("", installed())]
 
     def find(self, role: str) -> None:
         """Find the folder of a model; a built-in one is created first. Without a teacher or judge nothing happens."""

@@ -32,7 +32,13 @@ LATENT = {
         ({"mode": "rollout_only", "record": True}, "engine.quantization", "has no trainer, which quantizes: set none"),
         ({"weights.transport": "delta"}, "weights.transport", "set auto or disk, or engine.quantization=fp8_simulated"),
         ({"engine.dtype": "float32"}, "engine.dtype", "set bfloat16, or engine.quantization=fp8_simulated"),
-        ({"engine.server_args": {"quantization": "fp8"}}, "engine.server_args.quantization", "remove one of the two"),
+        ({"engine.server_args": {"load-format": "auto"}}, "engine.server_args.load_format", "remove one of the two"),
+        (
+            {"engine.server_args": {"json_model_override_args": "{}"}},
+            "engine.server_args.json_model_override_args",
+            "remove one of the two",
+        ),
+        ({"engine.urls": ["http://h:1"]}, "engine.urls", "hold no codes: remove them, or engine.quantization=fp8_sim"),
         (
             {"trainer.lora.rank": 4, "weights.lora": "versions", "weights.transport": "auto"},
             "engine.quantization",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.speculation import speculative_args
-from asyncrl.engine.server import server_argv
+from asyncrl.engine.server import duty_args, expert_args, server_argv
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_gpu_features, check_model
 from tests.fakes import tiny_config
@@ -28,7 +28,7 @@ CACHED = {"engine.hicache": 64, "rollout.cache_key": "version"}
         (NGRAM, "engine.draft_tokens", 1, "set 2 or more"),
         ({}, "engine.draft_tokens", 4, "drafts nothing"),
         (NGRAM, "algo.routing_replay", "R3", "without their experts"),
-        (NGRAM, "engine.server_args", {"speculative_accept_threshold_acc": 0.5}, "would not be the model's"),
+        (NGRAM, "engine.server_args", {"speculative-accept-threshold-acc": 0.5}, "would not be the model's"),
         (EAGLE, "weights.transport", "disk", "set auto, tensor or distributed"),
         (MTP, "weights.transport", "delta", "set auto, tensor or distributed"),
         (MTP, "engine.quantization", "fp8", "set fp8_simulated"),
@@ -36,6 +36,7 @@ CACHED = {"engine.hicache": 64, "rollout.cache_key": "version"}
         (TRAINED, "trainer.layers", "auto", "supports local only"),
         (CACHED, "rollout.cache_key", "group", "caches of old weights"),
         (CACHED, "engine.server_args", {"hicache_storage_backend": "file"}, "beyond their weights"),
+        (CACHED, "algo.routing_replay", "R3", "forgets which experts"),
     ],
 )
 def test_what_does_not_fit_is_refused(base: dict[str, Any], field: str, value: Any, words: str) -> None:
@@ -43,6 +44,26 @@ def test_what_does_not_fit_is_refused(base: dict[str, Any], field: str, value: A
     with pytest.raises(ConfigError, match=words) as caught:
         tiny_config(**{**base, field: value})
     assert caught.value.field.startswith(field)
+
+
+@pytest.mark.parametrize("base", [EAGLE, MTP, CACHED])
+@pytest.mark.parametrize(
+    ("field", "cluster"),
+    [
+        ("cluster.lend", {"cluster.elastic": "act", "rollout.max_running_groups": "auto", "cluster.lend": True}),
+        (
+            "cluster.placement",
+            {"cluster.placement": "colocated", "weights.pause_mode": "retract", "rollout.max_staleness": 1},
+        ),
+    ],
+)
+def test_engines_that_release_their_memory_have_neither_draft_models_nor_host_caches(
+    base: dict[str, Any], field: str, cluster: dict[str, Any]
+) -> None:
+    tiny_config(**cluster, **NGRAM)
+    with pytest.raises(ConfigError, match="unset engine.hicache" if base is CACHED else "use ngram") as caught:
+        tiny_config(**{**base, **cluster})
+    assert caught.value.field == field
 
 
 def test_deterministic_engines_draft_nothing_and_cache_in_one_place() -> None:
@@ -69,6 +90,17 @@ def test_engines_get_sglangs_arguments() -> None:
     assert argv[argv.index("--hicache-size") + 1] == "64"
     assert "--enable-hierarchical-cache" in argv
     assert "--speculative-num-draft-tokens" not in argv, "SGLang chooses by the model"
+    decoding = duty_args(engine, "decode", 0)
+    assert "--hicache-size" not in server_argv(
+        engine, Path("/model"), "http://127.0.0.1:1", gpu=True, seed=0, **decoding
+    )
+
+
+def test_experts_on_gpus_run_on_kernels_that_leave_their_weights_as_they_were_loaded() -> None:
+    assert expert_args(tiny_config().engine, gpu=True) == {"moe_runner_backend": "triton"}
+    assert expert_args(tiny_config().engine, gpu=False) == {}
+    exchanged = {"engine.server_args": {"moe_a2a_backend": "deepep"}, "weights.verify": False}
+    assert expert_args(tiny_config(**exchanged).engine, gpu=True) == {}
 
 
 @pytest.mark.parametrize(("base", "field"), [(EAGLE, "speculative"), (MTP, "speculative"), (CACHED, "hicache")])

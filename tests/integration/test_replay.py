@@ -103,9 +103,11 @@ def test_another_loss_some_batches_and_one_again_and_again_are_trained(live: Pat
     ]
     assert "algo.loss.name: ppo -> cispo" in (tmp_path / "other.out").read_text()
     keep = "replay.keep=asyncrl.rollout.hooks:has_signal"  # gives a reason, not false, for the others
-    looped = replay(tmp_path / "loop", live, *SLACK, keep, "replay.first=4", "replay.last=4", "replay.loop=3")
+    first = next(step["version"] - 1 for step in lines(live / "metrics.jsonl") if step["groups/signal"])
+    batch = (f"replay.first={first}", f"replay.last={first}")
+    looped = replay(tmp_path / "loop", live, *SLACK, keep, *batch, "replay.loop=3")
     assert {step["groups/signal"] for step in looped} == {1.0}
-    assert [step["version"] for step in looped] == [5, 6, 7]
+    assert [step["version"] for step in looped] == [first + 1, first + 2, first + 3]
     assert len({step["staleness/mean"] for step in looped}) == len({step["reward/mean"] for step in looped}) == 1
     assert looped[2]["loss"] != looped[0]["loss"]
 

@@ -40,7 +40,7 @@ def placed(config: Config, nodes: int, gpus: int) -> Placement:
         ("trainer.batch_parts", 2, "set 1"),
         ("weights.overlap", True, "set false"),
         ("trainer.optimizer.offload", True, "set false"),
-        ("engine.server_args", {"enable_memory_saver": False}, "remove it"),
+        ("engine.server_args", {"enable-memory-saver": False}, "remove it"),
     ],
 )
 def test_what_cannot_be_lent_is_refused_by_name(field: str, value: Any, remedy: str) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from asyncrl.config import Config
 from asyncrl.launch.placement import Node, Placement
 from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
 SHOWN = 4
 """Number of machines that a finding names."""
-AMPERE = ("A100", "A800", "A10", "A16", "A30", "A40", "RTX A", "RTX 30")
-BLACKWELL = ("B100", "B200", "B300", "GB10", "RTX 50", "RTX PRO")
-"""Parts of the names of GPUs."""
 
 
 def check_idle(nodes: Sequence[Node], placement: Placement) -> list[Finding]:
@@ -65,24 +61,6 @@ def check_gpus(nodes: Sequence[Node], machines: Sequence[MachineFacts]) -> list[
     return found or [
         ok("cluster.gpus", f"{each} GPU(s) on each of {sum(bool(n.gpus) for n in nodes)} machine(s): {kind}")
     ]
-
-
-def check_fp8(config: Config, placement: Placement, machines: Mapping[str, MachineFacts]) -> list[Finding]:
-    """Refuse fp8 weights on GPUs where SGLang rewrites them after loading, so that no later version could be loaded:
-    into Marlin's layout on Ampere (layers/quantization/fp8.py), with other scales for DeepGEMM on Blackwell. `machines`
-    are those that are known, by name."""
-    if config.engine.quantization != "fp8":
-        return []
-    seats = [seat for seats in placement.engines for seat in seats if seat.node.name in machines]
-    names = {gpu.name for seat in seats for gpu in machines[seat.node.name].visible(seat.node.gpus)}
-    for name in sorted(names):
-        if any(part in name for part in AMPERE):
-            remedy = "Set engine.quantization=int8, or fp8_simulated."
-            return [error("engine.quantization", f"fp8 cannot be updated on {name}", remedy)]
-        if any(part in name for part in BLACKWELL) and config.engine.server_args.get("fp8_gemm_backend") != "triton":
-            remedy = "Set +engine.server_args.fp8_gemm_backend=triton, or engine.quantization=fp8_simulated."
-            return [error("engine.quantization", f"fp8 cannot be updated on {name} with DeepGEMM", remedy)]
-    return []
 
 
 def _named(machine: MachineFacts) -> str:

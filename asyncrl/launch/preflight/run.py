@@ -8,7 +8,7 @@ are skipped.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from asyncrl.launch import forecast, precision
 from asyncrl.launch.checks import check_model, check_sandboxes
 from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.preflight import folders, network
-from asyncrl.launch.preflight.devices import check_fp8, check_gpus, check_idle
+from asyncrl.launch.preflight.devices import check_gpus, check_idle
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
@@ -75,7 +75,7 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     yield from refused(prepared.place, "cluster")
     config = prepared.config
     yield from _isolation(prepared)
-    yield from check_versions(_machines(prepared) or [this_machine("", installed())], pinned())
+    yield from check_versions(prepared.machines or [this_machine("", installed())], pinned())
     models: dict[str, ModelFolder] = {}
     for role in ROLES:
         yield from _model(prepared, role, models)
@@ -99,13 +99,6 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
 # -- the machines ------------------------------------------------------------------------------------------
 
 
-def _machines(prepared: Preparation) -> Sequence[MachineFacts]:
-    """Return the facts about the machines; nothing is known of those of a job that has not been submitted."""
-    if prepared.job:
-        return prepared.job.machines
-    return () if prepared.imagined or not prepared.nodes else [this_machine("", installed())]
-
-
 def _isolation(prepared: Preparation) -> Iterator[Finding]:
     """Check how a machine is protected from code that the model writes."""
     if not prepared.sandboxes or prepared.config.mode == "replay":
@@ -126,7 +119,7 @@ def _isolation(prepared: Preparation) -> Iterator[Finding]:
 
 
 def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterator[Finding]:
-    config, machines = prepared.chosen.config, _machines(prepared)
+    config, machines = prepared.chosen.config, prepared.machines
     if prepared.imagined:
         text = f"a job of {len(prepared.nodes)} machine(s): its machines are checked when it starts"
         yield ok("cluster.launcher", text)
@@ -137,7 +130,6 @@ def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Itera
         yield from check_idle(prepared.nodes, prepared.placement)
     needs = _needs(config, prepared.gpus, models)
     known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
-    yield from check_fp8(config, prepared.placement, known)
     yield from _gpu_software(config, prepared, models, known)
     yield from check_memory(prepared.placement, needs, known)
     if policy := models.get("model"):

@@ -12,7 +12,7 @@ import pytest
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.placement import place
 from asyncrl.launch.preflight.allreduce import AllReduce
-from asyncrl.launch.preflight.devices import check_fp8, check_gpus, check_idle
+from asyncrl.launch.preflight.devices import check_gpus, check_idle
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.preflight.folders import FolderState, check_folders, look_at, room_of
 from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
@@ -82,13 +82,6 @@ def memory(role: str, gb: float, gpu: bool = True, part: str = "weights", ram: f
 
 def gpus(shown: int, used: int = 2) -> list[Finding]:
     return check_gpus(nodes(job(), 1, used), [machine(gpus=shown)])
-
-
-def fp8(gpu: str, **args: str) -> list[Finding]:
-    config = job(**{"engine.quantization": "fp8", "engine.dtype": "bfloat16", "engine.server_args": args})
-    known = machine(gpus=2)
-    known = replace(known, gpus=tuple(replace(one, name=gpu) for one in known.gpus))
-    return check_fp8(config, placed(config, 1, 2), {"node0": known})
 
 
 def idle(machines: int, each: int, **changes: object) -> list[Finding]:
@@ -238,14 +231,6 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     "fewer GPUs than are to be used": (
         lambda _: gpus(shown=1),
         *("cluster.gpus", "shows 1 of the 2 GPUs 0,1", "Lower cluster.gpus"),
-    ),
-    "fp8 on Ampere": (
-        lambda _: fp8("NVIDIA A100-SXM4-80GB"),
-        *("engine.quantization", "fp8 cannot be updated on NVIDIA A100-SXM4-80GB", "int8, or fp8_simulated"),
-    ),
-    "fp8 on Blackwell": (
-        lambda _: fp8("NVIDIA GB200"),
-        *("engine.quantization", "on NVIDIA GB200 with DeepGEMM", "fp8_gemm_backend=triton"),
     ),
     "GPUs by names that the machine does not know": (
         lambda _: check_gpus([replace(nodes(job(), 1, 2)[0], gpus=("6", "7"))], [machine(gpus=2)]),
@@ -483,9 +468,3 @@ def test_how_adapters_travel_is_told() -> None:
 def test_buckets_of_a_publish_are_told() -> None:
     config, megabytes = job(**{"weights.bucket_mb": 2}), [Weight(f"layer{number}", (1 << 18,)) for number in range(5)]
     assert check_sync(config, placed(config, 1, 0), megabytes, 0)[0].value.endswith("in about 3 bucket(s)")
-
-
-def test_fp8_runs_where_its_weights_stay_as_they_were_loaded() -> None:
-    assert not fp8("NVIDIA H100 80GB HBM3")
-    assert not fp8("NVIDIA L40S")
-    assert not fp8("NVIDIA B200", fp8_gemm_backend="triton")

@@ -1,0 +1,54 @@
+"""Settings of engines on GPUs of a generation that SGLang does not support them on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.launch.generations import check_generations
+from tests.launch.preflight.worlds import job, machine, nodes, placed
+
+AMPERE, HOPPER, BLACKWELL = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
+
+
+def check(gpu: str, **changes: Any) -> None:
+    """Check a job on two GPUs, of which the first, the trainer's, is of the supported generation."""
+    config = job(**{f"engine.{name}": value for name, value in {"dtype": "bfloat16", **changes}.items()})
+    known = machine(gpus=2)
+    known = replace(known, gpus=(known.gpus[0], replace(known.gpus[1], name=gpu)))
+    seats = [seat for one in placed(config, 1, 2).engines for seat in one]
+    check_generations(config.engine, seats, nodes(config, 1, 2), [known])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "field", "remedy"),
+    [
+        (AMPERE, {"quantization": "fp8"}, "quantization", f"{AMPERE} into Marlin's layout.*set int8, or fp8_simulated"),
+        (BLACKWELL, {"quantization": "fp8"}, "quantization", r"set \+engine.server_args.fp8_gemm_backend=triton"),
+        (BLACKWELL, {"quantization": "int8"}, "quantization", "set fp8, or int8_simulated"),
+        (BLACKWELL, {"speculative": "ngram"}, "speculative", "attention_backend=flashinfer"),
+    ],
+)
+def test_what_sglang_does_not_support_on_the_engines_gpus_is_refused(
+    gpu: str, changes: dict[str, Any], field: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        check(gpu, **changes)
+    assert caught.value.field == f"engine.{field}"
+    check(HOPPER, **changes)
+
+
+def test_what_the_remedies_name_passes() -> None:
+    check(AMPERE, quantization="int8")
+    check(BLACKWELL, quantization="fp8", server_args={"fp8-gemm-backend": "triton"})
+    check(BLACKWELL, speculative="ngram", server_args={"attention_backend": "flashinfer"})
+    check(BLACKWELL, quantization="int8_simulated")
+
+
+def test_gpus_of_which_nothing_is_known_pass() -> None:
+    config = job(**{"engine.quantization": "fp8", "engine.dtype": "bfloat16"})
+    seats = [seat for one in placed(config, 1, 2).engines for seat in one]
+    check_generations(config.engine, seats, nodes(config, 1, 2), ())
