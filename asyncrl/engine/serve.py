@@ -20,10 +20,7 @@ from asyncrl.backends.cpu.sglang_shim import install
 from asyncrl.engine import overlap, quantized, stages, unloading, warmup
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS
-from asyncrl.network.ports import free_block
-
-REPLICA_PORTS = 8
-"""Consecutive ports that replicas of attention take, from that of their meeting on (server_args.py, PortArgs)."""
+from asyncrl.network.ports import REPLICA_PORTS, free_block
 
 
 def guard_metrics(module: Any) -> None:
