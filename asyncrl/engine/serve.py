@@ -1,11 +1,11 @@
 """Program that runs one SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
 
 This is the stock server, with in-place pauses that complete the step in flight (overlap.py), adapters that can be
-unloaded after any request (unloading.py), quantized weights that can be published (quantized.py), publishes to pipeline
-stages (stages.py), a warm-up for GPUs (warmup.py), metrics that require the key as its other routes do (they name the
-model's folder), and the CPU shim where there is no CUDA. The run's API key and ports come from the environment, because
-every user of the machine can read a command line. The module is not a `__main__.py`, because multiprocessing would not
-re-import that in spawned children, which need the shim too.
+unloaded after any request (unloading.py), quantized weights that can be published (quantized.py), publishes to stages
+and replicas (stages.py), a warm-up for GPUs (warmup.py), metrics that require the key as its other routes do (they name
+the model's folder), and the CPU shim where there is no CUDA. The run's API key and ports come from the environment,
+because every user of the machine can read a command line. The module is not a `__main__.py`, because multiprocessing
+would not re-import that in spawned children, which need the shim too.
 """
 
 from asyncrl import importing
