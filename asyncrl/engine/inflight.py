@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
-from zlib import crc32
 
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_past
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion
+from asyncrl.engine.session import seed_of
 from asyncrl.engine.stream import GenerateEndpoint, StreamBroken
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
@@ -145,10 +145,10 @@ class InFlight:
     ) -> None:
         """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
         processes of the run. With `routing`, training requests return the experts of every token that is read. Each
-        engine has `replicas` of attention: a group's requests use the same one. `disaggregated` says that some engines
-        only prefill, and others only decode. With `names`, every version is a set of adapters in the engines;
-        `past_versions` are those that play roles. `trace` makes the header `traceparent` of a request from its group,
-        its first sample, and its number among the requests of that sample."""
+        engine has `replicas` of attention; requests with the same routing key use the same one. `disaggregated` says
+        that some engines only prefill, and others only decode. With `names`, every version is a set of adapters in the
+        engines; `past_versions` are those that play roles. `trace` makes the header `traceparent` of a request from its
+        group, its first sample, and its number among the requests of that sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
         self._named = f"{run}-{requests}"
         self._routing, self._names, self._trace, self._replicas = routing, names, trace, replicas
@@ -338,10 +338,10 @@ class InFlight:
         if images and len(sessions) > 1:
             images = [images]  # SGLang takes several samples for a batch, in which each prompt has a list of its own
         rid = f"{self._named}{next(self._serial):010d}"  # fixed width: engines abort by prefix
-        replica = crc32((sessions[0].group or rid).encode()) % self._replicas
+        at = {"routed_dp_rank": seed_of(sessions[0].routing_key or rid) % self._replicas} if self._replicas > 1 else {}
         return {
             **self._fields,
-            **({"routed_dp_rank": replica} if self._replicas > 1 else {}),
+            **at,
             **(routed if self._routing and exchange.purpose == "training" else {}),
             **({"lora_path": name} if name else {}),
             "input_ids": token_ids,

@@ -1,11 +1,11 @@
 """Program that runs one SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
 
 This is the stock server, with in-place pauses that complete the step in flight (overlap.py), adapters that can be
-unloaded after any request (unloading.py), quantized weights that can be published (quantized.py), publishes to pipeline
-stages (stages.py), a warm-up for GPUs (warmup.py), metrics that require the key as its other routes do (they name the
-model's folder), and the CPU shim where there is no CUDA. The run's API key and ports come from the environment, because
-every user of the machine can read a command line. The module is not a `__main__.py`, because multiprocessing would not
-re-import that in spawned children, which need the shim too.
+unloaded after any request (unloading.py), quantized weights that can be published (quantized.py), publishes to stages
+and replicas (stages.py), a warm-up for GPUs (warmup.py), metrics that require the key as its other routes do (they name
+the model's folder), and the CPU shim where there is no CUDA. The run's API key and ports come from the environment,
+because every user of the machine can read a command line. The module is not a `__main__.py`, because multiprocessing
+would not re-import that in spawned children, which need the shim too.
 """
 
 from asyncrl import importing
@@ -20,10 +20,7 @@ from asyncrl.backends.cpu.sglang_shim import install
 from asyncrl.engine import overlap, quantized, stages, unloading, warmup
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS
-from asyncrl.network.ports import free_block
-
-REPLICA_PORTS = 8
-"""Consecutive ports that replicas of attention take, from that of their meeting on (server_args.py, PortArgs)."""
+from asyncrl.network.ports import REPLICA_PORTS, free_block
 
 
 def guard_metrics(module: Any) -> None:

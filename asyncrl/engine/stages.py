@@ -1,9 +1,14 @@
-"""Hook into SGLang's control requests, so that engines with pipeline stages take new weights.
+"""Hook into SGLang's control requests, so that engines with pipeline stages or replicas take new weights.
 
 SGLang 0.5.21 passes a request on to the next stage only after it has processed it, so that a stage would wait for ever
 for the others to join a group or a broadcast. It numbers the ranks of every stage from 0, in the group as well as in
 the list of handles; it answers for the first stage alone; and it collects checksums from one stage. With the hook,
 requests are passed on first, ranks are those of the whole engine, and an answer is that of all stages.
+
+Every replica of attention answers for itself, and SGLang reports a flush as done if the first of them has flushed. With
+the hook, a flush fails as long as one of them refuses it because it has requests. Stages need no such hook: at the same
+turn of their loops they have the same requests, so that all of them flush or none. Nor could they wait for each other
+while they have any: a stage takes the outputs of the one before in a later turn, and sending them ends only then.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ def install() -> None:
     """Patch the classes when they are imported. Runs in every process of a server, before sglang is imported."""
     after_import("sglang.srt.managers.scheduler", pass_on_first)
     after_import("sglang.srt.managers.scheduler_components.weight_updater", answer_for_all)
+    after_import("sglang.srt.managers.communicator", report_failures_first)
     after_import("sglang.srt.managers.tp_worker", open_own_handle)
     after_import("sglang.srt.model_executor.model_runner_components.weight_updater", join_as_own_rank)
 
@@ -80,6 +86,17 @@ def answer_for_all(module: Any) -> None:
             self.tp_cpu_group = of_stage
 
     manager.check_weights = check_weights
+
+
+def report_failures_first(module: Any) -> None:
+    """Patch FanOutCommunicator: answers of replicas that failed come first. SGLang reports the first one of a flush."""
+    communicator = module.FanOutCommunicator
+    ask = communicator.__call__
+
+    async def ask_all(self: Any, request: Any) -> list[Any]:
+        return sorted(await ask(self, request), key=lambda answer: getattr(answer, "success", True))
+
+    communicator.__call__ = ask_all
 
 
 def _of_all_stages(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

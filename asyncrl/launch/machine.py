@@ -11,7 +11,7 @@ import psutil
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Node
-from asyncrl.network.ports import free_ports
+from asyncrl.network.ports import free_block, free_ports
 
 ELSEWHERE = "192.0.2.1"
 """An address reserved for documentation (RFC 5737): no machine has it, and it lies behind the default route."""
@@ -28,16 +28,17 @@ def count_gpus(configured: int | None) -> int:
     return len([device for device in Path("/dev").glob("nvidia[0-9]*") if device.name[6:].isdigit()])
 
 
-def this_node(host: str | None, interface: str | None, gpus: int, ports: int) -> Node:
-    """Describe this machine with this many of its GPUs and free ports. `host` is its address; if unset, the address of
-    `interface`, or of the route to other machines. Raises ConfigError if there is no such interface, AsyncRLError if
-    the address does not belong to this machine."""
+def this_node(host: str | None, interface: str | None, gpus: int, ports: int, block: int = 0) -> Node:
+    """Describe this machine with this many of its GPUs and free ports, and with a block of this many consecutive ones.
+    `host` is its address; if unset, the address of `interface`, or of the route to other machines. Raises ConfigError
+    if there is no such interface, AsyncRLError if the address does not belong to this machine."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = visible.split(",")[:gpus] if visible and gpus else [str(number) for number in range(gpus)]
     name = ""
     if host is None:
         host, name = _address(interface)
-    return Node("", host, tuple(numbers), tuple(free_ports(host, ports)), name)
+    first = free_block(host, block) if block else 0
+    return Node("", host, tuple(numbers), tuple(free_ports(host, ports)), name, first)
 
 
 def _address(interface: str | None) -> tuple[str, str]:

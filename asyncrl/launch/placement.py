@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.config import AuxiliaryModelConfig, ClusterConfig, Config, EngineConfig, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
+from asyncrl.network.ports import REPLICA_PORTS
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Node:
     gpus: tuple[str, ...]  # as in CUDA_VISIBLE_DEVICES
     ports: tuple[int, ...]  # ports that were free when the machine was probed
     interface: str = ""  # network interface of the address; empty: collectives find it themselves
+    block: int = 0  # first of REPLICA_PORTS consecutive free ports, if engines have replicas; 0: there is none
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,12 @@ def ports_wanted(config: Config) -> int:
     several = config.tracing.engines + (config.rollout.processes > 1)
     lent = config.trainer.world_size // config.engine.ranks or 1 if config.cluster.lend else 0
     return 2 * (servers + lent) + config.engine.prefill_count + 4 + several
+
+
+def block_wanted(config: Config) -> int:
+    """Return the number of consecutive free ports that a node needs besides. An engine on several machines with
+    replicas meets there, and has its first machine to itself."""
+    return REPLICA_PORTS if config.engine.data_parallel > 1 else 0
 
 
 def place(config: Config, nodes: Sequence[Node]) -> Placement:
@@ -254,7 +262,9 @@ def _on_gpus(
     whole = [room for room in rooms if len(room.free) == each]
     if name == "engine" and ranks > each and ranks % each == 0 and len(whole) >= ranks // each:
         first, *more = whole[: ranks // each]
-        return [first.seat(gpus=each, ports=ports), *(room.seat(gpus=each, ports=1) for room in more)]
+        head = first.seat(gpus=each, ports=ports)
+        head = replace(head, meeting=first.node.block or head.meeting)
+        return [head, *(room.seat(gpus=each, ports=1) for room in more)]
     free = sum(len(room.free) for room in rooms)
     raise ConfigError(
         _sizes(name, section),

@@ -203,7 +203,7 @@ def engines(
                 seed=config.run.seed + seed + number,
                 custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
                 base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
-                nccl_port=_meeting(config.engine, seat.meeting) if len(seats) == 1 else None,
+                nccl_port=seat.meeting if len(seats) == 1 else None,
                 enable_memory_saver=(shares and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **adapter_args(config, gpu=gpu),
@@ -322,9 +322,10 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
     return specs
 
 
-def _meeting(section: EngineConfig | AuxiliaryModelConfig, port: int) -> int | None:
-    """Return the rendezvous port of an engine's ranks; None with data-parallel replicas, for which SGLang needs a port
-    each."""
+def _meeting(section: AuxiliaryModelConfig, port: int) -> int | None:
+    """Return the rendezvous port of the ranks of a teacher's or judge's engine; None with replicas of the whole model
+    (dp_size), for which SGLang needs a port each. Replicas of attention, which the policy's engines may have, share
+    one."""
     return port if int(section.server_args.get("dp_size") or 1) == 1 else None
 
 

@@ -27,6 +27,9 @@ HOST_TMPDIR = "ASYNCRL_TMPDIR"
 """Environment variable with the temporary folder that all runs share. A run's processes have a TMPDIR of their own."""
 LEASE_SECONDS = 600.0
 """Lifetime of a port lease, longer than a server takes to listen."""
+REPLICA_PORTS = 14
+"""Number of consecutive ports that an engine with replicas of attention needs, from its rendezvous port on. SGLang
+0.5.21 uses the first seven and the last (server_args.py: PortArgs, DP_ATTENTION_HANDSHAKE_PORT_DELTA)."""
 
 
 def free_ports(host: str, count: int) -> list[int]:

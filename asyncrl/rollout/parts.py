@@ -151,6 +151,9 @@ def allow_files(config: Config) -> None:
 
 def _client(config: Config, addresses: Addresses, model: ModelParts, requests: str) -> GenerationClient:
     context = int(config.engine.server_args.get("context_length") or model.hf["max_position_embeddings"])
+    # an engine that decodes finds the replica that prefilled by SGLang's rule, not by a field of the request
+    replicas = 1 if config.engine.disaggregated else config.engine.data_parallel
+    several = (len(addresses.engines) + len(addresses.attached)) * replicas > 1
     return GenerationClient(
         addresses.router,
         run=addresses.run_id,
@@ -162,13 +165,12 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         retry_timeout=config.engine.retry_timeout,
         # the stock server cannot unload an adapter after a request with several samples (engine/unloading.py)
         coalesce=config.rollout.coalesce and not (config.serves_adapters and addresses.attached),
-        spread=config.rollout.spread_siblings if len(addresses.engines) + len(addresses.attached) > 1 else False,
+        spread=config.rollout.spread_siblings if several else False,
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
         routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
-        # an engine that decodes finds the replica that prefilled by SGLang's rule, not by a field of the request
-        replicas=1 if config.engine.disaggregated else config.engine.data_parallel,
+        replicas=replicas,
         disaggregated=config.engine.disaggregated,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - draft_room(config.engine) if model.cache else context),

@@ -189,6 +189,25 @@ def test_the_requests_of_a_group_go_to_one_replica_and_groups_to_all() -> None:
     assert not any("routed_dp_rank" in request for request in alone.requests)
 
 
+def test_siblings_that_are_spread_go_to_all_replicas_and_each_stays_where_it_is() -> None:
+    """Even with two replicas and few siblings, whose names differ in one digit."""
+    engine = FakeEngine(echo())
+
+    async def play(client: GenerationClient) -> None:
+        for group in range(40):
+            sessions = [client.generate(group=f"g{group}", sample=f"g{group} {number}") for number in range(4)]
+            for _ in range(2):
+                for session in sessions:
+                    await session(PROMPT)
+
+    asked(engine, play, replicas=2, spread=True)
+    chosen = [request["routed_dp_rank"] for request in engine.requests]
+    turns = list(zip(*[iter(chosen)] * 4, strict=True))
+    assert turns[::2] == turns[1::2]
+    assert 60 < sum(chosen) / 2 < 100
+    assert sum(len(set(replicas)) == 2 for replicas in turns[::2]) > 30
+
+
 def test_request_in_flight_stays_open_while_new_ones_are_held() -> None:
     gate = asyncio.Event()
     answer = completion(tokens=4, versions=(0, 1))

@@ -1,7 +1,9 @@
-"""The hooks for pipeline stages, on stand-ins for SGLang's classes (test_engine_shapes.py has real ones)."""
+"""The hooks for stages, on stand-ins for SGLang's classes, and for replicas (test_engine_shapes.py has engines)."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,3 +106,34 @@ def test_an_engine_fails_an_update_if_one_of_its_ranks_does(
     assert load(None, "request").message == f"rank {wrong or 0}"
     stage.pp_size = 1
     assert load(None, "request").message == "loaded"
+
+
+FLUSHES = """
+import asyncio
+from types import SimpleNamespace
+
+import asyncrl.engine.serve
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.srt.managers.io_struct import FlushCacheReqOutput
+from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
+
+
+async def flushed(busy):
+    def send(request):
+        for number in range(3):
+            asyncio.get_running_loop().call_soon(asked.handle_recv, FlushCacheReqOutput(success=number != busy))
+
+    asked = FanOutCommunicator(send, 3)
+    manager = SimpleNamespace(flush_cache_communicator=asked, auto_create_handle_loop=lambda: None, mm_processor=None)
+    return (await TokenizerControlMixin.flush_cache(manager)).success
+
+
+print(*(asyncio.run(flushed(busy)) for busy in (None, 0, 1, 2)))
+"""
+
+
+def test_a_flush_fails_if_any_replica_refuses_it() -> None:
+    """SGLang's own code asks three of them, and puts their answers together."""
+    program = [sys.executable, "-c", FLUSHES]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.splitlines()[-1:] == ["True False False False"], done.stderr

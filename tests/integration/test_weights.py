@@ -106,7 +106,12 @@ async def publish_under_way(
 
     Return the figures of the last one, and the answers.
     """
-    made = client(fleet, run=f"under-way-{serving}", pause_mode=publisher._update._mode)
+    made = client(
+        fleet,
+        run=f"under-way-{serving}",
+        pause_mode=publisher._update._mode,
+        replicas=fleet.config.engine.data_parallel,
+    )
     made.inflight.release(serving)
     loop = asyncio.get_running_loop()
     publisher._hold = lambda: loop.call_soon_threadsafe(made.inflight.hold) and None

@@ -421,6 +421,15 @@ def test_an_engine_on_several_machines_is_a_process_on_each_that_meet_at_the_fir
     assert specs["trainer-0"].env["MASTER_ADDR"] == "10.0.0.0"
 
 
+def test_replicas_on_several_machines_meet_at_the_first_of_consecutive_ports() -> None:
+    """SGLang adds to the number of their port, so the others must be free, too."""
+    nodes = [Node(f"n{i}", f"10.0.0.{i}", ("0", "1"), PORTS, "ib0", 31000 + i) for i in range(3)]
+    shape = {"engine.tensor_parallel": 4, "engine.data_parallel": 2, "trainer.data_parallel": 2}
+    config = tiny_config(**shape, **{"cluster.launcher": "slurm"})
+    specs = {spec.name: spec for spec in plan(config, addresses(1, 2), place(config, nodes), RUN_DIR)}
+    assert {flags(specs[name])["dist-init-addr"] for name in ("engine-0", "engine-0.1")} == {"10.0.0.1:31001"}
+
+
 def test_processes_that_play_episodes_are_like_the_rollout_process_but_may_be_started_again() -> None:
     specs = made(1, **{"rollout.processes": 2, "cluster.on_engine_death": "fail", "cluster.max_restarts": 3})
     players = [specs[f"episodes-{number}"] for number in range(2)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,7 +16,7 @@ import pytest
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.network import ports
-from asyncrl.network.ports import LEASE_SECONDS, free_block, free_port, free_ports
+from asyncrl.network.ports import LEASE_SECONDS, REPLICA_PORTS, free_block, free_port, free_ports
 
 ASKS = "from asyncrl.network.ports import free_ports; print(*free_ports('127.0.0.1', 30))"
 
@@ -87,3 +89,11 @@ def test_a_block_is_leased_as_a_whole_and_avoids_ports_that_are_taken(monkeypatc
     first = free_block("127.0.0.1", 4)
     others = {free_port("127.0.0.1") for _ in range(3)}
     assert not others & set(range(first, first + 4))
+
+
+def test_the_ports_of_replicas_are_all_that_sglang_derives_from_the_first() -> None:
+    distribution = importlib.metadata.distribution("sglang")
+    source = Path(str(distribution.locate_file("sglang/srt/server_args.py"))).read_text()
+    (handshake,) = re.findall(r"^DP_ATTENTION_HANDSHAKE_PORT_DELTA = (\d+)$", source, re.MULTILINE)
+    (others,) = re.findall(r"NUM_DERIVED_PORTS = (\d+) if not", source)
+    assert max(int(handshake), int(others)) + 1 == REPLICA_PORTS

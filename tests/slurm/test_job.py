@@ -20,6 +20,7 @@ from asyncrl.launch.slurm import probe
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.slurm.probe import MARK, heard
 from asyncrl.launch.slurm.task import SlurmTask, begin_file, end_file
+from asyncrl.network.ports import REPLICA_PORTS
 from tests.fakes import addresses, tiny_config
 
 SLURM = {"cluster.launcher": "slurm"}
@@ -92,13 +93,14 @@ def test_machine_tells_its_own_name_address_and_gpus(
     def told(*words: str) -> tuple[int, str]:
         return probe.main(*words), capsys.readouterr().out  # type: ignore[call-arg]
 
-    code, output = told("127.0.0.1", "-", "-", "2")
+    code, output = told("127.0.0.1", "-", "-", "2", "3")
     ((node, machine),), problems = heard(output)
     assert (code, problems, node.name, machine.name) == (0, [], "node7", "node7")
     assert (node.address, node.gpus, len(node.ports)) == ("127.0.0.1", ("3", "5"), 2)
-    ((node, _),), _ = heard(told("-", "lo", "1", "1")[1])
-    assert (node.address, node.interface, node.gpus) == ("127.0.0.1", "lo", ("3",))
-    code, output = told("-", "nosuch0", "0", "1")
+    assert not {node.block, node.block + 1, node.block + 2} & {0, *node.ports}
+    ((node, _),), _ = heard(told("-", "lo", "1", "1", "0")[1])
+    assert (node.address, node.interface, node.gpus, node.block) == ("127.0.0.1", "lo", ("3",), 0)
+    code, output = told("-", "nosuch0", "0", "1", "0")
     nodes, (problem,) = heard(output)
     assert (code, nodes, problem.startswith("node7: cluster.interface")) == (1, [], True)
 
@@ -132,7 +134,10 @@ def test_machines_stand_in_the_order_of_the_job_whoever_answers_first(monkeypatc
     config = tiny_config(**SLURM)
     job = SlurmJob("3", [["b", "c", "a"]], config.cluster).probed(config)
     assert [node.name for node in job.nodes] == [machine.name for machine in job.machines] == ["b", "c", "a"]
-    assert int(asked[0][-1]) == ports_wanted(config) + 2  # the preflight's are beside those of the run
+    assert asked[0][-2:] == [str(ports_wanted(config) + 2), "0"]  # the preflight's are beside those of the run
+    replicas = tiny_config(**SLURM, **{"engine.tensor_parallel": 2, "engine.data_parallel": 2})
+    SlurmJob("3", [["b", "c", "a"]], replicas.cluster).probed(replicas)
+    assert asked[1][-1] == str(REPLICA_PORTS)
 
 
 def test_a_program_is_run_once_on_each_machine_or_on_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl.config import ClusterConfig, Config
 from asyncrl.errors import ConfigError, LaunchError
-from asyncrl.launch.placement import Node, ports_wanted
+from asyncrl.launch.placement import Node, block_wanted, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.slurm import probe
@@ -72,7 +72,8 @@ class SlurmJob:
         needs. Raises LaunchError if a machine reports a problem or does not answer."""
         cluster = self.settings
         gpus = "-" if cluster.gpus is None else str(cluster.gpus)
-        words = [cluster.host or "-", cluster.interface or "-", gpus, str((ports or ports_wanted(config)) + OWN_PORTS)]
+        wanted = (ports or ports_wanted(config)) + OWN_PORTS, block_wanted(config)
+        words = [cluster.host or "-", cluster.interface or "-", gpus, *map(str, wanted)]
         program = [sys.executable, "-m", "asyncrl.launch.slurm.probe", *words]
         outputs = self.everywhere(program, cluster.start_timeout)
         found, problems = [], []

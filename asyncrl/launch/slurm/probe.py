@@ -1,5 +1,5 @@
 """Reports what a machine of the job offers, as a line of JSON: python -m asyncrl.launch.slurm.probe HOST INTERFACE GPUS
-PORTS.
+PORTS BLOCK.
 
 Besides what placement needs, the report contains the facts that the preflight compares. HOST, INTERFACE and GPUS are
 `-` if they are to be detected.
@@ -23,11 +23,11 @@ MARK = "asyncrl-node "
 """Prefix of the line, because modules and prologs print as well."""
 
 
-def main(host: str, interface: str, gpus: str, ports: str) -> int:
+def main(host: str, interface: str, gpus: str, ports: str, block: str) -> int:
     """Print the report. Return 0, or 1 if it states a problem."""
     try:
         count = count_gpus(None if gpus == "-" else int(gpus))
-        found = this_node(_named(host), _named(interface), count, int(ports))
+        found = this_node(_named(host), _named(interface), count, int(ports), int(block))
         facts = this_machine(node_name(), installed())
         told: dict[str, Any] = {"node": asdict(replace(found, name=node_name())), "machine": facts.told()}
     except AsyncRLError as error:

@@ -96,7 +96,7 @@ def test_a_machine_tells_the_launcher_what_it_knows_of_itself(capsys: object) ->
 
 
 def test_the_probe_tells_place_and_facts_in_one_line(capsys: object) -> None:
-    assert probe.main("127.0.0.1", "-", "0", "3") == 0
+    assert probe.main("127.0.0.1", "-", "0", "3", "0") == 0
     ((node, machine),), problems = probe.heard("module: loaded\n" + capsys.readouterr().out)  # type: ignore[attr-defined]
     assert (problems, node.name, len(node.ports)) == ([], machine.name, 3)
     assert {"python", "asyncrl", "torch", "sglang"} <= machine.versions.keys()
