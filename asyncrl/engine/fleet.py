@@ -22,7 +22,7 @@ import httpx
 from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
-from asyncrl.engine.router import Duties, RouterWorkers, duties_of, every_engine
+from asyncrl.engine.router import Duties, RouterDown, RouterWorkers, duties_of, every_engine
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
 from asyncrl.network.addresses import LOST, Access, Addresses
 
@@ -256,7 +256,7 @@ class Fleet:
             self.serving.remove(url)
             self.joining.append(url)
             if self._router:
-                with suppress(EngineError):  # a router that is restarting knows none of them
+                with suppress(RouterDown):  # it knows none of them when it is back
                     self._router.remove(url)
         self.changes += 1
 
