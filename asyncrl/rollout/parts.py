@@ -170,6 +170,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         # an engine that decodes finds the replica that prefilled by SGLang's rule, not by a field of the request
         replicas=1 if config.engine.disaggregated else config.engine.data_parallel,
         disaggregated=config.engine.disaggregated,
+        lent=addresses.lent,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - draft_room(config.engine) if model.cache else context),
         names=adapter_names(config, addresses.run_id),
