@@ -118,6 +118,11 @@ class Fleet:
         """URLs of all engines that receive weights."""
         return (*self.serving, *self.joining)
 
+    @property
+    def restarts(self) -> bool:
+        """Return whether engines that are lost are started again (cluster.on_engine_death)."""
+        return self._on_lost is not None
+
     def absent(self) -> list[str]:
         """Return the run's own engines that were lost and have not come back."""
         return [url for url in self._configured if url not in self.urls]
@@ -284,7 +289,7 @@ class Fleet:
                 self._pool.submit(self._let_go, url)
         if self._on_lost:
             self._on_lost(url, self._incarnations.get(url, ""), reason)
-        elif not self.serving:
+        elif not self.urls:
             raise EngineError("no engine is left: " + "; ".join(self.lost.values()))
 
     def _let_go(self, url: str) -> None:
