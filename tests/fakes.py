@@ -167,6 +167,7 @@ class FakeHttp:
                 yield SimpleNamespace(
                     status=response.status_code,
                     read=response.aread,
+                    headers=response.headers,
                     content=SimpleNamespace(iter_any=lambda: aiter(stream)),
                 )
             finally:

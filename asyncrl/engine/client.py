@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 from asyncrl.config.roles import AgentsConfig
 from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
-from asyncrl.engine.inflight import CacheKey, InFlight, PendingSample
+from asyncrl.engine.inflight import CacheKey, InFlight
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, joined
+from asyncrl.engine.pending_sample import PendingSample
 from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
 from asyncrl.engine.session import GenerationSession, SavedCompletion, SiblingSpread, seed_of
 from asyncrl.engine.stream import GenerateEndpoint
@@ -67,6 +68,7 @@ class GenerationClient:
         routing: RoutingShape | None = None,
         replicas: int = 1,
         disaggregated: bool = False,
+        lent: Collection[str] = (),
         seed: int | None = None,
         context: int | None = None,
         names: AdapterName | None = None,
@@ -84,6 +86,7 @@ class GenerationClient:
         routing: make engines return the experts of every token in requests for training
         replicas: number of replicas of attention in each engine
         disaggregated: some engines only prefill, and others only decode
+        lent: URLs of the engines on the trainers' GPUs (cluster.lend)
         seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
         context: maximum length of a sequence in an engine, in tokens
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
@@ -104,6 +107,7 @@ class GenerationClient:
             routing=routing is not None,
             replicas=replicas,
             disaggregated=disaggregated,
+            lent=lent,
             names=names,
             past_versions=past_versions,
             trace=trace,

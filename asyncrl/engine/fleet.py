@@ -22,7 +22,7 @@ import httpx
 from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
-from asyncrl.engine.router import Duties, RouterWorkers, duties_of, every_engine
+from asyncrl.engine.router import Duties, RouterDown, RouterWorkers, duties_of, every_engine
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
 from asyncrl.network.addresses import LOST, Access, Addresses
 
@@ -117,6 +117,11 @@ class Fleet:
     def urls(self) -> tuple[str, ...]:
         """URLs of all engines that receive weights."""
         return (*self.serving, *self.joining)
+
+    @property
+    def restarts(self) -> bool:
+        """Return whether engines that are lost are started again (cluster.on_engine_death)."""
+        return self._on_lost is not None
 
     def absent(self) -> list[str]:
         """Return the run's own engines that were lost and have not come back."""
@@ -256,7 +261,7 @@ class Fleet:
             self.serving.remove(url)
             self.joining.append(url)
             if self._router:
-                with suppress(EngineError):  # a router that is restarting knows none of them
+                with suppress(RouterDown):  # it knows none of them when it is back
                     self._router.remove(url)
         self.changes += 1
 
@@ -284,7 +289,7 @@ class Fleet:
                 self._pool.submit(self._let_go, url)
         if self._on_lost:
             self._on_lost(url, self._incarnations.get(url, ""), reason)
-        elif not self.serving:
+        elif not self.urls:
             raise EngineError("no engine is left: " + "; ".join(self.lost.values()))
 
     def _let_go(self, url: str) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 from asyncrl.engine.fleet import Answer, Fleet
 from asyncrl.engine.update import Pause, Update
-from asyncrl.errors import AsyncRLError, DeadlineExceeded
+from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
 from asyncrl.network.addresses import TRAINING
 
 POLL_SECONDS = 0.5
@@ -101,10 +101,14 @@ class HandOver:
 
     def give(self) -> None:
         """Make every engine of the run release its memory, so that the trainers may use the GPUs. Wait for engines that
-        are being restarted. Raises DeadlineExceeded."""
+        are being restarted. Raises DeadlineExceeded, or EngineError if a lost one is not restarted."""
         deadline = time.monotonic() + self._start_timeout
+        self._fleet.reconcile()
         self.release()
         while absent := self._fleet.absent():
+            if not self._fleet.restarts:
+                lost = "; ".join(self._fleet.lost.values())
+                raise EngineError(f"engines that may still use the trainers' GPUs were lost: {lost}")
             if time.monotonic() > deadline:
                 what = f"the engines {absent} to start, so that they can release their memory"
                 raise DeadlineExceeded(what, self._start_timeout, "see logs/")

@@ -13,27 +13,27 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_past
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion
+from asyncrl.engine.pending_sample import Listener, PendingSample
 from asyncrl.engine.session import seed_of
 from asyncrl.engine.stream import GenerateEndpoint, StreamBroken
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
-from asyncrl.observability import intervals
-from asyncrl.observability.intervals import PREFILL, PUBLISH, QUEUED, Activity, Ongoing
+from asyncrl.observability.intervals import PUBLISH, QUEUED
 
 CacheKey = Literal["version", "group"]
 KNOWN_PUBLISHES = 64
 """Number of versions whose publish is remembered, for answers that several versions generated."""
 CAUSES = ("aborted", "broken", "overtaken")
-"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, or a publish overtook
-it."""
+"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, or a publish or the
+end of a loan overtook it."""
 
 
 @dataclass
@@ -69,50 +69,6 @@ class EngineStats:
         }
 
 
-class Listener(Protocol):
-    """The session that receives a sample of a request."""
-
-    group: str
-    sample: str
-    routing_key: str
-    temperature: float
-    closed: bool
-    cached: tuple[str, int]
-    activity: Activity
-
-    def hear(self, tokens: int) -> None:
-        """Count the tokens of a chunk that arrived."""
-        ...
-
-
-@dataclass(eq=False)
-class PendingSample:
-    """A pending sample of a request: its session and its exchange."""
-
-    session: Listener
-    exchange: Exchange
-    hand_over: Callable[[], object] = lambda: None
-    """Called as soon as the sample has ended, complete or not, so that siblings do not wait for the longest of them."""
-    answered: bool = False
-    doing: Ongoing | None = None
-
-    def begin(self) -> None:
-        """Record that the request is sent."""
-        self.session.activity.requests += 1
-        self.doing = self.session.activity.begin(PREFILL, self.exchange.role)
-
-    def end(self, outcome: str, changed: Mapping[int, float], answer: PartialCompletion | None = None) -> None:
-        """Record that the sample has ended, unless that is recorded. `changed` says when the engines got each
-        version."""
-        if self.doing is None:
-            return
-        spans = [(span.version, span.end - span.start) for span in answer.spans()] if answer else []
-        queued = (answer.last.queue_time if answer and answer.last else None) or 0.0
-        found = intervals.request(self.doing, time.time(), spans or [(-1, 1)], changed, queued=queued, outcome=outcome)
-        self.session.activity.close(self.doing, found)
-        self.doing = None
-
-
 @dataclass(eq=False)
 class _Request:
     """One request in flight."""
@@ -121,6 +77,11 @@ class _Request:
     tokens: int  # in its prompt, and received so far
     answered: bool = False
     overtaken: bool = False  # a publish began before its first chunk arrived
+    engine: str = ""  # URL, once the router has chosen one and that has taken the request
+
+    def routed(self, engine: str) -> None:
+        """Record which engine has taken the request."""
+        self.engine = engine
 
 
 class InFlight:
@@ -138,6 +99,7 @@ class InFlight:
         routing: bool = False,
         replicas: int = 1,
         disaggregated: bool = False,
+        lent: Collection[str] = (),
         names: AdapterName | None = None,
         past_versions: PastVersions = no_past,
         trace: Callable[[str, str, int], str] | None = None,
@@ -146,14 +108,16 @@ class InFlight:
         """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
         processes of the run. With `routing`, training requests return the experts of every token that is read. Each
         engine has `replicas` of attention; requests with the same routing key use the same one. `disaggregated` says
-        that some engines only prefill, and others only decode. With `names`, every version is a set of adapters in the
-        engines; `past_versions` are those that play roles. `trace` makes the header `traceparent` of a request from its
-        group, its first sample, and its number among the requests of that sample."""
+        that some engines only prefill, and others only decode; `lent` are the URLs of those on the trainers' GPUs. With
+        `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles. `trace`
+        makes the header `traceparent` of a request from its group, its first sample, and its number among the requests
+        of that sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
         self._named = f"{run}-{requests}"
         self._routing, self._names, self._trace, self._replicas = routing, names, trace, replicas
         self.adapters = AdapterUse(past_versions)
         self._cache_key, self._pause_mode, self._disaggregated = cache_key, pause_mode, disaggregated
+        self._lent = frozenset(lent)
         self._serial = itertools.count()
         self._requests: dict[_Request, None] = {}  # in the order in which they were sent
         self._open, self._idle = asyncio.Event(), asyncio.Event()
@@ -170,19 +134,18 @@ class InFlight:
         self.late_tokens = 0
         """Tokens that arrived for closed sessions; `tokens` counts them too."""
         self._needed = 0
+        self._retracted = 0  # tokens in the engines at the beginning of a publish, which retracts them
 
     # -- a publish -----------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Hold back new requests because the weights are about to change."""
+        """Hold back new requests because the weights are about to change, or a loan of engines is about to end."""
         if not self.holding:
             self.held = time.time()
         self._open.clear()
         for sent in self._requests:
             sent.overtaken = not sent.answered
-            if self._pause_mode == "retract":
-                self.figures.refilled_tokens += sent.tokens
-                self._needed += sent.tokens
+        self._retracted = sum(sent.tokens for sent in self._requests) if self._pause_mode == "retract" else 0
 
     def release(self, version: int) -> None:
         """Send requests again, under the prefix-cache key of `version`, which every engine now serves.
@@ -191,14 +154,28 @@ class InFlight:
         under the new weights and find its prompt in the cache of the old ones. Or its first token was on its way to the
         engine that decodes, which would record it under the new version. Such a request is sent again.
         """
+        if version == self.version and self._lent:
+            self._end_loan()
+            return
         self.version, self.held = version, 0.0
         self._changed[version] = time.time()
         self._changed.pop(version - KNOWN_PUBLISHES, None)
+        self.figures.refilled_tokens += self._retracted
+        self._needed += self._retracted
         self._open.set()
         if self._pause_mode == "in_place" and (self._cache_key == "version" or self._disaggregated):
             for sent in self._requests:
-                if sent.overtaken and not sent.scope.expired():  # an earlier publish may already have ended it
-                    sent.scope.reschedule(0.0)
+                if sent.overtaken:
+                    _send_again(sent)
+
+    def _end_loan(self) -> None:
+        """Send requests again after a loan, in which the version stays the same. Requests that had no token go to
+        another engine, because a lent one keeps those that reach it late until it is lent again."""
+        self.held = 0.0
+        self._open.set()
+        for sent in self._requests:
+            if sent.overtaken and not sent.answered and (not sent.engine or sent.engine in self._lent):
+                _send_again(sent)
 
     def restore(self, version: int, tokens: Mapping[str, int], late: int) -> None:
         """Restore the saved version and token counts. Requests wait until every engine serves that version."""
@@ -276,7 +253,8 @@ class InFlight:
         try:
             first = samples[0].session
             header = self._trace(first.group, first.sample, first.activity.requests) if self._trace else ""
-            async for chunk in self._http.stream(request, first.routing_key or request["rid"], header):
+            key = first.routing_key or request["rid"]
+            async for chunk in self._http.stream(request, key, header, sent.routed):
                 if not 0 <= chunk.index < len(answers):
                     raise EngineError(
                         f"the engine returned sample {chunk.index} for a request of {len(answers)} samples"
@@ -389,6 +367,12 @@ class InFlight:
             self._busy_since = now
         taken, self.figures = self.figures, EngineStats()
         return taken
+
+
+def _send_again(sent: _Request) -> None:
+    """End a request, so that it is sent again, unless an earlier publish has already ended it."""
+    if not sent.scope.expired():
+        sent.scope.reschedule(0.0)
 
 
 def _needed(sessions: Sequence[Listener], request: dict[str, Any], begun: int) -> int:

@@ -23,6 +23,9 @@ from asyncrl.network.addresses import ARGUMENTS, Access, Addresses
 from asyncrl.network.tls import Signed
 
 POLL_SECONDS = 0.2
+REMOVAL_SECONDS = 0.05
+LISTED_SECONDS = 10.0
+"""Seconds within which the router lists a worker that was added, or forgets one that was removed."""
 KEY_SECONDS = 3600
 """Seconds for which the router remembers the engine of an idle group."""
 ACCEPTED = (200, 201, 202, 409)
@@ -147,11 +150,19 @@ async def register(
         raise EngineError(f"the router refused the engine {engine_url}: {response.status_code} {response.text[:300]}")
 
 
+class RouterDown(EngineError):
+    """Raised when the router has ended. The launcher starts it again, and then it knows no worker."""
+
+
 class RouterWorkers:
-    """The router's list of workers, which the trainer changes while the run goes on."""
+    """The router's list of workers, which the trainer changes while the run goes on.
+
+    The router lists a worker only after it has asked it for its properties, and ignores a deletion before that.
+    """
 
     def __init__(self, router: str, access: Access, timeout: float, duties: Duties = every_engine) -> None:
         self._api_key, self._duties = access.key, duties
+        self._awaited, self._unwanted = set[str](), set[str]()  # added and not yet listed; removed and not yet gone
         self._http = httpx.Client(
             base_url=router,
             **access.http,
@@ -161,28 +172,54 @@ class RouterWorkers:
 
     def add(self, url: str) -> None:
         """Add this engine. The router sends it requests once it finds it healthy."""
+        self._unwanted.discard(url)
+        self._awaited.add(url)
         self._request("POST", "/workers", json=_worker(url, self._api_key, self._duties(url)))
 
     def remove(self, url: str) -> None:
-        """Stop routing requests to this engine. No-op for an engine that the router does not know."""
-        for worker in self._request("GET", "/workers").json().get("workers", []):
-            if worker.get("url") == url:
-                self._request("DELETE", f"/workers/{worker['id']}")
+        """Stop routing requests to this engine, and wait until the router has forgotten it. No-op for an engine that
+        the router does not know. If the wait takes too long, `keep` removes the engine."""
+        deadline = time.monotonic() + LISTED_SECONDS
+        self._unwanted.add(url)
+        deleted: set[str] = set()
+        while (found := self._listed().get(url)) or url in self._awaited:
+            if found and found not in deleted:
+                self._request("DELETE", f"/workers/{found}", gone=True)
+                deleted.add(found)
+                self._awaited.discard(url)
+            elif time.monotonic() > deadline:
+                return
+            else:
+                time.sleep(REMOVAL_SECONDS)
+        self._unwanted.discard(url)
 
     def keep(self, urls: Sequence[str]) -> None:
-        """Add those of these engines that the router does not know because it was restarted."""
-        if urls:
-            known = {worker.get("url") for worker in self._request("GET", "/workers").json().get("workers", [])}
+        """Add those of these engines that the router does not know because it was restarted, and remove those that it
+        has listed after their removal."""
+        if urls or self._unwanted:
+            known = self._listed().keys()
+            self._awaited -= known
+            for url in self._unwanted & known:
+                self.remove(url)
             for url in urls:
                 if url not in known:
                     self.add(url)
 
-    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
+    def _listed(self) -> dict[str, str]:
+        """Return the number of each worker, by URL."""
+        workers = self._request("GET", "/workers").json().get("workers", [])
+        return {str(worker.get("url")): str(worker["id"]) for worker in workers}
+
+    def _request(self, method: str, path: str, *, gone: bool = False, **content: Any) -> httpx.Response:
+        """Send a request. With `gone`, an unknown worker is no error."""
         try:
             response = self._http.request(method, path, **content)
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            self._awaited.clear()
+            raise RouterDown(f"the router does not answer {path}: {type(error).__name__} {error}") from None
         except httpx.HTTPError as error:
             raise EngineError(f"the router does not answer {path}: {type(error).__name__} {error}") from None
-        if response.status_code not in ACCEPTED:
+        if response.status_code not in ACCEPTED and not (gone and response.status_code == 404):
             raise EngineError(f"the router refused {method} {path}: {response.status_code} {response.text[:300]}")
         return response
 

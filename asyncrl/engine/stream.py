@@ -5,7 +5,7 @@ Errors that may be retried raise StreamBroken; all others raise EngineError.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ from asyncrl.network.addresses import Access
 
 ROUTING_KEY = "X-SMG-Routing-Key"
 """Requests with the same key go to the same engine, under the router's policy `manual`."""
-
+ROUTED_TO = "X-SMG-Routed-Worker-Id"
+"""URL of the engine that answers, in the router's answer."""
 
 NO_WORKER, STREAM_ERROR = "model_not_found", "stream_error"
 """Names of the router's own errors. The first means that it has no healthy engine (smg 1.13 answers 404), the second
@@ -41,9 +42,10 @@ class GenerateEndpoint:
         self._timeout = ClientTimeout(sock_connect=30.0, sock_read=timeout)
 
     async def stream(
-        self, request: dict[str, Any], routing_key: str, traceparent: str = ""
+        self, request: dict[str, Any], routing_key: str, traceparent: str, routed: Callable[[str], object]
     ) -> AsyncIterator[StreamChunk]:
-        """Yield the events of one request as they arrive. Raises StreamBroken, or EngineError if it is refused."""
+        """Yield the events of one request as they arrive, after `routed` was called with the URL of its engine. Raises
+        StreamBroken, or EngineError if the request is refused."""
         headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key, **self._access.headers}
         if traceparent:
             headers["traceparent"] = traceparent
@@ -53,6 +55,7 @@ class GenerateEndpoint:
             body = msgspec.json.encode(request)
             async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
                 await _check(response)
+                routed(response.headers.get(ROUTED_TO, ""))
                 waiting = bytearray()
                 async for chunk in response.content.iter_any():
                     for event in _events(waiting, chunk):

@@ -64,6 +64,7 @@ class ProcessSpec:
     node: str = ""  # its machine, if the run has several
     step: bool = False  # whether argv is an srun, which forwards signals, and kills the process on SIGTERM
     shares: bool = False  # whether it is an engine whose GPUs trainers use in turn with it
+    lent: bool = False  # whether it serves only while the trainers lend it their GPUs
     reports: bool = False  # whether it reports its progress in a file (progress.py)
     together: str = ""  # processes with the same value live and die together: ranks of an engine on several machines
 
@@ -241,6 +242,7 @@ def engines(
                     node=seat.node.name,
                     together=name if len(seats) > 1 else "",
                     shares=shares,
+                    lent=lent,
                 )
             )
     return specs

@@ -32,14 +32,15 @@ class StepLog:
         outputs: Sinks | None = None,
     ) -> None:
         """Create the log. `started_at` is the wall-clock time (time.time) of the command; `tasks` are the training
-        tasks; `begins` is called with the name of every span and its step, and `ended` with the number of
-        the batch and the wall-clock times; `outputs` also receive the batches."""
+        tasks; `begins` is called with the name of every span and its step, again after a span within it, and `ended`
+        with the number of the batch and the wall-clock times; `outputs` also receive the batches."""
         self._outputs = outputs
         self._sinks, self._tasks, self._clock, self._begins, self._ended = sinks, tasks, clock, begins, ended
         self._offset = time.time() - started_at - clock()
         self._before = 0.0  # seconds spent by earlier runs that this one resumes
         self._spans: dict[str, float] = {}
         self._started: dict[str, float] = {}
+        self._open: list[str] = []
         self._last_end: float | None = None
         self._first_batch: float | None = None
         self.steps: list[Step] = []
@@ -60,9 +61,13 @@ class StepLog:
         """Measure the duration of the block and add it to time/NAME of the current step."""
         began, started, batch = self._clock(), time.time(), len(self.steps)
         self._begins(name, batch + 1)
+        self._open.append(name)
         try:
             yield
         finally:
+            self._open.pop()
+            if self._open:
+                self._begins(self._open[-1], batch + 1)
             seconds = self._clock() - began
             self._spans[f"time/{name}"] = self._spans.get(f"time/{name}", 0.0) + seconds
             self._started[name] = started

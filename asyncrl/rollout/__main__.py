@@ -110,8 +110,8 @@ async def main(run_dir: Path) -> None:
             if isinstance(playing, EpisodeWorkers):
                 working.create_task(playing.serve(run_dir, addresses.episodes))
             await _until_ready(config, addresses)
-            # what fits on a GPU may be less than the context
-            for engine in await loads.ask() if model.cache is None else ():
+            # what fits on a GPU may be less than the context, and on a trainer's less than on others
+            for engine in [*await loads.ask(), *await loads.of(addresses.lent)] if model.cache is None else ():
                 client.narrow(int(engine.longest) - draft_room(config.engine))
             await playing.start()
             _ready(run_dir, observer, addresses)

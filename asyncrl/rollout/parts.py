@@ -172,6 +172,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
         replicas=replicas,
         disaggregated=config.engine.disaggregated,
+        lent=addresses.lent,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - draft_room(config.engine) if model.cache else context),
         names=adapter_names(config, addresses.run_id),

@@ -32,6 +32,7 @@ class Timelines:
         self.metrics_seconds = 0.0
         self._asked: float | None = None
         self._last = ""
+        self._version: int | None = None
 
     def group(
         self,
@@ -80,7 +81,11 @@ class Timelines:
         self._asked = None
 
     def published(self, version: int, held: float) -> None:
-        """Record that every engine serves a version. Requests were held back since `held`."""
+        """Record that every engine serves a version. Requests were held back since `held`. Only the first call for a
+        version counts: at the end of a loan no engine was paused that always serves."""
+        if version == self._version:
+            return
+        self._version = version
         began, now = time.thread_time(), time.time()
         self._tell(PublishTimeline(version, held or now, now), began)
 

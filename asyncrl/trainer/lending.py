@@ -64,7 +64,10 @@ class Lending:
     def due(self) -> bool:
         """Return whether to lend now. Called between two requests for a batch, on rank 0."""
         self._waiting = self._clock() if self._waiting is None else self._waiting
-        if self._version is not None or not self._allowed():
+        if self._version is not None:
+            self._fleet.reconcile()  # engines and routers that were restarted during the loan
+            return False
+        if not self._allowed():
             return False
         return self._rule.due(self._clock() - self._waiting)
 
@@ -79,7 +82,13 @@ class Lending:
         self._figures["engines/lent"] = sent["engines"]
 
     def take_back(self) -> None:
-        """Take the GPUs back, if they are lent. The wait for a batch has ended."""
+        """Take the GPUs back, if they are lent. The wait for a batch has ended, or there was none."""
+        if self._waiting is None and self._version is None:
+            self._rule.ended(0.0, None)
+        else:
+            self._end_wait()
+
+    def _end_wait(self) -> None:
         started, cost = self._clock(), None
         if self._version is not None:
             with self._log.span("take_back"):
@@ -99,7 +108,7 @@ class Lending:
 
     def publish(self, version: int) -> dict[str, float]:
         """Publish a version to the engines that always serve."""
-        self.take_back()
+        self._end_wait()
         return self._always.publish(version)
 
     def take_figures(self) -> dict[str, float]:

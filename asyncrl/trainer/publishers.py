@@ -27,6 +27,7 @@ from asyncrl.trainer.recordings import NoEngines
 from asyncrl.trainer.turns import EngineTurns, free
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
 from asyncrl.weights.checksum import ExpectedChecksums
+from asyncrl.weights.files import folder_in
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.publish import Publisher, build_transport
@@ -46,8 +47,8 @@ class PublisherBuilder:
     source: BatchSource
     timeout: float
     """Seconds, of collectives."""
-    below: str = ""
-    """Subfolder for transports that write files."""
+    purpose: str = ""
+    """Further part of the name of the folder for transports that write files."""
 
     def publisher(self, update: Update | None) -> tuple[VersionPublisher, str]:
         """Return the publisher and the reason for its choice of transport. `update` is the protocol of engines that
@@ -69,7 +70,7 @@ class PublisherBuilder:
         cluster = config.cluster.model_copy(update={"placement": "colocated"})
         like = config.model_copy(update={"weights": weights, "cluster": cluster})
         (merged,) = config.adapters
-        lent, _ = replace(self, config=like, fleet=fleet, below="lent")._of_weights(
+        lent, _ = replace(self, config=like, fleet=fleet, purpose="lent")._of_weights(
             hold=lambda: None, announce=lambda *_: None, update=turns.update if turns else None, merged=merged
         )
         return Lending(
@@ -170,10 +171,10 @@ class PublisherBuilder:
         return publisher, why
 
     def _folder(self) -> Path:
-        """Return a folder that belongs to this run alone, because two runs may share `weights.folder`."""
-        shared, run_dir = self.config.weights.folder, self.run_dir
-        mine = Path(shared).expanduser() / run_dir.parent.name / run_dir.name if shared else run_dir / "weights"
-        return mine / self.below
+        """Return a folder that belongs to this run alone, because several runs may share `weights.folder`."""
+        if shared := self.config.weights.folder:
+            return folder_in(Path(shared).expanduser(), self.run_dir, self.purpose)
+        return self.run_dir / "weights" / self.purpose
 
 
 def _alone() -> bool:

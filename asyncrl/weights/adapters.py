@@ -39,6 +39,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
 from asyncrl.weights.export import gathered
+from asyncrl.weights.files import claim
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import write_peft
@@ -118,6 +119,7 @@ class AdapterFolder(PublishedAdapter):
 
     def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, root: Path) -> None:
         super().__init__(name, config)
+        claim(root)
         self._folder = root / name
         write_peft(self._folder, config, tensors.items())
 

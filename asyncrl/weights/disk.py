@@ -11,7 +11,7 @@ from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
 from asyncrl.weights.bucket import Bucket
-from asyncrl.weights.files import write_bucket
+from asyncrl.weights.files import claim, write_bucket
 from asyncrl.weights.transport import Transport
 
 KEPT = 2
@@ -36,11 +36,13 @@ class DiskTransport(Transport):
         return super().allocate(nbytes, torch.device("cpu"))
 
     def start(self, version: int, *, full: bool = False) -> None:
-        """Create a folder for this version. Exporting ranks call it, rank 0 before the others."""
+        """Create a folder for this version. Exporting ranks call it, rank 0 before the others. Raises WeightsError if
+        the folder of all versions belongs to another user."""
         self._version, self._written = version, 0
+        claim(self._root)
         if self._stage == 0:
             shutil.rmtree(self._partial(version), ignore_errors=True)
-        self._partial(version).mkdir(parents=True, exist_ok=True)
+        self._partial(version).mkdir(exist_ok=True)
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
         """Write one file. Raises WeightsError if the disk cannot take it."""

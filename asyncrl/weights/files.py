@@ -1,11 +1,14 @@
-"""Buckets as safetensors files: the bytes of a bucket are what such a file holds after its header."""
+"""Buckets as safetensors files, whose bytes after the header are those of the bucket, and the folders for them."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 
@@ -28,6 +31,27 @@ DTYPES = {
     torch.int8: "I8",
 }
 ALIGNMENT = 8  # readers map the bytes, which should start at a multiple of the widest item
+
+
+def folder_in(shared: Path, run_dir: Path, purpose: str = "") -> Path:
+    """Return the folder of a run within one that several runs share. Its name follows from the path of the run folder,
+    so that a resumed run finds it again."""
+    digest = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:12]
+    return shared / "-".join(filter(None, (run_dir.parent.name, run_dir.name, digest, purpose)))
+
+
+def claim(folder: Path) -> None:
+    """Create a private folder, or check that it belongs to this user. Raises WeightsError if
+    it does not: its owner could exchange the files before the engines load them."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found, owner = folder.lstat(), None
+    if stat.S_ISDIR(found.st_mode):
+        with suppress(PermissionError), tempfile.TemporaryFile(dir=folder) as own:
+            owner = os.fstat(own.fileno()).st_uid  # not our number where the file system maps users
+    if owner != found.st_uid:
+        raise WeightsError(f"{folder} belongs to another user, or is a link: remove it, or set another weights.folder")
 
 
 def write_bucket(file: Path, flat: Tensor, bucket: Bucket, metadata: dict[str, str] | None = None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.hand_over import CHANGES, HandOver, HandOverStep, OutOfTurn, Phase, after
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.models import catalog
 from asyncrl.network.addresses import TRAINING, Access
 from asyncrl.parallel import EngineParallel, Parallel
@@ -180,6 +180,31 @@ def test_trainers_wait_for_an_engine_that_is_being_restarted(rig: Rig) -> None:
     timer.join()
     assert {rig.hand_over.phase(engine.url) for engine in rig.engines} == {Phase.RELEASED}
     assert rig.engines[1].released == {"weights", "kv_cache"}
+
+
+def test_engine_that_was_restarted_while_it_served_releases_its_memory_once(rig: Rig) -> None:
+    rig.hand_over.give()
+    rig.publish(1)
+    rig.engines[1].die()
+    rig.engines[1].start("restart-1")
+    rig.engines[1].calls.clear()
+    rig.hand_over.give()
+    rig.publish(2)
+    assert rig.engines[1].calls == TURN
+    assert rig.engines[1].broken == []
+
+
+def test_engine_that_is_lost_and_not_restarted_keeps_the_gpus_from_the_trainers(rig: Rig) -> None:
+    """cluster.on_engine_death=fail. Until then the others go on."""
+    engine, urls = rig.engines[1], [engine.url for engine in rig.engines]
+    rig.fleet = Fleet(urls, Access("key0"), timeout=CALL_SECONDS)
+    rig.fleet.suspend()
+    hand_over = HandOver(rig.fleet, mode="retract", start_timeout=START_SECONDS, folder=rig.folder)
+    rig.fleet.lose(engine.url, "it answered 500")
+    assert rig.fleet.urls == (rig.engines[0].url,)
+    with pytest.raises(EngineError, match="may still use the trainers' GPUs were lost: it answered 500"):
+        hand_over.give()
+    assert not (rig.folder / TRAINING).exists()
 
 
 def test_engine_that_does_not_come_back_ends_the_wait_by_name(rig: Rig) -> None:

@@ -60,7 +60,7 @@ def test_a_stream_breaks_when_no_chunk_came_for_the_timeout_however_many_came_be
         port = server.sockets[0].getsockname()[1]
         endpoint, seen, last = GenerateEndpoint(f"http://127.0.0.1:{port}", Access(""), timeout), list[Any](), 0.0
         try:
-            async for piece in endpoint.stream({}, "key"):
+            async for piece in endpoint.stream({}, "key", "", lambda engine: None):
                 seen.append(piece)
                 last = time.monotonic()
         except StreamBroken as broken:

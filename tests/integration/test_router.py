@@ -47,12 +47,17 @@ class Recorder:
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.breaks, self.seconds = 0, 0.0
+        self.known = asyncio.Event()  # the router learns its properties
+        self.known.set()
+        self.asked = asyncio.Event()
         self.answer = stream(pieces(completion()))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path != "/generate":
+            await self.known.wait()
             return web.json_response({})
         self.bodies.append(await request.read())
+        self.asked.set()
         self.headers.append(dict(request.headers))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -203,6 +208,70 @@ def test_requests_wait_while_no_engine_is_registered(tmp_path: Path) -> None:
             assert (await asking).token_ids
 
     asyncio.run(main())
+
+
+@pytest.mark.integration
+def test_an_engine_that_is_removed_before_the_router_has_listed_it_is_not_listed_later(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with router_and_workers(tmp_path, 2) as (http, recorders):
+            workers = RouterWorkers(str(http.base_url), Access(KEY), 30.0)
+            early, late = recorders
+            for worker in recorders:
+                await asyncio.to_thread(workers.remove, worker)
+            recorders[early].known.clear()
+            await asyncio.to_thread(workers.add, early)
+            removing = asyncio.create_task(asyncio.to_thread(workers.remove, early))
+            await asyncio.wait([removing], timeout=0.5)  # the router is told to forget the engine that it does not list
+            recorders[early].known.set()
+            await removing
+            await asyncio.to_thread(workers.add, late)
+            await until_status(http, "/readiness", 200)
+            assert await listed(http) == [late]
+
+    asyncio.run(main())
+
+
+@pytest.mark.integration
+def test_an_engine_is_forgotten_once_it_is_removed_though_its_requests_go_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with router_and_worker(tmp_path) as (http, worker, recorder):
+            workers = RouterWorkers(str(http.base_url), Access(KEY), 30.0)
+            recorder.seconds = 3.0
+            asking = asyncio.create_task(ask(http))
+            await recorder.asked.wait()
+            await asyncio.to_thread(workers.remove, worker)
+            assert await listed(http) == []
+            assert not asking.done()
+            assert (await asking).token_ids
+
+    asyncio.run(main())
+
+
+@pytest.mark.integration
+def test_an_engine_that_is_listed_long_after_its_removal_is_removed_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.engine.router.LISTED_SECONDS", 0.0)
+
+    async def main() -> None:
+        async with router_and_worker(tmp_path) as (http, worker, recorder):
+            workers = RouterWorkers(str(http.base_url), Access(KEY), 30.0)
+            await asyncio.to_thread(workers.remove, worker)
+            await until_status(http, "/readiness", 503)
+            recorder.known.clear()
+            await asyncio.to_thread(workers.add, worker)
+            await asyncio.to_thread(workers.remove, worker)
+            recorder.known.set()
+            await until_status(http, "/readiness", 200)
+            await asyncio.to_thread(workers.keep, [])
+            await until_status(http, "/readiness", 503)
+
+    asyncio.run(main())
+
+
+async def listed(http: httpx.AsyncClient) -> list[str]:
+    """Return the engines that the router knows."""
+    return [worker["url"] for worker in (await http.get("/workers")).json()["workers"]]
 
 
 @pytest.mark.integration

@@ -82,7 +82,7 @@ def test_engines_of_a_loan_can_release_their_memory_and_see_the_gpus_that_ipc_ha
     config = lending()
     specs = {spec.name: spec for spec in plan(config, addresses(1, gpus), placed(config, 1, gpus), Path("/runs/r"))}
     lent, always = specs["engine-lent-0"], specs["engine-0"]
-    assert (lent.shares, always.shares) == (True, False)
+    assert (lent.shares, always.shares) == (lent.lent, always.lent) == (True, False)
     assert ("--enable-memory-saver" in lent.argv, "--enable-memory-saver" in always.argv) == (gpus > 0, False)
     assert lent.env["CUDA_VISIBLE_DEVICES"] == ("0,1" if gpus else "")
     assert not gpus or lent.argv[lent.argv.index("--base-gpu-id") + 1] == "0"

@@ -223,6 +223,19 @@ def test_sinks_get_every_record_and_jsonl_can_be_followed(tmp_path: Path) -> Non
         assert [json.loads(line) for line in lines] == records
 
 
+def test_what_a_process_does_is_the_outer_span_again_after_an_inner_one() -> None:
+    told: list[tuple[str, int]] = []
+    log = StepLog([], started_at=0.0, begins=lambda *span: told.append(span))
+    with log.span("wait_batch"):
+        with log.span("lend"):
+            pass
+        with pytest.raises(ValueError, match="failed"), log.span("take_back"):
+            raise ValueError("failed")
+    with log.span("train"):
+        pass
+    assert told == [(name, 1) for name in ("wait_batch", "lend", "wait_batch", "take_back", "wait_batch", "train")]
+
+
 def test_spans_are_told_with_their_batch_and_wall_clock_times() -> None:
     told: list[tuple[str, int, float, float]] = []
     now = time.time()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
-from asyncrl.engine.loans import TRIALS
+from asyncrl.engine.loans import LATEST, TRIALS
 from asyncrl.metrics.record import StepLog
 from asyncrl.trainer.lending import Lending
 
@@ -17,10 +17,13 @@ TAKE_BACK = ["hold", "suspend", "give", "go on with 3", "onload"]
 
 
 class Suspended:
-    """A fleet that is only suspended."""
+    """A fleet that is only suspended and reconciled."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        self.changes, self._note = 0, note
+        self.changes, self.reconciled, self._note = 0, 0, note
+
+    def reconcile(self) -> None:
+        self.reconciled += 1
 
     def suspend(self) -> None:
         self.changes += 1
@@ -48,7 +51,7 @@ class Loans(Lending):
         fleet = Suspended(note)
         turns = type("Turns", (), {"give": lambda _: note("give", 2.0)})()
         memory: Any = Memory(note)
-        any_fleet: Any = fleet
+        self.fleet, any_fleet = fleet, cast(Any, fleet)
         super().__init__(
             *(any_fleet, turns if first else None, memory),
             lent=self.publisher("the lent"),
@@ -126,6 +129,29 @@ def test_publishing_is_no_wait() -> None:
     for version in range(10):
         loans.publish(version)
     assert not loans.wait(5.9)
+
+
+def test_a_batch_that_was_ready_counts_as_a_wait_of_no_time() -> None:
+    loans = Loans()
+    for _ in range(LATEST):
+        assert loans.wait(60.0)
+        loans.lend(3)
+        loans.take_back()
+    assert loans.due()  # at once, as after three such waits
+    loans.take_back()
+    for version in range(LATEST):
+        loans.publish(version)
+        loans.take_back()
+    assert not loans.wait(5.9)
+
+
+def test_engines_and_routers_that_restart_are_noticed_in_a_loan() -> None:
+    loans = Loans()
+    assert loans.due()
+    assert loans.fleet.reconciled == 0
+    loans.lend(3)
+    assert not loans.due()
+    assert loans.fleet.reconciled == 1
 
 
 def test_a_loan_in_which_an_engine_failed_measures_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
-from asyncrl.weights.files import DTYPES, write_bucket
+from asyncrl.weights.files import DTYPES, claim, folder_in, write_bucket
 from asyncrl.weights.layouts import Pieces
 
 
@@ -46,3 +47,34 @@ class Full(type(Path())):
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Stays."""
+
+
+def test_runs_that_share_a_folder_have_different_ones_in_it_and_find_them_again() -> None:
+    shared, runs = Path("/shared"), [Path("/home", name, "runs/main") for name in ("anna", "ben")]
+    found = [folder_in(shared, run, purpose) for run in runs for purpose in ("", "lent")]
+    assert len(set(found)) == len(found)
+    assert {folder.parent for folder in found} == {shared}  # nobody else owns a folder between
+    assert folder_in(shared, runs[0]) == found[0]
+
+
+def test_folder_for_weights_is_private_and_claimed_again(tmp_path: Path) -> None:
+    folder = tmp_path / "weights" / "run"
+    for _ in range(2):
+        claim(folder)
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert list(folder.iterdir()) == []
+
+
+def test_folder_of_another_user_takes_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "mine")
+    with pytest.raises(WeightsError, match=r"link belongs to another user, or is a link: remove it, or set another"):
+        claim(link)
+    theirs = Path("/usr")
+    if os.geteuid() == 0:
+        theirs = tmp_path / "theirs"
+        theirs.mkdir()
+        os.chown(theirs, 12345, 12345)
+    with pytest.raises(WeightsError, match=f"^{theirs} belongs to another user"):
+        claim(theirs)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.multiprocessing import reductions
 
 from asyncrl.engine.fleet import Fleet
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.network.addresses import Access
+from asyncrl.weights.adapters import AdapterFolder
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.choice import choose, choose_lora
 from asyncrl.weights.disk import KEPT, DiskTransport
@@ -144,6 +147,18 @@ def test_what_a_dead_trainer_left_half_written_is_not_delivered(tmp_path: Path) 
         transport.send(torch.zeros(8, dtype=torch.uint8), bucket)
     transport.deliver(7)
     assert fleet.folders == [["model-stage0-00001.safetensors"]]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda root: DiskTransport(Loaded(), root, stage=0).start(1), lambda root: AdapterFolder("v1", {}, {}, root)],
+)
+def test_no_version_is_written_through_a_link_of_somebody_else(write: Callable[[Path], Any], tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(WeightsError, match=r"set another weights\.folder"):
+        write(tmp_path / "link")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_handles_may_be_written_from_many_threads_at_once() -> None:

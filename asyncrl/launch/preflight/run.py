@@ -188,6 +188,9 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
         if config.checkpoint.every:
             staged += planner.checkpoint_staging(policy.weights, policy.shape, layout, training)
         parts = planner.trainer_rank(policy.weights, policy.shape, layout, training)
+        if config.cluster.lend:
+            bucket = config.weights.bucket_mb << 20
+            parts[planner.LOANS] = planner.loan_buckets(policy.weights, policy.shape, layout, training, bucket)
         needs["trainer"] = MemoryNeed(parts, gpu, staged)
     for name, section, model in (
         ("engine", config.engine, policy),
