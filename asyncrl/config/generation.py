@@ -241,7 +241,8 @@ class RolloutConfig(Section):
     spread_siblings: Literal["auto"] | bool
     """Send each sibling of a group to the engine with the fewest requests, instead of all to the same engine, where
     they share the cache of their prompt (engine.router_policy=manual). auto: if answers are at least 4 times as long as
-    their prompt, and there are several engines or replicas of attention. Siblings that are spread are not sent as one request."""
+    their prompt, and there are several engines or replicas of attention. Siblings that are spread are not sent as one
+    request."""
     cache_key: Literal["version", "group"]
     """Which requests may share a prefix cache. version: requests with the same weights, so that a later turn is
     prefilled again after a publish; group: the turns of a group, whatever their weights, as in one long answer under
