@@ -67,8 +67,8 @@ STEP = {
     "requests/aborted": "number of requests that were continued after an update or the loss of their engine aborted "
     "them",
     "requests/broken": "number of requests that were continued after their stream broke",
-    "requests/overtaken": "number of requests that were sent again because a publish began before their first chunk "
-    "arrived",
+    "requests/overtaken": "number of requests that were sent again because a publish, or the end of a loan, began "
+    "before their first chunk arrived",
     "episodes/retried": "number of episodes and reward computations that were retried since the previous step "
     "(rollout.retries)",
     "bias/length": "mean length of the trained trajectories relative to all generated ones, minus 1 (closed cohorts "

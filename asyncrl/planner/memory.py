@@ -231,6 +231,7 @@ def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, **engi
 
 
 LOANS = "buckets of loans"
+"""Name of the buckets in which weights are sent to engines of loans."""
 AWAY = ("weights", "frozen base", "masters", "moments", "frozen weights")
 """Parts of a trainer rank that it keeps in host memory while engines use its GPU; gradients are dropped."""
 

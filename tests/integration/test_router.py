@@ -21,7 +21,7 @@ from aiohttp import web
 
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.router import RouterWorkers, register, router_argv
-from asyncrl.engine.stream import NO_WORKER, ROUTING_KEY, STREAM_ERROR
+from asyncrl.engine.stream import NO_WORKER, ROUTING_KEY, STREAM_ERROR, GenerateEndpoint
 from asyncrl.network.addresses import Access
 from asyncrl.network.ports import free_ports
 from asyncrl.schema import Completion
@@ -206,6 +206,26 @@ def test_requests_wait_while_no_engine_is_registered(tmp_path: Path) -> None:
             await asyncio.to_thread(workers.keep, [worker])
             await asyncio.to_thread(workers.add, worker)  # registering it twice is no error
             assert (await asking).token_ids
+
+    asyncio.run(main())
+
+
+@pytest.mark.integration
+def test_the_engine_that_has_taken_a_request_is_known_before_its_first_token(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with router_and_worker(tmp_path) as (http, worker, recorder):
+            engines: asyncio.Queue[str] = asyncio.Queue()
+            endpoint = GenerateEndpoint(str(http.base_url).rstrip("/"), Access(KEY), 30.0)
+            recorder.seconds = 20.0
+
+            async def read() -> None:
+                async for _ in endpoint.stream({"input_ids": [1], "stream": True}, "g", "", engines.put_nowait):
+                    pass
+
+            reading = asyncio.create_task(read())
+            assert await asyncio.wait_for(engines.get(), 15.0) == worker
+            reading.cancel()
+            await endpoint.close()
 
     asyncio.run(main())
 
