@@ -79,7 +79,7 @@ def overrides(one: Candidate) -> list[str]:
     limit = setting.in_play
     running = "auto" if limit is None else limit // one.siblings or "null"
     return [
-        *(["cluster.placement=colocated"] if split.colocated else []),
+        *(["cluster.placement=colocated", "weights.pause_mode=retract"] if split.colocated else []),
         f"engine.count={split.engines}",
         f"rollout.batch_groups={one.batch_groups}",
         f"rollout.group_size={one.siblings}",
