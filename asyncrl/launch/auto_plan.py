@@ -176,7 +176,7 @@ def make(config: Config, arguments: Sequence[str], folder: Path, hf: dict[str, A
     return RunPlan(
         str(devices),
         [word for name, word in words.items() if name not in {*keep, *SHAPE}],
-        report(found)["best"],
+        report(found, given)["best"],
         found.colocated.rate if found.colocated else None,
         [name for name in words if name in keep],
         fields,

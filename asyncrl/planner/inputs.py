@@ -20,6 +20,8 @@ SWITCH = 15.0
 """Assumed seconds for changing from generating to training and back on the same GPUs: release of the memory of one side
 and return of the other's, over the GPU's connection to its host."""
 
+MOST_EPISODES = 1 << 17
+"""Largest batch that is planned."""
 REMEDIES = {
     "gpu": f"Choose {', '.join(HARDWARE)}.",
     "layout": "Give tensor, pipeline and expert parallelism, as layout=[4,2,1].",
@@ -28,7 +30,7 @@ REMEDIES = {
 
 LIMIT = 1e15
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
-Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 10)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Positive = Annotated[float, msgspec.Meta(gt=0, lt=LIMIT)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, lt=LIMIT)]
 Turns = Annotated[float, msgspec.Meta(ge=1, lt=LIMIT)]
@@ -41,7 +43,9 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gpus: Count
     """GPUs of the run."""
     batch_groups: Count = 64
+    """Groups of a batch."""
     group_size: Count = 8
+    """Siblings of a group."""
     batch_parts: Count = 1
     """Parts of a batch, each trained as soon as it is ready (trainer.batch_parts)."""
     overlap: bool = False
@@ -65,6 +69,7 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     model: str | None = None
     """A config.json, the folder that holds it, or a built-in model (builtin:NAME)."""
     gpu: Literal["h100", "h200", "a100"] = "h100"
+    """Kind of the GPUs that a model is planned for."""
     engine_gpus: Count | None = None
     """GPUs of one engine."""
     trainer_gpus: Count | None = None
@@ -137,6 +142,10 @@ def parse(settings: dict[str, Any]) -> PlanInput:
         raise ConfigError(name, settings.get(name), remedy) from None
     if found.batch_parts > found.batch_groups:
         raise ConfigError("batch_parts", found.batch_parts, f"Must not exceed batch_groups ({found.batch_groups}).")
+    if (batch := found.batch_groups * found.group_size) > MOST_EPISODES:
+        raise ConfigError(
+            "batch_groups", found.batch_groups, f"A batch has at most {MOST_EPISODES} episodes, not {batch}."
+        )
     needed = ("per_token", "per_request", "train_rate")
     if found.model is None and (missing := [name for name in needed if getattr(found, name) is None]):
         raise ConfigError(missing[0], None, "Set it, or model=FOLDER to compute it, or name a recorded run.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,8 +15,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import imagined, place
 from asyncrl.planner import inputs, model_splits
 from asyncrl.planner.cli import main
-from asyncrl.planner.report import overrides, report
-from asyncrl.planner.search import Candidate, Choices, Plan, search
+from asyncrl.planner.report import assumed, findings, overrides, report, uncertainty
+from asyncrl.planner.search import EPISODES, NEAR, Candidate, Choices, Plan, search
+from asyncrl.planner.search import _steps as steps_of
 from asyncrl.planner.simulation import simulate
 from scripts import sizes
 
@@ -154,7 +156,10 @@ def test_a_model_is_planned_with_layouts_that_fit_and_settings_that_a_run_accept
     assert config.engine.count == plan.best.split.engines
     assert config.trainer.world_size == plan.best.split.trainers
     assert sizes.size(config, sizes.MODELS["qwen3_8b"]).trainer
-    assert report(plan)["best"]["memory"].keys() == {"trainer", "engine"}
+    told = report(plan, given)
+    assert told["best"]["memory"].keys() == {"trainer", "engine"}
+    again = inputs.parse({name: value for name, value in told["input"].items() if value is not None})
+    assert inputs.splits(again) == splits  # the plan can be made anew from what is written
 
 
 @pytest.mark.parametrize(
@@ -201,6 +206,136 @@ def test_layouts_that_the_model_does_not_have_are_refused(field: dict[str, Any],
         inputs.splits(qwen3(tmp_path, **field))
 
 
+def said(plan: Plan, own_error: float | None = None, **changes: Any) -> str:
+    given = inputs.parse(NUMBERS | changes)
+    return "\n".join([*findings(plan, given), *uncertainty(plan, own_error), *assumed(plan, given)])
+
+
+def test_a_recorded_runs_own_error_is_the_uncertainty_and_a_large_one_is_a_warning() -> None:
+    plan = planned()
+    assert "error of -83%. That is too much for a plan" in said(plan, -0.83)
+    assert "do not rely" not in said(plan, 0.1)
+    assert "Uncertainty" not in said(plan)
+
+
+def test_one_seed_has_no_spread_and_no_simulation_is_said() -> None:
+    given = inputs.parse(NUMBERS)
+    splits, choices = inputs.splits(given), Choices((4,))
+    one = search(splits, given.workload, choices, few=1, seeds=1)
+    assert report(one, given)["best"]["spread"] is None
+    assert "seeds differ" not in said(one)
+    assert "Nothing was simulated" in said(search(splits, given.workload, choices, few=0))
+
+
+def test_changed_inputs_give_the_range_of_a_plan_and_splits_that_would_be_better() -> None:
+    plan = planned()
+    rates = [one.rate for one in plan.changed]
+    assert len(rates) == 6
+    assert min(rates) < 0.9 * plan.best.law.samples_per_s < 1.1 * plan.best.law.samples_per_s < 1.3 * max(rates)
+    for one in plan.changed:
+        assert one.better is None or one.better_rate > (1 + NEAR) * one.rate
+    assert any(one.better for one in plan.changed)
+    assert "trainer GPUs would be better" in said(plan)
+
+
+def test_a_synchronous_run_within_the_margin_is_the_plan_and_called_equal() -> None:
+    plan = planned()
+    assert plan.colocated is not None
+    best = plan.best
+
+    def against(share: float) -> Plan:
+        turns = replace(plan.colocated, simulated=[replace(best.simulated[0], step=best.batch / best.rate / share)])
+        return replace(plan, colocated=turns)
+
+    assert against(0.99).synchronous
+    assert not against(0.97).synchronous
+    assert "about equal" in said(against(0.99))
+    assert "so asynchronous is better" in said(against(0.5))
+    assert "do not fit" in said(replace(plan, colocated=None))
+
+
+def test_what_helps_is_the_largest_part_of_a_step() -> None:
+    few = {"trainers": 1, "max_staleness": 8}
+    assert "helps is more trainer GPUs" in said(planned(**few, train_rate=300))
+    assert "helps is a shorter publish" in said(planned(**few, train_fixed=0, pause=30))
+    assert "helps is a shorter fixed part" in said(planned(**few, train_fixed=40))
+
+
+def test_gpus_that_are_not_needed_or_not_used_are_said() -> None:
+    plan = planned(gpus=40, batch_groups=4)
+    assert plan.enough[0] + plan.enough[1] < 20
+    assert "40 for" not in (told := said(plan, gpus=40))
+    assert "GPUs give 98% of this" in told
+    assert "2 of 42 GPUs are not used" in said(plan, gpus=42)
+
+
+def test_the_time_to_change_over_that_is_assumed_is_said() -> None:
+    plan = planned()
+    assert "changes over in 15 s a step (switch=)" in said(plan)
+    assert "changes over" not in said(plan, switch=3.0)
+
+
+def test_episodes_that_are_cut_off_are_said() -> None:
+    assert "100% of the episodes are cut off at longest=100: they have 100 tokens" in said(
+        planned(mean=9000, longest=100, sigma=0.3), mean=9000, longest=100, sigma=0.3
+    )
+    assert "cut off" not in said(planned())
+
+
+def test_the_work_of_a_plan_is_bounded() -> None:
+    with pytest.raises(ConfigError, match=r"batch_groups: got 1000000. A batch has at most 131072 episodes"):
+        inputs.parse(NUMBERS | {"batch_groups": 1_000_000})
+    with pytest.raises(ConfigError, match=r"max_staleness: got 1000. Expected int <= 64"):
+        inputs.parse(NUMBERS | {"max_staleness": 1000})
+    one = planned(max_staleness=1).best
+    for bound, groups in ((8, 64), (64, 64), (64, 1024), (8, 10_000)):
+        large = replace(one, setting=replace(one.setting, max_staleness=bound), batch_groups=groups)
+        steps, warm = steps_of(large)
+        assert steps >= 4
+        assert (steps + warm) * large.batch <= max(EPISODES, 6 * large.batch)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", "0"], "argument --seeds: got 0: at least 1"),
+        (["--simulate", "-1"], "argument --simulate: got -1: at least 0"),
+    ],
+)
+def test_counts_that_mean_nothing_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"{name}={value}" for name, value in NUMBERS.items()]
+    assert main([*words, "--json", str(tmp_path / "none" / "plan.json")]) == 2
+    assert main([*words, "--svg", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert "weighing" not in told.err
+    assert told.err.count("Name a file in a folder that exists") == 2
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "numbers.yaml").write_bytes(b"gpus: \xff\xfe")
+    assert main([str(tmp_path / "numbers.yaml")]) == 2
+    assert "Name a run, a YAML file or FIELD=VALUE" in capsys.readouterr().err
+
+
+def test_help_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    for name in inputs.PlanInput.__struct_fields__:
+        assert re.search(rf"^  .*\b{name}\b", told, re.MULTILINE), name
+    assert "Seconds per step for which engines are paused." in " ".join(told.split())
+
+
 def test_command_prints_overrides_last_and_writes_both_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,9 +343,12 @@ def test_command_prints_overrides_last_and_writes_both_files(
     numbers.write_text(json.dumps(NUMBERS))
     page, plot = tmp_path / "plan.json", tmp_path / "plan.svg"
     assert main([str(numbers), "max_staleness=2", "--simulate", "0", "--json", str(page), "--svg", str(plot)]) == 0
-    last = capsys.readouterr().out.strip().splitlines()[-1].split()
+    told = capsys.readouterr()
+    assert "weighing" in told.err
+    last = told.out.strip().splitlines()[-1].split()
     found = json.loads(page.read_text())
     assert last == found["overrides"]
     assert found["best"]["max_staleness"] <= 2
+    assert found["input"]["per_request"] == found["best"]["speeds"]["per_request"] == NUMBERS["per_request"]
     lines = ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 3  # bounds 0, 1 and 2
