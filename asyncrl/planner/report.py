@@ -52,7 +52,7 @@ def show(plan: Plan, given: PlanInput, notes: Sequence[str] = (), own_error: flo
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     table = Table(*COLUMNS)
     for name, one in _named(plan):
-        table.add_row(*_cells(name, _row(one)))
+        table.add_row(*cells(name, one))
     console.print(table)
     for line in (*findings(plan, given), *uncertainty(plan, own_error), *assumed(plan, given), *notes):
         console.print(line, markup=False)
@@ -241,7 +241,9 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _cells(name: str, row: dict[str, Any]) -> list[str]:
+def cells(name: str, one: Candidate) -> list[str]:
+    """Return a row of the table."""
+    row = _row(one)
     memory = ", ".join(f"{size / 1e9:.0f}" for size in row["memory"].values())
     return [
         name,
