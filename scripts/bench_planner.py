@@ -62,7 +62,7 @@ def grid(count: int, seed: int = 0) -> Iterator[tuple[SimulatedWorkload, Setting
         rate = shape.rate(running) * draw.choice([0.3, 0.6, 1, 2]) * (DEVICES - engines)
         fixed, pause = draw.choice([0, 1, 5]), draw.choice([0, 1])
         lead = draw.randint(min(1, bound), bound)
-        setting = Setting(engines, rate, bound, lead, fixed, pause, in_play=0, shape=shape)
+        setting = Setting(engines, rate, bound, lead, train_fixed=fixed, pause=pause, in_play=0, shape=shape)
         yield SimulatedWorkload(lengths.episodes(), draw.choice([8, 16])), setting
 
 

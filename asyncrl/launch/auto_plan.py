@@ -25,7 +25,8 @@ from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.network.addresses import PLAN
 from asyncrl.planner.estimate import MachineRates, plan_fields
-from asyncrl.planner.inputs import HARDWARE, parse, splits
+from asyncrl.planner.inputs import parse, splits
+from asyncrl.planner.model_splits import HARDWARE
 from asyncrl.planner.report import overrides, report
 from asyncrl.planner.search import Choices, GpuSplit, in_play, search
 
@@ -36,6 +37,8 @@ PLANNED = (
     *("rollout.lead", "rollout.max_running_groups", "trainer.data_parallel", "trainer.recompute.granularity", *LAYOUT),
 )
 """Settings that are kept if the command line sets them."""
+ENGINE = ("engine.tensor_parallel", "engine.max_running_requests", "engine.max_total_tokens")
+"""Overrides of a plan for CPUs that are the configuration's own."""
 SHAPE = ("rollout.batch_groups", "rollout.group_size", "rollout.max_staleness")
 """Overrides of a plan that are the run's own."""
 FEW, SEEDS = 3, 2
@@ -50,7 +53,7 @@ class Devices:
     gpus: int = 0
     """GPUs of each machine; 0: CPUs."""
     gpu: str = ""
-    """Kind of the GPUs, as in planner.inputs.HARDWARE."""
+    """Kind of the GPUs, as in planner.model_splits.HARDWARE."""
     rates: Rates | None = None
     """Speed of the slowest machine without GPUs."""
 
@@ -158,7 +161,11 @@ def make(config: Config, arguments: Sequence[str], folder: Path, hf: dict[str, A
     fields = _on_gpus(config, keep, folder, devices) if devices.gpus else _on_cpus(config, keep, folder, hf, devices)
     try:
         given = parse(fields)
-        possible = [one for one in splits(given) if one.colocated or _fits(one, config, keep, devices)]
+        possible = [
+            one
+            for one in splits(given, () if devices.gpus else ENGINE)
+            if one.colocated or _fits(one, config, keep, devices)
+        ]
     except ConfigError as error:  # its fields are those of asyncrl-plan
         raise ConfigError("cluster.plan", "auto", f"On {devices}: {error}") from None
     if all(one.colocated for one in possible):
@@ -169,7 +176,7 @@ def make(config: Config, arguments: Sequence[str], folder: Path, hf: dict[str, A
     return RunPlan(
         str(devices),
         [word for name, word in words.items() if name not in {*keep, *SHAPE}],
-        report(found)["best"],
+        report(found, given)["best"],
         found.colocated.rate if found.colocated else None,
         [name for name in words if name in keep],
         fields,
@@ -269,6 +276,7 @@ def _on_cpus(
         "gpus": processes,
         "engine_gpus": engine.ranks,
         "trainer_gpus": copy,
+        "switch": 0.0,  # without GPUs no memory changes hands
         "max_running": engine.max_running_requests,
         "kv_tokens": cache_tokens(engine, gpu=False),
         **({"trainers": trainers} if "trainer.data_parallel" in keep else {}),

@@ -91,7 +91,7 @@ class Prediction:
     binds: str
     """Law that limits the throughput."""
     limits: dict[str, float]
-    """Episodes per second that each law allows."""
+    """Episodes per second that each law allows; inf for concurrency or order that allow what the others do."""
 
 
 def predict(sample: LengthSample, workload: SimulatedWorkload, setting: Setting) -> Prediction:
@@ -130,7 +130,8 @@ class _Laws:
         self._cohorts = drawn.reshape(cohorts, workload.batch_groups)
 
     def limits(self) -> dict[str, float]:
-        """Return the episodes per second that each law allows; a law beyond trainer and engines is not evaluated."""
+        """Return the episodes per second that each law allows. How far concurrency and order are beyond trainer and
+        engines is not evaluated."""
         mean, engines = self.sample.mean, self.setting.engines
         trainer = (
             trainer_bound(
@@ -143,9 +144,9 @@ class _Laws:
         limits = {"trainer": trainer, "engines": _largest(lambda rate: self._load(rate) <= full * CLOSE, most)}
         most = min(limits.values())
         if self.lead:
-            limits["concurrency"] = _largest(self._enough_in_play, most)
-        limits["order"] = _largest(lambda rate: self._ordered_step(rate) <= self.batch / rate * CLOSE, most)
-        return limits
+            limits["concurrency"] = _largest(self._enough_in_play, most, beyond=math.inf)
+        ordered = _largest(lambda rate: self._ordered_step(rate) <= self.batch / rate * CLOSE, most, beyond=math.inf)
+        return limits | {"order": ordered}
 
     def staleness(self, rate: float, binds: str) -> float:
         """Return the lead, less the batches of groups that are admitted and wait for an engine; at least what it takes
@@ -218,10 +219,11 @@ class _Laws:
         return max(0.0, excess) / 2 * self.sample.mean / self.sample.turns / self.shape.rate(most)
 
 
-def _largest(holds: Callable[[float], bool], most: float) -> float:
-    """Return the largest rate up to `most` for which a condition holds that holds below it."""
+def _largest(holds: Callable[[float], bool], most: float, beyond: float = 0.0) -> float:
+    """Return the largest rate up to `most` for which a condition holds that holds below it. If it holds at `most`, that
+    or `beyond`, if larger, is returned."""
     if holds(most):
-        return most
+        return max(most, beyond)
     low, high = 0.0, most
     for _ in range(HALVINGS):
         middle = (low + high) / 2

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from asyncrl.planner.inputs import SWITCH, PlanInput
 from asyncrl.planner.laws import Prediction
-from asyncrl.planner.search import Candidate, Plan
+from asyncrl.planner.model_splits import HARDWARE, ROOM
+from asyncrl.planner.search import CHANGES, NEAR, Candidate, Plan
 from asyncrl.planner.simulation import SimulationResult
 
 WIDTH, HEIGHT, MARGIN = 720, 400, 60
@@ -20,7 +24,7 @@ COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#76b7b2", "#b07aa1", "#9
 COLUMNS = (
     "",
     "engines",
-    "trainer",
+    "trainer GPUs",
     "bound, lead",
     "samples/s",
     "laws",
@@ -28,44 +32,126 @@ COLUMNS = (
     "engines busy",
     "staleness",
     "binds",
-    "GB",
+    "GB per GPU: trainer, engine",
 )
 REMEDY = {
-    "trainer": "more trainer GPUs, or a shorter publish",
     "engines": "more engines",
-    "concurrency": "a larger lead or batch",
+    "concurrency": "a larger bound or batch",
     "order": "more slack (bound minus lead), a larger bound, or shorter longest episodes",
 }
+SPEEDS = ("per_token", "per_request", "max_running", "kv_tokens", "prefill_rate")
+CUT = 0.1
+"""Fraction of episodes that are cut off above which this is said."""
+OFF = 0.2
+"""Error in a recorded run's own setting above which its plan is not to be trusted."""
 
 
-def show(plan: Plan, notes: Sequence[str] = ()) -> None:
-    """Print the table, the findings, notes about the input, and the overrides."""
+def show(plan: Plan, given: PlanInput, notes: Sequence[str] = (), own_error: float | None = None) -> None:
+    """Print the table, the findings, notes about the input, and the overrides. `own_error` is how far off a recorded
+    run is predicted in its own setting, as a fraction."""
     console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
     table = Table(*COLUMNS)
     for name, one in _named(plan):
-        table.add_row(*_cells(name, _row(one)))
+        table.add_row(*cells(name, one))
     console.print(table)
-    for line in (*findings(plan), *notes):
-        console.print(line)
+    for line in (*findings(plan, given), *uncertainty(plan, own_error), *assumed(plan, given), *notes):
+        console.print(line, markup=False)
     console.print(" ".join(overrides(chosen(plan))), markup=False)
 
 
-def findings(plan: Plan) -> Iterator[str]:
-    """Yield what binds, what one more GPU gives, whether synchronous is better, and how uncertain this is."""
+def findings(plan: Plan, given: PlanInput) -> Iterator[str]:
+    """Yield what binds, what one more GPU gives, which GPUs are not needed, and whether synchronous is better."""
     best = plan.best
-    yield f"The {best.law.binds} law binds: what helps is {REMEDY[best.law.binds]}."
-    yield f"One more GPU adds {plan.more_engine:+.3g} samples/s to engines, {plan.more_trainer:+.3g} to the trainer."
-    if plan.colocated:
-        ratio = best.rate / plan.colocated.rate
-        better = "use that: it is on-policy and no slower" if plan.synchronous else "so asynchronous is better"
-        yield f"It is {ratio:.2f} x as fast as the synchronous run that uses all GPUs in turns, {better}."
-    if best.simulated:
+    yield f"The {best.law.binds} law binds: what helps is {_remedy(best)}."
+    yield (
+        f"By the laws, one more GPU adds {plan.more_engine:+.2g} samples/s to engines, {plan.more_trainer:+.2g} to the "
+        "trainer."
+    )
+    split, (engines, trainers) = best.split, plan.enough
+    used, enough = split.engines * split.engine_gpus + split.trainers, engines * split.engine_gpus + trainers
+    if enough <= 0.9 * used:
         yield (
-            f"Uncertainty: {best.spread:.1%} between seeds; the laws are {best.law_error:+.1%} off the simulation. "
-            "Inputs that are wrong weigh more."
+            f"By the laws, {enough} GPUs give {1 - NEAR:.0%} of this: {engines} x {split.engine_gpus} for engines and "
+            f"{trainers} for the trainer."
         )
+    if used < given.gpus:
+        yield f"{given.gpus - used} of {given.gpus} GPUs are not used."
+    if plan.colocated is None:
+        yield "Engines and trainer on the same GPUs in turns do not fit: there is no synchronous run to compare with."
+        return
+    ratio = best.rate / plan.colocated.rate
+    if max(ratio, 1 / ratio) <= 1 + plan.doubt:
+        better = f"which is within the uncertainty of {plan.doubt:.0%}: they are about equal"
+    else:
+        better = "so asynchronous is better" if ratio > 1 else "so synchronous is better"
+    what = "the overrides are those of the synchronous run, which is on-policy" if plan.synchronous else ""
+    yield (
+        f"The best plan is {ratio:.2f} x as fast as the synchronous run that uses all GPUs in turns, {better}"
+        f"{'; ' if what else ''}{what}."
+    )
+
+
+def _remedy(best: Candidate) -> str:
+    """Return what raises the throughput where a law binds."""
+    setting, law = best.setting, best.law
+    if law.binds != "trainer":
+        return REMEDY[law.binds]
+    parts = {
+        "more trainer GPUs": best.batch * law.tokens_per_s / law.samples_per_s / setting.train_rate,
+        "a shorter fixed part of training, or a larger batch": setting.train_fixed,
+        "a shorter publish, or a larger batch": 0.0 if setting.overlap else setting.pause,
+    }
+    return max(parts, key=parts.__getitem__)
+
+
+def uncertainty(plan: Plan, own_error: float | None) -> Iterator[str]:
+    """Yield how far the prediction may be off."""
+    best = plan.best
+    if own_error is not None:
+        yield f"Uncertainty: the run itself is predicted with an error of {own_error:+.0%}." + (
+            " That is too much for a plan: do not rely on it." if abs(own_error) > OFF else ""
+        )
+    if best.simulated:
+        seeds = f"Simulations with other seeds differ by {best.spread:.1%}. " if len(best.simulated) > 1 else ""
+        yield f"{seeds}The laws are {best.law_error:+.1%} off the simulation."
     else:
         yield "Nothing was simulated: the laws alone are usually within 5 %, but can be far off (docs/planning.md)."
+    rates = [one.rate for one in plan.changed]
+    yield (
+        f"By the laws, the plan makes {min(rates):.3g} to {max(rates):.3g} samples/s if the length of answers, the "
+        f"speed of engines or that of the trainer is {' or '.join(map(str, CHANGES))} times what is assumed."
+    )
+    for one in plan.changed:
+        if one.better:
+            split = one.better
+            yield (
+                f"With {one.factor} times the {one.name}, {split.engines} x {split.engine_gpus} engines and "
+                f"{split.trainers} trainer GPUs would be better ({one.better_rate:.3g} samples/s, not {one.rate:.3g})."
+            )
+
+
+def assumed(plan: Plan, given: PlanInput) -> Iterator[str]:
+    """Yield what the plan takes for granted, and what its input does not say."""
+    if given.model:
+        hardware = HARDWARE[given.gpu]
+        yield (
+            f"Assumed: {given.gpu} reaches {hardware.mfu:.0%} of its operations when training "
+            f"({hardware.sparse_mfu:.0%} with routed experts) and {hardware.share:.0%} of its bandwidths; {ROOM:.0%} "
+            "of its memory is used; lengths do not change over the run."
+        )
+    else:
+        yield "Memory per GPU is not known: name model= to compute it."
+        if given.kv_tokens is None:
+            yield "The engines' cache is taken to hold every request: set kv_tokens if it limits them."
+        yield f"Assumed: a copy of the trainer's weights has {given.trainer_gpus or 1} GPUs (trainer_gpus=)."
+    if plan.colocated and given.switch is None:
+        yield f"Assumed: the synchronous run changes over in {SWITCH:.0f} s a step (switch=)."
+    tokens = [min(one.tokens, given.longest) for number in range(256) for one in given.lengths().group(number)]
+    if (cut := sum(one >= given.longest for one in tokens) / len(tokens)) > CUT:
+        yield (
+            f"{cut:.0%} of the episodes are cut off at longest={given.longest}: they have "
+            f"{statistics.fmean(tokens):.0f} tokens on average, not mean={given.mean:g}."
+        )
 
 
 def chosen(plan: Plan) -> Candidate:
@@ -79,7 +165,7 @@ def overrides(one: Candidate) -> list[str]:
     limit = setting.in_play
     running = "auto" if limit is None else limit // one.siblings or "null"
     return [
-        *(["cluster.placement=colocated"] if split.colocated else []),
+        *(["cluster.placement=colocated", "weights.pause_mode=retract"] if split.colocated else []),
         f"engine.count={split.engines}",
         f"rollout.batch_groups={one.batch_groups}",
         f"rollout.group_size={one.siblings}",
@@ -92,14 +178,26 @@ def overrides(one: Candidate) -> list[str]:
     ]
 
 
-def report(plan: Plan) -> dict[str, Any]:
-    """Return the plan as JSON."""
+def report(plan: Plan, given: PlanInput) -> dict[str, Any]:
+    """Return the plan as JSON, with its input."""
     return {
+        "input": msgspec.to_builtins(given) | {"switch": given.turn_change},
         "best": _row(plan.best),
         "others": [_row(one) for one in plan.others],
         "colocated": _row(plan.colocated) if plan.colocated else None,
         "synchronous_is_better": plan.synchronous,
         "one_more_gpu": {"engines": plan.more_engine, "trainer": plan.more_trainer},
+        "enough": dict(zip(("engines", "trainer_gpus"), plan.enough, strict=True)),
+        "changed_inputs": [
+            {
+                "name": one.name,
+                "factor": one.factor,
+                "samples_per_s": one.rate,
+                "better": one.better and {"engines": one.better.engines, "trainer_gpus": one.better.trainers},
+                "better_samples_per_s": one.better_rate,
+            }
+            for one in plan.changed
+        ],
         "overrides": overrides(chosen(plan)),
     }
 
@@ -122,26 +220,37 @@ def _row(one: Candidate) -> dict[str, Any]:
         "lead": setting.lead,
         "running_episodes": setting.in_play or None,
         "samples_per_s": one.rate,
-        "spread": one.spread,
+        "spread": one.spread if len(one.simulated) > 1 else None,
         "simulated": bool(one.simulated),
         "law_samples_per_s": one.law.samples_per_s,
         "trainer_busy": statistics.fmean(run.trainer_busy for run in runs),
         "engines_busy": statistics.fmean(run.engines_busy for run in runs),
         "staleness_mean": one.staleness,
         "binds": one.law.binds,
-        "limits": one.law.limits,
+        "limits": {name: _finite(limit) for name, limit in one.law.limits.items()},
+        "speeds": {
+            **{name: _finite(getattr(setting.shape, name)) for name in SPEEDS},
+            **{name: getattr(setting, name) for name in ("train_rate", "train_fixed", "pause")},
+        },
         "memory": split.memory,
     }
 
 
-def _cells(name: str, row: dict[str, Any]) -> list[str]:
+def _finite(value: float) -> float | None:
+    """Return a number; None if it has no limit, which JSON cannot say."""
+    return value if math.isfinite(value) else None
+
+
+def cells(name: str, one: Candidate) -> list[str]:
+    """Return a row of the table."""
+    row = _row(one)
     memory = ", ".join(f"{size / 1e9:.0f}" for size in row["memory"].values())
     return [
         name,
         f"{row['engines']} x {row['engine_gpus']}",
         str(row["trainer_gpus"]),
         f"{row['max_staleness']}, {row['lead']}",
-        f"{row['samples_per_s']:.4g}" + (f" ± {row['spread']:.1%}" if row["simulated"] else ""),
+        f"{row['samples_per_s']:.4g}" + (f" ± {row['spread']:.1%}" if row["spread"] is not None else ""),
         f"{row['law_samples_per_s']:.4g}",
         f"{row['trainer_busy']:.0%}",
         f"{row['engines_busy']:.0%}",

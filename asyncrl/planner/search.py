@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from asyncrl.errors import ConfigError
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.laws import LengthSample, Prediction, predict
 from asyncrl.planner.simulation import Setting, SimulatedWorkload, SimulationResult, simulate
@@ -18,7 +17,13 @@ NEAR = 0.02
 FULL = 1.25
 """Requests in flight, relative to what full batches of the engines take, that keep the batches full."""
 EPISODES = 200_000
-"""Episodes of a simulation beyond which it is not made longer."""
+"""Episodes of a simulation beyond which it is not made longer; with twice as many there is none."""
+LAW_ERROR = 0.13
+"""Difference between laws and simulation that a tenth of random settings exceeds (docs/planning.md)."""
+CHANGES = (0.75, 1.33)
+"""Factors by which inputs are changed to see what depends on them."""
+CONTENDERS = 8
+"""Number of splits that are compared under changed inputs."""
 BOUNDS = (0, 1, 2, 4, 8, 16, 32)
 """Values of rollout.max_staleness that are considered."""
 
@@ -124,6 +129,19 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class ChangedInput:
+    """What the laws say if an input is wrong by a factor."""
+
+    name: str
+    factor: float
+    rate: float
+    """Episodes per second of the plan."""
+    better: GpuSplit | None
+    """A split that is then faster by more than NEAR."""
+    better_rate: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """Result of a search."""
 
@@ -136,11 +154,21 @@ class Plan:
     more_engine: float
     """Episodes per second that one more GPU of engines adds, by the laws."""
     more_trainer: float
+    enough: tuple[int, int]
+    """Engines and trainer GPUs that give all but NEAR of the throughput, by the laws."""
+    changed: Sequence[ChangedInput]
 
     @property
     def synchronous(self) -> bool:
-        """Return whether the colocated synchronous run is at least as fast."""
-        return self.colocated is not None and self.colocated.rate >= self.best.rate
+        """Return whether the colocated synchronous run is at least as fast, but for NEAR: it is on-policy."""
+        return self.colocated is not None and self.colocated.rate >= (1 - NEAR) * self.best.rate
+
+    @property
+    def doubt(self) -> float:
+        """Return the difference between two plans, as a fraction, below which neither is known to be faster."""
+        if not self.best.simulated:
+            return LAW_ERROR
+        return self.best.spread + (self.colocated.spread if self.colocated else 0.0) + abs(self.best.law_error)
 
 
 def search(
@@ -150,45 +178,56 @@ def search(
     *,
     few: int = 4,
     seeds: int = 3,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Plan:
     """Search all splits and settings; `workload` returns the workload of a seed. The best `few` are simulated (0:
-    none). Raises ConfigError if there is no split."""
-    if not any(not split.colocated for split in splits):
-        raise ConfigError("gpus", 1, "Trainer and engines need GPUs of their own: at least one each.")
+    none), and `say` is told so. At least one split is not colocated."""
     first = workload(0)
     sample = LengthSample.of(first.episodes)
 
-    def weigh(split: GpuSplit, setting: Setting) -> Candidate:
-        law = predict(sample, first, setting)
+    def weigh(split: GpuSplit, setting: Setting, lengths: LengthSample = sample) -> Candidate:
+        law = predict(lengths, first, setting)
         return Candidate(split, setting, law, first.batch_groups, sample.tokens.shape[1])
 
     def play(candidate: Candidate) -> Candidate:
-        warm = 2 + 2 * candidate.setting.max_staleness
-        steps = max(4, min(6 + warm, EPISODES // candidate.batch))
+        steps, warm = _steps(candidate)
+        if (candidate.setting.max_staleness + steps + warm) * candidate.batch > 2 * EPISODES:
+            return candidate
         runs = [simulate(workload(seed), candidate.setting, steps, warm) for seed in range(seeds)]
         return replace(candidate, simulated=runs)
 
+    say(f"weighing {len(splits)} splits by the laws")
     apart = [
         weigh(split, setting)
         for split in splits
         if not split.colocated
         for setting in _settings(split, choices, first, sample)
     ]
-    ranked = _ranked(apart)
-    firsts: dict[tuple[int, int], Candidate] = {}  # the best setting of each split
-    for one in ranked:
-        firsts.setdefault((one.split.engine_gpus, one.split.engines), one)
-    tried = list(firsts.values())[: few or 4]
-    best = _ranked([play(one) for one in tried] if few else tried)
+    firsts: dict[tuple[int, int, int], Candidate] = {}  # the best setting of each split
+    for one in _ranked(apart):
+        firsts.setdefault((one.split.engine_gpus, one.split.engines, one.split.trainers), one)
     turns = [weigh(split, split.setting(0, 0)) for split in splits if split.colocated]
     colocated = max(turns, key=lambda one: one.rate, default=None)
-    return Plan(
-        best[0],
-        best[1:],
-        play(colocated) if few and colocated else colocated,
-        apart,
-        *_more(best[0], weigh),
-    )
+    tried = list(firsts.values())[: few or 4]
+    if few:
+        count = len(tried) + (colocated is not None)
+        for number, one in enumerate(tried):
+            say(f"simulating plan {number + 1} of {count}")
+            tried[number] = play(one)
+        if colocated:
+            say(f"simulating plan {count} of {count}")
+            colocated = play(colocated)
+    best, *others = _ranked(tried)
+    more = _more(best, weigh)
+    changed = _changed(best, list(firsts.values())[:CONTENDERS], sample, weigh)
+    return Plan(best, others, colocated, apart, *more, _enough(best, weigh), list(changed))
+
+
+def _steps(candidate: Candidate) -> tuple[int, int]:
+    """Return the number of steps of a simulation, and of those before them."""
+    budget, warm = EPISODES // candidate.batch, 2 + 2 * candidate.setting.max_staleness
+    warm = min(warm, max(2, budget // 2))
+    return max(4, min(6 + warm, budget - warm)), warm
 
 
 def in_play(running_groups: int | str | None, siblings: int) -> int | None:
@@ -221,9 +260,56 @@ def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=key)
 
 
-def _more(best: Candidate, weigh: Callable[[GpuSplit, Setting], Candidate]) -> tuple[float, float]:
+Weigh = Callable[..., Candidate]
+
+
+def _more(best: Candidate, weigh: Weigh) -> tuple[float, float]:
     """Return what one more GPU of engines and one more of the trainer add, by the laws."""
     split, setting, now = best.split, best.setting, best.law.samples_per_s
     engines = weigh(split, replace(setting, engines=split.engines + 1)).rate
     trainer = weigh(split, replace(setting, train_rate=split.train_rate * (1 + 1 / split.trainers))).rate
     return (engines - now) / split.engine_gpus, trainer - now
+
+
+def _enough(best: Candidate, weigh: Weigh) -> tuple[int, int]:
+    """Return the fewest engines, and then the fewest GPUs of the trainer, that give all but NEAR of the throughput."""
+    split, setting, least = best.split, best.setting, (1 - NEAR) * best.law.samples_per_s
+
+    def fewest(most: int, of: Callable[[int], Setting]) -> int:
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if weigh(split, of(middle)).rate >= least else (middle, high)
+        return high
+
+    engines = fewest(split.engines, lambda count: replace(setting, engines=count))
+    each = split.train_rate / split.trainers
+    return engines, fewest(split.trainers, lambda gpus: replace(setting, engines=engines, train_rate=each * gpus))
+
+
+def _changed(
+    best: Candidate, contenders: Sequence[Candidate], sample: LengthSample, weigh: Weigh
+) -> Iterator[ChangedInput]:
+    """Yield what the laws say of the plan and of other splits with inputs changed by CHANGES."""
+
+    def faster_engines(setting: Setting, by: float) -> Setting:
+        shape = setting.shape
+        token, request, prefill = shape.per_token / by, shape.per_request / by, shape.prefill_rate * by
+        faster = replace(shape, per_token=token, per_request=request, prefill_rate=prefill)
+        return replace(setting, shape=faster)
+
+    def faster_trainer(setting: Setting, by: float) -> Setting:
+        return replace(setting, train_rate=setting.train_rate * by, train_fixed=setting.train_fixed / by)
+
+    for factor in CHANGES:
+        longer = replace(sample, tokens=sample.tokens * factor)
+        for name, change, lengths in (
+            ("length of answers", lambda setting, by: setting, longer),
+            ("speed of engines", faster_engines, sample),
+            ("speed of the trainer", faster_trainer, sample),
+        ):
+            own = weigh(best.split, change(best.setting, factor), lengths).rate
+            others = [weigh(one.split, change(one.setting, factor), lengths) for one in contenders]
+            most = max(others, key=lambda one: one.rate)
+            better = most.split if most.rate > (1 + NEAR) * own and most.split != best.split else None
+            yield ChangedInput(name, factor, own, better, most.rate)

@@ -1,5 +1,4 @@
-"""Simulation of a whole run: the real buffer and concurrency controller between simulated engines and a simulated
-trainer.
+"""Simulation of a run: the real buffer and concurrency controller between simulated engines and a simulated trainer.
 
 Not simulated: the processing time of router and client, and the weight transfer except for a pause of fixed length.
 """
@@ -10,7 +9,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -59,6 +58,7 @@ class Setting:
     """Throughput of the whole trainer in tokens per second."""
     max_staleness: int
     lead: int | None = None
+    _: KW_ONLY
     replacement: Literal["newest", "slot"] = "newest"
     spread: bool = False
     """Whether the siblings of a group are spread over the engines."""

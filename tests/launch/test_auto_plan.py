@@ -101,6 +101,9 @@ def test_processes_take_the_place_of_gpus_on_a_cpu() -> None:
     assert made.devices == "2 cores (a CPU)"
     _, config = on_cpus(cores(16))
     assert config.engine.count + config.trainer.world_size == 15  # one core is left to the rollout process
+    assert made.input["switch"] == 0  # nothing is moved out of GPUs
+    assert made.synchronous
+    assert not any(word.startswith("engine.max") for word in made.overrides)
     _, config = on_cpus(cores(2), "engine.count=3")
     assert (config.engine.count, config.trainer.world_size) == (3, 1)
 
@@ -130,10 +133,10 @@ def test_what_is_not_planned_is_refused(change: dict[str, Any], field: str) -> N
 def test_unknown_gpus_and_impossible_settings_are_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"NVIDIA L4.*known are h100"):
         machines(1, 8, ("NVIDIA L4", 23_034))
-    with pytest.raises(ConfigError, match=r"On 8 h100 GPUs: gpus: .*The trainer fits in no layout"):
+    with pytest.raises(ConfigError, match=r"On 8 h100 GPUs: gpus: .*fits in no layout beside engines with engines=7"):
         on_gpus(model, machines(1, 8), "engine.count=7", "engine.tensor_parallel=1")
     with pytest.raises(ConfigError, match=r"No split of 8 h100 GPUs .*obeys .*trainer\.data_parallel"):
-        on_gpus(model, machines(1, 8), "trainer.data_parallel=7")
+        on_gpus(model, machines(1, 8), "engine.count=2", "trainer.data_parallel=7")
 
 
 def test_a_command_line_sets_fields_and_not_groups() -> None:

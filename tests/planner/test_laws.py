@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import pytest
@@ -10,7 +11,7 @@ from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.laws import LengthSample, bottleneck_bound, engines_bound, predict, trainer_bound
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Setting, SimulatedWorkload, simulate
-from scripts.bench_planner import law_errors
+from scripts.bench_planner import grid, law_errors
 
 
 def test_the_published_calibration() -> None:
@@ -39,9 +40,24 @@ def test_slack_everywhere_reaches_the_bound_and_nothing_exceeds_it() -> None:
 
 def test_laws_agree_with_the_simulation() -> None:
     """The full grid is that of scripts/bench_planner.py."""
+    settings = [setting for _, setting in grid(16)]
+    assert {one.pause for one in settings} == {0, 1}
+    assert {one.train_fixed for one in settings} == {0, 1, 5}
+    assert {(one.replacement, one.spread) for one in settings} == {("newest", False)}
     errors = law_errors(16, 60)
     assert statistics.median(errors) <= 0.05
     assert errors[int(0.9 * len(errors))] <= 0.15
+
+
+def test_a_law_that_allows_what_trainer_and_engines_do_has_no_limit() -> None:
+    """A limit that equals theirs would say that there is no headroom."""
+    shape, lengths = EngineShape(0.01, 0.0005, 16), Lengths(100, 0.5, 400, 4)
+    workload, sample = SimulatedWorkload(lengths.episodes(), 8), LengthSample.of(lengths.group)
+    law = predict(sample, workload, Setting(4, 200.0, 8, 4, in_play=0, shape=shape))
+    assert law.binds == "trainer"
+    assert math.isinf(law.limits["concurrency"])
+    assert math.isinf(law.limits["order"])
+    assert law.limits["engines"] > law.limits["trainer"] == law.samples_per_s
 
 
 def test_the_law_that_binds_is_named_and_staleness_is_the_lead_less_what_waits() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from asyncrl.planner import inputs
+from asyncrl.errors import ConfigError
+from asyncrl.launch.placement import imagined, place
+from asyncrl.planner import inputs, model_splits
 from asyncrl.planner.cli import main
-from asyncrl.planner.report import overrides, report
-from asyncrl.planner.search import Choices, Plan, search
+from asyncrl.planner.report import assumed, findings, overrides, report, uncertainty
+from asyncrl.planner.search import EPISODES, NEAR, Candidate, Choices, Plan, search
+from asyncrl.planner.search import _steps as steps_of
 from asyncrl.planner.simulation import simulate
 from scripts import sizes
 
@@ -74,8 +79,68 @@ def test_equal_answers_are_best_generated_and_trained_in_turns_where_switching_i
     equal = {"sigma": 1e-6, "longest": 4000, "gpus": 2, "switch": 0, "pause": 0, "train_fixed": 0, "max_staleness": 1}
     found = planned(**equal, per_request=1e-6, train_rate=1000)
     assert found.synchronous
-    assert overrides(found.colocated)[0] == "cluster.placement=colocated"  # type: ignore[arg-type]
+    assert found.colocated is not None
+    whole = ("cluster.gpus=2", "trainer.tensor_parallel=1", "trainer.sequence_parallel=false")
+    config = sizes.load("experiment=qwen3_8b", values=[*overrides(found.colocated), *whole])
+    place(config, imagined(config, 1, 2))
+    assert config.cluster.placement == "colocated"
+    assert (config.engine.count, config.trainer.data_parallel) == (2, 2)
     assert not planned(sigma=1.3, switch=15.0).synchronous
+
+
+def qwen3(folder: Path, **fields: Any) -> inputs.PlanInput:
+    (folder / "config.json").write_text(json.dumps(sizes.MODELS["qwen3_8b"]))
+    return inputs.parse({"model": str(folder), "gpus": 16, "mean": 1500, "longest": 4096} | fields)
+
+
+def test_a_run_that_takes_turns_accepts_the_overrides_of_a_models_plan(tmp_path: Path) -> None:
+    turns = [one for one in inputs.splits(qwen3(tmp_path)) if one.colocated]
+    assert {one.engine_gpus for one in turns} == {1, 2, 4, 8}
+    for one in turns:
+        law = Candidate(one, one.setting(0, 0), None, 64, 8)  # type: ignore[arg-type]
+        config = sizes.load("experiment=qwen3_8b", values=overrides(law))
+        assert sizes.size(config, sizes.MODELS["qwen3_8b"]).trainer
+        assert config.trainer.world_size == config.engine.count * config.engine.tensor_parallel == 16
+
+
+def test_whole_engines_and_copies_of_the_weights_take_turns() -> None:
+    uneven = {"gpus": 14, "engine_gpus": 4, "trainer_gpus": 3, "batch_groups": 64}
+    found = [one for one in inputs.splits(inputs.parse(NUMBERS | uneven)) if one.colocated]
+    assert [(one.engines, one.trainers) for one in found] == [(3, 12)]
+    assert "trainer.data_parallel=4" in found[0].overrides
+
+
+def test_typed_numbers_start_the_engines_that_were_planned() -> None:
+    found = planned(gpus=8, engine_gpus=2, kv_tokens=90_000).best
+    config = sizes.load("experiment=qwen3_8b", values=overrides(found))
+    engine = config.engine
+    assert (engine.count, engine.tensor_parallel) == (found.split.engines, 2)
+    assert (engine.max_running_requests, engine.max_total_tokens) == (16, 90_000)
+    given = inputs.parse(NUMBERS | {"engine_gpus": 2})
+    assert all("engine.tensor_parallel=2" in one.overrides for one in inputs.splits(given))
+    kept = inputs.splits(given, ["engine.tensor_parallel"])
+    assert not any("engine.tensor_parallel=2" in one.overrides for one in kept)
+
+
+def test_every_tensor_parallelism_of_engines_is_searched_and_communication_has_a_price(tmp_path: Path) -> None:
+    speeds = {one.engine_gpus: one.shape for one in inputs.splits(qwen3(tmp_path)) if not one.colocated}
+    assert list(speeds) == [1, 2, 4, 8]
+    weights = [shape.per_token * tensor for tensor, shape in speeds.items()]
+    assert weights == sorted(weights)  # seconds of GPUs: more ranks take more
+    assert speeds[8].per_token - speeds[1].per_token / 8 == pytest.approx(72 * (3.6e-6 + 14 * 0.47e-6), rel=1e-3)
+
+
+def test_the_fastest_layout_of_the_trainer_that_fits_is_planned(tmp_path: Path) -> None:
+    given = qwen3(tmp_path)
+    best = {one.trainers: one for one in inputs.splits(given) if not one.colocated}[8]
+    for layout in ([1, 1, 1], [2, 1, 1], [1, 2, 1], [4, 1, 1], [8, 1, 1], [4, 2, 1]):
+        try:
+            found = inputs.splits(qwen3(tmp_path, layout=layout, trainers=8))
+        except ConfigError:
+            continue  # it does not fit
+        assert found[0].train_rate < 1.06 * best.train_rate
+    slow, fast = (inputs.splits(qwen3(tmp_path, layout=one, trainers=8))[0] for one in ([8, 1, 1], [2, 1, 1]))
+    assert slow.train_rate < 0.95 * fast.train_rate
 
 
 def test_a_model_is_planned_with_layouts_that_fit_and_settings_that_a_run_accepts(tmp_path: Path) -> None:
@@ -84,33 +149,191 @@ def test_a_model_is_planned_with_layouts_that_fit_and_settings_that_a_run_accept
         {"model": str(tmp_path), "gpus": 16, "mean": 1500, "longest": 4096, "prompt": 200, "max_staleness": 2}
     )
     splits = inputs.splits(given)
-    assert all(sum(split.memory.values()) <= 2 * inputs.ROOM * 80e9 for split in splits)
+    assert all(sum(split.memory.values()) <= 2 * model_splits.ROOM * 80e9 for split in splits)
     plan = search(splits, given.workload, Choices.up_to(given.max_staleness), few=0)
     assert plan.best.split.engines * plan.best.split.engine_gpus + plan.best.split.trainers <= 16
     config = sizes.load("experiment=qwen3_8b", values=overrides(plan.best))
     assert config.engine.count == plan.best.split.engines
     assert config.trainer.world_size == plan.best.split.trainers
     assert sizes.size(config, sizes.MODELS["qwen3_8b"]).trainer
-    assert report(plan)["best"]["memory"].keys() == {"trainer", "engine"}
+    told = report(plan, given)
+    assert told["best"]["memory"].keys() == {"trainer", "engine"}
+    again = inputs.parse({name: value for name, value in told["input"].items() if value is not None})
+    assert inputs.splits(again) == splits  # the plan can be made anew from what is written
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gpus=8"], "mean: got None. This field has no value"),
-        (["gpus=0", "mean=10", "longest=20"], "gpus: got 0. Expected `int` >= 1"),
+        (["gpus=8"], "mean: got None. It is needed: add mean=NUMBER"),
+        (["gpus=0", "mean=10", "longest=20"], "gpus: got 0. Expected int >= 1"),
         (["gpus=many", "mean=10", "longest=20"], "gpus: got 'many'"),
         (["gpu=h100", "gpus=8", "mean=10", "longest=20"], "per_token: got None. Set it, or model="),
-        (["gpus=8", "mean=.nan", "longest=20"], "mean: got nan. Expected `float`"),
+        (["gpus=8", "mean=.nan", "longest=20"], "mean: got nan. Expected float"),
         (["speed=3"], "speed: got 3. No such field"),
         (["nowhere.yaml"], "INPUT: got 'nowhere.yaml'"),
         (["model=nowhere", "gpus=8", "mean=10", "longest=20"], "model: got 'nowhere'"),
         ([f"{name}={value}" for name, value in (NUMBERS | {"gpus": 1}).items()], "gpus: got 1. Trainer and engines"),
+        (
+            [f"{name}={value}" for name, value in (NUMBERS | {"trainers": 60, "engines": 10, "gpus": 64}).items()],
+            "gpus: got 64. Trainer and engines need GPUs of their own. No split has whole engines and copies with "
+            "engines=10, trainers=60: add GPUs, or set less.",
+        ),
+        (["gpus=8", "mean=10", "longest=20", "gpu=b200"], "gpu: got 'b200'. Choose h100, h200, a100."),
+        (["gpus=8", "mean=10", "longest=20", "layout=4"], "layout: got 4. Give tensor, pipeline and expert"),
     ],
 )
 def test_wrong_input_is_named_with_its_remedy(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        (
+            {"engine_gpus": 3},
+            "engine_gpus: got 3. Must divide the model's 32 attention heads and 8 key-value heads: one",
+        ),
+        ({"layout": [3, 1, 1]}, "layout: got 3. Must divide the model's 32 attention heads"),
+        ({"layout": [1, 5, 1]}, "5 must divide the model's 36 layers"),
+        ({"layout": [1, 1, 2]}, "2 must divide the model's 1 experts"),
+        ({"layout": [2, 1, 1], "trainers": 7}, "trainers: got 7. The trainer fits with layout=[2, 1, 1]"),
+    ],
+)
+def test_layouts_that_the_model_does_not_have_are_refused(field: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        inputs.splits(qwen3(tmp_path, **field))
+
+
+def said(plan: Plan, own_error: float | None = None, **changes: Any) -> str:
+    given = inputs.parse(NUMBERS | changes)
+    return "\n".join([*findings(plan, given), *uncertainty(plan, own_error), *assumed(plan, given)])
+
+
+def test_a_recorded_runs_own_error_is_the_uncertainty_and_a_large_one_is_a_warning() -> None:
+    plan = planned()
+    assert "error of -83%. That is too much for a plan" in said(plan, -0.83)
+    assert "do not rely" not in said(plan, 0.1)
+    assert "Uncertainty" not in said(plan)
+
+
+def test_one_seed_has_no_spread_and_no_simulation_is_said() -> None:
+    given = inputs.parse(NUMBERS)
+    splits, choices = inputs.splits(given), Choices((4,))
+    one = search(splits, given.workload, choices, few=1, seeds=1)
+    assert report(one, given)["best"]["spread"] is None
+    assert "seeds differ" not in said(one)
+    assert "Nothing was simulated" in said(search(splits, given.workload, choices, few=0))
+
+
+def test_changed_inputs_give_the_range_of_a_plan_and_splits_that_would_be_better() -> None:
+    plan = planned()
+    rates = [one.rate for one in plan.changed]
+    assert len(rates) == 6
+    assert min(rates) < 0.9 * plan.best.law.samples_per_s < 1.1 * plan.best.law.samples_per_s < 1.3 * max(rates)
+    for one in plan.changed:
+        assert one.better is None or one.better_rate > (1 + NEAR) * one.rate
+    assert any(one.better for one in plan.changed)
+    assert "trainer GPUs would be better" in said(plan)
+
+
+def test_a_synchronous_run_within_the_margin_is_the_plan_and_called_equal() -> None:
+    plan = planned()
+    assert plan.colocated is not None
+    best = plan.best
+
+    def against(share: float) -> Plan:
+        turns = replace(plan.colocated, simulated=[replace(best.simulated[0], step=best.batch / best.rate / share)])
+        return replace(plan, colocated=turns)
+
+    assert against(0.99).synchronous
+    assert not against(0.97).synchronous
+    assert "about equal" in said(against(0.99))
+    assert "so asynchronous is better" in said(against(0.5))
+    assert "do not fit" in said(replace(plan, colocated=None))
+
+
+def test_what_helps_is_the_largest_part_of_a_step() -> None:
+    few = {"trainers": 1, "max_staleness": 8}
+    assert "helps is more trainer GPUs" in said(planned(**few, train_rate=300))
+    assert "helps is a shorter publish" in said(planned(**few, train_fixed=0, pause=30))
+    assert "helps is a shorter fixed part" in said(planned(**few, train_fixed=40))
+
+
+def test_gpus_that_are_not_needed_or_not_used_are_said() -> None:
+    plan = planned(gpus=40, batch_groups=4)
+    assert plan.enough[0] + plan.enough[1] < 20
+    assert "40 for" not in (told := said(plan, gpus=40))
+    assert "GPUs give 98% of this" in told
+    assert "2 of 42 GPUs are not used" in said(plan, gpus=42)
+
+
+def test_the_time_to_change_over_that_is_assumed_is_said() -> None:
+    plan = planned()
+    assert "changes over in 15 s a step (switch=)" in said(plan)
+    assert "changes over" not in said(plan, switch=3.0)
+
+
+def test_episodes_that_are_cut_off_are_said() -> None:
+    assert "100% of the episodes are cut off at longest=100: they have 100 tokens" in said(
+        planned(mean=9000, longest=100, sigma=0.3), mean=9000, longest=100, sigma=0.3
+    )
+    assert "cut off" not in said(planned())
+
+
+def test_the_work_of_a_plan_is_bounded() -> None:
+    with pytest.raises(ConfigError, match=r"batch_groups: got 1000000. A batch has at most 131072 episodes"):
+        inputs.parse(NUMBERS | {"batch_groups": 1_000_000})
+    with pytest.raises(ConfigError, match=r"max_staleness: got 1000. Expected int <= 64"):
+        inputs.parse(NUMBERS | {"max_staleness": 1000})
+    one = planned(max_staleness=1).best
+    for bound, groups in ((8, 64), (64, 64), (64, 1024), (8, 10_000)):
+        large = replace(one, setting=replace(one.setting, max_staleness=bound), batch_groups=groups)
+        steps, warm = steps_of(large)
+        assert steps >= 4
+        assert (steps + warm) * large.batch <= max(EPISODES, 6 * large.batch)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--seeds", "0"], "argument --seeds: got 0: at least 1"),
+        (["--simulate", "-1"], "argument --simulate: got -1: at least 0"),
+    ],
+)
+def test_counts_that_mean_nothing_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_refused_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"{name}={value}" for name, value in NUMBERS.items()]
+    assert main([*words, "--json", str(tmp_path / "none" / "plan.json")]) == 2
+    assert main([*words, "--svg", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert "weighing" not in told.err
+    assert told.err.count("Name a file in a folder that exists") == 2
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "numbers.yaml").write_bytes(b"gpus: \xff\xfe")
+    assert main([str(tmp_path / "numbers.yaml")]) == 2
+    assert "Name a run, a YAML file or FIELD=VALUE" in capsys.readouterr().err
+
+
+def test_help_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    for name in inputs.PlanInput.__struct_fields__:
+        assert re.search(rf"^  .*\b{name}\b", told, re.MULTILINE), name
+    assert "Seconds per step for which engines are paused." in " ".join(told.split())
 
 
 def test_command_prints_overrides_last_and_writes_both_files(
@@ -120,9 +343,12 @@ def test_command_prints_overrides_last_and_writes_both_files(
     numbers.write_text(json.dumps(NUMBERS))
     page, plot = tmp_path / "plan.json", tmp_path / "plan.svg"
     assert main([str(numbers), "max_staleness=2", "--simulate", "0", "--json", str(page), "--svg", str(plot)]) == 0
-    last = capsys.readouterr().out.strip().splitlines()[-1].split()
+    told = capsys.readouterr()
+    assert "weighing" in told.err
+    last = told.out.strip().splitlines()[-1].split()
     found = json.loads(page.read_text())
     assert last == found["overrides"]
     assert found["best"]["max_staleness"] <= 2
+    assert found["input"]["per_request"] == found["best"]["speeds"]["per_request"] == NUMBERS["per_request"]
     lines = ElementTree.parse(plot).findall("{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 3  # bounds 0, 1 and 2
