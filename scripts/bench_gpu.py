@@ -4,9 +4,10 @@
     python scripts/bench_gpu.py --rehearse [--only PART ...] [--out FOLDER]
 
 It runs the tests marked gpu and multi_gpu, and measures a trainer's MFU, publishes over CUDA IPC and NCCL, pauses, runs
-in turns, and a run end to end (scripts/gpu_parts.py). Every part is a process of its own with a deadline. A part that
-fails or takes too long is reported, the others follow, and the exit code is 1. FOLDER (default: results/gpu) gets
-bench_gpu.json, the page bench_gpu.md, and the output of every part.
+in turns, and runs end to end (scripts/gpu_parts.py). It checks engines of every setting (scripts/gpu_engines.py). Every
+part is a process of its own with a deadline. A part that fails or takes too long is reported, the others follow, and
+the exit code is 1. FOLDER (default: results/gpu) gets bench_gpu.json, the page bench_gpu.md, and the output of every
+part.
 
 --quick takes fewer repetitions and smaller models. --rehearse runs the same parts on a CPU with tiny shapes, so that
 their code is executed where there is no GPU: its numbers mean nothing, and the tests are only collected.
@@ -32,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl.launch.machine import count_gpus  # noqa: E402
 from scripts import machine  # noqa: E402
+from scripts.gpu_engines import SETTINGS  # noqa: E402
 
 GRACE = 30.0
 """Seconds for a part to end its own processes after its deadline, before all are killed."""
@@ -77,8 +79,10 @@ def parts(*, quick: bool, rehearse: bool) -> list[Part]:
         measured("publish-ipc", 15, "publish", "ipc"),
         measured("publish-nccl", 15, "publish", "nccl", gpus=2),
         measured("pause", 20),
+        *(measured(f"engine-{name}", 15, "engine", name, gpus=one.gpus) for name, one in SETTINGS.items()),
         measured("colocated", 30),
         measured("run", 30, gpus=2),
+        *(measured(f"run-{what}", 30, "run", what, gpus=2) for what in ("overlap", "lend")),
     ]
 
 

@@ -89,49 +89,6 @@ def parse_shapes(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-CODES = {"quantization": "fp8", "dtype": "bfloat16"}
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "shaped": SHAPE,
-    "prefill": {"hicache": 4},
-    "decode": {"hicache": 4},
-    "hicache": {"hicache": 4},
-    "fp8": {**CODES, "server_args": {"fp8_gemm_backend": "triton"}},
-    "int8": {**CODES, "quantization": "int8"},
-    "ngram": {"speculative": "ngram", "server_args": {"attention_backend": "flashinfer"}},
-}
-"""Settings of engines, with those that Blackwell needs (launch/generations.py)."""
-RESOLVED = ("moe_runner_backend", "disable_shared_experts_fusion", "disable_radix_cache", "enable_hierarchical_cache")
-
-
-def resolve_all(folder: Path, gpu: str) -> dict[str, dict[str, Any] | str]:
-    """Let SGLang complete the arguments of every kind of engine on a GPU, as it does at its start. Returns the
-    arguments, or the error with which the engine would end."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-    from sglang.srt.server_args import prepare_server_args
-
-    from asyncrl.engine.server import duty_args, server_argv
-    from tests.cuda_stub import device
-
-    device.install(getattr(device, gpu))
-    case = EXPERIMENTS["qwen3_30b_a3b"]
-    write_model(folder, case, "bfloat16")
-    found: dict[str, dict[str, Any] | str] = {}
-    for kind, changes in KINDS.items():
-        engine = settings(case).engine.model_copy(update={"dtype": "bfloat16", **changes})
-        apart = duty_args(engine, kind if kind in ("prefill", "decode") else "regular", 31000)
-        argv = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=True, seed=0, **apart)
-        parsed = prepare_server_args(argv[3:])
-        try:
-            parsed.resolve_once()
-        except Exception as error:  # noqa: BLE001
-            found[kind] = f"{type(error).__name__}: {error}"
-            continue
-        view = resolved_view(parsed)
-        found[kind] = {field: getattr(view, field) for field in RESOLVED}
-    return found
-
-
 @pytest.fixture(scope="module")
 def parsed(apart: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Any]:
     return apart(parse_all, tmp_path_factory.mktemp("models"))
@@ -162,14 +119,3 @@ def test_sglang_parses_the_arguments_of_engines_of_every_shape(apart: Callable[.
         "decode": {**shape, "disaggregation_transfer_backend": "mooncake", "disaggregation_mode": "decode"}
         | {"disaggregation_bootstrap_port": 8998},  # SGLang's default, which it does not use
     }
-
-
-@pytest.mark.parametrize("gpu", ["H100", "B200"])
-def test_sglang_completes_the_arguments_of_every_kind_of_engine_and_leaves_its_weights_as_they_are_loaded(
-    apart: Callable[..., Any], tmp_path: Path, gpu: str
-) -> None:
-    found = apart(resolve_all, tmp_path, gpu)
-    assert {kind: told for kind, told in found.items() if isinstance(told, str)} == {}
-    assert {told["moe_runner_backend"] for told in found.values()} == {"triton"}
-    assert {kind for kind, told in found.items() if told["disable_radix_cache"]} == {"decode"}
-    assert {kind for kind, told in found.items() if told["enable_hierarchical_cache"]} == {"prefill", "hicache"}

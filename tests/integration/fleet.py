@@ -103,11 +103,10 @@ def over_two_machines(seat: Seat) -> list[Seat]:
     return [seat, Seat(second, port=second.ports[0], scheme=seat.scheme)]
 
 
-@contextmanager
-def engines(
+def planned(
     folder: Path, *overrides: str, experiment: str = "tiny", gpus: int = 0, last_spans: bool = False
-) -> Iterator[Engines]:
-    """Start the engines and the router of an experiment with these overrides, and wait until they are ready."""
+) -> tuple[Config, Addresses, list[ProcessSpec]]:
+    """Return what the launcher would start of an experiment with these overrides: engines and the router alone."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", [f"experiment={experiment}", *overrides]), resolve=True)
     config = load(raw)
@@ -129,11 +128,19 @@ def engines(
         **placement.urls(),
     )
     specs = plan(config, addresses, placement, folder)
-    made = Engines(config, addresses, [s for s in specs if s.name.startswith(("engine", "router"))], folder)
+    return config, addresses, [spec for spec in specs if spec.name.startswith(("engine", "router"))]
+
+
+@contextmanager
+def engines(
+    folder: Path, *overrides: str, experiment: str = "tiny", gpus: int = 0, last_spans: bool = False
+) -> Iterator[Engines]:
+    """Start the engines and the router of an experiment with these overrides, and wait until they are ready."""
+    config, addresses, specs = planned(folder, *overrides, experiment=experiment, gpus=gpus, last_spans=last_spans)
+    made = Engines(config, addresses, specs, folder)
     try:
         for spec in specs:
-            if spec.name.startswith(("engine", "router")):
-                made.start(spec.name)
+            made.start(spec.name)
         asyncio.run(wait_until_ready(addresses, START))
         yield made
     finally:

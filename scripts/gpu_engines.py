@@ -1,0 +1,216 @@
+"""Engines of every setting that has never run on a GPU: scripts/bench_gpu.py makes a part of each.
+
+`check` starts engines of a setting on a small model of random weights and publishes two versions by each transport,
+which the engines' checksums verify. The log-probabilities that the engines return for their own tokens must be those
+that transformers computes in float32 with the version's weights. `rehearse` does the same on a CPU, with what a CPU has
+of the setting.
+
+The bounds on a GPU are twice what CPUs gave: engines in bfloat16 a mean difference of 0.07 (0.11 with experts, because
+some tokens go to others), and transformers with inputs in fp8 0.59, in int8 0.22. Other weights give 18 and more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DENSE, SPARSE, FP8, INT8 = 0.15, 0.25, 1.2, 0.45
+TWO, REPLICAS = "engine.tensor_parallel=2", "engine.data_parallel=2"
+EXPERTS, STAGES = "engine.expert_parallel=2", ("engine.pipeline_parallel=2", "weights.pause_mode=abort")
+PAIR = ("engine.count=0", "engine.prefill_count=1", "engine.decode_count=1", "rollout.coalesce=false")
+EAGLE, EAGLE3 = "engine.speculative=eagle", "engine.speculative=eagle3"
+MTP, CHAIN, CODES = "engine.speculative=mtp", "engine.draft_tokens=4", "engine.quantization"
+HICACHE = ("engine.hicache=1", "rollout.cache_key=version")
+SMALL_CACHE = "engine.max_total_tokens=1024"
+"""Room for half of what is asked, so that prefixes must leave the GPU before they are asked for again."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Engines of one setting."""
+
+    arch: str
+    overrides: tuple[str, ...]
+    gpus: int = 1  # of all its engines
+    gap: float = SPARSE
+    """Largest mean difference of log-probabilities between the engines on GPUs and transformers."""
+    draft: str = ""  # architecture of its draft model
+    on_cpu: tuple[str, ...] | None = None  # in place of `overrides`, where a CPU cannot run them
+
+
+SETTINGS = {
+    "experts": Setting("qwen3_moe", (TWO, EXPERTS), gpus=2),
+    "replicas": Setting("qwen3_moe", (TWO, EXPERTS, REPLICAS), gpus=2),
+    "stages": Setting("qwen3_moe", STAGES, gpus=2),
+    "all": Setting("qwen3_moe", (TWO, EXPERTS, REPLICAS, *STAGES), gpus=4),
+    "ngram": Setting("llama", ("engine.speculative=ngram", "engine.draft_tokens=6"), gap=DENSE),
+    "eagle": Setting("llama", (EAGLE,), gap=DENSE, draft="LlamaForCausalLMEagle", on_cpu=()),
+    "eagle3": Setting("llama", (EAGLE3, CHAIN), gap=DENSE, draft="LlamaForCausalLMEagle3", on_cpu=()),
+    "mtp": Setting("glm4_moe", (MTP, CHAIN), on_cpu=()),
+    "hicache": Setting("qwen3", (*HICACHE, SMALL_CACHE), gap=DENSE, on_cpu=(SMALL_CACHE,)),
+    "pair": Setting("qwen3", PAIR, gpus=2, gap=DENSE, on_cpu=()),
+    "fp8": Setting("qwen3_moe", (f"{CODES}=fp8",), gap=FP8, on_cpu=(f"{CODES}=fp8_simulated",)),
+    "int8": Setting("qwen3_moe", (f"{CODES}=int8",), gap=INT8, on_cpu=(f"{CODES}=int8_simulated",)),
+}
+ON_CPU = 5e-4
+"""The same on a CPU in float32, of any single token."""
+VOCAB, TEMPERATURE = 1024, 0.2  # low, so that some drafts are accepted
+SIZES: dict[str, Any] = {"vocab": VOCAB, "hidden": 512, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 512}
+"""Heads of 128, and whole blocks of fp8 in every part of two ranks."""
+FROM_HOST = 0.4
+"""Least share of prompt tokens in a cache under HiCache, of which the GPU alone has room for 0.25."""
+
+
+def write(folder: Path, setting: Setting) -> None:
+    """Write the model of a setting into the folder, and its draft model beside it."""
+    from asyncrl.models.tiny import write_random_model
+    from tests.convert.models import add_drafts
+
+    fields = {"moe_intermediate_size": 256} if setting.arch.endswith("moe") else {}
+    write_random_model(folder, setting.arch, **SIZES, tied=False, seed=1, dtype="bfloat16", fields=fields)
+    if MTP in setting.overrides:
+        add_drafts(folder)
+    if setting.draft:
+        write_draft(folder.with_name("draft"), setting.draft)
+
+
+def write_draft(folder: Path, arch: str) -> None:
+    """Write a draft model with the names and shapes of published ones for EAGLE or EAGLE-3, and random weights."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from asyncrl.models.tiny import write_random_model
+
+    write_random_model(folder, "llama", **{**SIZES, "layers": 1}, tied=False, seed=2, dtype="bfloat16")
+    third, hidden = arch.endswith("3"), SIZES["hidden"]
+    held = {name.removeprefix("model."): x for name, x in load_file(folder / "model.safetensors").items()}
+    fused = torch.Generator().manual_seed(3)
+    held["fc.weight"] = (0.02 * torch.randn(hidden, (2 + third) * hidden, generator=fused)).bfloat16()
+    if third:
+        held = {name.replace("layers.0", "midlayer"): x for name, x in held.items()}
+        for name in (f"midlayer.self_attn.{which}_proj.weight" for which in "qkv"):  # they read the embedding, too
+            held[name] = torch.cat([held[name], held[name]], 1)
+        held["midlayer.hidden_norm.weight"] = held["norm.weight"].flip(0)
+        held["d2t"] = torch.zeros(VOCAB, dtype=torch.int64)  # every token is a draft's
+    else:
+        held["fc.bias"] = torch.zeros(hidden, dtype=torch.bfloat16)
+        del held["norm.weight"], held["layers.0.input_layernorm.weight"], held["lm_head.weight"]
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    hf = json.loads((folder / "config.json").read_text()) | {"architectures": [arch], "draft_vocab_size": VOCAB}
+    hf |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}} if third else {}
+    (folder / "config.json").write_text(json.dumps(hf))
+
+
+def overrides(setting: Setting, model: Path, *, rehearse: bool, spare: bool = False) -> list[str]:
+    """Return the overrides of a run with these engines. `spare`: the trainer has a GPU of its own."""
+    common = [f"model.path={model}", "weights.transport=tensor"]
+    if rehearse:
+        own = setting.overrides if setting.on_cpu is None else setting.on_cpu
+        return [*common, "engine.dtype=float32", *own]
+    draft = [f"engine.draft_model={model.with_name('draft')}"] if setting.draft else []
+    common += [f"trainer.device={'auto' if spare else 'cpu'}", "engine.dtype=bfloat16"]
+    common += ["+engine.server_args.mem_fraction_static=0.3"]
+    return [*common, *setting.overrides, *draft]
+
+
+def composed(name: str, folder: Path, *, spare: bool) -> list[Any]:
+    """Write the models of a setting, and return the engines that `check` would start on GPUs. Raises ConfigError."""
+    from asyncrl.launch.checks import check_devices, check_gpu_features, check_model
+    from tests.integration.fleet import planned
+
+    setting, model = SETTINGS[name], folder / "model"
+    write(model, setting)
+    gpus = setting.gpus + spare
+    config, _, specs = planned(folder, *overrides(setting, model, rehearse=False, spare=spare), gpus=gpus)
+    check_model(config, json.loads((model / "config.json").read_text()), gpus)
+    check_gpu_features(config, gpus)
+    check_devices(config, gpus)
+    return [spec for spec in specs if spec.name != "router"]
+
+
+def check(name: str, folder: Path, *, rehearse: bool) -> dict[str, Any]:
+    """Publish to engines of a setting, and compare what they generate. Return the differences, by transport."""
+    import torch
+
+    from tests.integration.fleet import engines
+    from tests.integration.publisher import SeededWeights, make, publish
+    from tests.integration.test_weights import settings
+
+    setting, model = SETTINGS[name], folder / "model"
+    spare = not rehearse and torch.cuda.device_count() > setting.gpus
+    composed(name, folder, spare=spare)
+    device, gpus = ("cpu", 0) if rehearse else ("cuda:0", setting.gpus + spare)
+    bound, figures = ON_CPU if rehearse else setting.gap, {}
+    with engines(folder, *overrides(setting, model, rehearse=rehearse, spare=spare), gpus=gpus) as fleet:
+        weights = SeededWeights(model, device=device)
+        for first, transport in enumerate(["tensor", "distributed"][: 1 + (spare or rehearse)]):  # NCCL wants two GPUs
+            config = settings(fleet.config, transport=transport, verify_every=1, timeout=120.0)
+            publisher = make(config, fleet.addresses, weights, folder / transport, device=device)
+            for version in (2 * first + 1, 2 * first + 2):
+                told = publish(publisher, version)
+                assert (told["engines"], told["verify"] > 0) == (fleet.config.engine.started, True), told
+                answers, caches = ask(fleet, version)
+                assert ("drafts/accepted" in caches) == (fleet.config.engine.speculative != "none"), caches
+                assert not fleet.config.engine.hicache or caches["cached"] > FROM_HOST, caches
+                assert {span.version for _, found in answers for span in found.versions} == {version}
+                served = differences(answers, weights, config, version, folder)
+                assert (served.max() if rehearse else served.mean()) < bound, f"version {version}: {served}"
+            before = differences(answers, weights, config, version - 1, folder)
+            assert before.mean() > 5 * setting.gap, "no test: both versions give these log-probabilities"
+            gaps = {"mean": served.mean().item(), "largest": served.max().item(), "to_other": before.mean().item()}
+            figures[transport] = {**gaps, "pause_s": told["pause"], **caches}
+            publisher._fleet.close()
+    return figures
+
+
+def ask(fleet: Any, version: int) -> tuple[list[tuple[list[int], Any]], dict[str, float]]:
+    """Return prompts with their answers, and the figures of caches and drafts. Every prompt is asked twice, the second
+    time with a cache."""
+    import torch
+
+    from tests.integration.test_weights import client
+
+    prompts = torch.randint(VOCAB, (16, 96), generator=torch.Generator().manual_seed(version)).tolist()
+    engine = fleet.config.engine
+    shape = {"replicas": engine.data_parallel, "disaggregated": engine.disaggregated}
+
+    async def answers() -> tuple[list[tuple[list[int], Any]], dict[str, float]]:
+        made, found = client(fleet, run="settings", max_new_tokens=32, temperature=TEMPERATURE, **shape), []
+        made.inflight.release(version)
+        for _ in range(2):
+            asked = [made.generate(group=f"g{number}")(prompt) for number, prompt in enumerate(prompts)]
+            found += zip(prompts, await asyncio.gather(*asked), strict=True)
+        await made.close()
+        told = made.inflight.figures
+        return found, {"cached": told.cached_tokens / told.prompt_tokens, **told.drafts()}
+
+    return asyncio.run(answers())
+
+
+def differences(answers: Any, weights: Any, config: Any, version: int, folder: Path) -> Any:
+    """Return by how much the log-probability of each token differs from that of transformers, which computes in float32
+    with what the engines hold of the version."""
+    import torch
+
+    from tests.integration.publisher import quantized
+    from tests.integration.test_engine_shapes import reloaded
+
+    tensors, kind = weights.at(version), config.engine.quantization
+    if kind != "none":  # the values that the codes stand for
+        hf, weights.version = json.loads((folder / "model" / "config.json").read_text()), version
+        kind = f"{kind.removesuffix('_simulated')}_simulated"
+        stream = quantized(weights, hf, kind, getattr(torch, config.engine.dtype)).stream()
+        tensors = {name: pieces.tensor() for name, pieces in stream}
+    model = reloaded(folder / "model", tensors, Path(tempfile.mkdtemp(dir=folder)) / "served")
+    found = []
+    with torch.no_grad():
+        for prompt, answer in answers:
+            logits = model(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+            every = (logits / TEMPERATURE).log_softmax(-1)
+            told = every.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+            found.append((told - torch.tensor(answer.logprobs)).abs())
+    return torch.cat(found)
