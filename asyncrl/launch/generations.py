@@ -28,15 +28,12 @@ def check_generations(
 def _rules(engine: EngineConfig, gpu: str) -> Iterator[Rule]:
     """Yield each rule as field, value, whether the value breaks it, and the remedy."""
     ampere, blackwell = (any(part in gpu for part in of) for of in (AMPERE, BLACKWELL))
-    kind, given = engine.quantization, engine.server_args
+    kind = engine.quantization
     why = f"SGLang rewrites fp8 weights on {gpu} into Marlin's layout, and no later version could be loaded"
     yield "engine.quantization", kind, kind == "fp8" and ampere, f"{why}: set int8, or fp8_simulated."
     why = f"SGLang rewrites the scales of fp8 weights for DeepGEMM on {gpu}, and no later version could be loaded"
-    rewritten = kind == "fp8" and blackwell and given.get("fp8_gemm_backend") != "triton"
+    rewritten = kind == "fp8" and blackwell and engine.server_args.get("fp8_gemm_backend") != "triton"
     remedy = "set +engine.server_args.fp8_gemm_backend=triton, or engine.quantization=fp8_simulated."
     yield "engine.quantization", kind, rewritten, f"{why}: {remedy}"
     why = f"SGLang's kernels for int8 do not run on {gpu}"
     yield "engine.quantization", kind, kind == "int8" and blackwell, f"{why}: set fp8, or int8_simulated."
-    why = f"SGLang's attention on {gpu} has pages of 64 tokens, which its n-grams do not support"
-    drafts = engine.speculative == "ngram" and blackwell and "attention_backend" not in given
-    yield "engine.speculative", "ngram", drafts, f"{why}: set +engine.server_args.attention_backend=flashinfer."

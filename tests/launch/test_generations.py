@@ -29,7 +29,6 @@ def check(gpu: str, **changes: Any) -> None:
         (AMPERE, {"quantization": "fp8"}, "quantization", f"{AMPERE} into Marlin's layout.*set int8, or fp8_simulated"),
         (BLACKWELL, {"quantization": "fp8"}, "quantization", r"set \+engine.server_args.fp8_gemm_backend=triton"),
         (BLACKWELL, {"quantization": "int8"}, "quantization", "set fp8, or int8_simulated"),
-        (BLACKWELL, {"speculative": "ngram"}, "speculative", "attention_backend=flashinfer"),
     ],
 )
 def test_what_sglang_does_not_support_on_the_engines_gpus_is_refused(
@@ -44,7 +43,6 @@ def test_what_sglang_does_not_support_on_the_engines_gpus_is_refused(
 def test_what_the_remedies_name_passes() -> None:
     check(AMPERE, quantization="int8")
     check(BLACKWELL, quantization="fp8", server_args={"fp8-gemm-backend": "triton"})
-    check(BLACKWELL, speculative="ngram", server_args={"attention_backend": "flashinfer"})
     check(BLACKWELL, quantization="int8_simulated")
 
 
