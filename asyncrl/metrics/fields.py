@@ -127,8 +127,8 @@ STEP_ENTROPY = {"entropy": "mean entropy of the policy at the trained tokens"}
 
 # The same file, with trainer.mtp
 STEP_MTP = {
-    "mtp/loss": "mean cross-entropy of the layer of multi-token prediction at the trained tokens, each given the "
-    "tokens up to the one before it",
+    "mtp/loss": "mean cross-entropy of the layer of multi-token prediction at the trained tokens",
+    "mtp/grad_norm": "norm of the layer's gradient before clipping in the last optimizer step; not part of grad_norm",
 }
 
 # The same file, with algo.advantage=gae

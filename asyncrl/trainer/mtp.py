@@ -6,8 +6,8 @@ rows then have the targets of the model's own rows, and positions and attention 
 samples share. Attention depends on differences of positions alone, so that it makes no difference that all of them are
 larger by one. A first token has no token before it: it stands in no pair.
 
-Hidden states, embeddings and the output layer are detached: the loss trains the layer alone, and the policy is what it
-would be without it.
+Hidden states, embeddings and the output layer are detached, so that the loss trains the layer alone. The optimizer
+clips the layer's gradient by its own norm (optimizer.py), so that the policy is what it would be without it.
 """
 
 from __future__ import annotations

@@ -235,6 +235,10 @@ class Network:
         for chunk in self.wrapped:
             yield from chunk.parameters()
 
+    def draft_parameters(self) -> list[torch.nn.Parameter]:
+        """Return the parameters of the layer of multi-token prediction; none without trainer.mtp."""
+        return [one for chunk in self._inner.values() if hasattr(chunk, "mtp") for one in chunk.mtp.parameters()]
+
     def packed(self) -> list[Tensor]:
         """Return the codes and scales of a quantized base."""
         return [tensor for chunk in self.wrapped for tensor in packed_tensors(chunk)]

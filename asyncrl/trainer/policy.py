@@ -155,6 +155,8 @@ class Policy:
             return {}
         if self._routing:
             figures |= self._routing.figures()
+        if self.config.trainer.mtp:
+            figures["mtp/grad_norm"] = self._optimizer.draft_norm
         if self._critic:
             returns = step.column("values") + self._advantage.call(gae_raw, step)
             figures |= self._critic.train(groups, replace(step, weights=objective.shares(groups, step)), returns)

@@ -137,3 +137,33 @@ def test_the_loss_trains_the_layer_alone(results: Path, model: str) -> None:
             torch.testing.assert_close(found[name], single[name], atol=2e-4, rtol=2e-4, msg=name)
         for name in OWN:
             assert found[PREFIX + name].abs().max() > 1e-4, name
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", TRAINED)
+@pytest.mark.parametrize(("dtype", "kind"), [("float32", "with"), ("float32", "broken"), ("bfloat16", "with")])
+def test_the_policy_steps_as_it_would_without_the_layer(
+    results: Path, model: str, layout: str, dtype: str, kind: str
+) -> None:
+    """To the bit, unless the layer moves the bounds of the optimizer's shards, so that norms add up in another order.
+    The gradients of both are clipped, that of the layer by its own norm, which is larger."""
+    found, alone = (load_file(results / f"{layout}-{model}.{dtype}.{which}") for which in (kind, "without"))
+    norms, expected = found.pop("norms"), alone.pop("norms")
+    exact = {} if LAYOUTS[layout].get("data_parallel", 1) > 1 else {"atol": 0.0, "rtol": 0.0}
+    for name, weight in alone.items():
+        torch.testing.assert_close(found[name], weight, **exact, msg=name)
+    torch.testing.assert_close(norms[:, 0], expected[:, 0], **(exact or {"atol": 0.0, "rtol": 1e-6}))
+    torch.testing.assert_close(norms[:, 2], torch.ones(2, dtype=torch.float64), atol=0.0, rtol=1e-3)
+    source = load_file(next((results / model).glob("*.safetensors")))
+    own = found.keys() - alone.keys()
+    assert own == {name for name in source if name.startswith(PREFIX)} - {f"{PREFIX}embed_tokens.weight"}
+    if kind == "broken":
+        assert norms[:, 1].isnan().all()
+        assert all(found[name].isfinite().all() for name in own), "its gradient is dropped"
+    else:
+        assert (norms[:, 1] > norms[:, 0]).all()
+        torch.testing.assert_close(norms[:, 3], torch.ones(2, dtype=torch.float64), atol=0.0, rtol=1e-3)
+        assert all(
+            not torch.equal(found[f"{PREFIX}{name}"], source[f"{PREFIX}{name}"].to(found[f"{PREFIX}{name}"].dtype))
+            for name in OWN
+        )
