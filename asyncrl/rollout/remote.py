@@ -44,6 +44,8 @@ class RemoteSession:
     def to_play(self) -> wire.SampleToPlay:
         """Return the episode for the next process: what it has received stays counted, and the completions that are
         known are recalled, as in a resumed run."""
+        if self.received == self.sample.received:
+            return self.sample
         return wire.SampleToPlay(self.sample.name, self.sample.temperature, self.received, self._said)
 
     def lost(self) -> None:

@@ -37,6 +37,7 @@ from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.group_player import LOST
 from asyncrl.rollout.player import Sums, add, means
 from asyncrl.rollout.remote import RemoteSession, WorkerConnection
+from asyncrl.rollout.rendering import RenderedAhead
 from asyncrl.rollout.reporters import Warn
 from asyncrl.schema import EncodedGroup, Group, Prompt, Trajectory
 
@@ -63,6 +64,7 @@ class EpisodeWorkers:
         self.client = self.inflight = self.groups = self
         self.version, self.held, self.holding = 0, 0.0, False
         self.figures = EngineStats()
+        self.ahead = RenderedAhead(self._render, config.rollout.batch_groups)
         self.adapters = _AllAdapters(config, self._connections)
         self.roles = RoleAdapters(
             config.agents, cast(Any, self), versions=config.serves_adapters, per=config.rollout.adapter_per
@@ -177,6 +179,11 @@ class EpisodeWorkers:
         first, samples = sessions[0], [session.to_play() for session in sessions]
         named = group, ticket, first.born, first.adapter, prompt.uid, prompt.task, prompt.index
         return await connection.begin(wire.Play(*named, prompt.token_ids, prompt.images, samples), sessions)
+
+    def _render(self, questions: list[tuple[str, int]]) -> None:
+        """Let the process with the fewest episodes render questions, if one can."""
+        if ready := self._ready():
+            min(ready, key=lambda one: one.episodes).channel.send(wire.Render(questions))
 
     # -- as the requests in flight -------------------------------------------------------------------------
 
@@ -313,6 +320,8 @@ class EpisodeWorkers:
                 self._count_in(connection, message.counts)
                 if connection.pending.pop(message.confirms, None) is wire.Begin:
                     connection.ready = True
+            case wire.Rendered():
+                self.ahead.came(message.questions)
             case wire.Warned():
                 self._warn(message.text, message.traceback)
             case wire.Broken():

@@ -187,6 +187,8 @@ class Machinery:
         )
         playing = GroupPlayer(player, failures)
         self.processes = processes
+        self.question: Callable[[str, int], dict[str, Any]] = lambda task, index: {}
+        self.render: Callable[[dict[str, Any]], list[int]] = lambda question: []
         self.new_parts = lambda: PlayingParts(engine.client(**client), {}, {}, None, None, player, playing, 5.0)
         self.worker = Worker(
             self.groups,
@@ -278,7 +280,7 @@ class Machinery:
             except OSError:
                 await asyncio.sleep(0)
         channel.send(Hello("key0", number))
-        worker = EpisodeWorker(channel, self.new_parts(), lambda task, index: {}, record=False)
+        worker = EpisodeWorker(channel, self.new_parts(), self.question, self.render, record=False)
         playing = asyncio.create_task(play_until_closed(channel, worker))
         playing.add_done_callback(lambda task: task.cancelled() or task.exception())  # the other end raises it
         self.joined[number] = channel, playing

@@ -26,6 +26,7 @@ from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.parts import allow_files
+from asyncrl.rollout.rendering import CHUNK
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.wire import Hello, connect
 from asyncrl.rollout.workers import EpisodeWorkers
@@ -101,6 +102,28 @@ def test_at_bound_0_deaths_change_no_byte_of_the_batches() -> None:
         assert same_bytes([batch.groups for batch in found], plain(**shape))
         replayed += int(dying.told()["processes/replayed"])
     assert replayed
+
+
+def test_processes_render_questions_and_leave_out_those_that_fail() -> None:
+    made = Machinery(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
+    pool: Any = made.pool
+
+    def render(index: int) -> list[int]:
+        if index == 3:
+            raise ConfigError("task", index, "Fails.")
+        return [index, 1000]
+
+    async def asking(*arguments: Any) -> None:
+        for index in range(2 * CHUNK):
+            pool.ahead.ask("length", index)
+        await until(lambda: len(pool.ahead._came) == 2 * CHUNK - 1)
+        found = [pool.ahead.take("length", index) for index in range(2 * CHUNK)]
+        assert found == [None if index == 3 else [index, 1000] for index in range(2 * CHUNK)]
+        await run(*arguments)
+
+    made.question, made.render = (lambda task, index: {"index": index}), (lambda question: render(question["index"]))
+    run, made.worker.run = made.worker.run, asking  # type: ignore[method-assign]
+    assert made.batches(1)
 
 
 def test_a_group_that_kills_every_process_is_rejected_and_the_run_goes_on() -> None:
