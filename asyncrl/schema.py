@@ -336,9 +336,9 @@ class EncodedGroup:
     not among its own attributes is that of the group, which is decoded at the first such access."""
 
     def __init__(
-        self, uid: str, slot: int, task: str, lengths: list[int], rewards: list[float], data: msgspec.Raw, packed: Any
+        self, uid: str, slot: int, task: str, lengths: list[int], rewards: list[float], data: bytes, packed: Any
     ) -> None:
-        """`data` is the group, `packed` what a recording keeps of it (records/events.py), if there is one."""
+        """`data` is the encoded group, `packed` what a recording keeps of it (records/events.py), if there is one."""
         self.uid, self.slot, self.task, self.lengths, self.rewards = uid, slot, task, lengths, rewards
         self.num_tokens, self.data, self.packed = sum(lengths), data, packed
 
@@ -375,7 +375,7 @@ def encode(record: object) -> bytes:
 def _data(value: object) -> msgspec.Raw:
     """Return what stands for an EncodedGroup in a message."""
     if isinstance(value, EncodedGroup):
-        return value.data
+        return msgspec.Raw(value.data)
     raise TypeError(f"{type(value).__name__} cannot be encoded")
 
 

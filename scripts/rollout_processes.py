@@ -2,7 +2,8 @@
 the process with the buffer for each sample, and of those that play for each request.
 
 The parts are the real ones, with groups of SIZE samples, each of which is a request of its own, and a reward that costs
-nothing. Batches are taken, encoded and published as fast as they come; every publish holds and releases all requests.
+nothing. Prompts are those of the default run, rendered and tokenized as there. Batches are taken, encoded and published
+as fast as they come; every publish holds and releases all requests.
 
     python scripts/rollout_processes.py URL NUMBER ENGINE TOKENS COALESCE    one of the processes, started by `measure`
 """
@@ -10,7 +11,6 @@ nothing. Batches are taken, encoded and published as fast as they come; every pu
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import resource
@@ -20,15 +20,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.agents.single_turn import SingleTurn
+from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config
 from asyncrl.engine.client import GenerationClient
+from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.network.ports import free_port
 from asyncrl.observability.episodes import EpisodeFigures
@@ -39,30 +41,29 @@ from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.episodes import EpisodeWorker, play_until_closed
+from asyncrl.rollout.exposition import PrometheusMetrics
 from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
 from asyncrl.rollout.limiter import UnboundedConcurrency
 from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer
+from asyncrl.rollout.prompts import Prompts, load_tokenizer, question_of, render
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.rollout.workers import EpisodeWorkers
-from asyncrl.schema import Prompt, encode
+from asyncrl.schema import encode
+from asyncrl.tasks import Question, Task, build_all
 from asyncrl.tasks.scores import TaskScoreReward
 
-KEY, TASK, SIZE = "key", "bench", 8
-PROMPT = [1, 2, 3, 4]
+KEY, SIZE, MODEL_LENGTH = "key", 8, 8192
 
 
 class Free:
     """A task whose score costs nothing, and a template that decodes nothing."""
 
-    inline, size = True, None
-
-    def question(self, index: int) -> dict[str, Any]:
-        return {}
+    inline = True
 
     def score(self, answer: str, question: dict[str, Any]) -> float:
         return 0.0
@@ -82,8 +83,9 @@ def parts(engine: str, tokens: int, coalesce: bool, requests: str = "") -> Playi
     )
     template: Any = Free()
     failures = FailureReporter(lambda text, _: print(text, file=sys.stderr))
-    scores: Any = {TASK: TaskScoreReward(template)}
-    player = EpisodePlayer({TASK: SingleTurn()}, scores, template, EpisodeTimeouts(600.0, 600.0, None), failures)
+    (name,) = _config(2).mixture
+    scores: Any = {name: TaskScoreReward(template)}
+    player = EpisodePlayer({name: SingleTurn()}, scores, template, EpisodeTimeouts(600.0, 600.0, None), failures)
     return PlayingParts(client, {}, scores, None, None, player, GroupPlayer(player, failures), 60.0)
 
 
@@ -97,9 +99,16 @@ def _config(processes: int) -> Config:
 
     find_recipes()
     with initialize_config_dir(version_base=None, config_dir=str(Path(__file__).parent.parent / "conf")):
-        composed = compose("train", ["experiment=tiny", f"rollout.processes={processes}"])
+        composed = compose("train", [f"rollout.processes={processes}", "eval.questions=8"])
     values: Any = OmegaConf.to_container(composed, resolve=True)
     return config.load(values)
+
+
+@cache
+def questions(processes: int) -> tuple[Config, dict[str, Task], ChatTemplate]:
+    """Return the default run's configuration, its task, and the template of its model."""
+    made = _config(processes)
+    return made, build_all(made), ChatTemplate(load_tokenizer(resolve(made.model.path), None))
 
 
 async def measure(
@@ -113,13 +122,15 @@ async def measure(
         address = f"http://127.0.0.1:{free_port('127.0.0.1')}"
         playing: Any = await _players(engines, tokens, address, coalesce)
         timeline = TimelineWriter(folder, ROLLOUT, print)
-        timelines = Timelines([timeline], [EpisodeFigures({TASK: lambda reward: reward > 0})])
+        config, built, template = questions(len(engines))
+        (name,) = built
+        exposed = PrometheusMetrics(folder, addresses(""), "bench")
+        timelines = Timelines([timeline], [EpisodeFigures({name: lambda reward: reward > 0}), exposed])
         groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines)
-        task: Any = Free()
-        stream = (Prompt(f"p{number}", PROMPT, {}, TASK, number) for number in itertools.count())
-        mixer = Mixer({TASK: task}, {TASK: stream}, {TASK: 1.0}, by_weight, 0)
+        prompts = Prompts(config, built, template, MODEL_LENGTH, ahead=getattr(playing, "ahead", None))
+        mixer = Mixer(built, prompts.training, {name: 1.0}, by_weight, 0)
         limits: Any = UnboundedConcurrency(), Patience(100)
-        worker = Worker(groups, playing.client, playing.groups, mixer, *limits, group_sizes={TASK: SIZE})
+        worker = Worker(groups, playing.client, playing.groups, mixer, *limits, group_sizes={name: SIZE})
         async with asyncio.TaskGroup() as tasks:
             serving = None
             if isinstance(playing, EpisodeWorkers):
@@ -182,8 +193,13 @@ async def _all_in_flight(groups: GroupLifecycle, count: int) -> dict[str, float]
 async def _players(engines: Sequence[str], tokens: int, address: str, coalesce: bool) -> PlayingParts | EpisodeWorkers:
     if len(engines) == 1:
         return parts(engines[0], tokens, coalesce)
-    addresses = Addresses("bench", KEY, Path(), (), "", "", 0, 0.0, episodes=address)
-    return EpisodeWorkers(_config(len(engines)), addresses, lambda text, traceback=None: print(text))
+    warn = lambda text, traceback=None: print(text, file=sys.stderr)  # noqa: E731
+    return EpisodeWorkers(_config(len(engines)), addresses(address), warn)
+
+
+def addresses(episodes: str) -> Addresses:
+    """Return the addresses of a run whose processes connect here."""
+    return Addresses("bench", KEY, Path(), (), "", "", 0, 0.0, episodes=episodes)
 
 
 async def _start(address: str, number: int, engine: str, tokens: int, coalesce: bool) -> asyncio.subprocess.Process:
@@ -197,6 +213,11 @@ async def main(address: str, number: int, engine: str, tokens: int, coalesce: bo
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     playing = parts(engine, tokens, coalesce, f"{number:04d}-")
+    config, built, template = questions(2)
+
+    def question(task: str, index: int) -> Question:
+        return question_of(built[task], template, index, config.field_of(task))
+
     while True:
         try:
             channel = await wire.connect(address, Access(KEY))
@@ -205,7 +226,7 @@ async def main(address: str, number: int, engine: str, tokens: int, coalesce: bo
             await asyncio.sleep(0.05)
     channel.send(wire.Hello(KEY, number))
     cpu = time.process_time()
-    await play_until_closed(channel, EpisodeWorker(channel, playing, lambda task, index: {}, record=False))
+    await play_until_closed(channel, EpisodeWorker(channel, playing, question, partial(render, template), record=False))
     found = {
         "cpu": time.process_time() - cpu,
         "requests": max(1.0, playing.client.inflight.tokens["training"] / tokens),

@@ -1,8 +1,7 @@
 """Documentation of the fields in every metrics file that a run writes. Scripts may rely on it; a test compares it with
 the files.
 
-Times are in seconds, log-probability gaps in nats. `step` counts batches and equals `version`, the version that the
-step published.
+Times are in seconds, log-probability gaps in nats. `step` counts batches and equals `version`, which it published.
 """
 
 from __future__ import annotations
@@ -219,6 +218,7 @@ STEP_PROCESSES = {
     "processes/playing": "number of processes that play episodes, without those that are being restarted",
     "processes/episodes/most": "number of running episodes of the process that had most of them",
     "processes/lost": "number of processes that were lost since the start of the run; each is restarted",
+    "processes/replayed": "number of groups that were played anew for that reason since the start of the run",
 }
 
 # The same file, if engines answer; as they were when the batch was taken

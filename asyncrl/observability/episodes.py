@@ -16,6 +16,8 @@ MOST_GROUPS = 100_000
 DIFFICULTY = {"all": 1.0, "easy": 2 / 3, "medium": 1 / 3, "hard": 0.0}
 """Kinds of groups by the share of their episodes that is solved: all of them, at least this much, or "none"."""
 
+_NONE = dict.fromkeys(PHASES, 0.0)
+
 
 @dataclass(frozen=True)
 class _Finished:
@@ -29,9 +31,9 @@ class _Finished:
 
 def durations(episode: EpisodeTimeline) -> dict[str, float]:
     """Return the seconds that an episode spent in each phase. Time in tools is not counted as their environment's."""
-    found = dict.fromkeys(PHASES, 0.0)
+    found = _NONE.copy()
     for one in episode.intervals:
-        found[one.phase] += one.seconds
+        found[one.phase] += one.end - one.start
     found[ENVIRONMENT] = max(0.0, found[ENVIRONMENT] - found[TOOL])
     return found
 
@@ -90,7 +92,7 @@ class EpisodeFigures:
                     self._failed[one.name] += bool(one.outcome) and one.phase == TOOL
         rewards = [one.reward for one in group.episodes if one.reward is not None]
         if rewards and group.task in self._correct:
-            self._solved[group.task].append(fmean(map(self._correct[group.task], rewards)))
+            self._solved[group.task].append(fmean(list(map(self._correct[group.task], rewards))))
         if group.outcome == "committed":
             slowest = min(range(len(spent)), key=lambda place: spent[place][WAITING])
             self._finished[group.uid] = _Finished(

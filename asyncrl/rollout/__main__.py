@@ -64,7 +64,8 @@ async def main(run_dir: Path) -> None:
     tasks = build_all(config)
     playing = _playing(config, addresses, model, tasks, reporter.warn)
     client: Any = playing.client
-    prompts = Prompts(config, tasks, model.template, model.hf["max_position_embeddings"], reporter.warn, model.vision)
+    length, ahead = model.hf["max_position_embeddings"], getattr(playing, "ahead", None)
+    prompts = Prompts(config, tasks, model.template, length, reporter.warn, model.vision, ahead)
     rollout, loads = config.rollout, Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
     mixer = _mixer(config, tasks, prompts)
     correct = {name: task.correct for name, task in tasks.items()}

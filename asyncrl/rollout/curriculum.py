@@ -75,11 +75,12 @@ class Mixer:
         self._tasks, self._streams, self._weights, self._curriculum = tasks, streams, weights, curriculum
         self._played = {name: _History() for name in streams}
         self._draws = random.Random(f"{seed} mixture")
+        self._progress: dict[str, TaskProgress] = {}  # of tasks of which no group was played since the last draw
 
     def draw(self, version: int) -> Prompt:
         """Return the next prompt, admitted while the engines serve `version`. Raises ConfigError if weights are
         invalid."""
-        found = self._curriculum(CurriculumInput(version, {name: self._progress(name) for name in self._streams}))
+        found = self._curriculum(CurriculumInput(version, {name: self._progress_of(name) for name in self._streams}))
         (name,) = self._draws.choices(list(self._streams), self._checked(found))
         return next(self._streams[name])
 
@@ -88,8 +89,9 @@ class Mixer:
         history, rewards = self._played[group.task], group.rewards
         history.groups += 1
         history.rewards = [*history.rewards, fmean(rewards)][-WINDOW:]
-        solved = fmean(self._tasks[group.task].correct(reward) for reward in rewards)
+        solved = fmean([self._tasks[group.task].correct(reward) for reward in rewards])
         history.solved = [*history.solved, solved][-WINDOW:]
+        self._progress.pop(group.task, None)
 
     def state(self) -> MixerState:
         """Return the state. Serialize it immediately: it shares its parts with the mixer."""
@@ -101,11 +103,14 @@ class Mixer:
             if name in self._played:
                 self._played[name] = history
         self._draws.setstate(state.chance)
+        self._progress = {}
 
-    def _progress(self, name: str) -> TaskProgress:
-        history = self._played[name]
-        recent = (fmean(history.rewards), fmean(history.solved)) if history.groups else (None, None)
-        return TaskProgress(self._weights[name], history.groups, *recent)
+    def _progress_of(self, name: str) -> TaskProgress:
+        if (found := self._progress.get(name)) is None:
+            history = self._played[name]
+            recent = (fmean(history.rewards), fmean(history.solved)) if history.groups else (None, None)
+            found = self._progress[name] = TaskProgress(self._weights[name], history.groups, *recent)
+        return found
 
     def _checked(self, weights: Mapping[str, float]) -> list[float]:
         """Return one weight per task, in the order of the configuration. Raises ConfigError."""

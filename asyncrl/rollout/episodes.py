@@ -19,6 +19,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,13 @@ import msgspec
 
 from asyncrl.config import read
 from asyncrl.engine.session import GenerationSession
-from asyncrl.errors import EpisodeFailed
+from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.network.addresses import PEER_FAILED, Addresses
 from asyncrl.progress import Progress
 from asyncrl.records.events import packed
 from asyncrl.rollout import wire
 from asyncrl.rollout.parts import ModelParts, PlayingParts
-from asyncrl.rollout.prompts import question_of
+from asyncrl.rollout.prompts import question_of, render
 from asyncrl.rollout.server import contain
 from asyncrl.schema import Prompt, Trajectory, encode
 from asyncrl.tasks import Question, build_all
@@ -46,10 +48,22 @@ class EpisodeWorker:
     """Does what the rollout process says."""
 
     def __init__(
-        self, channel: wire.Channel, parts: PlayingParts, question: Callable[[str, int], Question], *, record: bool
+        self,
+        channel: wire.Channel,
+        parts: PlayingParts,
+        question: Callable[[str, int], Question],
+        render: Callable[[Question], list[int]],
+        *,
+        record: bool,
     ) -> None:
-        """`question` returns a question of a task; `record` says that the run is recorded."""
-        self._channel, self._parts, self._question, self._record = channel, parts, question, record
+        """`question` returns a question of a task, `render` its tokens; `record` says that the run is recorded."""
+        self._channel, self._parts, self._question, self._render, self._record = (
+            channel,
+            parts,
+            question,
+            render,
+            record,
+        )
         self._playing: dict[str, tuple[wire.Play, Sequence[GenerationSession], asyncio.Task[None]]] = {}
         self._stopped: set[str] = set()
 
@@ -71,6 +85,8 @@ class EpisodeWorker:
                 if command.group in self._playing:
                     self._stopped.add(command.group)
                     self._playing[command.group][2].cancel()
+            case wire.Render():
+                tasks.create_task(self._render_all(command.questions))
             case wire.Narrow():
                 self._parts.client.narrow(command.context)
             case wire.Drain():
@@ -121,7 +137,7 @@ class EpisodeWorker:
             else:
                 group, verdict = await self._parts.groups.play(play.ticket, prompt, sessions)
                 content = packed(group) if self._record else None
-                figures = verdict, group.lengths, group.rewards, msgspec.Raw(encode(group)), content
+                figures = verdict, group.lengths, group.rewards, encode(group), content
                 answer = wire.Finished(play.group, self._ended(play, sessions), *figures)
         except EpisodeFailed as failed:
             answer = wire.Failed(play.group, self._ended(play, sessions), failed.reason, failed.detail)
@@ -131,6 +147,17 @@ class EpisodeWorker:
             answer = wire.Failed(play.group, self._ended(play, sessions), "stopped", "")
         self._channel.send(answer)
         await self._channel.drain()
+
+    async def _render_all(self, questions: list[tuple[str, int]]) -> None:
+        """Render questions, with turns of the event loop in between. The rollout process renders, and reports, those
+        that fail here."""
+        found = []
+        for task, index in questions:
+            with suppress(AsyncRLError):
+                tokens = self._render(self._question(task, index))
+                found.append(wire.RenderedQuestion(task, index, msgspec.Raw(encode(tokens))))
+            await asyncio.sleep(0)
+        self._channel.send(wire.Rendered(found))
 
     def _ended(self, play: wire.Play, sessions: Sequence[GenerationSession]) -> list[wire.EndedEpisode]:
         """Close the sessions of a group, and return what became of its episodes. Nothing is awaited until they are
@@ -200,9 +227,9 @@ async def main(run_dir: Path, number: int) -> int:
     def question(task: str, index: int) -> Question:
         return question_of(tasks[task], model.template, index, config.field_of(task))
 
-    running = asyncio.create_task(
-        play_until_closed(channel, EpisodeWorker(channel, parts, question, record=config.record))
-    )
+    rendered = partial(render, model.template)
+    worker = EpisodeWorker(channel, parts, question, rendered, record=config.record)
+    running = asyncio.create_task(play_until_closed(channel, worker))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
     try:
         await running

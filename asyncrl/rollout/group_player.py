@@ -23,7 +23,7 @@ from asyncrl.routing import share_prompt
 from asyncrl.schema import Group, Prompt, Trajectory
 
 ENGINE, LOST = "engine", "process"
-"""Reasons of failures in the ledger: no engine answered; the process that played the group was lost."""
+"""Reasons of failures in the ledger: no engine answered; every process that played the group was lost."""
 
 
 class PlaysGroups(Protocol):

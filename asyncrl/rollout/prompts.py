@@ -27,6 +27,7 @@ from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
 from asyncrl.images.parts import images_in, without_images
 from asyncrl.importing import imported_without
+from asyncrl.rollout.rendering import RenderedAhead
 from asyncrl.schema import Prompt, Template
 from asyncrl.tasks import Question, Task, ask
 
@@ -61,10 +62,11 @@ class Prompts:
         model_length: int,
         tell: Callable[[str], None] = lambda text: None,
         vision: Vision | None = None,
+        ahead: RenderedAhead | None = None,
     ) -> None:
         """`tell` receives a message about questions that are left out. `vision` is that of a model that reads
-        images."""
-        self._vision = vision
+        images. `ahead` has other processes that render questions without images."""
+        self._vision, self._ahead = vision, None if vision else ahead
         self._tasks, self._template, self._tell = tasks, template, tell
         self._refuses = config.rollout.overlong_prompts == "refuse"
         self.left_out: Counter[str] = Counter()  # overlong questions of endless tasks
@@ -156,11 +158,12 @@ class Prompts:
     def _training(self, name: str, first: int, last: int, held_out: set[Identity]) -> Iterator[Prompt]:
         """Yield questions in an order that depends on the seed alone, not on the other tasks; a finite task is
         reshuffled every epoch. Uids count the prompts of all tasks."""
-        skipped = 0
+        skipped, texts = 0, {ids for ids, _, _ in held_out}
         indices = itertools.islice(self._indices(name, first, last), self._skip.get(name, 0), None)
         for index in self._looking_ahead(name, indices):
             self._drawn[name] += 1
-            prompt = self._render(f"p{self._serial:08d}", name, index)
+            uid = f"p{self._serial:08d}"
+            prompt = self._rendered_ahead(uid, name, index, texts) or self._render(uid, name, index)
             if prompt is None or _identity(prompt) in held_out:
                 skipped += 1
                 if skipped == MAX_SKIPS:
@@ -176,13 +179,17 @@ class Prompts:
             yield prompt
 
     def _looking_ahead(self, name: str, indices: Iterator[int]) -> Iterator[int]:
-        """Yield the indices, while the images of the next ones are being decoded."""
+        """Yield the indices, while the images of the next ones are being decoded, or the next ones rendered
+        elsewhere."""
         following: deque[int] = deque()
+        most = self._ahead.most if self._ahead else LOOKAHEAD if self._vision else 0
         for index in indices:
             following.append(index)
-            if self._vision and index not in self._overlong[name]:
+            if self._ahead:
+                self._ahead.ask(name, index)
+            elif self._vision and index not in self._overlong[name]:
                 self._begun[name, index] = self._begin(name, index)
-            if len(following) > (LOOKAHEAD if self._vision else 0):
+            if len(following) > most:
                 yield following.popleft()
 
     def _indices(self, name: str, first: int, last: int) -> Iterator[int]:
@@ -225,6 +232,14 @@ class Prompts:
             self._tell(f"{text}: they are skipped (rollout.overlong_prompts)")
         return found.keys()
 
+    def _rendered_ahead(self, uid: str, name: str, index: int, held_out: Collection[tuple[int, ...]]) -> Prompt | None:
+        """Return a prompt that was rendered elsewhere, without its question, which the process that plays it makes
+        anew. Returns None if it has not come, or might have to be left out, which its question decides."""
+        ids = self._ahead.take(name, index) if self._ahead else None
+        if ids is None or len(ids) > self._longest or tuple(ids) in held_out:
+            return None
+        return Prompt(uid, ids, {}, name, index)
+
     def _render(self, uid: str, name: str, index: int) -> Prompt | None:
         """Render a question, or return None if it is too long or an image of it is refused, and may be left out."""
         if index in self._overlong[name]:
@@ -261,12 +276,10 @@ class Prompts:
 
     def _read(self, question: Question, pending: Sequence[Future[bytes]]) -> tuple[list[int], list[bytes], int]:
         """Return the tokens and images of a question, and how many tokens the model reads. Raises ImageRefused."""
-        ids = self._template.begin(question["messages"], question.get("tools", ()))
-        given = images_in(question["messages"])
         if self._vision is None:
-            if given:
-                raise ImageRefused("it has an image, but the model of this run reads none (model.path)")
+            ids = render(self._template, question)
             return ids, [], len(ids)
+        ids = self._template.begin(question["messages"], question.get("tools", ()))
         images = [one.result() for one in pending]
         return ids, images, len(ids) + self._vision.tokens.added(ids, images)
 
@@ -280,6 +293,13 @@ def question_of(task: Task, template: Template, index: int, field: str) -> Quest
         return question
     form = question.get("tool_format", "hermes")
     return {**question, "messages": tools_in_system(question["messages"], tools, form)}
+
+
+def render(template: Template, question: Question) -> list[int]:
+    """Return the tokens of a question for a model that reads text. Raises ImageRefused if it has an image."""
+    if images_in(question["messages"]):
+        raise ImageRefused("it has an image, but the model of this run reads none (model.path)")
+    return template.begin(question["messages"], question.get("tools", ()))
 
 
 def _identity(prompt: Prompt) -> Identity:

@@ -41,6 +41,17 @@ class RemoteSession:
         self.told = NOTHING
         self.ended: wire.EndedEpisode | None = None
 
+    def to_play(self) -> wire.SampleToPlay:
+        """Return the episode for the next process: what it has received stays counted, and the completions that are
+        known are recalled, as in a resumed run."""
+        if self.received == self.sample.received:
+            return self.sample
+        return wire.SampleToPlay(self.sample.name, self.sample.temperature, self.received, self._said)
+
+    def lost(self) -> None:
+        """Record that its process is lost: nothing more is known of it."""
+        self.told, self.heard = NOTHING, time.monotonic()
+
     @property
     def activity(self) -> RemoteSession:
         """What it does."""
@@ -129,7 +140,9 @@ class WorkerConnection:
 
     def lost(self, error: EpisodeFailed) -> None:
         """Fail all groups."""
-        for _, future in self.groups.values():
+        for sessions, future in self.groups.values():
+            for session in sessions:
+                session.lost()
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # the worker that waits for it may be gone

@@ -1,8 +1,8 @@
 """What the rollout process and the processes that play episodes tell each other (rollout.processes), and the
 connection that carries it: length-prefixed msgpack over TCP, with the certificates and the API key of the run.
 
-    rollout -> episodes    Begin, Play, Stop, Hold, Drain, Release, Narrow, Save
-    episodes -> rollout    Hello, Finished, Answered, Failed, Report, Warned, Broken
+    rollout -> episodes    Begin, Play, Stop, Render, Hold, Drain, Release, Narrow, Save
+    episodes -> rollout    Hello, Finished, Answered, Failed, Rendered, Report, Warned, Broken
 
 Messages arrive in the order in which they were sent. Commands have a number, and the Report that names it confirms that
 the command is done.
@@ -32,6 +32,8 @@ from asyncrl.schema import Trajectory, encode
 HELLO_BYTES, HELLO_SECONDS = 4096, 30.0
 """Largest size of the first message of a connection, which has no key yet, and how long it may take."""
 SIZE_BYTES = 8
+BUFFER_BYTES = 1 << 22
+"""Bytes that a connection reads ahead: a group with long answers is a message of megabytes."""
 
 
 class WireMessage(msgspec.Struct, array_like=True, tag=True):
@@ -80,6 +82,12 @@ class Stop(WireMessage):
     group: str
 
 
+class Render(WireMessage):
+    """Render these questions, by task and index, which are drawn soon."""
+
+    questions: list[tuple[str, int]]
+
+
 class Hold(WireMessage):
     """Hold new requests back."""
 
@@ -111,7 +119,7 @@ class Narrow(WireMessage):
     context: int
 
 
-Command = Begin | Play | Stop | Hold | Drain | Release | Save | Narrow
+Command = Begin | Play | Stop | Render | Hold | Drain | Release | Save | Narrow
 
 # -- from the processes that play ------------------------------------------------------------------------------
 
@@ -139,7 +147,7 @@ class Finished(WireMessage):
     verdict: bool | str
     lengths: list[int]
     rewards: list[float]
-    data: msgspec.Raw  # the Group
+    data: bytes  # the encoded Group, which a reader of the message need not walk through
     packed: PackedGroup | None  # for the recording
 
 
@@ -158,6 +166,20 @@ class Failed(WireMessage):
     episodes: list[EndedEpisode]
     reason: str
     detail: str
+
+
+class RenderedQuestion(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of a question."""
+
+    task: str
+    index: int
+    token_ids: msgspec.Raw
+
+
+class Rendered(WireMessage):
+    """Rendered questions. One that cannot be rendered is left out."""
+
+    questions: list[RenderedQuestion]
 
 
 class RunningEpisode(msgspec.Struct, frozen=True, array_like=True):
@@ -204,7 +226,7 @@ class Broken(WireMessage):
     error: str
 
 
-Answer = Finished | Answered | Failed | Report | Warned | Broken
+Answer = Finished | Answered | Failed | Rendered | Report | Warned | Broken
 
 
 class Channel:
@@ -262,7 +284,7 @@ async def connect(url: str, access: Access) -> Channel:
     """Connect to the rollout process. Raises OSError while it does not listen, or if it is not the run's."""
     address = urlsplit(url)
     context = access.context if address.scheme == "https" else None
-    reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=context)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port, ssl=context, limit=BUFFER_BYTES)
     return Channel(reader, writer, Command)
 
 
@@ -275,4 +297,4 @@ async def listen(
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_cert_chain(signed.server)
-    return await asyncio.start_server(serve, address.hostname, address.port, ssl=context)
+    return await asyncio.start_server(serve, address.hostname, address.port, ssl=context, limit=BUFFER_BYTES)

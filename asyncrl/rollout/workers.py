@@ -1,12 +1,14 @@
 """The processes that play episodes, as the rollout process sees them (rollout.processes=N, rollout/episodes.py).
 
 To everything else in the rollout process this is the client and its requests in flight, and what plays groups: the same
-interfaces with N processes behind them. Groups go to the process with the fewest running episodes. A process that dies
-costs its groups, which are rejected for the reason "process"; the launcher starts it again.
+interfaces with N processes behind them. Groups go to the process with the fewest running episodes. The launcher starts
+a process that dies again; its groups are played anew in another one, with their tickets, and so for the same seats of
+the same cohorts: what is generated anew is of no older version than the ticket, and the batch waits for it as before.
 
 Accounting: a process reports what it has counted and received for every running group, at one instant. Between two
 reports, the tokens of a group that ends are added to both sides of the ledger, so that it balances at any time; the
-next report brings the independent count. The count of a process that died stays as it was told.
+next report brings the independent count. The count of a process that died stays as it was told, and so do the tokens of
+its episodes, which end as discarded.
 
 waits for     a process that can play (`play`); confirmations of a publish and of a snapshot (`confirmed`)
 unblocked by  their messages, and their death; the launcher finds those that hang
@@ -35,8 +37,12 @@ from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.group_player import LOST
 from asyncrl.rollout.player import Sums, add, means
 from asyncrl.rollout.remote import RemoteSession, WorkerConnection
+from asyncrl.rollout.rendering import RenderedAhead
 from asyncrl.rollout.reporters import Warn
 from asyncrl.schema import EncodedGroup, Group, Prompt, Trajectory
+
+LOSSES = 3
+"""A group that has lost its process so often is rejected for the reason "process": it may be what kills them."""
 
 
 class EpisodeWorkers:
@@ -53,10 +59,12 @@ class EpisodeWorkers:
         self._failed, self._error = asyncio.Event(), BaseException()
         self._past_tokens, self._past_late, self._past_proxies = Counter[str](), 0, Counter[str]()
         self._sums: Sums = {}
-        self._needed = self._lost = 0
+        self._needed = self._lost = self._replayed = 0
+        self._stopped, self.most_losses = set[str](), LOSSES
         self.client = self.inflight = self.groups = self
         self.version, self.held, self.holding = 0, 0.0, False
         self.figures = EngineStats()
+        self.ahead = RenderedAhead(self._render, config.rollout.batch_groups)
         self.adapters = _AllAdapters(config, self._connections)
         self.roles = RoleAdapters(
             config.agents, cast(Any, self), versions=config.serves_adapters, per=config.rollout.adapter_per
@@ -115,8 +123,12 @@ class EpisodeWorkers:
     # -- as what plays -------------------------------------------------------------------------------------
 
     async def play(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Any]) -> tuple[Group, bool | str]:
-        """Play a group in the process with the fewest episodes (rollout/group_player.py)."""
-        answer = await self._answer(ticket.uid, ticket, prompt, sessions)
+        """Play a group in the process with the fewest episodes (rollout/group_player.py), and if that is lost, in
+        another one."""
+        try:
+            answer = await self._outlived(ticket, prompt, sessions)
+        finally:
+            self._stopped.discard(ticket.uid)
         if isinstance(answer, wire.Failed):
             raise EpisodeFailed(answer.reason, answer.detail)
         group: Any = EncodedGroup(
@@ -124,11 +136,29 @@ class EpisodeWorkers:
         )
         return group, answer.verdict
 
+    async def _outlived(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Any]) -> Any:
+        """Return the answer of the first process that outlives the group. Raises EpisodeFailed after LOSSES, and for a
+        group that was stopped."""
+        losses = 0
+        while True:
+            try:
+                return await self._answer(ticket.uid, ticket, prompt, sessions)
+            except EpisodeFailed as lost:
+                losses += 1
+                if losses == self.most_losses:
+                    self._warn(f"group {ticket.uid} is rejected: {losses} processes were lost while they played it")
+                if losses == self.most_losses or ticket.uid in self._stopped:
+                    raise EpisodeFailed(LOST, lost.detail) from None
+                self._replayed += 1
+
     def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
-        """Tell the process to stop a group. One that no process plays yet goes on."""
+        """Tell the process to stop a group, or cancel the task if none plays it."""
         for connection in self._connections.values():
             if ticket.uid in connection.groups:
+                self._stopped.add(ticket.uid)
                 connection.channel.send(wire.Stop(ticket.uid))
+                return
+        playing.cancel()
 
     async def attempts(self, prompt: Prompt, sessions: Sequence[Any]) -> list[Attempt]:
         """Play all attempts at a question of an evaluation (rollout/evaluation.py). It is played again if its process
@@ -146,9 +176,14 @@ class EpisodeWorkers:
         async with self._changed:
             await self._changed.wait_for(self._ready)
             connection = min(self._ready(), key=lambda one: (one.episodes, one.number))
-        first, samples = sessions[0], [session.sample for session in sessions]
+        first, samples = sessions[0], [session.to_play() for session in sessions]
         named = group, ticket, first.born, first.adapter, prompt.uid, prompt.task, prompt.index
         return await connection.begin(wire.Play(*named, prompt.token_ids, prompt.images, samples), sessions)
+
+    def _render(self, questions: list[tuple[str, int]]) -> None:
+        """Let the process with the fewest episodes render questions, if one can."""
+        if ready := self._ready():
+            min(ready, key=lambda one: one.episodes).channel.send(wire.Render(questions))
 
     # -- as the requests in flight -------------------------------------------------------------------------
 
@@ -222,6 +257,7 @@ class EpisodeWorkers:
             "processes/playing": float(len(ready)),
             "processes/episodes/most": float(max((one.episodes for one in ready), default=0)),
             "processes/lost": float(self._lost),
+            "processes/replayed": float(self._replayed),
         }
         return {**means(sums), **proxies, **processes}
 
@@ -261,7 +297,7 @@ class EpisodeWorkers:
         if self._begun:
             self._begin(connection)
         try:
-            while True:
+            while self._connections.get(hello.number) is connection:  # not what was on the way when it was given up
                 self._take(connection, await channel.receive())
                 async with self._changed:
                     self._changed.notify_all()
@@ -284,6 +320,8 @@ class EpisodeWorkers:
                 self._count_in(connection, message.counts)
                 if connection.pending.pop(message.confirms, None) is wire.Begin:
                     connection.ready = True
+            case wire.Rendered():
+                self.ahead.came(message.questions)
             case wire.Warned():
                 self._warn(message.text, message.traceback)
             case wire.Broken():
@@ -301,7 +339,7 @@ class EpisodeWorkers:
             setattr(self.figures, name, getattr(self.figures, name) + value)
 
     async def _lose(self, connection: WorkerConnection) -> None:
-        """Give a process up that has died. What it has counted stays."""
+        """Give a process up that has died. What it has counted stays, and its groups are played anew."""
         if self._connections.get(connection.number) is not connection:
             return
         del self._connections[connection.number]
@@ -310,7 +348,7 @@ class EpisodeWorkers:
         self._past_proxies += connection.proxies
         self._lost += 1
         if connection.groups:
-            self._warn(f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are replaced")
+            self._warn(f"episodes-{connection.number} was lost; its {len(connection.groups)} groups are played anew")
         connection.lost(EpisodeFailed(LOST, f"the process episodes-{connection.number} was lost"))
         async with self._changed:
             self._changed.notify_all()

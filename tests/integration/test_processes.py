@@ -1,15 +1,17 @@
-"""Real processes that play episodes: one that is killed or hangs is replaced and the books balance, and their number
-changes nothing. test_resume.py resumes runs with other numbers of them."""
+"""Real processes that play episodes: one that is killed or hangs is replaced, its groups are played anew and the books
+balance; neither their number nor a death changes a deterministic run. test_resume.py resumes runs with other numbers of
+them."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.integration.running import finish, nothing_is_left, processes_of, run, start, wait_for_step
+from tests.integration.running import finish, lines, nothing_is_left, processes_of, run, start, wait_for_step
 from tests.integration.test_replay import trained, weights
 from tests.integration.test_resume import DETERMINISTIC, RUN, STEPS, check_books, check_replay
 
@@ -17,7 +19,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_process_that_dies_or_hangs_is_started_again_and_costs_its_groups_alone(
+def test_process_that_dies_or_hangs_is_started_again_and_its_groups_are_played_anew(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     run_dir, settings = tmp_path / "run", ["rollout.processes=2", "cluster.stall_timeout=8"]
@@ -27,15 +29,23 @@ def test_process_that_dies_or_hangs_is_started_again_and_costs_its_groups_alone(
         code, text = finish(launcher, run_dir)
     assert code == 0, text
     assert "episodes-1 died (killed by SIGKILL" in text
+    assert "process" not in json.loads((run_dir / "summary.json").read_text())["ledger"]["groups"]["rejected"]
     check_books(run_dir)
     check_replay(run_dir, tmp_path)
     nothing_is_left(run_dir)
 
 
-def test_deterministic_run_is_the_same_with_any_number_of_processes(tmp_path: Path) -> None:
+def test_deterministic_run_is_the_same_with_any_number_of_processes_one_of_which_dies(tmp_path: Path) -> None:
     one, two = (tmp_path / f"with-{count}" for count in (1, 2))
     expected = run(one, *RUN, *DETERMINISTIC)
-    found = run(two, *RUN, *DETERMINISTIC, "rollout.processes=2")
+    with start(two, *RUN, *DETERMINISTIC, "rollout.processes=2") as launcher:
+        wait_for_step(launcher, two, 3)
+        os.kill(processes_of(launcher, two)["episodes-0"], signal.SIGKILL)
+        code, text = finish(launcher, two)
+    assert code == 0, text
+    assert "episodes-0 died (killed by SIGKILL" in text
+    found = lines(two / "metrics.jsonl")
+    assert max(step["processes/replayed"] for step in found) > 0
     assert trained(found) == trained(expected)
     assert weights(two) == weights(one)
     assert len(expected) == STEPS

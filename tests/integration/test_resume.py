@@ -81,9 +81,12 @@ class Blow:
         return text
 
 
-def go_on_to_the_end(run_dir: Path, *settings: str) -> str:
-    """Run the same command again."""
+def go_on_to_the_end(run_dir: Path, *settings: str, victim: str = "", step: int = 0) -> str:
+    """Run the same command again. A process that is restarted may be killed behind a step."""
     with start(run_dir, *RUN, *settings) as launcher:
+        if victim:
+            wait_for_step(launcher, run_dir, step)
+            os.kill(processes_of(launcher, run_dir)[victim], signal.SIGKILL)
         code, text = finish(launcher, run_dir)
     assert code == 0, text
     nothing_is_left(run_dir)
@@ -164,8 +167,8 @@ def check_conversion(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """The rollout process is killed after a checkpoint. Episodes are played by two processes, and then by three. The
-    run keeps the plan that it was started with."""
+    """The rollout process is killed after a checkpoint. Episodes are played by two processes, and then by three, one of
+    which is killed: its groups are played anew. The run keeps the plan that it was started with."""
     layout, run_dir = ["trainer.data_parallel=2"], tmp_path / "run"
     planned = [*layout, "cluster.plan=auto"]
     Blow("rollout", 7, 0.15).strike(run_dir, *planned, "rollout.processes=2")
@@ -174,7 +177,9 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert plan["kept"] == ["rollout.lead", "trainer.data_parallel"]
     (run_dir / "plan.json").write_text(json.dumps(plan | {"devices": "other devices"}))
     newest = max(CheckpointStore(run_dir).versions())
-    text = go_on_to_the_end(run_dir, *planned, "rollout.processes=3")
+    text = go_on_to_the_end(run_dir, *planned, "rollout.processes=3", victim="episodes-1", step=newest + 2)
+    assert "episodes-1 died (killed by SIGKILL" in text
+    assert "process" not in json.loads((run_dir / "summary.json").read_text())["ledger"]["groups"]["rejected"]
     assert f"resuming from {CheckpointStore(run_dir).path(newest)}" in text
     assert "plan for other devices: engine.count=1" in text
     assert f"plan: predicted {plan['prediction']['samples_per_s']:.3g} samples/s" in text

@@ -40,7 +40,7 @@ from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import TaskScoreReward
-from tests.fakes import FakeEngine, FakeTemplate, LengthTask, addresses, pieces, prompts, tiny_config
+from tests.fakes import FakeEngine, FakeTemplate, LengthTask, addresses, pieces, prompts, tiny_config, until
 
 EOS, LONGEST = 10, 8
 KEY = {"authorization": "Bearer key0"}
@@ -91,8 +91,11 @@ class RecordedEngine(FakeEngine):
         return self._stream(request["input_ids"], request["sampling_params"]["n"])
 
     async def _stream(self, prompt: list[int], count: int) -> AsyncIterator[bytes]:
-        """A request for fewer samples than there were is for those that have not arrived."""
+        """A request for fewer samples than there were is for those that have not arrived; one for all of them, after
+        the process that had asked for them has died, is answered from the start."""
         books = self.wrote.setdefault(tuple(prompt), [None] * count)
+        if count == len(books):
+            books = self.wrote[tuple(prompt)] = [None] * count
         numbers = [number for number, spans in enumerate(books) if spans is None]
         assert len(numbers) == count, f"{count} samples asked for, {len(numbers)} have not arrived"
         answers = recorded(prompt, len(books), longest=self._longest)
@@ -184,6 +187,8 @@ class Machinery:
         )
         playing = GroupPlayer(player, failures)
         self.processes = processes
+        self.question: Callable[[str, int], dict[str, Any]] = lambda task, index: {}
+        self.render: Callable[[dict[str, Any]], list[int]] = lambda question: []
         self.new_parts = lambda: PlayingParts(engine.client(**client), {}, {}, None, None, player, playing, 5.0)
         self.worker = Worker(
             self.groups,
@@ -209,10 +214,10 @@ class Machinery:
         """Return the batches of a trainer that trains and publishes one after the other, or with overlap."""
         return asyncio.run(asyncio.wait_for(self._batches(steps, train), 20))
 
-    def snapshot(self, steps: int) -> tuple[list[Batch], bytes]:
+    def snapshot(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> tuple[list[Batch], bytes]:
         """So many batches, and what a checkpoint keeps after them."""
         saved: list[bytes] = []
-        return asyncio.run(asyncio.wait_for(self._batches(steps, lambda batch: None, saved), 20)), saved[0]
+        return asyncio.run(asyncio.wait_for(self._batches(steps, train, saved), 20)), saved[0]
 
     async def _batches(
         self, steps: int, train: Callable[[Batch], None], saved: list[bytes] | None = None
@@ -275,7 +280,7 @@ class Machinery:
             except OSError:
                 await asyncio.sleep(0)
         channel.send(Hello("key0", number))
-        worker = EpisodeWorker(channel, self.new_parts(), lambda task, index: {}, record=False)
+        worker = EpisodeWorker(channel, self.new_parts(), self.question, self.render, record=False)
         playing = asyncio.create_task(play_until_closed(channel, worker))
         playing.add_done_callback(lambda task: task.cancelled() or task.exception())  # the other end raises it
         self.joined[number] = channel, playing
@@ -291,3 +296,36 @@ class Machinery:
     def overtaken(self) -> int:
         """Requests that a publish overtook; the batches carry those before."""
         return self.client.inflight.figures.continued["overtaken"]
+
+
+class Deaths:
+    """Processes that die after batches, and are started again."""
+
+    def __init__(self, made: Machinery, chance: random.Random, end: int) -> None:
+        """None dies after the last batch before step `end`."""
+        self.made, self._chance, self._end, self._tasks = made, chance, end, list[asyncio.Task[None]]()
+        self._pool: Any = made.pool
+        self._pool.most_losses = 10**6
+
+    def after(self, batch: Batch) -> None:
+        """Let one die soon after this batch."""
+        if batch.version < self._end - 1:
+            self.begin(batch.version % self.made.processes)
+
+    def begin(self, number: int) -> None:
+        """Let this one die soon."""
+        self._tasks.append(asyncio.get_running_loop().create_task(self._die(number)))
+
+    async def _die(self, number: int) -> None:
+        for _ in range(self._chance.randrange(40)):
+            await asyncio.sleep(0)
+        if number in self.made.joined:
+            await self.made.leave(number)
+            await until(lambda: number not in self._pool._connections)
+            await self.made.join(number)
+
+    def told(self) -> dict[str, float]:
+        """Return the figures of the processes, after the run."""
+        assert all(task.cancelled() or task.result() is None for task in self._tasks)
+        told: dict[str, float] = self._pool.take_played()
+        return told

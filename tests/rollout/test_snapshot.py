@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,7 @@ from asyncrl.rollout import snapshot
 from asyncrl.schema import Batch, Completion, Generate, Prompt, Trajectory, Turn, VersionSpan
 from tests.examples import examples
 from tests.fakes import completion, pieces, prompts, stream
-from tests.rollout.machinery import EOS, KEY, Machinery, RecordedEngine, _extend
+from tests.rollout.machinery import EOS, KEY, Deaths, Machinery, RecordedEngine, _extend
 from tests.rollout.schedules import Run, schedules
 
 
@@ -96,22 +97,24 @@ def prompt_of(uid: str) -> Prompt:
     slack=st.integers(0, 2),
     running=st.sampled_from([None, 2]),
     processes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
+    deaths=st.booleans(),
 )
 def test_run_that_goes_on_trains_every_group_once_with_the_tokens_that_were_written(
-    seed: int, stop: int, slack: int, running: int | None, processes: tuple[int, int]
+    seed: int, stop: int, slack: int, running: int | None, processes: tuple[int, int], deaths: bool
 ) -> None:
-    """Also with another number of processes that play."""
+    """Also with another number of processes that play, some of which die."""
     shape = {"lead": 2, "max_staleness": 2 + slack, "max_running": running}
     whole = machinery(Chain(seed), **shape).batches(8)
     engine = Chain(seed + 1)
-    before, saved = machinery(engine, **shape, processes=processes[0]).snapshot(stop)
+    first = machinery(engine, **shape, processes=processes[0])
+    before, saved = first.snapshot(stop, _deaths(first, seed, stop, deaths))
     state = snapshot.decode(saved).service
 
     again = Chain(seed + 2)
     again.version = stop
     resumed = machinery(again, drawn=state.drawn, **shape, processes=processes[1])
     resumed.go_on(saved, prompt_of)
-    after = resumed.batches(8 - stop)
+    after = resumed.batches(8 - stop, _deaths(resumed, seed, 8, deaths))
 
     assert [batch.version for batch in before + after] == list(range(8))
     trained = [uid for batch in uids(before + after) for uid in batch]
@@ -124,12 +127,22 @@ def test_run_that_goes_on_trains_every_group_once_with_the_tokens_that_were_writ
             assert both[uid] == mine
     if not slack:  # batches are cohorts, whatever the timing
         assert uids(before + after) == uids(whole)
+    ledger = resumed.groups.ledger()
+    assert (ledger.groups.trained, ledger.groups.rejected) == (8 * 3, {})
+    if deaths:
+        return
     # every token that had come is in the snapshot, and every one of these is trained or waits to be
     received = sum(sibling.received for one in state.outstanding for sibling in one.siblings)
     said = [said.completion for one in state.outstanding for sibling in one.siblings for said in sibling.said]
     assert sum(len(completion.token_ids) for completion in said) == received
-    ledger = resumed.groups.ledger()
-    assert (ledger.groups.trained, ledger.tokens.discarded, ledger.groups.rejected) == (8 * 3, 0, {})
+    assert ledger.tokens.discarded == 0
+
+
+def _deaths(made: Machinery, seed: int, end: int, deaths: bool) -> Callable[[Batch], None]:
+    """Return what is called after each batch."""
+    if not deaths or made.processes == 1:
+        return lambda batch: None
+    return Deaths(made, random.Random(seed), end).after
 
 
 class Turns:

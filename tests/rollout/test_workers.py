@@ -1,5 +1,6 @@
-"""Processes that play episodes change nothing for the trainer, and one that dies costs its groups alone. The processes
-are tasks of this one, with real connections between them; tests/integration/test_processes.py has real ones."""
+"""Processes that play episodes change nothing for the trainer, whether they live or die: the groups of one that dies
+are played anew. The processes are tasks of this one, with real connections between them;
+tests/integration/test_processes.py has real ones."""
 
 from __future__ import annotations
 
@@ -14,22 +15,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.adapters import InUse
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
 from asyncrl.metrics.fields import STEP_PROCESSES
 from asyncrl.network.addresses import Access
 from asyncrl.network.ports import free_port
-from asyncrl.rollout import server, wire
+from asyncrl.rollout import server, wire, workers
 from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.parts import allow_files
+from asyncrl.rollout.rendering import CHUNK
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.wire import Hello, connect
 from asyncrl.rollout.workers import EpisodeWorkers
-from asyncrl.schema import Batch, EncodedGroup, Prompt
+from asyncrl.schema import Batch, EncodedGroup, Generate, Prompt, Trajectory
 from tests.examples import examples
 from tests.fakes import addresses, tiny_config, until
-from tests.rollout.machinery import KEY, Machinery, RecordedEngine
+from tests.rollout.machinery import KEY, Deaths, Machinery, RecordedEngine, without_versions
 from tests.rollout.test_machinery import STEPS, machinery, plain, same_bytes, shapes, timings
 
 
@@ -41,41 +45,106 @@ def test_bound_0_gives_the_same_batches_with_any_number_of_processes(timing, sha
     assert same_bytes([batch.groups for batch in found], plain(**shape))
 
 
-def test_processes_that_die_cost_their_groups_alone_and_the_ledger_balances() -> None:
-    """It is checked at every batch and version."""
-    assert sum(_with_deaths(seed) for seed in range(examples(8))) > 0
+def test_groups_of_processes_that_die_are_played_anew_and_the_ledger_balances() -> None:
+    """It is checked at every batch and version. Every prompt is trained, none twice, within the bound."""
+    replayed, discarded = (sum(counts) for counts in zip(*map(_with_deaths, range(examples(8))), strict=True))
+    assert replayed
+    assert discarded
 
 
-def _with_deaths(seed: int) -> int:
-    """Return how many groups died with their processes, of which one dies after every batch but the last."""
+def _with_deaths(seed: int) -> tuple[int, int]:
+    """Return how many groups were played anew, and how many tokens were generated in vain. A process dies after every
+    batch but the last."""
     chance = random.Random(seed)
     lead, slack = chance.randrange(3), chance.randrange(3)
     engine = RecordedEngine(seed, jitter=chance.choice([0, 5, 25]))
     made = Machinery(engine, batch_groups=3, group_size=2, max_staleness=lead + slack, lead=lead, processes=3)
-    pool: Any = made.pool
-    lost, dying = [0], list[asyncio.Task[None]]()
-
-    async def die(number: int) -> None:
-        for _ in range(chance.randrange(40)):
-            await asyncio.sleep(0)
-        await made.leave(number)
-        await until(lambda: number not in pool._connections)
-        await made.join(number)
+    dying = Deaths(made, chance, STEPS)
 
     def train(batch: Batch) -> None:
-        assert all(0 <= age <= lead + slack for group in batch.groups for age in group.staleness(batch.version))
-        lost[0] = made.groups.ledger().groups.rejected.get("process", 0)
-        if batch.version < STEPS - 1:
-            dying.append(asyncio.get_running_loop().create_task(die(batch.version % 3)))
+        for group in batch.groups:
+            assert all(0 <= age <= lead + slack for age in group.staleness(batch.version))
+            spans = [trajectory.turns[0].completion.versions for trajectory in group.trajectories]
+            assert spans == engine.wrote[tuple(group.prompt_ids)]
+            assert all(span.version >= born[group.uid] for one in spans for span in one)
+        dying.after(batch)
 
+    born: dict[str, int] = {}
+    begin = made.buffer.begin
+
+    def begun(ticket: Any, *arguments: Any) -> None:
+        born[ticket.uid] = ticket.born
+        begin(ticket, *arguments)
+
+    made.buffer.begin = begun  # type: ignore[method-assign]
     batches = made.batches(STEPS, train)
-    assert all(task.cancelled() or task.result() is None for task in dying)
-    told = pool.take_played()
+    told = dying.told()
     assert told.keys() >= STEP_PROCESSES.keys()
     assert told["processes/lost"] >= STEPS - 1
+    ledger = made.groups.ledger()
+    assert ledger.groups.rejected == {}
     asked = [tuple(group.prompt_ids) for batch in batches for group in batch.groups]
     assert len(set(asked)) == len(asked) == STEPS * 3
-    return lost[0]
+    if slack == 0:
+        plainly = plain(batch_groups=3, group_size=2)
+        assert [without_versions(one.groups) for one in batches] == [without_versions(one) for one in plainly]
+    return int(told["processes/replayed"]), ledger.tokens.discarded
+
+
+def test_at_bound_0_deaths_change_no_byte_of_the_batches() -> None:
+    """A group that is played anew has its ticket, and so its slot, prompt and seeds."""
+    replayed = 0
+    for seed in range(examples(4)):
+        chance, shape = random.Random(seed), {"batch_groups": 3, "group_size": 2}
+        made = Machinery(RecordedEngine(seed, jitter=25), **shape, max_staleness=0, processes=2)  # type: ignore[arg-type]
+        dying = Deaths(made, chance, STEPS)
+        found = made.batches(STEPS, dying.after)
+        assert same_bytes([batch.groups for batch in found], plain(**shape))
+        replayed += int(dying.told()["processes/replayed"])
+    assert replayed
+
+
+def test_processes_render_questions_and_leave_out_those_that_fail() -> None:
+    made = Machinery(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
+    pool: Any = made.pool
+
+    def render(index: int) -> list[int]:
+        if index == 3:
+            raise ConfigError("task", index, "Fails.")
+        return [index, 1000]
+
+    async def asking(*arguments: Any) -> None:
+        for index in range(2 * CHUNK):
+            pool.ahead.ask("length", index)
+        await until(lambda: len(pool.ahead._came) == 2 * CHUNK - 1)
+        found = [pool.ahead.take("length", index) for index in range(2 * CHUNK)]
+        assert found == [None if index == 3 else [index, 1000] for index in range(2 * CHUNK)]
+        await run(*arguments)
+
+    made.question, made.render = (lambda task, index: {"index": index}), (lambda question: render(question["index"]))
+    run, made.worker.run = made.worker.run, asking  # type: ignore[method-assign]
+    assert made.batches(1)
+
+
+def test_a_group_that_kills_every_process_is_rejected_and_the_run_goes_on() -> None:
+    lethal = [12, 4, 11]
+
+    class Lethal(SingleTurn):
+        async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+            if prompt.token_ids == lethal:
+                (number,) = (one.number for one in pool._connections.values() if "g00000004a0000" in one.groups)
+                dying.begin(number)
+                await asyncio.Event().wait()
+            return await super().run(prompt, generate)
+
+    made = Machinery(RecordedEngine(0), batch_groups=2, group_size=1, max_staleness=0, processes=2, agent=Lethal())
+    pool: Any = made.pool
+    dying = Deaths(made, random.Random(0), STEPS)
+    pool.most_losses = workers.LOSSES
+    batches = made.batches(STEPS)
+    assert dying.told()["processes/lost"] >= workers.LOSSES
+    assert made.groups.ledger().groups.rejected == {"process": 1}
+    assert lethal not in [group.prompt_ids for batch in batches for group in batch.groups]
 
 
 def test_groups_are_not_decoded_in_the_process_that_has_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +259,44 @@ class Slow:
         number = next(one.number for one in reversed(self.commands) if isinstance(one, kind))
         counts = wire.Counts({}, 0, 0, {"seconds_busy": 0.0}, {}, {}, {})
         self.channel.send(wire.Report(number, counts, {}, InUse([], {})))
+
+
+def test_a_stopped_group_is_not_played_anew() -> None:
+    """Its process dies before it has stopped it, or it waits for a process."""
+
+    async def main() -> None:
+        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
+        url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+        tasks = [asyncio.create_task(pool.serve(Path(), url))]
+        await asyncio.sleep(0.05)
+        slow = [Slow(await connect(url, Access("key0"))) for _ in range(2)]
+        for number, one in enumerate(slow):
+            one.channel.send(Hello("key0", number))
+            tasks.append(asyncio.create_task(one.read()))
+        await until(lambda: len(pool._connections) == 2)
+        starting = asyncio.create_task(pool.start())
+        await until(lambda: all(one.commands for one in slow))
+        for one in slow:
+            one.confirm(wire.Begin)
+        await starting
+        tickets, playing = [Ticket(0, 0, 0), Ticket(1, 0, 0)], list[asyncio.Task[Any]]()
+        for ticket, one in zip(tickets, slow, strict=True):
+            sessions = [pool.generate(group=ticket.uid, sample="s")]
+            playing.append(asyncio.create_task(pool.play(ticket, Prompt("p", [1], {}, "t"), sessions)))
+            await until(lambda one=one: isinstance(one.commands[-1], wire.Play))
+        pool.stop(tickets[0], playing[0])
+        slow[0].channel.close()
+        with pytest.raises(EpisodeFailed):
+            await playing[0]
+        slow[1].channel.close()
+        await until(lambda: not pool._connections)
+        pool.stop(tickets[1], playing[1])
+        await until(playing[1].cancelled)
+        assert [sum(isinstance(sent, wire.Play) for sent in one.commands) for one in slow] == [1, 1]
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_release(
