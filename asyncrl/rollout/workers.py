@@ -214,11 +214,13 @@ class EpisodeWorkers:
         self.hold()
 
     async def confirmed(self, seconds: float | None = None) -> bool:
-        """Wait until all processes have done what they were told. Return False when that takes longer than
-        `seconds`."""
+        """Wait until all processes have done what they were told. Return False when that takes longer than `seconds`.
+
+        One that is starting again has no request in flight, and does what it is told before it sends any: nobody waits
+        for it."""
         try:
             async with asyncio.timeout(seconds), self._changed:
-                await self._changed.wait_for(lambda: not any(one.pending for one in self._connections.values()))
+                await self._changed.wait_for(lambda: not any(one.pending for one in self._ready()))
         except TimeoutError:
             return False
         return True

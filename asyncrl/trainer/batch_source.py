@@ -99,7 +99,8 @@ class RolloutClient:
     def announce(self, version: int, reused: int = 0) -> InUse:
         """Announce that every engine serves `version`; `reused` counts the groups that were trained more than once so
         far. Returns which adapters are in use."""
-        told = self._ask("POST", "/version", {"version": version, "reused": reused}).content
+        body = {"version": version, "reused": reused}
+        told = self._ask("POST", "/version", body, timeout=self._batch_timeout).content  # until all processes know it
         return msgspec.json.decode(told, type=InUse)
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:

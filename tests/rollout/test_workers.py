@@ -335,7 +335,11 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
         assert [sum(isinstance(sent, wire.Hold) for sent in one.commands) for one in slow] == [1, 1]
         publishing = asyncio.create_task(groups.published(0, 0))
         slow[0].channel.close()  # its confirmation is not needed any more
-        await asyncio.sleep(0.05)
+        await until(lambda: len(pool._connections) == 1)
+        again = Slow(await connect(url, Access("key0")))
+        again.channel.send(Hello("key0", 0))  # nor that of its successor, which only begins
+        tasks.append(asyncio.create_task(again.read()))
+        await until(lambda: again.commands and isinstance(again.commands[-1], wire.Begin))
         assert not publishing.done()
         assert not groups._released.is_set()
         slow[1].confirm(wire.Release)
@@ -344,6 +348,7 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
         for task in tasks:
             task.cancel()
         slow[1].channel.close()
+        again.channel.close()
 
     asyncio.run(asyncio.wait_for(main(), 10))
 
