@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from asyncrl.engine.loans import PAYS, LoanRule
-from asyncrl.planner.elastic import ElasticController, ElasticDecision, ElasticLimits, StepObservation
+from asyncrl.planner.elastic import ElasticController, ElasticDecision, ElasticLimits
+from asyncrl.planner.elastic_window import StepObservation
 from asyncrl.planner.engine import SimulatedEngine
 from asyncrl.planner.simulation import (
     EngineAffinity,

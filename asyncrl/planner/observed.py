@@ -13,7 +13,8 @@ from asyncrl.config import Config
 from asyncrl.jsonl import Tail
 from asyncrl.observability import timeline
 from asyncrl.observability.timeline import GroupTimeline, TimelineReader
-from asyncrl.planner.elastic import GROUPS, StepObservation
+from asyncrl.planner.elastic import GROUPS
+from asyncrl.planner.elastic_window import StepObservation
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.fit import engine_times, outside
 from asyncrl.planner.search import in_play

@@ -22,7 +22,7 @@ from asyncrl.network.ports import free_port
 from asyncrl.planner.elastic import ElasticDecision
 from tests.fakes import addresses, tiny_config
 
-FIGURES = {"trainer_waits": 0.5, "length": 100.0}
+FIGURES = {"trainer_waits": 0.5, "batches_made": 1.0, "length": 100.0, "length_growth": 0.0}
 GPUS = {"trainer.device": "cuda", "engine.device": "cuda", "engine.tensor_parallel": 2}
 
 
