@@ -137,7 +137,7 @@ class ElasticController:
         if setting.lead is None:
             self.setting = replace(setting, lead=setting.max_staleness)
         self._workload = SimulatedWorkload(_no_episodes, batch_groups, prompt)
-        self._steps = StepWindow(batch_groups)
+        self._steps = StepWindow()
         self._groups: deque[Sequence[tuple[float, float]]] = deque(
             maxlen=min(MOST_GROUPS, max(GROUPS, 2 * batch_groups))
         )

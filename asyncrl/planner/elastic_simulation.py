@@ -162,6 +162,7 @@ class _ElasticRun(SimulatedRun):
             engines,
             ended,
             lent=lent / max(seconds, 1e-9),
+            made=len(ended) / self.workload.batch_groups,
         )
         if self._controller and (decision := self._controller.observe(seen)):
             self.decisions.append(decision)

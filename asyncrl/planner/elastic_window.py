@@ -54,13 +54,14 @@ class StepObservation:
     """Lead in force; None: as decided."""
     lent: float = 0.0
     """Mean number of engines that served on the trainer's GPUs in this step."""
+    made: float = 1.0
+    """Batches of episodes that have ended since the step before."""
 
 
 class StepWindow:
     """Steps measured under the same setting, and the lengths of all."""
 
-    def __init__(self, batch_groups: int) -> None:
-        self._batch_groups = batch_groups
+    def __init__(self) -> None:
         self._steps: deque[StepObservation] = deque(maxlen=WINDOW)
         self._lengths: deque[tuple[int, int, float]] = deque(maxlen=TREND)  # step, episodes, mean logarithm of tokens
         self.growth = 0.0
@@ -100,8 +101,7 @@ class StepWindow:
     @property
     def made(self) -> float:
         """Batches that the engines made for each that was trained, with CHANCE; at most 1."""
-        made = sum(len(one.groups) for one in self._steps) / self._batch_groups
-        return min(1.0, (made + CHANCE) / len(self._steps))
+        return min(1.0, (sum(one.made for one in self._steps) + CHANCE) / len(self._steps))
 
     @property
     def lacks(self) -> float:

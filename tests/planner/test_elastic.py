@@ -137,7 +137,8 @@ def test_nothing_is_given_back_before_it_is_known_that_lengths_do_not_grow_and_n
 def test_engines_that_make_less_than_is_trained_are_joined_by_others_before_the_trainer_waits() -> None:
     one, decisions = controller(), list[ElasticDecision]()
     for step in range(1, 40):  # four engines make half of what the trainer takes from batches that were ready
-        seen = StepObservation(step, step * 10.0, 2.0, 0.0, 0.0, 800.0, one.setting.engines, [GROUP] * (BATCH // 2))
+        groups = [GROUP] * BATCH
+        seen = StepObservation(step, step * 10.0, 2.0, 0.0, 0.0, 800.0, one.setting.engines, groups, made=0.5)
         if decision := one.observe(seen):
             decisions.append(decision)
             break

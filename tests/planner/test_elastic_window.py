@@ -11,15 +11,13 @@ import pytest
 from asyncrl.planner.elastic_window import FEWEST, WINDOW, StepObservation, StepWindow
 from asyncrl.planner.laws import LengthSample
 
-BATCH = 4
 
-
-def seen(step: int, tokens: float = 100.0, groups: int = BATCH, waited: float = 0.0) -> StepObservation:
-    return StepObservation(step, step * 10.0, 10.0, waited, 0.0, 800.0, 1, [[(tokens, 0.0)] * 2] * groups)
+def seen(step: int, tokens: float = 100.0, made: float = 1.0, waited: float = 0.0) -> StepObservation:
+    return StepObservation(step, step * 10.0, 10.0, waited, 0.0, 800.0, 1, [[(tokens, 0.0)] * 2] * 4, made=made)
 
 
 def window(steps: list[StepObservation]) -> StepWindow:
-    found = StepWindow(BATCH)
+    found = StepWindow()
     for one in steps:
         found.add(one)
         found.add_lengths(one)
@@ -27,12 +25,12 @@ def window(steps: list[StepObservation]) -> StepWindow:
 
 
 def test_engines_that_fall_behind_lack_before_the_trainer_waits_and_one_batch_is_chance() -> None:
-    behind = window([seen(step, groups=BATCH // 2) for step in range(10)])
+    behind = window([seen(step, made=0.5) for step in range(10)])
     assert (behind.waits, behind.made) == (0.0, pytest.approx(0.6))  # five batches, and one by chance
     assert behind.lacks == pytest.approx(0.4)
-    late = window([*(seen(step) for step in range(9)), seen(9, groups=0)])
+    late = window([*(seen(step) for step in range(9)), seen(9, made=0.0)])
     assert (late.made, late.lacks) == (1.0, 0.0)
-    waiting = window([seen(step, groups=2 * BATCH, waited=2.0) for step in range(10)])
+    waiting = window([seen(step, made=2.0, waited=2.0) for step in range(10)])
     assert waiting.lacks == pytest.approx(waiting.waits) == pytest.approx(0.2)  # more than what is trained helps nobody
 
 
