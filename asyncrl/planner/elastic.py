@@ -169,8 +169,8 @@ class ElasticController:
         if self._rest <= self._cycle:
             self._steps.add(seen)
         self._rest -= 1
-        sample = self._sample()
-        if self._rest > 0 or sample is None:
+        sample = self._sample() if self._rest <= 0 else None
+        if sample is None:
             return None
         now = self._measured(sample)
         self.law = self._predicted(sample, now)
@@ -199,7 +199,7 @@ class ElasticController:
         if not size or len(rows) < min(16, self._workload.batch_groups):
             return None
         values = np.array(rows, float)
-        return LengthSample(np.maximum(values[:, :, 0], 1.0), values[:, :, 1])
+        return LengthSample(np.maximum(values[:, :, 0], 1.0), values[:, :, 1], self._steps.turns)
 
     def _measured(self, sample: LengthSample) -> Setting:
         """Return the setting with the speeds of the latest steps."""

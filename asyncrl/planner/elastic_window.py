@@ -54,6 +54,8 @@ class StepObservation:
     """Lead in force; None: as decided."""
     lent: float = 0.0
     """Mean number of engines that served on the trainer's GPUs in this step."""
+    turns: float = 1.0
+    """Mean number of turns of an episode."""
     made: float = 1.0
     """Batches of episodes that have ended since the step before."""
 
@@ -92,6 +94,11 @@ class StepWindow:
     def seconds(self) -> float:
         """Seconds of all steps."""
         return sum(one.seconds for one in self._steps)
+
+    @property
+    def turns(self) -> float:
+        """Mean number of turns of an episode."""
+        return sum(one.turns for one in self._steps) / len(self._steps)
 
     @property
     def waits(self) -> float:

@@ -87,6 +87,7 @@ class RunObserver:
             groups=groups,
             shape=self._shape,
             lead=int(step["admission/lead"]),
+            turns=step["episodes/turns"],
             made=step["samples/generated"] / (self._batch * size),
             lent=step.get("engines/lent", 0.0) * step.get("time/lent", 0.0) / step["time/step"],
         )
