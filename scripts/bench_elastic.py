@@ -7,7 +7,8 @@ stationary   the same devices, lengths that do not change
 engines      answers that grow fourfold; the trainer keeps its devices, and engines join and leave
 lend         answers that grow fourfold; trainer and engines keep their devices, and the trainer lends its own while it
              waits: throughput with loans over that without, by number of engines and growth
-stubs        asyncrl-train with stub engines and a trainer that sleeps, cluster.elastic=act: engines join as processes
+stubs        asyncrl-train with stub engines and a trainer that sleeps: one engine, four, and cluster.elastic=act, where
+             engines join as processes
 
 All but the last are simulated (planner/elastic_simulation.py), under seeds; "naive" is the fixed split that is best for
 the lengths of the start. The last line is JSON.
@@ -46,6 +47,8 @@ MOVE, JOIN = 60.0, 60.0
 """Seconds for which the trainer stands still when devices move, and until an engine that is added serves."""
 LENDER, HAND_OVER = 4, 10.0
 """Devices of a trainer that lends them, and seconds for handing them over and back."""
+STUBS = 4
+"""Most stub engines."""
 GROWTH = {"drift": 4.0, "stationary": 1.0, "engines": 4.0}
 
 
@@ -104,33 +107,39 @@ def lending(steps: int, seed: int) -> dict[str, float]:
 
 
 def stubs(steps: int) -> dict[str, float]:
-    """Run asyncrl-train with stub engines while answers grow fourfold, once with one engine and once elastic."""
+    """Run asyncrl-train with stub engines while answers grow fourfold: with one engine, with all from the start, and
+    elastic."""
     found: dict[str, float] = {}
-    for mode in ("off", "act"):
+    for name, mode, engines in (("one", "off", 1), ("all", "off", STUBS), ("elastic", "act", 1)):
         with tempfile.TemporaryDirectory() as folder:
-            metrics, decisions, ledger = _stub_run(Path(folder), mode, steps)
+            metrics, decisions, ledger = _stub_run(Path(folder), mode, engines, steps)
         tokens = [step["tokens/trained"] / step["time/step"] for step in metrics]
         for one in decisions:
             at = one["step"]
-            before, after = statistics.fmean(tokens[max(0, at - 5) : at]), statistics.fmean(tokens[at + 4 : at + 9])
+            before, after = (
+                statistics.fmean(tokens[max(0, at - 5) : at]),
+                statistics.fmean(tokens[at + 4 : at + 9] or tokens[-1:]),
+            )
             print(f"    step {at}: {one['reason']}; {before:.0f} -> {after:.0f} tokens/s; {one['done']}", flush=True)
         seconds = sum(step["time/step"] for step in metrics)
-        found[f"tokens_per_s_{mode}"] = sum(step["tokens/trained"] for step in metrics) / seconds
-        found[f"engines_{mode}"] = metrics[-1]["engines/serving"]
-        found[f"lost_groups_{mode}"] = (
+        found[f"tokens_per_s_{name}"] = sum(step["tokens/trained"] for step in metrics) / seconds
+        found[f"engines_{name}"] = metrics[-1]["engines/serving"]
+        found[f"lost_groups_{name}"] = (
             ledger["groups"]["trained"] - steps * 8 + sum(ledger["groups"]["rejected"].values())
         )
-        print(f"  cluster.elastic={mode}: {found[f'tokens_per_s_{mode}']:.0f} tokens/s", flush=True)
+        print(f"  {name}: {found[f'tokens_per_s_{name}']:.0f} tokens/s", flush=True)
     return found
 
 
-def _stub_run(folder: Path, mode: str, steps: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Any]:
+def _stub_run(
+    folder: Path, mode: str, engines: int, steps: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Any]:
     """Return metrics, decisions and ledger of a run whose trainer is as fast as about three engines at the start."""
     from tests.integration.workload import Workload  # the stubs of asyncrl-train's own processes
 
     lengths = Lengths(10.0, 0.5, 48, 4)
     workload = Workload(
-        asdict(lengths), 0.02, [0.0], 0.1, 0.001, per_request=0.001, max_running=8, growth=(4.0, float(steps))
+        asdict(lengths), 0.02, [0.0] * STUBS, 0.1, 0.001, per_request=0.001, max_running=8, growth=(4.0, float(steps))
     )
     rows = [{"prompt": f"{number:03}", "answer": f"{number:03}"} for number in range(1000)]
     questions = folder / "questions.jsonl"
@@ -139,7 +148,8 @@ def _stub_run(folder: Path, mode: str, steps: int) -> tuple[list[dict[str, Any]]
         "run.dir": folder / "run",
         "run.max_steps": steps,
         "cluster.elastic": mode,
-        "cluster.max_engines": 4,
+        "engine.count": engines,
+        "cluster.max_engines": STUBS,
         "cluster.tls": "false",
         "rollout.batch_groups": 8,
         "rollout.group_size": 4,

@@ -7,9 +7,11 @@ lead or concurrency.
     lead, concurrency     by POST /admission of the rollout process
     the trainers' GPUs    by a file, with which the trainers lend them in long waits (trainer/lending.py)
 
-waits for     nothing: whatever an action takes, the next decision waits until it has taken effect (planner/elastic.py)
-on failure    an action that fails is reported in elastic.jsonl, and the run goes on. If the timeline cannot be read, it
-              goes on without the controller
+waits for     nothing that takes long, because its caller renews the lease of the run: sbatch is started, and asked for
+              later; POST /admission has ANSWER seconds. The next decision waits until the last one has taken effect
+              (planner/elastic.py)
+on failure    an action that fails is reported in elastic.jsonl, and the run goes on. If the timeline cannot be read, or
+              the controller fails, the run goes on without it
 """
 
 from __future__ import annotations
@@ -40,8 +42,67 @@ COMMAND = [sys.executable, "-m", "asyncrl.launch.engines"]
 GPU_HAND_OVER, CPU_HAND_OVER = 30.0, 2.0
 """Seconds that handing the trainers' GPUs over and back is assumed to take when the controller decides. Whether a
 single wait is long enough, the trainers decide by what their loans took (engine/loans.py)."""
+ANSWER = 5.0
+"""Deadline of a request to the rollout process."""
 SECONDS = 60.0
-"""Deadline of a request to the rollout process, of sbatch, and of the end of the engines that were added."""
+"""Deadline of each sbatch, and of the end of the engines that were added."""
+
+
+class Submission:
+    """Jobs that sbatch submits one after the other, without anyone waiting for it."""
+
+    def __init__(self, argv: Sequence[str], count: int, log: Path) -> None:
+        """`log` gets the output of sbatch."""
+        self._argv, self._left, self._log, self._done = argv, count, log, list[str]()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deadline = 0.0
+
+    def poll(self) -> str | None:
+        """Return what was done once all are submitted, or one has failed; None before."""
+        while self._left:
+            if self._process is None:
+                self._start()
+            elif self._process.poll() is None and time.monotonic() < self._deadline:
+                return None
+            else:
+                self._end(self._process)
+        return "; ".join(self._done)
+
+    def cancel(self) -> str:
+        """Stop submitting. Return what was done."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+        self._fail("the run has ended")
+        return "; ".join(self._done)
+
+    def _start(self) -> None:
+        self._deadline = time.monotonic() + SECONDS
+        try:
+            with self._log.open("wb") as out:
+                self._process = subprocess.Popen(
+                    self._argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                )
+        except OSError as error:
+            self._fail(f"sbatch: {error}")
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = None
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            self._fail(f"sbatch did not answer within {SECONDS:g} s")
+            return
+        answer = self._log.read_text(errors="replace").strip()
+        if process.returncode:
+            self._fail(f"sbatch rejected {self._argv[-2]}: {answer}")
+            return
+        self._left -= 1
+        self._done.append(f"submitted job {answer}")
+
+    def _fail(self, reason: str) -> None:
+        self._left = 0
+        self._done.append(f"failed: {reason}")
 
 
 class ElasticPilot:
@@ -62,6 +123,7 @@ class ElasticPilot:
         cluster, engine = config.cluster, config.engine
         self._config, self._run_dir, self._addresses, self._command = config, run_dir, addresses, command or COMMAND
         self._registry, self._added = Registry(run_dir), list[tuple[subprocess.Popen[bytes], list[str]]]()
+        self._submissions = list[tuple["ElasticDecision", Submission]]()
         self._gpu = on_gpu(engine, addresses.gpus)
         here = placement.rollout.node
         self._gpus_of = {one[0].url: _gpus(one) for one in placement.engines if one[0].node == here}
@@ -84,22 +146,35 @@ class ElasticPilot:
     def each_poll(self) -> None:
         """Observe the steps since the last call, and act on what is decided."""
         try:
+            self._record_submissions()
             for seen in self._observer.new() if self._observer else ():
                 if decision := self._controller.observe(seen):
                     done = self._act(decision) if self._acts else "advice only (cluster.elastic=advise)"
-                    line = {**asdict(decision), "reason": decision.reason, "done": done}
-                    jsonl.append(self._run_dir / ELASTIC, line)
-        except AsyncRLError as error:
-            print(f"asyncrl: cluster.elastic has no effect from now on: {error}", file=sys.stderr, flush=True)
+                    if done is not None:
+                        self._record(decision, done)
+        except (AsyncRLError, OSError, ArithmeticError, LookupError, ValueError) as error:
+            reason = str(error) if isinstance(error, AsyncRLError | OSError) else repr(error)
+            print(f"asyncrl: cluster.elastic has no effect from now on: {reason}", file=sys.stderr, flush=True)
             self._observer = None
 
-    def _act(self, decision: ElasticDecision) -> str:
-        """Carry out a decision. Return what was done, or why it was not."""
+    def _record(self, decision: ElasticDecision, done: str) -> None:
+        """Write a decision. If it cannot be written, it is printed, and the run goes on."""
+        try:
+            jsonl.append(self._run_dir / ELASTIC, {**asdict(decision), "reason": decision.reason, "done": done})
+        except OSError as error:
+            line = f"asyncrl: cannot write {ELASTIC} ({error}): {decision.reason}; {done}"
+            print(line, file=sys.stderr, flush=True)
+
+    def _act(self, decision: ElasticDecision) -> str | None:
+        """Carry out a decision. Return what was done, or why it was not; None if that is recorded later."""
         change = round(abs(decision.after - decision.before))
         try:
             match decision.action:
+                case "add_engine" if self._config.cluster.launcher == "slurm":
+                    self._submissions.append((decision, self._submission(-(-change // self._unit), decision.step)))
+                    return None
                 case "add_engine":
-                    return "; ".join(self._add() for _ in range(-(-change // self._unit)))
+                    return self._add_engines(change)
                 case "remove_engine":
                     return self._remove(change)
                 case "lend_trainer":
@@ -109,15 +184,23 @@ class ElasticPilot:
                 case _:
                     groups = max(1, round(decision.after / self._config.rollout.group_size))
                     return self._admission(max_running_groups=groups)
-        except AsyncRLError as error:
+        except (AsyncRLError, OSError) as error:
             return f"failed: {error}"
 
     # -- engines -------------------------------------------------------------------------------------------
 
+    def _add_engines(self, count: int) -> str:
+        """Start engines, until one cannot be started."""
+        done = list[str]()
+        try:
+            for _ in range(count):
+                done.append(self._add())
+        except (AsyncRLError, OSError) as error:
+            done.append(f"failed: {error}")
+        return "; ".join(done)
+
     def _add(self) -> str:
-        """Start an engine, or under Slurm as many as fit a machine, in a job."""
-        if self._config.cluster.launcher == "slurm":
-            return self._submit()
+        """Start an engine."""
         used = {gpu for process, gpus in self._added if process.poll() is None for gpu in gpus}
         gone = [url for url in self._gpus_of if self._registry.has_left(url) and url not in self._registry.leaving()]
         free = [*self._free, *(gpu for url in gone for gpu in self._gpus_of[url])]
@@ -140,7 +223,8 @@ class ElasticPilot:
         self._added.append((process, mine))
         return f"started an engine ({log})"
 
-    def _submit(self) -> str:
+    def _submission(self, jobs: int, step: int) -> Submission:
+        """Submit jobs of engines, as many in each as fit a machine."""
         from asyncrl.launch.slurm.script import engines_script
 
         script = self._run_dir / "slurm" / "engines.sbatch"
@@ -148,13 +232,14 @@ class ElasticPilot:
         output = str(script.with_name("%x-%j.out"))
         script.write_text(engines_script(cluster, self._addresses.gpus, shlex.join(self._command), output))
         argv = ["sbatch", "--parsable", str(script), str(self._run_dir)]
-        try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise LaunchError(f"sbatch: {error}") from None
-        if done.returncode:
-            raise LaunchError(f"sbatch rejected {script}: {done.stderr.strip()}")
-        return f"submitted job {done.stdout.strip()}"
+        return Submission(argv, jobs, script.with_name(f"sbatch-{step}.log"))
+
+    def _record_submissions(self) -> None:
+        """Record the decisions whose jobs are submitted by now."""
+        for decision, submission in list(self._submissions):
+            if (done := submission.poll()) is not None:
+                self._submissions.remove((decision, submission))
+                self._record(decision, done)
 
     def _remove(self, count: int) -> str:
         """Ask engines to leave, those that have joined first; of these, all of one machine before others."""
@@ -177,14 +262,17 @@ class ElasticPilot:
 
         try:
             url, http = f"{self._addresses.rollout}/admission", self._addresses.access.http
-            httpx.post(url, json=changes, timeout=SECONDS, **http).raise_for_status()
+            httpx.post(url, json=changes, timeout=ANSWER, **http).raise_for_status()
         except httpx.HTTPError as error:
             raise LaunchError(f"{url}: {error}") from None
         return ", ".join(f"rollout.{name}={value}" for name, value in changes.items())
 
     def end(self) -> None:
-        """Wait for the engines that were added here, which end with the lease of the run, as Slurm's jobs do. Kill
-        those that have not ended after SECONDS."""
+        """Stop submitting jobs. Wait for the engines that were added here, which end with the lease of the run, as
+        Slurm's jobs do. Kill those that have not ended after SECONDS."""
+        for decision, submission in self._submissions:
+            self._record(decision, submission.cancel())
+        self._submissions.clear()
         deadline = time.monotonic() + SECONDS
         for process, _ in self._added:
             with suppress(subprocess.TimeoutExpired):

@@ -1,20 +1,24 @@
 """Decisions about a run in progress: more or fewer engines, another lead, another number of groups at once.
 
     measure   the trainer's speed is that of the latest steps, lengths are those of the latest groups, and the engines'
-              speed is scaled until the laws (laws.py) give the throughput that was measured
-    compare   the laws predict the throughput of every neighbouring setting
+              speed is scaled until the laws (laws.py) give the throughput that was measured: of the engines, where they
+              fall behind a trainer that still trains what was ready before (elastic_window.py)
+    compare   the laws predict the throughput of every neighbouring setting; if lengths grow, with those that are
+              expected when another change could follow
     decide    a change is made when it was the best one for `patience` steps in a row
     rest      then nothing is decided until it has taken effect, and for as many steps
 
 A change pays if it gains MARGIN. An engine is given back, or the lead lowered, if the trainer would remain the limit
-even if it were HEADROOM faster. Both cannot be true of neighbouring settings, so that decisions end under a constant
-load. Under noise, patience doubles each time a field turns round: n steps see about log2(n / PATIENCE) turns at most.
+even if it were HEADROOM faster, and lengths grew for TREND further steps as they do; the lead only if they do not grow.
+Both cannot be true of neighbouring settings, so that decisions end under a constant load. Under noise, patience doubles
+each time a field turns round: n steps see about log2(n / PATIENCE) turns at most.
 
 Pure: no I/O, and no clock but the times of the observations.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.planner.engine import EngineShape
+from asyncrl.planner.elastic_window import TREND, StepObservation, StepWindow
 from asyncrl.planner.laws import LengthSample, Prediction, predict
 from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload
 
@@ -30,8 +34,10 @@ MARGIN, HEADROOM = 0.03, 0.15
 """Least gain of a change; how much faster the trainer could be before an engine that is given back would be missed."""
 SLIGHT = 0.02
 """Share of a step for which the trainer may wait and still counts as never waiting."""
-PATIENCE, WINDOW = 3, 24
-"""Steps in a row for which a change must pay, at first; steps over which times are averaged."""
+PATIENCE = 3
+"""Steps in a row for which a change must pay, at first."""
+AHEAD = 2
+"""Times the pipeline turns over until a change has taken effect and another could follow."""
 GROUPS, MOST_GROUPS = 96, 1024
 """Number of latest groups whose lengths are used, at least and at most; two batches in between."""
 PRIOR = 8
@@ -53,32 +59,6 @@ ACTIONS = {
     ("in_play", -1): "lower_concurrency",
     ("lend", 1): "lend_trainer",
 }
-
-
-@dataclass(frozen=True)
-class StepObservation:
-    """What a run measured in one step."""
-
-    step: int
-    time: float
-    """Time at which it ended."""
-    seconds: float
-    waited: float
-    """Seconds for which the trainer waited for the batch."""
-    paused: float
-    """Seconds for which the engines were paused."""
-    tokens: float
-    """Tokens of the batch."""
-    engines: int
-    """Number of engines that serve."""
-    groups: Sequence[Sequence[tuple[float, float]]] = ()
-    """Groups that have ended since the step before: tokens, and seconds in environments, of each episode."""
-    shape: EngineShape | None = None
-    """Speed of an engine as measured; None: as before."""
-    lead: int | None = None
-    """Lead in force; None: as decided."""
-    lent: float = 0.0
-    """Mean number of engines that served on the trainer's GPUs in this step."""
 
 
 @dataclass(frozen=True)
@@ -127,12 +107,15 @@ class ElasticDecision:
     @property
     def reason(self) -> str:
         """Return the decision as a sentence."""
-        waits = f"the trainer waits {self.figures['trainer_waits']:.0%} of the time"
+        figures = self.figures
         what = f"{self.action.replace('_', ' ')}: {self.before:g} -> {self.after:g}"
         gain = f"expected {self.gain:+.0%}" if abs(self.gain) >= 0.005 else "at no loss"
-        return (
-            f"{what}, {gain}; the {self.binds} law binds, {waits}, an episode has {self.figures['length']:.0f} tokens"
-        )
+        waits = f"the trainer waits {figures['trainer_waits']:.0%} of the time"
+        made, growth = figures["batches_made"], figures["length_growth"]
+        behind = f", the engines make {made:.0%} of what is trained" if made < 0.995 else ""
+        grow = f", {growth:+.1%} per step" if growth >= 0.0005 else ""
+        length = f"an episode has {figures['length']:.0f} tokens{grow}"
+        return f"{what}, {gain}; the {self.binds} law binds, {waits}{behind}, {length}"
 
 
 class ElasticController:
@@ -154,7 +137,7 @@ class ElasticController:
         if setting.lead is None:
             self.setting = replace(setting, lead=setting.max_staleness)
         self._workload = SimulatedWorkload(_no_episodes, batch_groups, prompt)
-        self._steps: deque[StepObservation] = deque(maxlen=WINDOW)
+        self._steps = StepWindow()
         self._groups: deque[Sequence[tuple[float, float]]] = deque(
             maxlen=min(MOST_GROUPS, max(GROUPS, 2 * batch_groups))
         )
@@ -173,6 +156,8 @@ class ElasticController:
     def observe(self, seen: StepObservation) -> ElasticDecision | None:
         """Record a step. Return a decision, which the caller carries out, or None."""
         self._groups.extend(seen.groups)
+        if self._rest <= self._cycle:  # short answers end before others
+            self._steps.add_lengths(seen)
         if seen.shape:
             self.setting = replace(self.setting, shape=seen.shape)
         if seen.lead is not None:
@@ -182,10 +167,10 @@ class ElasticController:
                 return None
             self._begin_anew(seen.engines)
         if self._rest <= self._cycle:
-            self._steps.append(seen)
+            self._steps.add(seen)
         self._rest -= 1
-        sample = self._sample()
-        if self._rest > 0 or sample is None:
+        sample = self._sample() if self._rest <= 0 else None
+        if sample is None:
             return None
         now = self._measured(sample)
         self.law = self._predicted(sample, now)
@@ -214,12 +199,7 @@ class ElasticController:
         if not size or len(rows) < min(16, self._workload.batch_groups):
             return None
         values = np.array(rows, float)
-        return LengthSample(np.maximum(values[:, :, 0], 1.0), values[:, :, 1])
-
-    @property
-    def _waits(self) -> float:
-        """Share of the time for which the trainer waits."""
-        return sum(one.waited for one in self._steps) / sum(one.seconds for one in self._steps)
+        return LengthSample(np.maximum(values[:, :, 0], 1.0), values[:, :, 1], self._steps.turns)
 
     def _measured(self, sample: LengthSample) -> Setting:
         """Return the setting with the speeds of the latest steps."""
@@ -231,9 +211,8 @@ class ElasticController:
         self.setting = replace(
             now, train_rate=now.train_rate / slower, train_fixed=now.train_fixed * slower, pause=pause
         )
-        seconds = sum(one.seconds for one in steps)
-        rate = sum(one.tokens for one in steps) / seconds / sample.mean
-        self._lent_engines = sum(one.lent * one.seconds for one in steps) / seconds
+        rate = steps.made * sum(one.tokens for one in steps) / steps.seconds / sample.mean
+        self._lent_engines = sum(one.lent * one.seconds for one in steps) / steps.seconds
         weight = len(steps) / (len(steps) + PRIOR)
         self._slowness = self._scaled(sample, rate) ** weight * self._slowness_before ** (1 - weight)
         return self._slowed(self._slowness)
@@ -249,8 +228,8 @@ class ElasticController:
         return self._laws(sample, self._workload, replace(setting, **lent))
 
     def _scaled(self, sample: LengthSample, rate: float) -> float:
-        """Return the largest slowness at which the laws give this many episodes per second. If the trainer never
-        waits, that is only an upper bound, below which the engines count as fast as their episodes say."""
+        """Return the largest slowness at which the laws give this many episodes per second. If the trainer lacks
+        nothing, that is only an upper bound, below which the engines count as fast as their episodes say."""
 
         def given(factor: float) -> Prediction:
             return self._predicted(sample, self._slowed(factor))
@@ -260,7 +239,7 @@ class ElasticController:
         for _ in range(12):
             middle = (low * high) ** 0.5
             low, high = (middle, high) if given(middle).samples_per_s >= rate else (low, middle)
-        return low if self._waits > SLIGHT else min(1.0, low)
+        return low if self._steps.lacks > SLIGHT else min(1.0, low)
 
     # -- choosing ------------------------------------------------------------------------------------------
 
@@ -283,16 +262,20 @@ class ElasticController:
     def _best(self, sample: LengthSample, now: Setting, law: Prediction) -> tuple[str, int, Setting, float] | None:
         """Return the best change: field, direction, setting and gain. One that needs no GPU comes first, and of those
         that are about as good, the smallest."""
-        gains, savings = [], []
+        gains, savings, steps = [], [], self._steps
+        grow = steps.growth > 0
+        later, far = steps.grown(sample, AHEAD * self._cycle), steps.grown(sample, TREND)
+        law_later = self._predicted(later, now) if grow else law
         for name, sign, other in self._neighbours(now):
-            gain = self._predicted(sample, other).samples_per_s / law.samples_per_s - 1
-            if other.train_rate <= now.train_rate:  # all that can be gained is the trainer's waiting
-                gain = min(gain, self._waits / max(1e-9, 1 - self._waits))
+            now_gained = self._predicted(sample, other).samples_per_s / law.samples_per_s - 1
+            gain = self._predicted(later, other).samples_per_s / law_later.samples_per_s - 1 if grow else now_gained
+            if other.train_rate <= now.train_rate:  # all that can be gained now is the trainer's waiting
+                gain -= max(0.0, now_gained - steps.lacks / max(1e-9, 1 - steps.lacks))
             moved = name == "engines" and self._limits.devices > 0
             cost = self._limits.move_seconds * law.samples_per_s / (self._batch(sample) * PAYBACK) if moved else 0.0
             if gain - cost > MARGIN:
                 gains.append((name, sign, other, gain))
-            elif sign < 0 and not moved and self._spare(sample, other):
+            elif sign < 0 and not moved and not (name == "lead" and grow) and self._spare(far, other):
                 savings.append((name, sign, other, min(0.0, gain)))
         if lent := self._lent(sample, now, law):
             gains += [] if any(name == "engines" for name, *_ in gains) else [lent]
@@ -306,8 +289,8 @@ class ElasticController:
         return self._workload.batch_groups * sample.tokens.shape[1]
 
     def _spare(self, sample: LengthSample, other: Setting) -> bool:
-        """Return whether the trainer would limit a setting even if it were faster, and never waits now."""
-        if self._waits > SLIGHT:
+        """Return whether the trainer would limit a setting even if it were faster, and lacks nothing now."""
+        if self._steps.lacks > SLIGHT or not self._steps.trend_known:
             return False
         faster = replace(
             other, train_rate=other.train_rate * (1 + HEADROOM), train_fixed=other.train_fixed / (1 + HEADROOM)
@@ -317,7 +300,7 @@ class ElasticController:
     def _lent(self, sample: LengthSample, now: Setting, law: Prediction) -> tuple[str, int, Setting, float] | None:
         """Return what lending the trainer's GPUs to engines while it waits would give."""
         step = self._batch(sample) / law.samples_per_s
-        engines = self._limits.lendable * max(0.0, self._waits - self._limits.hand_over / step)
+        engines = self._limits.lendable * max(0.0, self._steps.waits - self._limits.hand_over / step)
         if self._lending or not engines:
             return None
         gain = self._predicted(sample, now, engines).samples_per_s / law.samples_per_s - 1
@@ -365,11 +348,13 @@ class ElasticController:
     def _figures(self, seen: StepObservation, sample: LengthSample, law: Prediction) -> dict[str, float]:
         return {
             "step_seconds": seen.seconds,
-            "trainer_waits": self._waits,
+            "trainer_waits": self._steps.waits,
+            "batches_made": self._steps.made,
             "engines_busy": law.engines_busy,
             "samples_per_s": law.samples_per_s,
             "length": sample.mean,
             "length_p90": float(np.quantile(sample.tokens, 0.9)),
+            "length_growth": math.expm1(self._steps.growth),
             "engine_slowness": self._slowness,
             "pause": seen.paused,
         }

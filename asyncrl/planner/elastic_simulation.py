@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from asyncrl.engine.loans import PAYS, LoanRule
-from asyncrl.planner.elastic import ElasticController, ElasticDecision, ElasticLimits, StepObservation
+from asyncrl.planner.elastic import ElasticController, ElasticDecision, ElasticLimits
+from asyncrl.planner.elastic_window import StepObservation
 from asyncrl.planner.engine import SimulatedEngine
 from asyncrl.planner.simulation import (
     EngineAffinity,
@@ -161,6 +162,7 @@ class _ElasticRun(SimulatedRun):
             engines,
             ended,
             lent=lent / max(seconds, 1e-9),
+            made=len(ended) / self.workload.batch_groups,
         )
         if self._controller and (decision := self._controller.observe(seen)):
             self.decisions.append(decision)

@@ -7,13 +7,15 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.jsonl import Tail
 from asyncrl.observability import timeline
 from asyncrl.observability.timeline import GroupTimeline, TimelineReader
-from asyncrl.planner.elastic import GROUPS, StepObservation
+from asyncrl.planner.elastic import GROUPS
+from asyncrl.planner.elastic_window import StepObservation
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.fit import engine_times, outside
 from asyncrl.planner.search import in_play
@@ -46,7 +48,7 @@ class RunObserver:
     def __init__(self, run_dir: Path, config: Config) -> None:
         """Begin with what is written from now on."""
         self._run_dir, self._shape = run_dir, setting_of(config).shape
-        self._batch = config.rollout.batch_groups * config.rollout.group_size
+        self._batch, self._size = config.rollout.batch_groups, config.rollout.group_size
         self._steps, reader = Tail(run_dir / "metrics.jsonl", new=True), TimelineReader(run_dir)
         reader.skip()
         self._position = reader.positions.get(timeline.ROLLOUT)
@@ -70,6 +72,7 @@ class RunObserver:
 
     def _observed(self, step: dict[str, Any], groups: list[list[tuple[float, float]]]) -> StepObservation:
         engines = int(step["engines/serving"])
+        size = fmean(len(group.episodes) for group in self._recent) if self._recent else self._size
         if engines and len(self._recent) >= FEWEST:
             per_token, per_request = engine_times(self._recent, engines)
             self._shape = replace(self._shape, per_token=per_token, per_request=per_request)
@@ -79,10 +82,12 @@ class RunObserver:
             seconds=step["time/step"],
             waited=step["time/wait_batch"],
             paused=step["time/pause"],
-            tokens=self._batch * step["completion/length"] * step["episodes/turns"],
+            tokens=self._batch * size * step["completion/length"] * step["episodes/turns"],
             engines=engines,
             groups=groups,
             shape=self._shape,
             lead=int(step["admission/lead"]),
+            turns=step["episodes/turns"],
+            made=step["samples/generated"] / (self._batch * size),
             lent=step.get("engines/lent", 0.0) * step.get("time/lent", 0.0) / step["time/step"],
         )

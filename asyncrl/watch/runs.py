@@ -25,7 +25,7 @@ from asyncrl.watch.timelines import TimelineIndex
 
 Row = dict[str, Any]
 CONFIG, STATUS, SUMMARY = "config.json", "status.json", "summary.json"
-LINES = ("metrics", "eval", "warnings")
+LINES = ("metrics", "eval", "warnings", "elastic")
 """Files of lines that grow with the run, without .jsonl."""
 DEPTH = 4
 """Folders below the watched one in which runs are looked for."""
@@ -62,7 +62,7 @@ class WatchedRun:
             self._start_anew()
 
     def rows(self, name: str) -> list[Row]:
-        """Return all lines of metrics, eval or warnings."""
+        """Return all lines of one of LINES."""
         try:
             self._rows[name] += self._tails[name]()
         except ValueError:  # the run is being started again, so that another file continues in the middle of a line

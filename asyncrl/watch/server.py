@@ -237,7 +237,8 @@ def _fleet(run: WatchedRun, _: Request) -> dict[str, Any]:
     ]
     status = run.document(STATUS)
     age = time.time() - status["time"] if status and "time" in status else None
-    return {"status": _finite(status), "age": age, "processes": processes, "restarts": restarts}
+    elastic = [{name: one.get(name) for name in ("step", "reason", "done")} for one in run.rows("elastic")]
+    return {"status": _finite(status), "age": age, "processes": processes, "restarts": restarts, "elastic": elastic}
 
 
 def _image(folder: RunFolder, asked: Request) -> Response:

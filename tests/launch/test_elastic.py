@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +19,13 @@ from asyncrl.jsonl import Tail
 from asyncrl.launch import elastic
 from asyncrl.launch.elastic import ElasticPilot, free_gpus
 from asyncrl.launch.placement import imagined, place
+from asyncrl.leases import LEASE_SECONDS
 from asyncrl.network.addresses import ELASTIC
 from asyncrl.network.ports import free_port
 from asyncrl.planner.elastic import ElasticDecision
 from tests.fakes import addresses, tiny_config
 
-FIGURES = {"trainer_waits": 0.5, "length": 100.0}
+FIGURES = {"trainer_waits": 0.5, "batches_made": 1.0, "length": 100.0, "length_growth": 0.0}
 GPUS = {"trainer.device": "cuda", "engine.device": "cuda", "engine.tensor_parallel": 2}
 
 
@@ -41,14 +44,32 @@ class Decided:
 
     def decide(self, action: str, before: float, after: float) -> str:
         """Return what was done."""
+        before_it = len(self.lines())
+        self.begin(action, before, after)
+        self.wait_for(lambda: len(self.lines()) > before_it)
+        line = self.lines()[-1]
+        assert (line["step"], line["action"], line["figures"]) == (7, action, FIGURES)
+        assert line["reason"].startswith(action.replace("_", " "))
+        return str(line["done"])
+
+    def begin(self, action: str, before: float, after: float) -> None:
+        """Let the controller decide once, and the launcher poll."""
         decision = ElasticDecision(7, 1.0, action, before, after, "engines", 0.2, FIGURES)
-        self.pilot._observer = SimpleNamespace(new=lambda: [None])  # type: ignore[assignment]
+        steps = iter([None])
+        self.pilot._observer = SimpleNamespace(new=lambda: steps)  # type: ignore[assignment]
         self.pilot._controller = SimpleNamespace(observe=lambda _: decision)  # type: ignore[assignment]
         self.pilot.each_poll()
-        *_, line = Tail(self.folder / ELASTIC)()
-        assert line["reason"] == decision.reason
-        assert (line["step"], line["action"], line["figures"]) == (7, action, FIGURES)
-        return str(line["done"])
+
+    def lines(self) -> list[dict[str, Any]]:
+        return Tail(self.folder / ELASTIC)()
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        """Poll until something is so."""
+        deadline = time.monotonic() + 60
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+            self.pilot.each_poll()
 
 
 def test_advice_is_written_and_nothing_is_done(tmp_path: Path) -> None:
@@ -93,22 +114,88 @@ def test_engine_that_is_added_gets_gpus_that_nobody_uses_and_ends_with_the_run(
     assert [process.poll() is not None for process, _ in made.pilot._added] == [True] * 3
 
 
-def test_under_slurm_a_job_of_a_whole_machine_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sbatch = tmp_path / "bin" / "sbatch"
-    sbatch.parent.mkdir()
+SLURM = {"cluster.launcher": "slurm", "cluster.gpus": 8, "cluster.sbatch": {"partition": "gpu"}}
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An sbatch whose program a test writes."""
+    found = tmp_path / "bin" / "sbatch"
+    found.parent.mkdir()
+    found.touch(0o755)
+    monkeypatch.setenv("PATH", f"{found.parent}{os.pathsep}{os.environ['PATH']}")
+    return found
+
+
+def test_under_slurm_a_job_of_a_whole_machine_is_submitted(tmp_path: Path, sbatch: Path) -> None:
     sbatch.write_text('#!/bin/sh\necho "$@" >> "$0.asked"\necho 77\n')
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
-    slurm = {"cluster.launcher": "slurm", "cluster.gpus": 8, "cluster.sbatch": {"partition": "gpu"}}
-    made = Decided(tmp_path, gpus=8, **GPUS, **slurm)
+    made = Decided(tmp_path, gpus=8, **GPUS, **SLURM)
     assert made.pilot._unit == 4
     assert made.decide("add_engine", 1, 5) == "submitted job 77"
     script = (tmp_path / "slurm" / "engines.sbatch").read_text()
-    assert sbatch.with_name("sbatch.asked").read_text() == f"--parsable {tmp_path}/slurm/engines.sbatch {tmp_path}\n"
+    asked = f"--parsable {tmp_path}/slurm/engines.sbatch {tmp_path}\n"
+    assert sbatch.with_name("sbatch.asked").read_text() == asked
     assert "#SBATCH --gpus-per-node=8\n" in script
     assert "#SBATCH --partition=gpu\n" in script
+    assert made.decide("add_engine", 1, 9) == "submitted job 77; submitted job 77"
     sbatch.write_text("#!/bin/sh\necho no such partition >&2\nexit 1\n")
-    assert "no such partition" in made.decide("add_engine", 1, 5)
+    assert "no such partition" in made.decide("add_engine", 1, 9)
+    sbatch.unlink()
+    assert made.decide("add_engine", 1, 5).startswith("failed: sbatch: ")
+
+
+def test_sbatch_that_hangs_stops_neither_the_launchers_loop_nor_other_decisions(
+    tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop renews the lease of the run, without which all engines end."""
+    go_on = tmp_path / "go_on"
+    sbatch.write_text(f'#!/bin/sh\nwhile [ ! -e "{go_on}" ]; do sleep 0.05; done\necho 77\n')
+    made = Decided(tmp_path, gpus=8, **GPUS, **SLURM)
+    made.begin("add_engine", 1, 5)
+    assert made.lines() == []
+    assert made.decide("remove_engine", 1, 0).startswith("asked to leave")
+    assert len(made.lines()) == 1
+    go_on.touch()
+    made.wait_for(lambda: len(made.lines()) == 2)
+    assert made.lines()[-1]["done"] == "submitted job 77"
+    go_on.unlink()
+    made.begin("add_engine", 1, 5)
+    made.pilot.end()
+    assert made.lines()[-1]["done"] == "failed: the run has ended"
+    monkeypatch.setattr(elastic, "SECONDS", 0.2)
+    assert made.decide("add_engine", 1, 5) == "failed: sbatch did not answer within 0.2 s"
+
+
+def test_rollout_process_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert elastic.ANSWER < LEASE_SECONDS / 4
+    monkeypatch.setattr(elastic, "ANSWER", 0.2)
+    made = Decided(tmp_path)
+    with socket.create_server(("127.0.0.1", int(made.pilot._addresses.rollout.rpartition(":")[2]))):
+        began = time.monotonic()
+        assert made.decide("raise_lead", 1, 2).endswith("timed out")
+        assert time.monotonic() - began < elastic.SECONDS / 2
+
+
+def test_errors_of_the_system_are_reported_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Decided(tmp_path, command=[str(tmp_path / "no such program")], **{"cluster.launcher": "local"})
+    assert "No such file or directory" in made.decide("add_engine", 1, 2)
+    (tmp_path / ELASTIC).unlink()
+    (tmp_path / ELASTIC).mkdir()
+    made.begin("remove_engine", 1, 0)
+    assert "cannot write elastic.jsonl" in capsys.readouterr().err
+    assert made.registry.leaving()
+
+    def fails(_: Any) -> Any:
+        raise ZeroDivisionError
+
+    made.pilot._observer = SimpleNamespace(new=lambda: [None])  # type: ignore[assignment]
+    made.pilot._controller = SimpleNamespace(observe=fails)  # type: ignore[assignment]
+    made.pilot.each_poll()
+    assert "cluster.elastic has no effect from now on: ZeroDivisionError()" in capsys.readouterr().err
 
 
 def test_action_that_fails_is_reported_and_a_damaged_timeline_ends_the_controller_alone(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -17,14 +18,14 @@ from asyncrl.planner.elastic import (
     ElasticController,
     ElasticDecision,
     ElasticLimits,
-    StepObservation,
 )
 from asyncrl.planner.elastic_simulation import ElasticResult, _ElasticRun, simulate_elastic
+from asyncrl.planner.elastic_window import WINDOW, StepObservation
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.laws import LengthSample, Prediction
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Setting, SimulatedWorkload
-from tests.examples import examples
+from tests.examples import TRIALS, examples
 
 BATCH, SIBLINGS, TOKENS = 4, 2, 100.0
 GROUP = ((TOKENS, 0.0),) * SIBLINGS
@@ -118,6 +119,34 @@ def test_noise_turns_decisions_round_no_more_often_than_its_logarithm(seed: int,
         assert after.step - before.step > FIRST.max_staleness  # the pipeline has turned over since
 
 
+def test_nothing_is_given_back_before_it_is_known_that_lengths_do_not_grow_and_no_lead_while_they_do() -> None:
+    def found(growth: float) -> list[ElasticDecision]:
+        one, decisions = controller(setting=replace(FIRST, engines=12)), list[ElasticDecision]()
+        for step in range(1, 200):
+            groups = [[(TOKENS * math.exp(growth * step), 0.0)] * SIBLINGS] * BATCH
+            seen = StepObservation(step, step * 10.0, 2.0, 0.0, 0.0, 800.0, one.setting.engines, groups)
+            if decision := one.observe(seen):
+                decisions.append(decision)
+        return decisions
+
+    assert {one.action for one in found(0.0)} == {"remove_engine", "lower_lead"}
+    assert min(one.step for one in found(0.0)) >= WINDOW
+    assert {one.action for one in found(0.01)} == {"remove_engine"}  # the toy laws know no lengths
+
+
+def test_engines_that_make_less_than_is_trained_are_joined_by_others_before_the_trainer_waits() -> None:
+    one, decisions = controller(), list[ElasticDecision]()
+    for step in range(1, 40):  # four engines make half of what the trainer takes from batches that were ready
+        groups = [GROUP] * BATCH
+        seen = StepObservation(step, step * 10.0, 2.0, 0.0, 0.0, 800.0, one.setting.engines, groups, made=0.5)
+        if decision := one.observe(seen):
+            decisions.append(decision)
+            break
+    (first,) = decisions
+    assert first.action == "add_engine"
+    assert "the trainer waits 0% of the time, the engines make 64% of what is trained" in first.reason
+
+
 def test_no_engine_leaves_while_the_trainer_waits_whatever_the_laws_say() -> None:
     one = controller(ElasticLimits(1, 14), replace(FIRST, engines=14))  # fast engines, if they were as expected
     for step in range(1, 60):
@@ -176,20 +205,39 @@ DEVICES, STEPS = 8, 100
 SHAPE = EngineShape(0.012, 0.0002, 64, kv_tokens=30_000)
 
 
-def split(engines: int) -> Setting:
-    rate = 900.0 * (DEVICES - engines)
+def split(engines: int, *, moves: bool = True) -> Setting:
+    rate = 900.0 * (DEVICES - engines if moves else DEVICES / 2)
     return Setting(engines, rate, 8, train_fixed=1.0, pause=1.0, in_play=0, shape=SHAPE)
 
 
-def outcome(growth: float, engines: int, *, moves: bool = False) -> ElasticResult:
-    lengths = Lengths(1000, 0.9, 32_000, 8, growth=growth, growth_groups=STEPS * 16)
-    limits = ElasticLimits(1, DEVICES - 1, devices=DEVICES, move_seconds=60.0) if moves else None
-    return simulate_elastic(SimulatedWorkload(lengths.episodes(), 16), split(engines), STEPS, limits, join=60.0)
+def outcome(growth: float, engines: int, *, elastic: bool = False, moves: bool = True, seed: int = 0) -> ElasticResult:
+    """`moves`: an engine's device comes from the trainer, and goes back to it."""
+    lengths = Lengths(1000, 0.9, 32_000, 8, growth=growth, growth_groups=STEPS * 16, seed=seed)
+    limits = ElasticLimits(1, DEVICES - 1)
+    if moves:
+        limits = replace(limits, devices=DEVICES, move_seconds=60.0)
+    setting = split(engines, moves=moves)
+    workload = SimulatedWorkload(lengths.episodes(), 16)
+    return simulate_elastic(workload, setting, STEPS, limits if elastic else None, join=60.0)
 
 
-def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_split_that_hindsight_chooses() -> None:
-    fixed = {engines: outcome(4.0, engines).tokens_per_s for engines in (2, 3, 4, 5)}
-    moved = outcome(4.0, 3, moves=True)
+def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_engines_that_hindsight_chooses() -> None:
+    """The trainer keeps its devices, as in every real run: engines join, and hindsight has all of them from the start.
+    The lowest of single runs is further off: no decision is made while the pipeline fills."""
+    seeds, found = 3 * TRIALS, list[float]()
+    for seed in range(seeds):
+        most = max(outcome(4.0, engines, moves=False, seed=seed).tokens_per_s for engines in (6, 7))
+        moved = outcome(4.0, 3, elastic=True, moves=False, seed=seed)
+        assert moved.staleness_max <= 8
+        assert {one.action for one in moved.decisions} == {"add_engine"}
+        found.append(moved.tokens_per_s / most)
+    assert statistics.fmean(found) >= 0.95, found
+    assert min(found) >= 0.92, found
+
+
+def test_devices_that_move_make_up_for_growth_as_well_as_the_split_that_hindsight_chooses() -> None:
+    fixed = {engines: outcome(4.0, engines).tokens_per_s for engines in (3, 4, 5)}
+    moved = outcome(4.0, 3, elastic=True)
     assert moved.tokens_per_s > 0.95 * max(fixed.values())
     assert moved.tokens_per_s > 1.1 * fixed[3]  # the best split for the lengths of the start
     assert moved.staleness_max <= 8
@@ -199,7 +247,7 @@ def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_split_that
 def test_stationary_lengths_cost_at_most_a_fiftieth() -> None:
     fixed = {engines: outcome(1.0, engines).tokens_per_s for engines in (2, 3, 4)}
     assert max(fixed, key=fixed.__getitem__) == 3
-    assert outcome(1.0, 3, moves=True).tokens_per_s > 0.98 * fixed[3]
+    assert outcome(1.0, 3, elastic=True).tokens_per_s > 0.98 * fixed[3]
 
 
 def test_a_trainer_that_waits_gains_by_lending_and_one_that_binds_lends_nothing() -> None:

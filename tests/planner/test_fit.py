@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.errors import RecordError
 from asyncrl.observability import timeline
-from asyncrl.observability.intervals import DECODE, PREFILL, TOOL, Interval
+from asyncrl.observability.intervals import DECODE, PREFILL, RETRY, TOOL, Interval
 from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
 from asyncrl.planner import inputs
 from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
-from asyncrl.planner.fit import CONSTANT, PROMPTS, UNKNOWN, engine_times, fit, generating
+from asyncrl.planner.fit import (
+    CONSTANT,
+    PROMPTS,
+    SIZES,
+    TRAINER,
+    UNKNOWN,
+    engine_times,
+    fit,
+    generating,
+    length_fields,
+    outside,
+    refuse,
+    trainer_times,
+)
 from asyncrl.planner.lengths import Lengths
 from scripts import sizes
 
@@ -133,3 +147,136 @@ def test_too_short_a_run_is_refused(run: Path) -> None:
     (run / "metrics.jsonl").write_text("")
     with pytest.raises(RecordError, match="has 0 steps"):
         fit(run)
+
+
+# -- requests that were cut off ---------------------------------------------------------------------------------
+
+
+def request(start: float, end: float, outcome: str = "", first: float | None = None) -> list[Interval]:
+    """A request whose first token arrived at once, or that never got one."""
+    if first is None and outcome == "overtaken":
+        return [Interval(PREFILL, start, end, "policy", -1, outcome)]
+    return [Interval(PREFILL, start, start), Interval(DECODE, start, end, "policy", 1, outcome)]
+
+
+CUT = [*request(0, 2, "the stream ended"), Interval(RETRY, 2, 7, "the stream ended"), *request(7, 9)]
+"""An answer whose engine died; five seconds later another continues it."""
+OVERTAKEN = [*request(0, 1, "overtaken"), *request(1, 3)]
+TWO_TURNS = [*CUT, Interval(TOOL, 9, 12), *request(12, 13)]
+AGAIN = [*request(0, 2), Interval(TOOL, 2, 4), Interval(RETRY, 4, 5, "environment"), *request(5, 6)]
+"""An episode whose environment failed, and that was played again."""
+
+
+@pytest.mark.parametrize(
+    ("intervals", "turns", "seconds"), [(CUT, 1, 0.0), (OVERTAKEN, 1, 0.0), (TWO_TURNS, 2, 3.0), (AGAIN, 1, 0.0)]
+)
+def test_turns_are_requests_that_were_answered_and_an_outage_is_no_tool(
+    intervals: list[Interval], turns: int, seconds: float
+) -> None:
+    episode = EpisodeTimeline(0.0, 100, intervals)
+    found = length_fields([GroupTimeline("g", 0, 0, "t", "training", 0, 0.0, 1.0, "committed", [episode] * 2)])
+    assert (found["turns"], found["tool_seconds"]) == (turns, seconds)
+    assert outside(episode) == seconds
+
+
+def test_tokens_of_a_continued_answer_are_those_after_the_first_of_each_request() -> None:
+    episodes = [EpisodeTimeline(0.0, 42, CUT)] * 4
+    group = GroupTimeline("g", 0, 0, "t", "training", 0, 0.0, 9.0, "committed", episodes)
+    per_token, per_request = engine_times([group], 1)
+    assert per_token + 4 * per_request == pytest.approx(4.0 / 40)  # 4 seconds of decoding
+
+
+# -- runs that a plan cannot be made from, or that tell less ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "says"),
+    [
+        ("", {"mode": "replay"}, "mode=replay"),
+        ("cluster", {"placement": "colocated"}, "cluster.placement=colocated"),
+        ("engine", {"urls": ["http://a:1"]}, "engine.urls="),
+        ("engine", {"prefill_count": 1}, "engine.prefill_count=1"),
+    ],
+)
+def test_run_of_another_kind_is_refused_by_name(section: str, changes: dict[str, Any], says: str) -> None:
+    config = sizes.load("experiment=qwen3_8b")
+    changed = changes if not section else {section: getattr(config, section).model_copy(update=changes)}
+    refuse(Path("run"), config)
+    with pytest.raises(RecordError, match=says):
+        refuse(Path("run"), config.model_copy(update=changed))
+
+
+def with_steps(run: Path, steps: list[dict[str, float]]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+
+
+def test_engines_are_those_that_served_and_a_change_is_noted(run: Path) -> None:
+    steps = metrics_alone(run, varied=True)
+    for number, step in enumerate(steps):
+        step |= {"engines/serving": 1.0 if number < 6 else 3.0, "time/step": 10.0}
+        step |= {"engines/lent": 2.0, "time/lent": 5.0} if number == 11 else {}
+    with_steps(run, steps)
+    found = fit(run)
+    assert found.engines == 2
+    assert found.fields["gpus"] == 4 + 2
+    assert any("Between 1 and 4 engines served: 2.08, the mean" in note for note in found.notes)
+    with_steps(run, [step | {"engines/serving": 0.0, "engines/lent": 0.0} for step in steps])
+    with pytest.raises(RecordError, match="No engine served"):
+        fit(run)
+
+
+def test_tasks_with_other_group_sizes_are_noted_and_their_mean_is_taken(run: Path) -> None:
+    writer = timeline.writer(run, timeline.ROLLOUT)
+    for number in range(8):
+        episodes = [EpisodeTimeline(0.0, 100, request(0, 1))] * (2 if number % 2 else 6)
+        writer.write(GroupTimeline(f"g{number}", number, 0, "t", "training", 0, 0.0, 1.0, "committed", episodes))
+    writer.close()
+    found = fit(run)
+    assert found.fields["group_size"] == 4
+    assert SIZES in found.notes
+
+
+@pytest.mark.parametrize("slope", [0.0, -1e-4, 1e-5])
+def test_trainer_whose_steps_do_not_tell_its_parts_apart_is_not_infinitely_fast(run: Path, slope: float) -> None:
+    """The noise is far larger than what the tokens explain."""
+    noise, steps = [0.5, -0.5, -0.5, 0.5], metrics_alone(run, varied=True)
+    for number, step in enumerate(steps):
+        step["tokens/trained"] = 60_000 + 100 * (number % 3)
+        step["time/step"] = 20.0 + slope * step["tokens/trained"] + noise[number % 4] + 4 + PAUSE
+    rate, fixed, known = trainer_times(steps, 60_000.0)
+    assert (fixed, known) == (0.0, False)
+    assert rate == pytest.approx(60_000 / (20 + slope * 60_000), rel=0.05)
+    with_steps(run, steps)
+    assert TRAINER in fit(run).notes
+
+
+def test_run_of_an_earlier_version_has_the_defaults_of_what_did_not_exist(run: Path) -> None:
+    metrics_alone(run, varied=True)
+    whole, values = fit(run).settings, json.loads((run / "config.json").read_text())
+    for name in (
+        "cluster.lend",
+        "weights.overlap",
+        "trainer.batch_parts",
+        "task.weight",
+        "tracing",
+        "teacher.max_running",
+    ):
+        *path, last = name.split(".")
+        section = values
+        for part in path:
+            section = section[part]
+        del section[last]
+    (run / "config.json").write_text(json.dumps(values))
+    assert fit(run).settings == whole
+
+
+def test_run_in_progress_is_read_up_to_its_last_whole_step_and_what_is_missing_is_named(run: Path) -> None:
+    steps = metrics_alone(run, varied=True)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"time/step": 1')
+    assert len(fit(run).steps) == 9
+    with_steps(run, [{name: value for name, value in step.items() if name != "time/pause"} for step in steps])
+    with pytest.raises(RecordError, match=r"metrics.jsonl have no 'time/pause'"):
+        fit(run)
+    with pytest.raises(RecordError, match="is not the folder of a run"):
+        fit(run / "elsewhere")

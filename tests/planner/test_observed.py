@@ -22,6 +22,7 @@ STEP = {
     "time/pause": 0.5,
     "completion/length": 20.0,
     "episodes/turns": 2.0,
+    "samples/generated": 32,
     "engines/serving": 2,
     "admission/lead": 1,
 }
@@ -63,8 +64,10 @@ def test_steps_groups_and_speeds_are_those_of_the_files_once_each(tmp_path: Path
     jsonl.append(tmp_path / "metrics.jsonl", STEP)
     (seen,) = observer.new()
     assert (seen.step, seen.time, seen.seconds, seen.waited, seen.paused) == (3, 50.0, 4.0, 1.0, 0.5)
-    assert (seen.engines, seen.lead) == (2, 1)
-    assert seen.tokens == config.rollout.batch_groups * config.rollout.group_size * 40.0
+    assert (seen.engines, seen.lead, seen.turns) == (2, 1, 2.0)
+    batch = config.rollout.batch_groups * 4  # of the groups, which a task's group_size may change
+    assert seen.tokens == batch * 40.0
+    assert seen.made == 32 / batch
     assert seen.groups == [[(42.0, 2.0)] * 4] * FEWEST
     assert seen.shape is not None
     running = 4 * FEWEST / 2  # in each of two engines

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from asyncrl import jsonl
 from asyncrl.records.reading import Recording
 from asyncrl.watch.cli import main
 from asyncrl.watch.runs import RunFolder
@@ -233,7 +234,11 @@ def test_runs_without_recording_or_timelines_say_so(tmp_path: Path) -> None:
         assert "record=true" in client.get("/api/groups?run=run").json()["error"]
         assert "metrics.timeline" in client.get("/api/anatomy?run=run&step=0").json()["error"]
         assert get(client, "batches") == get(client, "advice") == []
-        assert get(client, "fleet") == {"status": None, "age": None, "processes": [], "restarts": []}
+        nothing = {"status": None, "age": None, "processes": [], "restarts": [], "elastic": []}
+        assert get(client, "fleet") == nothing
+        decision = {"step": 7, "reason": "add engine: 1 -> 2", "done": "started an engine"}
+        jsonl.append(tmp_path / "run" / "elastic.jsonl", decision | {"figures": {"length": 9.0}})
+        assert get(client, "fleet") == nothing | {"elastic": [decision]}
 
 
 def test_changes_are_told_within_two_seconds_and_once(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ export class Fleet {
   }
 
   async opened() { await this.show(); }
-  async changed(names) { if (names.has("status") || names.has("metrics")) await this.show(); }
+  async changed(names) { if (["status", "metrics", "elastic"].some((name) => names.has(name))) await this.show(); }
 
   async show() {
-    const { status, age, processes, restarts } = await api("fleet", { run: this.run });
+    const { status, age, processes, restarts, elastic } = await api("fleet", { run: this.run });
     const parts = [];
     if (!status) parts.push(make("p", { class: "empty" }, "This run has not written status.json: it has not started, or was made by an older version."));
     else parts.push(...this.now(status, age), ...this.engines(status.engines ?? []));
-    parts.push(...this.processes(processes), ...this.restarts(restarts));
+    parts.push(...this.processes(processes), ...this.restarts(restarts), ...this.elastic(elastic));
     if (status) parts.push(...this.groups(status));
     this.node.replaceChildren(...parts);
   }
@@ -52,6 +52,12 @@ export class Fleet {
     if (!restarts.length) return [];
     const body = restarts.slice(-20).reverse().map((one) => [one.process, one.how, new Date(1000 * one.ended).toLocaleString()]);
     return [make("h2", {}, `Restarts: ${restarts.length}`), table(["process", "after", "at"], body)];
+  }
+
+  elastic(decisions) {
+    if (!decisions.length) return [];
+    const body = decisions.slice(-20).reverse().map((one) => [one.step, one.reason, one.done]);
+    return [make("h2", {}, `Elastic decisions: ${decisions.length}`), table(["step", "decision", "what was done"], body)];
   }
 
   groups(status) {
