@@ -48,12 +48,17 @@ SECONDS = 60.0
 """Deadline of each sbatch, and of the end of the engines that were added."""
 
 
-class Submission:
-    """Jobs that sbatch submits one after the other, without anyone waiting for it."""
+PENDING = ("squeue", "--me", "--states=PENDING", "--noheader", "--format=%i")
 
-    def __init__(self, argv: Sequence[str], count: int, log: Path) -> None:
-        """`log` gets the output of sbatch."""
+
+class Submission:
+    """Jobs that sbatch submits one after the other, without anyone waiting for it. Those that were submitted before and
+    have not started are as many fewer to submit."""
+
+    def __init__(self, argv: Sequence[str], count: int, log: Path, earlier: list[str]) -> None:
+        """`log` gets the output of the commands. The numbers of jobs are appended to `earlier`."""
         self._argv, self._left, self._log, self._done = argv, count, log, list[str]()
+        self._jobs, self._asks = earlier, bool(earlier)
         self._process: subprocess.Popen[bytes] | None = None
         self._deadline = 0.0
 
@@ -81,24 +86,33 @@ class Submission:
         try:
             with self._log.open("wb") as out:
                 self._process = subprocess.Popen(
-                    self._argv, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                    PENDING if self._asks else self._argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
                 )
         except OSError as error:
-            self._fail(f"sbatch: {error}")
+            self._fail(f"{'squeue' if self._asks else 'sbatch'}: {error}")
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = None
+        self._process, asked, self._asks = None, self._asks, False
+        command = "squeue" if asked else "sbatch"
         if process.poll() is None:
             process.kill()
             process.wait()
-            self._fail(f"sbatch did not answer within {SECONDS:g} s")
+            self._fail(f"{command} did not answer within {SECONDS:g} s")
             return
         answer = self._log.read_text(errors="replace").strip()
         if process.returncode:
-            self._fail(f"sbatch rejected {self._argv[-2]}: {answer}")
-            return
-        self._left -= 1
-        self._done.append(f"submitted job {answer}")
+            self._fail(f"squeue: {answer}" if asked else f"sbatch rejected {self._argv[-2]}: {answer}")
+        elif asked:
+            pending = [job for job in self._jobs if job in answer.split()]
+            self._left = max(0, self._left - len(pending))
+            self._done += [f"job {job} is still pending" for job in pending]
+        else:
+            self._left -= 1
+            self._jobs.append(answer.partition(";")[0])  # a cluster's name may follow
+            self._done.append(f"submitted job {answer}")
 
     def _fail(self, reason: str) -> None:
         self._left = 0
@@ -123,7 +137,7 @@ class ElasticPilot:
         cluster, engine = config.cluster, config.engine
         self._config, self._run_dir, self._addresses, self._command = config, run_dir, addresses, command or COMMAND
         self._registry, self._added = Registry(run_dir), list[tuple[subprocess.Popen[bytes], list[str]]]()
-        self._submissions = list[tuple["ElasticDecision", Submission]]()
+        self._submissions, self._jobs = list[tuple["ElasticDecision", Submission]](), list[str]()
         self._gpu = on_gpu(engine, addresses.gpus)
         here = placement.rollout.node
         self._gpus_of = {one[0].url: _gpus(one) for one in placement.engines if one[0].node == here}
@@ -232,7 +246,7 @@ class ElasticPilot:
         output = str(script.with_name("%x-%j.out"))
         script.write_text(engines_script(cluster, self._addresses.gpus, shlex.join(self._command), output))
         argv = ["sbatch", "--parsable", str(script), str(self._run_dir)]
-        return Submission(argv, jobs, script.with_name(f"sbatch-{step}.log"))
+        return Submission(argv, jobs, script.with_name(f"sbatch-{step}.log"), self._jobs)
 
     def _record_submissions(self) -> None:
         """Record the decisions whose jobs are submitted by now."""
@@ -268,11 +282,17 @@ class ElasticPilot:
         return ", ".join(f"rollout.{name}={value}" for name, value in changes.items())
 
     def end(self) -> None:
-        """Stop submitting jobs. Wait for the engines that were added here, which end with the lease of the run, as
-        Slurm's jobs do. Kill those that have not ended after SECONDS."""
+        """Stop submitting jobs, and cancel those that have not started: a later run in this folder is not theirs. Wait
+        for the engines that were added here, which end with the lease of the run, as Slurm's jobs do. Kill those that
+        have not ended after SECONDS."""
         for decision, submission in self._submissions:
             self._record(decision, submission.cancel())
         self._submissions.clear()
+        if self._jobs:
+            try:
+                subprocess.run(["scancel", "--state=PENDING", *self._jobs], timeout=SECONDS, check=False)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                print(f"asyncrl: jobs that have not started may remain: scancel: {error}", file=sys.stderr, flush=True)
         deadline = time.monotonic() + SECONDS
         for process, _ in self._added:
             with suppress(subprocess.TimeoutExpired):

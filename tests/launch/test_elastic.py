@@ -119,10 +119,12 @@ SLURM = {"cluster.launcher": "slurm", "cluster.gpus": 8, "cluster.sbatch": {"par
 
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An sbatch whose program a test writes."""
+    """An sbatch whose program a test writes, beside a squeue that lists no job and a scancel that notes its words."""
     found = tmp_path / "bin" / "sbatch"
     found.parent.mkdir()
-    found.touch(0o755)
+    for program, text in (("sbatch", ""), ("squeue", ""), ("scancel", 'echo "$@" > "$0.asked"\n')):
+        found.with_name(program).write_text(f"#!/bin/sh\n{text}")
+        found.with_name(program).chmod(0o755)
     monkeypatch.setenv("PATH", f"{found.parent}{os.pathsep}{os.environ['PATH']}")
     return found
 
@@ -142,6 +144,24 @@ def test_under_slurm_a_job_of_a_whole_machine_is_submitted(tmp_path: Path, sbatc
     assert "no such partition" in made.decide("add_engine", 1, 9)
     sbatch.unlink()
     assert made.decide("add_engine", 1, 5).startswith("failed: sbatch: ")
+
+
+def test_a_job_that_still_waits_for_its_machine_is_not_submitted_again_and_is_cancelled_at_the_end(
+    tmp_path: Path, sbatch: Path
+) -> None:
+    squeue, scancel = sbatch.with_name("squeue"), sbatch.with_name("scancel")
+    sbatch.write_text('#!/bin/sh\necho x >> "$0.asked"\necho $((76 + $(wc -l < "$0.asked")))\n')
+    squeue.write_text("#!/bin/sh\necho 77\necho 9\n")
+    made = Decided(tmp_path, gpus=8, **GPUS, **SLURM)
+    assert made.decide("add_engine", 1, 5) == "submitted job 77"
+    assert made.decide("add_engine", 1, 5) == "job 77 is still pending"
+    assert made.decide("add_engine", 1, 9) == "job 77 is still pending; submitted job 78"
+    squeue.write_text("#!/bin/sh\n")  # it has started
+    assert made.decide("add_engine", 5, 9) == "submitted job 79"
+    squeue.write_text("#!/bin/sh\necho down >&2\nexit 1\n")
+    assert made.decide("add_engine", 5, 9) == "failed: squeue: down"
+    made.pilot.end()
+    assert scancel.with_name("scancel.asked").read_text() == "--state=PENDING 77 78 79\n"
 
 
 def test_sbatch_that_hangs_stops_neither_the_launchers_loop_nor_other_decisions(
