@@ -2,10 +2,12 @@
 
 int8: after loading, SGLang 0.5.21 replaces a weight by its transpose, and every parameter by one without a loader, so
 that it can neither load a second version nor end an update. With the hook, the parameters stay as they are published,
-and the transpose is taken, as a view, where a layer multiplies.
+and the transpose is taken, as a view, where a layer multiplies. For Mixtral in int8, SGLang has a model of its own with
+each expert on one rank only; with the hook it takes the one that it takes for fp8.
 
 fp8: attention has a scale of its KV cache, which no publish contains. Engines that start with random weights
-(load_format=dummy) draw one, too, and would keep it; with the hook it is 1.
+(load_format=dummy) draw one, too, and would keep it; with the hook it is 1. Llama's loader renames the scales of blocks
+as if each channel had one, and drops them, because no layer has a parameter of that name; with the hook it finds them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ def install(arguments: Sequence[str]) -> None:
     after_import("sglang.srt.layers.quantization.w8a8_int8", keep_parameters)
     if "dummy" in arguments:
         after_import("sglang.srt.layers.quantization.kv_cache", forget_scales)
+        after_import("sglang.srt.models.llama", find_scales)
+        after_import("sglang.srt.models.mixtral_quant", fuse_experts)
 
 
 def keep_parameters(module: Any) -> None:
@@ -46,3 +50,27 @@ def forget_scales(module: Any) -> None:
         process(self, layer)
 
     module.BaseKVCacheMethod.process_weights_after_loading = unscaled
+
+
+def find_scales(module: Any) -> None:
+    """Patch the model, a class of this module, so that it finds the scales of blocks under the name that its loader
+    gives them."""
+    load = module.LlamaForCausalLM.load_weights
+
+    def load_weights(self: Any, weights: Any) -> Any:
+        named = dict(self.named_parameters())
+        renamed = {name.replace(".weight_scale_inv", ".weight_scale"): held for name, held in named.items()}
+        self.named_parameters = renamed.items
+        try:
+            return load(self, weights)
+        finally:
+            del self.named_parameters
+
+    module.LlamaForCausalLM.load_weights = load_weights
+
+
+def fuse_experts(module: Any) -> None:
+    """Replace the model that SGLang registers from this module by Mixtral with fused experts."""
+    from sglang.srt.models.mixtral import MixtralForCausalLM
+
+    module.EntryClass = type(module.EntryClass.__name__, (MixtralForCausalLM,), {})

@@ -1,4 +1,4 @@
-"""Hooks into SGLang's quantized layers, on stand-ins for its classes (test_checksum.py has the real ones)."""
+"""Hooks into SGLang's quantized layers, on stand-ins for its classes (test_loaded_publishes.py has the real ones)."""
 
 from __future__ import annotations
 
@@ -41,3 +41,24 @@ def test_a_scale_of_the_cache_that_was_drawn_at_the_start_is_forgotten() -> None
     layer = SimpleNamespace(k_scale=torch.tensor(3e-4), v_scale=torch.tensor(3e-4))
     module.BaseKVCacheMethod().process_weights_after_loading(layer)
     assert layer.k_scale_float == 1.0
+
+
+def test_a_loader_that_renames_scales_of_blocks_finds_them() -> None:
+    class LlamaForCausalLM(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = torch.nn.Module()
+            self.proj.weight_scale_inv = torch.nn.Parameter(torch.zeros(1))
+
+        def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+            params = dict(self.named_parameters())
+            for name, tensor in weights:
+                if (renamed := name.replace(".weight_scale_inv", ".weight_scale")) in params:
+                    params[renamed].data.copy_(tensor)
+
+    module = SimpleNamespace(LlamaForCausalLM=LlamaForCausalLM)
+    quantized.find_scales(module)
+    model = module.LlamaForCausalLM()
+    model.load_weights([("proj.weight_scale_inv", torch.ones(1))])
+    assert model.proj.weight_scale_inv.tolist() == [1.0]
+    assert [name for name, _ in model.named_parameters()] == ["proj.weight_scale_inv"]

@@ -2,10 +2,16 @@
 
     python -m tests.integration.engine_ranks JOBS.json
 
-A job is {"args": of the server, "env": for it, "out": a file for the checksums of each rank}, and perhaps "published":
-files of safetensors that are loaded one after the other, as a publish is, before the checksums are taken. Imports once
-and forks a process for each rank, which takes a second or two where a server takes a minute. A job that fails says so
-on stderr and writes nothing; the others go on.
+A job is {"args": of the server, "env": for it, "out": a file for the checksums of each rank}, and perhaps
+
+    "published"   files of safetensors, whose metadata has the names of each bucket: they are loaded one after the
+                  other, bucket by bucket, as publishes are, before the checksums are taken. What latent attention
+                  multiplies with is written to OUT.RANK.absorbed.
+    "fused"       store the shared expert as the last of the routed ones, as on a GPU
+    "draft"       load the model of the layer of multi-token prediction, by which an engine drafts
+
+Imports once and forks a process for each rank, which takes a second or two where a server takes a minute. A job that
+fails says so on stderr and writes nothing; the others go on.
 """
 
 from __future__ import annotations
@@ -15,25 +21,29 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from asyncrl.backends.cpu.sglang_shim import install
 from asyncrl.engine import quantized
 from asyncrl.network.ports import free_port
 
 install()
+quantized.install(["dummy"])
 
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.distributed import bootstrap  # noqa: E402
 from sglang.srt.entrypoints.engine import _set_envs_and_config  # noqa: E402
 from sglang.srt.layers.moe import initialize_moe_config  # noqa: E402
-from sglang.srt.layers.quantization import fp8, kv_cache, w8a8_int8  # noqa: E402
+from sglang.srt.layers.quantization import fp8, w8a8_int8  # noqa: E402
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
+from sglang.srt.models import deepseek_v2, glm4_moe  # noqa: E402
+from sglang.srt.models.deepseek_common import deepseek_weight_loader  # noqa: E402
 from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
 from sglang.srt.server_args import PortArgs, prepare_server_args  # noqa: E402
 
@@ -67,31 +77,53 @@ def wait_for(pids: list[int]) -> None:
         raise RuntimeError("a rank failed")
 
 
-def as_on_a_gpu() -> None:
+def as_on_a_gpu(*, fused: bool) -> None:
     """Let SGLang take its path for CUDA after loading quantized weights; the one for CPUs wants AMX. Nothing is
     multiplied here."""
-    quantized.keep_parameters(w8a8_int8)
-    quantized.forget_scales(kv_cache)
     fp8._is_cpu = w8a8_int8._is_cpu = False
+    deepseek_weight_loader._is_cuda = True
+    if fused:
+        for model in (glm4_moe.Glm4MoeForCausalLM, deepseek_v2.DeepseekV2ForCausalLM):
+            model.shared_experts_fusion_disable_reason = classmethod(lambda *_: None)
 
 
-def load_rank(args: Any, ports: Any, rank: int, out: Path, published: Sequence[str]) -> None:
+def receive(runner: ModelRunner, file: str) -> None:
+    """Load a publish as an engine's scheduler does, which leaves it to `load_weights` to derive further tensors."""
+    runner.weight_updater.begin_weight_update()
+    with safe_open(file, "pt") as held:
+        for bucket in json.loads(held.metadata()["buckets"]):
+            loaded = runner.weight_updater.load_weights_from_distributed([(n, held.get_tensor(n)) for n in bucket])
+            assert loaded == (True, "Succeeded to update parameter online."), loaded
+    runner.weight_updater.end_weight_update(run_post_load=False)
+
+
+def load_rank(job: dict[str, Any], args: Any, ports: Any, rank: int, out: Path) -> None:
     """Compute the checksums of one rank and write them as JSON."""
+    published, draft = job.get("published", []), job.get("draft", False)
     if published:
-        as_on_a_gpu()
+        as_on_a_gpu(fused=job.get("fused", False))
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
     initialize_moe_config()
-    model = ModelConfig.from_server_args(args)
+    model = ModelConfig.from_server_args(args, is_draft_model=draft)
     bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=ports.nccl_port)
     bootstrap.init_layer_runtime(model_config=model)
     runner = ModelRunner(
-        model_config=model, mem_fraction_static=0.5, gpu_id=rank, nccl_port=ports.nccl_port, server_args=args
+        model_config=model,
+        mem_fraction_static=0.5,
+        gpu_id=rank,
+        nccl_port=ports.nccl_port,
+        server_args=args,
+        is_draft_worker=draft,
     )
     for file in published:
-        runner.weight_updater.begin_weight_update()
-        loaded = runner.weight_updater.load_weights_from_distributed(list(load_file(file).items()))
-        assert loaded == (True, "Succeeded to update parameter online."), loaded
-        runner.weight_updater.end_weight_update(run_post_load=True)
+        receive(runner, file)
+    absorbed = {
+        f"{name}.{kind}": getattr(module, kind).contiguous()
+        for name, module in runner.model.named_modules()
+        for kind in ("w_kc", "w_vc")
+        if getattr(module, kind, None) is not None
+    }
+    save_file(absorbed, out.with_name(f"{out.name}.absorbed"))
     out.write_text(json.dumps(runner.check_weights(action="checksum", role="target")["checksums"]))
 
 
@@ -101,9 +133,8 @@ def load(job: dict[str, Any]) -> None:
     args = prepare_server_args([*job["args"], "--nccl-port", str(free_port("127.0.0.1"))])
     _set_envs_and_config(args)
     ports, ranks = PortArgs.init_new(args), range(args.tp_size * args.pp_size)
-    published = job.get("published", [])
     outs = [Path(f"{job['out']}.{rank}") for rank in ranks]
-    wait_for([forked(lambda rank=rank: load_rank(args, ports, rank, outs[rank], published)) for rank in ranks])
+    wait_for([forked(lambda rank=rank: load_rank(job, args, ports, rank, outs[rank])) for rank in ranks])
     Path(job["out"]).write_text(json.dumps([json.loads(out.read_text()) for out in outs]))
 
 

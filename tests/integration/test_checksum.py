@@ -24,7 +24,6 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from safetensors.torch import load_file, save_file
 
 from asyncrl.config import Config, load
 from asyncrl.engine.server import server_argv, server_env
@@ -33,8 +32,6 @@ from asyncrl.network.ports import free_port
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, parse
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.quantization import FORMATS
-from tests.integration.publisher import SeededWeights, quantized
 
 pytestmark = pytest.mark.integration
 
@@ -189,12 +186,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> Path:
-    """Run jobs of engine_ranks.py, and return their log."""
+    """Run jobs of engine_ranks.py, and return their log. Many take longer than the usual ones."""
     plan, log = folder / "jobs.json", folder / "jobs.log"
     plan.write_text(json.dumps(jobs))
     with log.open("w") as out:
         command = [sys.executable, "-m", "tests.integration.engine_ranks", str(plan)]
-        subprocess.run(command, stdout=out, stderr=out, check=True, timeout=600)
+        subprocess.run(command, stdout=out, stderr=out, check=True, timeout=max(600, 60 * len(jobs)))
     return log
 
 
@@ -237,71 +234,6 @@ def test_sglang_loads_what_is_expected_of_every_parameter(
     assert differing(expected_of(folders[name], shape), answered) == []
     assert len(answered) == shape.ranks
     assert all(len(rank) > 5 for rank in answered)
-
-
-WHOLE_BLOCKS = {
-    "hidden_size": 512,
-    "intermediate_size": 512,
-    "head_dim": 128,
-    "num_hidden_layers": 2,
-    "moe_intermediate_size": 256,
-    "kv_lora_rank": 128,
-    "q_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-QUANTIZED = [
-    (name, kind, tp) for name in ("qwen2", "qwen3_moe", "glm4_moe", "deepseek_v3") for kind in FORMATS for tp in (1, 2)
-]
-
-
-def publishes(folder: Path, kind: Any, count: int) -> list[Path]:
-    """Write what the trainers of this model publish, each version with other weights, as safetensors."""
-    weights = SeededWeights(folder)
-    hf = json.loads((folder / "config.json").read_text())
-    files = []
-    for version in range(count):
-        weights.version = version
-        sent = quantized(weights, hf, kind, torch.bfloat16).stream()
-        files.append(folder / f"{kind}-{version}.publish")
-        save_file({name: pieces.tensor() for name, pieces in sent}, files[-1])
-    return files
-
-
-FEW = [("qwen2", "fp8", 2), ("qwen3_moe", "int8", 2), ("deepseek_v3", "fp8", 2)]
-
-
-@pytest.mark.parametrize(
-    "which", [pytest.param(FEW, id="few"), pytest.param(QUANTIZED, id="all", marks=pytest.mark.campaign)]
-)
-def test_sglang_loads_two_publishes_of_codes_and_scales_as_expected(
-    which: list[tuple[str, str, int]], tmp_path: Path
-) -> None:
-    """On the way that SGLang takes with CUDA, from random weights as engines start with. Nothing is multiplied."""
-    jobs, cases = [], []
-    for name, kind, tp in which:
-        folder = tmp_path / name
-        if not folder.exists():
-            model_type, changes = MODELS[name]
-            write_model(
-                folder, model_type, {**changes, **{k: v for k, v in WHOLE_BLOCKS.items() if k in {*SIZES, *changes}}}
-            )
-        engine = engine_of(EngineParallel(tp)).engine.model_copy(update={"quantization": kind})
-        args = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:]
-        files, out = publishes(folder, kind, 2), tmp_path / f"{name}.{kind}.{tp}.json"
-        env = server_env(engine, gpu=False)
-        jobs.append({"args": args, "env": env, "out": str(out), "published": list(map(str, files))})
-        cases.append((folder, tp, files[-1], out))
-    log = run_jobs(tmp_path, jobs)
-    for folder, tp, file, out in cases:
-        assert out.exists(), f"{out.name}:\n{log.read_text()[-5000:]}"
-        hf = json.loads((folder / "config.json").read_text())
-        expected = ExpectedChecksums(hf, EngineParallel(tp), dtype=torch.bfloat16)
-        tensors = load_file(file)
-        for name in sorted(tensors, key=lambda name: not name.endswith("_scale_inv")):  # as a bucket has them
-            expected.add(name, tensors[name])
-        assert differing(expected.result(), json.loads(out.read_text())) == [], out.name
 
 
 SERVED = [  # latent attention loads, but an engine with this project's attention for CPU cannot run it
