@@ -287,6 +287,15 @@ def test_the_time_to_change_over_that_is_assumed_is_said() -> None:
     assert "changes over" not in said(plan, switch=3.0)
 
 
+def test_what_typed_numbers_do_not_say_is_said() -> None:
+    plan = planned()
+    assert "one GPU holds a copy" in said(plan)
+    assert "4 GPUs hold a copy" in said(plan, trainer_gpus=4)
+    assert "Memory per GPU is not known" in said(plan)
+    assert "set kv_tokens" in said(plan)
+    assert "set kv_tokens" not in said(plan, kv_tokens=1000)
+
+
 def test_episodes_that_are_cut_off_are_said() -> None:
     assert "100% of the episodes are cut off at longest=100: they have 100 tokens" in said(
         planned(mean=9000, longest=100, sigma=0.3), mean=9000, longest=100, sigma=0.3
