@@ -28,7 +28,7 @@ from asyncrl.planner.estimate import MachineRates, plan_fields
 from asyncrl.planner.inputs import parse, splits
 from asyncrl.planner.model_splits import HARDWARE
 from asyncrl.planner.report import overrides, report
-from asyncrl.planner.search import Choices, GpuSplit, in_play, search
+from asyncrl.planner.search import NEAR, Choices, GpuSplit, in_play, search
 
 LAYOUT = tuple(f"trainer.{name}_parallel" for name in ("tensor", "pipeline", "expert", "expert_tensor", "sequence"))
 """Settings of the trainer's layout: if the command line sets one of them, all are kept."""
@@ -92,7 +92,7 @@ class RunPlan:
             f"plan: {row['samples_per_s']:.3g} samples/s, trainer busy {row['trainer_busy']:.0%}, staleness "
             f"{row['staleness_mean']:.1f}; the {row['binds']} law binds"
         )
-        if self.synchronous and self.synchronous >= row["samples_per_s"]:
+        if self.synchronous and self.synchronous >= (1 - NEAR) * row["samples_per_s"]:  # it is on-policy
             line += f"; cluster.placement=colocated, synchronous: {self.synchronous:.3g} samples/s"
         return [f"plan for {self.devices}: {' '.join(self.overrides)}{kept}", line]
 

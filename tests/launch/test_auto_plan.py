@@ -176,3 +176,9 @@ def test_summary_compares_the_run_with_its_plan() -> None:
     assert beside["plan/error/trainer_busy"] == pytest.approx(0.0)
     line = planned_line(summary | found)
     assert line == ("plan: predicted 12 samples/s, measured 10 (+20%); trainer busy 50%, 40%; staleness 2.0, 1.8")
+
+
+def test_a_synchronous_run_that_is_nearly_as_fast_is_named() -> None:
+    row = {"samples_per_s": 10.0, "trainer_busy": 0.5, "staleness_mean": 1.0, "binds": "order"}
+    assert "cluster.placement=colocated, synchronous: 9.9" in RunPlan("", [], row, 9.9).lines()[1]
+    assert "colocated" not in RunPlan("", [], row, 9.7).lines()[1]
