@@ -85,8 +85,8 @@ def disagreements(name: str) -> list[str]:
     """Return what the documentation says about an example that the laws do not say now."""
     plan, _ = planned(name, few=0)
     text = documented(name)
-    rows = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith(("| best", "|  |"))]
-    rows = [row if row[0] == "best" else ["", *row] for row in rows]
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    rows = [row for row in table[2:] if row[0] != "synchronous"]
     wrong = [] if command(name) in text and rows else ["the command"]
     for row in rows:
         same = [one for one in plan.laws if all(cells("", one)[at] == row[at] for at in (1, 2, 3, 5, 9, 10))]

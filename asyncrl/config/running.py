@@ -160,10 +160,11 @@ class ClusterConfig(Section):
     placement: Literal["separate", "colocated"]
     """separate: trainers and engines have GPUs of their own and work at the same time. colocated: they use the same
     GPUs in turns, with rollout.max_staleness of 0 or 1 (docs/colocated.md); without GPUs they take the same turns."""
-    plan: Literal["auto"] | None
+    plan: str | None
     """auto: the launcher chooses the number of engines, rollout.lead, rollout.max_running_groups and, on GPUs, the
-    parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/planning.md). What the
-    command line sets is kept, and rollout.max_staleness too; a resumed run keeps the plan that it had."""
+    parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/planning.md), and keeps
+    rollout.max_staleness. A file that asyncrl-plan --json wrote: its overrides are used. What the command line sets is
+    kept, and a resumed run keeps the plan that it had."""
     elastic: Literal["off", "advise", "act"]
     """Watch what limits the run, and decide for more or fewer engines, another lead within the bound, or another
     rollout.max_running_groups if that is a number (docs/elastic.md). advise: decisions are only reported, on the
@@ -252,7 +253,7 @@ class ClusterConfig(Section):
                     )
         elif self.plan and (self.nodes is None or self.gpus is None):
             field = "nodes" if self.nodes is None else "gpus"
-            remedy = "cluster.plan=auto divides given machines: set their number and that of their GPUs."
+            remedy = "cluster.plan divides given machines: set their number and that of their GPUs."
             raise ConfigError(f"cluster.{field}", None, remedy)
         return self
 

@@ -1,4 +1,5 @@
-"""cluster.plan=auto: choose a run's split between engines and trainer, its lead and its concurrency before it starts.
+"""cluster.plan=auto: choose a run's split between engines and trainer, its lead and its concurrency before it starts;
+or take them from a file of asyncrl-plan.
 
 On GPUs of a known kind, speed and memory follow from the model's arithmetic (planner/inputs.py), and the parallel
 layouts are chosen, too. On CPUs, processes take the place of GPUs, and their speed is that of the estimate
@@ -28,7 +29,7 @@ from asyncrl.planner.estimate import MachineRates, plan_fields
 from asyncrl.planner.inputs import parse, splits
 from asyncrl.planner.model_splits import HARDWARE
 from asyncrl.planner.report import overrides, report
-from asyncrl.planner.search import Choices, GpuSplit, in_play, search
+from asyncrl.planner.search import NEAR, Choices, GpuSplit, in_play, search
 
 LAYOUT = tuple(f"trainer.{name}_parallel" for name in ("tensor", "pipeline", "expert", "expert_tensor", "sequence"))
 """Settings of the trainer's layout: if the command line sets one of them, all are kept."""
@@ -92,17 +93,18 @@ class RunPlan:
             f"plan: {row['samples_per_s']:.3g} samples/s, trainer busy {row['trainer_busy']:.0%}, staleness "
             f"{row['staleness_mean']:.1f}; the {row['binds']} law binds"
         )
-        if self.synchronous and self.synchronous >= row["samples_per_s"]:
+        if self.synchronous and self.synchronous >= (1 - NEAR) * row["samples_per_s"]:  # it is on-policy
             line += f"; cluster.placement=colocated, synchronous: {self.synchronous:.3g} samples/s"
         return [f"plan for {self.devices}: {' '.join(self.overrides)}{kept}", line]
 
 
-def kept(arguments: Sequence[str]) -> set[str]:
-    """Return the settings of a plan that a command line sets, by themselves or in a mapping (engine={count: 2}). A
-    choice of a group, as engine=sglang, sets none."""
+def kept(arguments: Sequence[str], words: Sequence[str] = ()) -> set[str]:
+    """Return the settings of a plan that a command line sets, by themselves or in a mapping (engine={count: 2}): those
+    of PLANNED, and of the overrides `words`. A choice of a group, as engine=sglang, sets none."""
     pairs = [word.lstrip("+").partition("=") for word in arguments]
     names = [name for name, _, value in pairs if "." in name or value.startswith("{")]
-    found = {one for one in PLANNED if any(one == name or one.startswith(f"{name}.") for name in names)}
+    planned = {*PLANNED, *(word.partition("=")[0] for word in words)}
+    found = {one for one in planned if any(one == name or one.startswith(f"{name}.") for name in names)}
     return found | set(LAYOUT) if found & set(LAYOUT) else found
 
 
@@ -115,6 +117,24 @@ def recorded(config: Config, run_dir: Path) -> RunPlan | None:
         if (one / PLAN).is_file():
             return RunPlan(**json.loads((one / PLAN).read_text()))
     return None
+
+
+def of_file(path: str, arguments: Sequence[str] = ()) -> RunPlan:
+    """Return the plan that `asyncrl-plan --json` wrote, without what the command line sets."""
+    try:
+        found = json.loads(Path(path).expanduser().read_text())
+        turns, keep = found["synchronous_is_better"], kept(arguments, found["overrides"])
+        return RunPlan(
+            f"{found['input']['gpus']} GPUs ({path})",
+            [word for word in found["overrides"] if word.partition("=")[0] not in keep],
+            found["colocated" if turns else "best"],
+            found["colocated"]["samples_per_s"] if found["colocated"] and not turns else None,
+            sorted(keep),
+            found["input"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        remedy = f"Set auto, or name a file that asyncrl-plan --json wrote ({type(error).__name__}: {error})."
+        raise ConfigError("cluster.plan", path, remedy) from None
 
 
 def applied(config: Config, words: Sequence[str], keep: Collection[str]) -> Config:

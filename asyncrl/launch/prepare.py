@@ -105,18 +105,20 @@ class Preparation:
         check_attached(self.config, self.key)
 
     def plan(self) -> None:
-        """Choose the settings that cluster.plan=auto leaves to the launcher, as in the run that is resumed. A job is
-        planned when it starts."""
+        """Choose the settings that cluster.plan leaves to the launcher or a file, as in the run that is resumed. A job
+        is planned when it starts."""
         if not self.config.cluster.plan or (self.config.cluster.launcher == "slurm" and not self.job):
             return
         from asyncrl.launch import auto_plan  # imports the planner, which few runs need
 
         self.planned = auto_plan.recorded(self.config, self._run_dir)
-        if not self.planned:
+        if not self.planned and self.config.cluster.plan != "auto":
+            self.planned = auto_plan.of_file(self.config.cluster.plan, self._arguments)
+        elif not self.planned:
             self.find("model")
             hf, folder = self.read("model"), self.folders["model"]
             self.planned = auto_plan.make(self.config, self._arguments, folder, hf, self._devices(hf))
-        kept = auto_plan.kept(self._arguments)
+        kept = auto_plan.kept(self._arguments, self.planned.overrides)
         self.config = auto_plan.applied(self.config, self.planned.overrides, kept)
         self.chosen = Precision(self.config)
         if self.job:

@@ -33,7 +33,7 @@ BASE, HOP = 3.6e-6, 0.47e-6
 algorithms (ring, LL; src/graph/tuning.cc at 01afd20)."""
 DTYPE, BUCKET, LOGIT_ROWS = "bfloat16", 512 << 20, 1024
 """What a model is planned with: number format, bytes of a publish's bucket, rows of logits."""
-PIPELINES = (1, 2, 4, 8, 16)
+MOST_STAGES = 16
 MOST_GPUS = 64
 """Largest number of GPUs for one copy of the weights."""
 
@@ -108,10 +108,16 @@ class TrainerLayouts:
     """The layouts of a model's trainer that fit."""
 
     def __init__(self, hf: dict[str, Any], shape: Shape, weights: Sequence[Weight], hardware: Hardware) -> None:
-        """Prepare the search; `weights` is a result of shapes.counted."""
+        """Prepare the search; `weights` is a result of shapes.counted. `merged` has a layer's experts as one."""
         self._hf, self._shape, self._weights, self._hardware = hf, shape, weights, hardware
-        self._merged, self._count = _merged(weights), parameters(weights)
+        self.merged, self._count = _merged(weights), parameters(weights)
+        self._each = 1 / sizing.train_rate(self.merged, shape, hardware)  # seconds of a GPU for a token
         self._sent: dict[tuple[ParallelLayout, bool], Publish] = {}
+
+    @property
+    def sparse(self) -> bool:
+        """Return whether the model has routed experts."""
+        return self._shape.experts > 0
 
     def fitting(
         self, most: int, longest: int, room: float, typed: Sequence[int] = (), *, overlap: bool
@@ -133,7 +139,7 @@ class TrainerLayouts:
                 def fits(
                     times: int, layout: ParallelLayout = layout, each: int = each, to: Training = training
                 ) -> bool:
-                    rank = memory.trainer_rank(self._merged, self._shape, replace(layout, data=times * each), to)
+                    rank = memory.trainer_rank(self.merged, self._shape, replace(layout, data=times * each), to)
                     return sum(rank.values()) <= room
 
                 if least := _least(fits, most // (tensor * pipeline * each)):
@@ -143,14 +149,14 @@ class TrainerLayouts:
     def _degrees(self) -> Iterator[tuple[int, ...]]:
         experts = [2**power for power in range(10) if self._shape.experts and self._shape.experts % 2**power == 0]
         tensors = [one for one in tensor_degrees(self._hf, trainer=True) if one <= self._hardware.per_machine]
-        pipelines = [one for one in PIPELINES if self._shape.layers % one == 0]
+        pipelines = [one for one in range(1, MOST_STAGES + 1) if self._shape.layers % one == 0]
         for degrees in itertools.product(tensors, pipelines, experts or [1]):
             if degrees[0] * degrees[1] <= MOST_GPUS:
                 yield degrees
 
     def memory(self, layout: ParallelLayout, training: Training) -> dict[str, int]:
         """Return the bytes on the rank that holds most, by purpose."""
-        return memory.trainer_rank(self._merged, self._shape, layout, training)
+        return memory.trainer_rank(self.merged, self._shape, layout, training)
 
     def publish(self, layout: ParallelLayout, *, streams: bool, one_machine: bool) -> Publish:
         """Return the publish of a layout, which the number of replicas does not change."""
@@ -170,13 +176,13 @@ class TrainerLayouts:
         """Return the speed of a layout with a batch of this many tokens."""
         shape, hardware, number = self._shape, self._hardware, BYTES[DTYPE]
         again = training.recompute.granularity == "full"
-        computing = (4 / 3 if again else 1) / sizing.train_rate(self._weights, shape, hardware)
+        computing = self._each * (4 / 3 if again else 1)
         passes, width = 6 if again else 4, shape.hidden * number
         reduced = shape.layers * passes * 2 * (layout.tensor - 1) * width / _link(layout.tensor, hardware)
         near = min(layout.expert, hardware.per_machine)
         away = ((near - 1) / hardware.inside + (layout.expert - near) / hardware.between) / layout.expert
         exchanged = shape.sparse * passes * shape.chosen * width * away
-        each = computing + (reduced + exchanged) / hardware.share  # seconds of a GPU for a token
+        each = computing + (reduced + exchanged) / hardware.share
         micro_batches = max(1.0, batch_tokens / layout.data / training.tokens)
         each *= 1 + (layout.pipeline - 1) / micro_batches
         link = _link(layout.tensor * layout.pipeline * layout.data, hardware) * hardware.share

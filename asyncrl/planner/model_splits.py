@@ -65,15 +65,15 @@ def of_model(given: PlanInput) -> Iterator[GpuSplit]:
     weights, hardware = counted([Weight(name, size) for name, size in tensors(hf)], shape), HARDWARE[given.gpu]
     layouts = TrainerLayouts(hf, shape, weights, hardware)
     trainers = _trainers(given, hf, shape, layouts)
-    for tensor in _engines_that_fit(given, hf, weights, shape):
-        engine = _engine(given, weights, shape, tensor)
+    for tensor in _engines_that_fit(given, hf, layouts.merged, shape):
+        engine = _engine(given, layouts.merged, shape, tensor)
         for gpus in shares(given, tensor, max(one.copy for one in trainers), 1):
             if ranked := _ranked(given, layouts, trainers, gpus, overlap=given.overlap):
                 count = given.engines or (given.gpus - gpus) // tensor
                 yield _split(given, layouts, ranked[0], engine, (count, tensor, gpus))
         for one in [] if given.gpus % tensor else _ranked(given, layouts, trainers, given.gpus, overlap=False):
             taken = layouts.memory(one.layout, one.training)
-            engine = _engine(given, weights, shape, tensor, taken["publish buckets"])
+            engine = _engine(given, layouts.merged, shape, tensor, taken["publish buckets"])
             turns = memory.turns(taken, engine[1]).values()
             fits = max(sum(turn.values()) for turn in turns) <= ROOM * hardware.memory
             if fits and engine[0].kv_tokens >= given.prompt + given.longest:
@@ -170,7 +170,7 @@ def _split(
         1 if turns else given.batch_parts,
         given.overlap and not turns,
         turns,
-        tuple(_overrides(trained.layout, trained.training, sizes[1], shape)),
+        tuple(_overrides(trained.layout, trained.training, sizes[1], shape, sparse=layouts.sparse)),
         {
             "trainer": sum(layouts.memory(trained.layout, trained.training).values()),
             "engine": sum(parts.values()),
@@ -215,13 +215,15 @@ def _engine(
     return overridden(found, given), rank | {"received bucket": 2 * BUCKET}
 
 
-def _overrides(layout: ParallelLayout, training: Training, tensor: int, engine: EngineShape) -> Iterator[str]:
+def _overrides(
+    layout: ParallelLayout, training: Training, tensor: int, engine: EngineShape, *, sparse: bool
+) -> Iterator[str]:
     yield f"trainer.tensor_parallel={layout.tensor}"
     yield f"trainer.sequence_parallel={str(layout.sequence).lower()}"
     yield f"trainer.pipeline_parallel={layout.pipeline}"
     yield f"trainer.context_parallel={layout.context}"
     yield f"trainer.data_parallel={layout.data}"
-    if layout.expert > 1:
+    if sparse:
         yield f"trainer.expert_parallel={layout.expert}"
         yield f"trainer.expert_tensor_parallel={layout.expert_tensor}"
     yield f"trainer.recompute.granularity={training.recompute.granularity}"

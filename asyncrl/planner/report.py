@@ -143,7 +143,8 @@ def assumed(plan: Plan, given: PlanInput) -> Iterator[str]:
         yield "Memory per GPU is not known: name model= to compute it."
         if given.kv_tokens is None:
             yield "The engines' cache is taken to hold every request: set kv_tokens if it limits them."
-        yield f"Assumed: a copy of the trainer's weights has {given.trainer_gpus or 1} GPUs (trainer_gpus=)."
+        copy = "one GPU holds" if given.trainer_gpus in (None, 1) else f"{given.trainer_gpus} GPUs hold"
+        yield f"Assumed: {copy} a copy of the trainer's weights (trainer_gpus=)."
     if plan.colocated and given.switch is None:
         yield f"Assumed: the synchronous run changes over in {SWITCH:.0f} s a step (switch=)."
     tokens = [min(one.tokens, given.longest) for number in range(256) for one in given.lengths().group(number)]

@@ -20,6 +20,7 @@ from asyncrl.metrics.console import planned_line
 from asyncrl.metrics.fields import SUMMARY_PLAN
 from asyncrl.metrics.record import plan_figures
 from asyncrl.models import catalog
+from asyncrl.planner.cli import main
 from scripts import sizes
 from tests.fakes import tiny_config
 
@@ -176,3 +177,37 @@ def test_summary_compares_the_run_with_its_plan() -> None:
     assert beside["plan/error/trainer_busy"] == pytest.approx(0.0)
     line = planned_line(summary | found)
     assert line == ("plan: predicted 12 samples/s, measured 10 (+20%); trainer busy 50%, 40%; staleness 2.0, 1.8")
+
+
+def test_a_synchronous_run_that_is_nearly_as_fast_is_named() -> None:
+    row = {"samples_per_s": 10.0, "trainer_busy": 0.5, "staleness_mean": 1.0, "binds": "order"}
+    assert "cluster.placement=colocated, synchronous: 9.9" in RunPlan("", [], row, 9.9).lines()[1]
+    assert "colocated" not in RunPlan("", [], row, 9.7).lines()[1]
+
+
+def test_a_file_of_asyncrl_plan_is_used_kept_and_compared(tmp_path: Path) -> None:
+    page = tmp_path / "mine.json"
+    words = "gpus=3 engine_gpus=1 batch_groups=4 group_size=2 mean=8 longest=16 max_staleness=1 per_token=0.01"
+    more = "per_request=0.001 train_rate=500 max_running=8 kv_tokens=4096"
+    assert main([*words.split(), *more.split(), "--simulate", "0", "--json", str(page)]) == 0
+    made = auto_plan.of_file(str(page))
+    assert made.overrides == json.loads(page.read_text())["overrides"]
+    mine = auto_plan.of_file(str(page), ["rollout.batch_groups=5"])
+    assert mine.kept == ["rollout.batch_groups"]
+    config = applied(tiny_config(), mine.overrides, kept(["rollout.batch_groups=5"], mine.overrides))
+    assert config.engine.count + config.trainer.world_size == 3
+    assert (config.rollout.max_staleness, config.engine.max_running_requests) == (1, 8)
+    assert config.rollout.batch_groups == tiny_config().rollout.batch_groups  # the command line's
+    assert "law binds" in made.lines()[1]
+    made.write(tmp_path)
+    again = recorded(tiny_config(resume=str(tmp_path)), tmp_path)
+    assert again == made
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"input": {"gpus": 1}}'])
+def test_a_file_that_holds_no_plan_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(
+        ConfigError, match=r"cluster\.plan: got .*Set auto, or name a file that asyncrl-plan --json wrote"
+    ):
+        auto_plan.of_file(str(tmp_path / "plan.json"))

@@ -162,6 +162,18 @@ def test_a_model_is_planned_with_layouts_that_fit_and_settings_that_a_run_accept
     assert inputs.splits(again) == splits  # the plan can be made anew from what is written
 
 
+def test_a_model_with_experts_accepts_its_plans(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(sizes.MODELS["qwen3_30b_a3b"]))
+    fields = {"model": str(tmp_path), "gpus": 64, "mean": 1500, "longest": 4096}
+    for layout, trainers in (([2, 2, 8], 32), (None, 16)):
+        one = inputs.splits(inputs.parse(fields | {"layout": layout, "trainers": trainers}))[0]
+        law = Candidate(one, one.setting(2, 1), None, 64, 8)  # type: ignore[arg-type]
+        config = sizes.load("experiment=qwen3_30b_a3b", values=overrides(law))
+        assert config.trainer.world_size == trainers
+        assert sum(sizes.size(config, sizes.MODELS["qwen3_30b_a3b"]).trainer.values()) < sizes.ROOM
+        assert any(word.startswith("trainer.expert_parallel=") for word in one.overrides)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -273,6 +285,15 @@ def test_the_time_to_change_over_that_is_assumed_is_said() -> None:
     plan = planned()
     assert "changes over in 15 s a step (switch=)" in said(plan)
     assert "changes over" not in said(plan, switch=3.0)
+
+
+def test_what_typed_numbers_do_not_say_is_said() -> None:
+    plan = planned()
+    assert "one GPU holds a copy" in said(plan)
+    assert "4 GPUs hold a copy" in said(plan, trainer_gpus=4)
+    assert "Memory per GPU is not known" in said(plan)
+    assert "set kv_tokens" in said(plan)
+    assert "set kv_tokens" not in said(plan, kv_tokens=1000)
 
 
 def test_episodes_that_are_cut_off_are_said() -> None:
