@@ -2,7 +2,8 @@
 
 It measures the trajectories in flight on one core, the CPU time per request and per streamed chunk compared with a
 plain aiohttp client, the memory per trajectory, the event-loop lag, the CPU time per token of long and of short
-answers, and buffer operations by size. It prints tables and one line of JSON.
+answers, buffer operations by size, and the process with the buffer (rollout.processes) for each sample. It prints
+tables and one line of JSON.
 """
 
 from __future__ import annotations
@@ -174,6 +175,14 @@ def in_processes(processes: int, *, quick: bool) -> dict[str, float]:
         return asyncio.run(rollout_processes.measure(engines, 64, 8 if quick else 64, 4 if quick else 12))
 
 
+def buffer_process(*, tokens: int, record: bool, quick: bool) -> float:
+    """Return the CPU time of the process with the buffer in microseconds for each sample of a group of 8, with real
+    prompts and answers of so many tokens, played by two stubs (scripts/stub_player.py)."""
+    steps = 8 if quick else 20
+    found = rollout_processes.measure(["", ""], tokens, 64, steps, stubs=True, record=record)
+    return asyncio.run(found)["cpu_us"]
+
+
 def held_in_processes(count: int, *, alone: bool) -> dict[str, float]:
     """Measure so many samples in flight at once: in groups of 8 that share a request, in four processes; or `alone`,
     each with a connection of its own, in as many processes as the limit of open files requires. Each has a stub engine
@@ -264,8 +273,15 @@ def main() -> None:
         played = f"{row['worker_cpu_us']:.0f}" if number > 1 else ""
         table.add_row(f"{number}", f"{row['cpu_us']:.0f}", played, f"{row['samples_per_s']:.0f}")
     console.print(table)
+    shapes = [(64, False), (1000, False), (1000, True)]
+    buffers = {shape: buffer_process(tokens=shape[0], record=shape[1], quick=options.quick) for shape in shapes}
+    table = Table("tokens", "recorded", "µs a sample", title="process with the buffer, real prompts, groups of 8")
+    for (size, record), cost in buffers.items():
+        table.add_row(f"{size}", "yes" if record else "no", f"{cost:.0f}")
+    console.print(table)
     figures = {
-        "buffer_cpu_us_per_sample": rows[2]["cpu_us"],
+        "buffer_cpu_us_per_sample": buffers[1000, False],
+        "recorded_cpu_us_per_sample": buffers[1000, True],
         "player_cpu_us_per_request": rows[2]["worker_cpu_us"],
         "in_flight": ours["at_once"],
         "cpu_us_per_request": ours["cpu"] / count * 1e6,

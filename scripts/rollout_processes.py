@@ -36,6 +36,8 @@ from asyncrl.network.ports import free_port
 from asyncrl.observability.episodes import EpisodeFigures
 from asyncrl.observability.intervals import DECODE, PREFILL
 from asyncrl.observability.timeline import ROLLOUT, TimelineWriter
+from asyncrl.records.reading import RECORDS
+from asyncrl.records.writer import Writer
 from asyncrl.rollout import wire
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import Mixer
@@ -49,6 +51,7 @@ from asyncrl.rollout.limiter import UnboundedConcurrency
 from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, question_of, render
+from asyncrl.rollout.recorder import WritingRecorder
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Patience, Worker
@@ -112,11 +115,19 @@ def questions(processes: int) -> tuple[Config, dict[str, Task], ChatTemplate]:
 
 
 async def measure(
-    engines: Sequence[str], tokens: int, batch: int, steps: int, *, in_flight: bool = False, coalesce: bool = False
+    engines: Sequence[str],
+    tokens: int,
+    batch: int,
+    steps: int,
+    *,
+    in_flight: bool = False,
+    coalesce: bool = False,
+    stubs: bool = False,
+    record: bool = False,
 ) -> dict[str, float]:
     """Play batches of `batch` groups, in one process for each of several engines, or in this one for one engine. With
     `coalesce`, siblings share requests; with `in_flight`, all groups that are admitted must be in flight before the
-    first batch."""
+    first batch. With `stubs`, the processes ask no engines (scripts/stub_player.py), and the run may be recorded."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         address = f"http://127.0.0.1:{free_port('127.0.0.1')}"
@@ -126,7 +137,9 @@ async def measure(
         (name,) = built
         exposed = PrometheusMetrics(folder, addresses(""), "bench")
         timelines = Timelines([timeline], [EpisodeFigures({name: lambda reward: reward > 0}), exposed])
-        groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines)
+        writer: Writer | None = Writer(folder / RECORDS) if record else None
+        recorder = WritingRecorder(writer, print) if writer else None
+        groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
         prompts = Prompts(config, built, template, MODEL_LENGTH, ahead=getattr(playing, "ahead", None))
         mixer = Mixer(built, prompts.training, {name: 1.0}, by_weight, 0)
         limits: Any = UnboundedConcurrency(), Patience(100)
@@ -135,9 +148,13 @@ async def measure(
             serving = None
             if isinstance(playing, EpisodeWorkers):
                 serving = tasks.create_task(playing.serve(folder, address))
-                started = [
-                    await _start(address, number, engine, tokens, coalesce) for number, engine in enumerate(engines)
+                given = [
+                    ("stub_player.py", number, tokens, record)
+                    if stubs
+                    else (Path(__file__).name, number, engine, tokens, coalesce)
+                    for number, engine in enumerate(engines)
                 ]
+                started = [await _start(script, address, *arguments) for script, *arguments in given]
                 await playing.start()
             working = tasks.create_task(worker.run())
             if in_flight:
@@ -148,10 +165,15 @@ async def measure(
             await playing.close()
             if serving:
                 serving.cancel()
+            if serving and stubs:
+                await asyncio.gather(*[process.wait() for process in started])
+            elif serving:
                 told = [json.loads((await process.communicate())[0]) for process in started]
                 found["worker_cpu_us"] = sum(one["cpu"] for one in told) / sum(one["requests"] for one in told) * 1e6
                 found["worker_rss"] = max(one["rss"] for one in told)
         timeline.close()
+        if writer:
+            writer.close()
         return found
 
 
@@ -202,9 +224,22 @@ def addresses(episodes: str) -> Addresses:
     return Addresses("bench", KEY, Path(), (), "", "", 0, 0.0, episodes=episodes)
 
 
-async def _start(address: str, number: int, engine: str, tokens: int, coalesce: bool) -> asyncio.subprocess.Process:
-    argv = [str(Path(__file__)), address, str(number), engine, str(tokens), str(int(coalesce))]
+async def _start(script: str, address: str, *arguments: str | int) -> asyncio.subprocess.Process:
+    told = [str(int(one)) if isinstance(one, bool) else str(one) for one in arguments]
+    argv = [str(Path(__file__).with_name(script)), address, *told]
     return await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=asyncio.subprocess.PIPE)
+
+
+async def connected(address: str, number: int) -> wire.Channel:
+    """Connect to the process with the buffer, as the process of this number."""
+    while True:
+        try:
+            channel = await wire.connect(address, Access(KEY))
+            break
+        except OSError:
+            await asyncio.sleep(0.05)
+    channel.send(wire.Hello(KEY, number))
+    return channel
 
 
 async def main(address: str, number: int, engine: str, tokens: int, coalesce: bool) -> None:
@@ -218,13 +253,7 @@ async def main(address: str, number: int, engine: str, tokens: int, coalesce: bo
     def question(task: str, index: int) -> Question:
         return question_of(built[task], template, index, config.field_of(task))
 
-    while True:
-        try:
-            channel = await wire.connect(address, Access(KEY))
-            break
-        except OSError:
-            await asyncio.sleep(0.05)
-    channel.send(wire.Hello(KEY, number))
+    channel = await connected(address, number)
     cpu = time.process_time()
     await play_until_closed(channel, EpisodeWorker(channel, playing, question, partial(render, template), record=False))
     found = {

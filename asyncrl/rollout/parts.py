@@ -85,7 +85,7 @@ class PlayingParts:
     ) -> PlayingParts:
         """Build all of them. Nothing is started. `warn` receives warnings, with tracebacks where there are any;
         `requests` begins the names of requests to engines."""
-        allow_files(config)
+        allow_files(config, warn)
         rollout = config.rollout
         client = _client(config, addresses, model, requests)
         teachers = teacher_engines(config, addresses)
@@ -129,24 +129,26 @@ class PlayingParts:
         await each([self.client, self.teachers], "close")
 
 
-def allow_files(config: Config) -> None:
-    """Raise this process's limit of open files as far as it goes. Raises ConfigError if it is too low for the
-    connections of the episodes that may run at once."""
+def allow_files(config: Config, warn: Warn) -> None:
+    """Raise this process's limit of open files as far as it goes. If it is too low for the connections of the episodes
+    that may run at once, raises ConfigError, or warns where rollout.max_running_groups=auto may stay below it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     rollout, size = config.rollout, max(map(config.group_size, config.mixture))
-    if rollout.max_running_groups == "auto":
-        return  # follows the engines' load
     admitted = (rollout.effective_lead + 1) * (rollout.batch_groups + rollout.oversample)
-    groups = min(admitted, rollout.max_running_groups or admitted)
+    auto = rollout.max_running_groups == "auto"
+    groups = admitted if auto else min(admitted, int(rollout.max_running_groups or admitted))
     wanted = -(-groups // rollout.processes) * size + OTHER_FILES
-    if most != resource.RLIM_INFINITY and wanted > most:
-        raise ConfigError(
-            "rollout.max_running_groups",
-            rollout.max_running_groups,
-            f"{groups} groups of {size} need up to {wanted} open files in each of {rollout.processes} processes, but "
-            f"the limit is {most}: lower it, raise the limit (ulimit -Hn) or rollout.processes.",
-        )
+    if most == resource.RLIM_INFINITY or wanted <= most:
+        return
+    text = (
+        f"{groups} groups of {size} need up to {wanted} open files in each of {rollout.processes} processes, but "
+        f"the limit is {most}"
+    )
+    remedy = "raise the limit (ulimit -Hn) or rollout.processes"
+    if not auto:
+        raise ConfigError("rollout.max_running_groups", rollout.max_running_groups, f"{text}: lower it, {remedy}.")
+    warn(f"{text}: requests fail if rollout.max_running_groups=auto lets that many run; set a number, {remedy}")
 
 
 def _client(config: Config, addresses: Addresses, model: ModelParts, requests: str) -> GenerationClient:

@@ -353,14 +353,28 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
-def test_episodes_that_need_more_open_files_than_allowed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_episodes_that_need_more_open_files_than_allowed_are_refused_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told if the number that runs follows the engines' load."""
     allowed: list[Any] = []
+    told: list[str] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1024))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: allowed.append(limits))
     shape = {"rollout.batch_groups": 200, "rollout.group_size": 8, "rollout.max_staleness": 0, "rollout.lead": None}
-    many = {**shape, "rollout.max_running_groups": 150}
+
+    def check(running: Any, processes: int = 1) -> None:
+        settings = {**shape, "rollout.max_running_groups": running, "rollout.processes": processes}
+        allow_files(tiny_config(**settings), lambda text, traceback=None: told.append(text))
+
     with pytest.raises(ConfigError, match=r"rollout.max_running_groups: got 150. 150 groups of 8 need up to 1456"):
-        allow_files(tiny_config(**many))
-    allow_files(tiny_config(**many, **{"rollout.processes": 2}))
-    allow_files(tiny_config(**{**shape, "rollout.max_running_groups": 90}))
-    assert allowed == [(1024, 1024)] * 3
+        check(150)
+    with pytest.raises(ConfigError, match=r"rollout.max_running_groups: got None. 200 groups of 8 need up to 1856"):
+        check(None)
+    check(150, processes=2)
+    check(90)
+    check("auto", processes=3)
+    assert told == []
+    check("auto")
+    assert [text.partition(",")[0] for text in told] == [
+        "200 groups of 8 need up to 1856 open files in each of 1 processes"
+    ]
+    assert set(allowed) == {(1024, 1024)}
