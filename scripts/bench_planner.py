@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.fit import fit
+from asyncrl.planner.fit import fit, in_words
 from asyncrl.planner.laws import LengthSample, predict
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Setting, SimulatedWorkload, simulate
@@ -162,8 +162,9 @@ def run(options: argparse.Namespace) -> dict[str, float]:
     if not options.run:
         return {}
     found = fit(options.run)
-    print("\n".join([found.check(), *found.notes]), flush=True)
-    predicted, measured = found.compare()["samples_per_s"]
+    compared = found.compare()
+    print("\n".join([in_words(compared), *found.notes]), flush=True)
+    predicted, measured = compared["samples_per_s"]
     return {"run_error": predicted / measured - 1}
 
 

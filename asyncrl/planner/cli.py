@@ -26,7 +26,7 @@ from asyncrl.errors import AsyncRLError, ConfigError, visible
 from asyncrl.network.addresses import MACHINE
 
 if TYPE_CHECKING:
-    from asyncrl.planner.fit import Fit
+    from asyncrl.planner.fit import Comparison, Fit
 
 
 ENGINE = {
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print a plan. Returns 0 on success, 2 for wrong arguments and 1 for any other error, after one line on stderr."""
     options = _parser().parse_args(argv)
     from asyncrl.planner import inputs  # imported after parsing, so that wrong arguments are answered immediately
+    from asyncrl.planner.fit import in_words
     from asyncrl.planner.report import report, show, svg
     from asyncrl.planner.search import Choices, search
 
@@ -50,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = inputs.parse(settings)
         choices, possible = Choices.up_to(given.max_staleness), inputs.splits(given, _kept(settings, runs))
         plan = search(possible, given.workload, choices, few=options.simulate, seeds=options.seeds, say=_say)
-        notes = [line for run in runs for line in (run.check(), *run.notes)]
-        show(plan, given, notes, _own_error(runs))
+        compared = [run.compare() for run in runs]
+        notes = [line for run, one in zip(runs, compared, strict=True) for line in (in_words(one), *run.notes)]
+        show(plan, given, notes, _own_error(compared))
         if options.json:
             options.json.write_text(json.dumps(report(plan, given), indent=2) + "\n")
         if options.svg:
@@ -79,11 +81,11 @@ def _kept(settings: dict[str, Any], runs: Sequence[Fit]) -> list[str]:
     return [name for field, name in ENGINE.items() if field in own and settings.get(field) == own[field]]
 
 
-def _own_error(runs: Sequence[Fit]) -> float | None:
+def _own_error(compared: Sequence[Comparison]) -> float | None:
     """Return how far the last recorded run is predicted off in its own setting, as a fraction."""
-    if not runs:
+    if not compared:
         return None
-    predicted, made = runs[-1].compare()["samples_per_s"]
+    predicted, made = compared[-1]["samples_per_s"]
     return predicted / made - 1
 
 

@@ -50,6 +50,10 @@ STEADY = 0.25
 """Fraction of a run's steps that is left out, while engines and trainer warm up."""
 
 
+Comparison = dict[str, tuple[float, float]]
+"""What is predicted of a run in its own setting, and what was measured, by name."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """What a run tells a plan."""
@@ -64,7 +68,7 @@ class Fit:
     engines: int
     """Number of engines, as a mean."""
 
-    def compare(self, seeds: int = 2) -> dict[str, tuple[float, float]]:
+    def compare(self, seeds: int = 2) -> Comparison:
         """Simulate the run in its own setting. Return what is predicted and what was measured: samples per second,
         the trainer's busy fraction and the mean staleness."""
         rollout, trainer = self.settings.rollout, self.settings.trainer
@@ -85,14 +89,15 @@ class Fit:
             ),
         }
 
-    def check(self, seeds: int = 2) -> str:
-        """Return the comparison in words."""
-        (rate, made), busy, ages = self.compare(seeds).values()
-        return (
-            f"In its own setting the run is predicted to make {rate:.4g} samples/s and made {made:.4g} "
-            f"({rate / made - 1:+.1%}); trainer busy {busy[0]:.0%}, {busy[1]:.0%}; staleness {ages[0]:.2f}, "
-            f"{ages[1]:.2f}."
-        )
+
+def in_words(compared: Comparison) -> str:
+    """Return a comparison as a sentence."""
+    (rate, made), busy, ages = compared.values()
+    return (
+        f"In its own setting the run is predicted to make {rate:.4g} samples/s and made {made:.4g} "
+        f"({rate / made - 1:+.1%}); trainer busy {busy[0]:.0%}, {busy[1]:.0%}; staleness {ages[0]:.2f}, "
+        f"{ages[1]:.2f}."
+    )
 
 
 def fit(run: Path) -> Fit:
