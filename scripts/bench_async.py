@@ -116,10 +116,10 @@ MODES = [
     Mode("bound 1", 1),
     Mode("bound 2", 2),
     Mode("bound 4", 4),
-    Mode("bound 1, parts", 1, parts=BATCH),  # trainer.batch_parts, a group in each
-    Mode("bound 2, parts", 2, parts=BATCH),
-    Mode("bound 4, parts", 4, parts=BATCH),
-    Mode("bound 8, parts", 8, parts=BATCH),
+    Mode("bound 1, parts", 1, parts=8),  # trainer.batch_parts
+    Mode("bound 2, parts", 2, parts=8),
+    Mode("bound 4, parts", 4, parts=8),
+    Mode("bound 8, parts", 8, parts=8),
     Mode("bound 4, lead 2", 4, lead=2),
     Mode("bound 8", 8),
     Mode("bound 8, lead 4", 8, lead=4),
