@@ -46,9 +46,8 @@ ANSWER = 5.0
 """Deadline of a request to the rollout process."""
 SECONDS = 60.0
 """Deadline of each sbatch, and of the end of the engines that were added."""
-
-
 PENDING = ("squeue", "--me", "--states=PENDING", "--noheader", "--format=%i")
+"""Command that lists the numbers of this user's jobs that have not started."""
 
 
 class Submission:

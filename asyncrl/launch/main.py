@@ -11,17 +11,14 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
-import asyncrl
+from asyncrl import CONF
 from asyncrl.errors import AsyncRLError, CompositionError, ConfigError, Paused, Stopped, visible
 from asyncrl.launch import help
 from asyncrl.network.addresses import PAUSED
 
 STARTED_AT = time.time()
 CHECK = "--check"
-PACKAGE = Path(asyncrl.__file__).parent
-CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in a wheel, or in a checkout
 
 
 def main() -> None:

@@ -6,14 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import asyncrl
-from asyncrl import config
+from asyncrl import CONF, config
 from asyncrl.config import Config
 from asyncrl.errors import RecordError
 from asyncrl.jsonl import Tail
 
-PACKAGE = Path(asyncrl.__file__).parent
-CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in a wheel, or in a checkout
 REQUIRED = "???"
 """Hydra's mark of a value that has no default."""
 

@@ -64,7 +64,8 @@ async def main(run_dir: Path) -> None:
     tasks = build_all(config)
     playing = _playing(config, addresses, model, tasks, reporter.warn)
     client: Any = playing.client
-    length, ahead = model.hf["max_position_embeddings"], getattr(playing, "ahead", None)
+    length = model.hf["max_position_embeddings"]
+    ahead = playing.ahead if isinstance(playing, EpisodeWorkers) else None
     prompts = Prompts(config, tasks, model.template, length, reporter.warn, model.vision, ahead)
     rollout, loads = config.rollout, Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
     mixer = _mixer(config, tasks, prompts)

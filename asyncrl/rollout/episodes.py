@@ -57,13 +57,8 @@ class EpisodeWorker:
         record: bool,
     ) -> None:
         """`question` returns a question of a task, `render` its tokens; `record` says that the run is recorded."""
-        self._channel, self._parts, self._question, self._render, self._record = (
-            channel,
-            parts,
-            question,
-            render,
-            record,
-        )
+        self._channel, self._parts, self._record = channel, parts, record
+        self._question, self._render = question, render
         self._playing: dict[str, tuple[wire.Play, Sequence[GenerationSession], asyncio.Task[None]]] = {}
         self._stopped: set[str] = set()
 

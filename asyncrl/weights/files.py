@@ -41,8 +41,8 @@ def folder_in(shared: Path, run_dir: Path, purpose: str = "") -> Path:
 
 
 def claim(folder: Path) -> None:
-    """Create a private folder, or check that it belongs to this user. Raises WeightsError if
-    it does not: its owner could exchange the files before the engines load them."""
+    """Create a private folder, or check that it belongs to this user. Raises WeightsError if it does not: its owner
+    could exchange the files before the engines load them."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
