@@ -81,8 +81,7 @@ def main(run_dir: Path) -> None:
     """Train one run on this rank."""
     importing.done()
     config, addresses = read(run_dir), Addresses.read(run_dir)
-    longest_wait = max(config.rollout.batch_timeout, config.engine.start_timeout, config.weights.timeout)
-    timeout = longest_wait + TIMEOUT_MARGIN
+    timeout = longest_wait(config) + TIMEOUT_MARGIN
     progress, begins, parallel = _join(config, run_dir, timeout, gpu=on_gpu(config.trainer, addresses.gpus))
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     colocated = config.cluster.placement == "colocated"
@@ -198,6 +197,15 @@ def _join(
     if config.deterministic:  # a call, even with False, imports torch's compiler in 1 CPU second
         torch.use_deterministic_algorithms(True)
     return progress, begins, parallel
+
+
+def longest_wait(config: Config) -> float:
+    """Return the most seconds that rank 0 waits for others within a part of a step: for a batch, or for engines. Where
+    engines hand over GPUs, they are paused and release their memory before and after the wait for those that are being
+    restarted (engine/hand_over.py)."""
+    hands_over = config.cluster.placement == "colocated" or config.cluster.lend
+    engines = config.engine.start_timeout + (4 * config.weights.timeout if hands_over else 0.0)
+    return max(config.rollout.batch_timeout, engines, config.weights.timeout)
 
 
 def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tuple[Progress, Callable[[str, int], None]]:

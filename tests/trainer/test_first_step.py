@@ -1,5 +1,5 @@
-"""A trainer's first step on a GPU, which compiles kernels, has a deadline of its own; later steps have the stall
-timeout."""
+"""Deadlines of a trainer: its first step on a GPU, which compiles kernels, has one of its own, later steps have the
+stall timeout, and a wait for others has the sum of what they may take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.trainer.__main__ import watched
+from asyncrl.trainer.__main__ import longest_wait, watched
 from tests.fakes import tiny_config
 
 
@@ -27,3 +27,12 @@ def test_only_the_first_step_on_a_gpu_may_exceed_the_stall_timeout(
     finally:
         progress.end()
     assert deadlines == [2000.0, 2000.0 if gpu else 30.0, 2000.0, *([2000.0, 30.0, 2000.0] * 2)]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_wait_for_engines_that_use_the_trainers_gpus_may_last_as_long_as_all_calls_of_a_hand_over(
+    shared: bool,
+) -> None:
+    deadlines = {"rollout.batch_timeout": 50.0, "engine.start_timeout": 100.0, "weights.timeout": 30.0}
+    turns = {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "drain"}
+    assert longest_wait(tiny_config(**deadlines, **(turns if shared else {}))) == (220.0 if shared else 100.0)
