@@ -1,0 +1,124 @@
+"""Migration of long answers to engines with far fewer requests (rollout.migrate_after). Off by default.
+
+The router knows how many requests each engine has, and sends a request with a new routing key to the one that has
+fewest. If that is far fewer than another engine has, the longest answer leaves the other one: the engine is told to
+abort it, and ends its stream with the versions, log-probabilities and experts of all tokens so far. The client
+continues it, as it continues what a publish aborts (client.py), under a new routing key. Later turns stay there.
+
+An answer stays where it is while requests are held back, while engines are lent, until it has had `after` tokens from
+its engine, which also separates two moves, and once its limit leaves fewer than that.
+
+waits for     the router's list of engines, every PERIOD seconds while some answer might move; an engine's confirmation
+on a failure  of either, nothing moves. An engine that dies meanwhile breaks the stream, and the client continues it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from asyncrl.engine.inflight import InFlight
+from asyncrl.engine.pending_sample import OpenRequest
+from asyncrl.network.addresses import Access
+
+PERIOD, TIMEOUT = 0.25, 5.0
+"""Seconds between two looks at the router's list, which takes about 1 ms, and the timeout of each call."""
+LEAST_LEFT = 16
+"""Least number of tokens by which an answer must be below its limit: SGLang refuses a prompt that almost fills its
+context (client.RESERVED), and more tokens may arrive until the engine has aborted it."""
+
+
+class Migration:
+    """Moves answers of one process."""
+
+    def __init__(
+        self,
+        router: str,
+        access: Access,
+        inflight: InFlight,
+        *,
+        after: int,
+        below: float,
+        processes: int = 1,
+        lent: Collection[str] = (),
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`after` and `below` are rollout.migrate_after and rollout.migrate_below. Each of `processes` moves answers of
+        its own; `lent` are the URLs of the engines on the trainers' GPUs."""
+        self._router, self._inflight, self._after, self._below = router, inflight, after, below
+        self._gap, self._lent = 2 * processes, frozenset(lent)
+        self._http = httpx.AsyncClient(**access.http, timeout=TIMEOUT, transport=transport)
+
+    async def run(self) -> None:
+        """Move answers until cancelled."""
+        while True:
+            await asyncio.sleep(PERIOD)
+            await self.check()
+
+    async def check(self) -> None:
+        """Move at most one answer from each engine."""
+        if not self._movable():
+            return
+        loads = await self._loads()
+        if self._inflight.holding or self._lent & loads.keys():
+            return
+        chosen = choose(loads, self._movable(), self._below, self._gap)
+        await asyncio.gather(*[self._end(request) for request in chosen])
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    def _movable(self) -> list[OpenRequest]:
+        return [request for request in self._inflight.requests if self._may_move(request)]
+
+    def _may_move(self, request: OpenRequest) -> bool:
+        exchange = request.samples[0].exchange
+        if exchange.live is None or exchange.live.moving:
+            return False
+        left = exchange.limit - length(request)
+        return len(exchange.live.token_ids) >= self._after and left >= max(self._after, LEAST_LEFT)
+
+    async def _loads(self) -> dict[str, int]:
+        """Return the number of open requests of each engine, as the router counts them; empty if it does not answer."""
+        try:
+            response = await self._http.get(f"{self._router}/workers")
+        except httpx.TransportError:
+            return {}  # the router is dead or restarting
+        workers: list[dict[str, Any]] = response.json()["workers"] if response.status_code == 200 else []
+        return {one["url"]: one["load"] for one in workers if one["is_healthy"]}
+
+    async def _end(self, request: OpenRequest) -> None:
+        """Tell an engine to abort a request, so that it is continued elsewhere."""
+        if not (live := request.samples[0].exchange.live):
+            return  # it has ended meanwhile
+        live.moving = True
+        try:
+            response = await self._http.post(f"{request.engine}/abort_request", json={"rid": request.rid})
+            live.moving = response.status_code == 200
+        except httpx.TransportError:
+            live.moving = False
+
+
+def choose(loads: Mapping[str, int], movable: Sequence[OpenRequest], below: float, gap: int) -> list[OpenRequest]:
+    """Return the requests to move: the longest of each engine, as long as the engine with the fewest requests has fewer
+    than `below` times as many as its own, and at least `gap` fewer."""
+    left, found = dict(loads), list[OpenRequest]()
+    for source in sorted(loads, key=lambda url: -loads[url]):
+        target = min(left, key=lambda url: left[url])
+        own = [request for request in movable if request.engine == source]
+        if own and left[target] < below * left[source] and left[source] - left[target] >= gap:
+            found.append(max(own, key=length))
+            left[source] -= 1
+            left[target] += 1
+    return found
+
+
+def length(request: OpenRequest) -> int:
+    """Return the number of tokens of an answer so far."""
+    exchange = request.samples[0].exchange
+    parts = [*exchange.parts, *([exchange.live] if exchange.live else [])]
+    return sum(len(part.token_ids) for part in parts)
