@@ -1,4 +1,5 @@
-"""Check of the settings that rollout.migrate_after requires, with which answers move between engines."""
+"""Check of the settings that rollout.migrate_after and rollout.start_order require, with which answers move between
+engines and prompts are started in an order of their own."""
 
 from __future__ import annotations
 
@@ -9,16 +10,17 @@ from asyncrl.config.rules import Rule, require
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
-FIELD = "rollout.migrate_after"
 
-
-def check_migration(config: Config) -> None:
-    """Refuse settings under which answers cannot move between engines. Raises ConfigError."""
+def check_long_tail(config: Config) -> None:
+    """Refuse settings under which answers cannot move, or prompts cannot be ordered. Raises ConfigError."""
     if config.rollout.migrate_after is not None:
-        require(_rules(config), f", or set {FIELD}=null.")
+        require(_migration(config), ", or set rollout.migrate_after=null.")
+    if config.rollout.start_order != "in_order":
+        remedy = "Which lengths are known depends on timing: set false, or rollout.start_order=in_order."
+        require([("deterministic", True, config.deterministic, remedy)])
 
 
-def _rules(config: Config) -> list[Rule]:
+def _migration(config: Config) -> list[Rule]:
     """Return each rule as field, value, whether the value breaks it, and the remedy."""
     engine, rollout, mode = config.engine, config.rollout, config.weights.pause_mode
     return [
