@@ -119,7 +119,7 @@ ONLY = {
     ("planner", "observability"): {"observability.intervals", "observability.timeline"},
     ("rewards", "sandbox"): {"sandbox.protocol"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.cohorts", "rollout.concurrency"},
-    ("planner", "engine"): {"engine.loads", "engine.loans"},
+    ("planner", "engine"): {"engine.loads", "engine.loans", "engine.migration"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 

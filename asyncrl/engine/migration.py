@@ -15,8 +15,8 @@ on a failure  of either, nothing moves. An engine that dies meanwhile breaks the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Container, Mapping
+from typing import Any, TypeVar
 
 import httpx
 
@@ -29,6 +29,8 @@ PERIOD, TIMEOUT = 0.25, 5.0
 LEAST_LEFT = 16
 """Least number of tokens by which an answer must be below its limit: SGLang refuses a prompt that almost fills its
 context (client.RESERVED), and more tokens may arrive until the engine has aborted it."""
+
+E = TypeVar("E")  # an engine
 
 
 class Migration:
@@ -65,8 +67,11 @@ class Migration:
         loads = await self._loads()
         if self._inflight.holding or self._lent & loads.keys():
             return
-        chosen = choose(loads, self._movable(), self._below, self._gap)
-        await asyncio.gather(*[self._end(request) for request in chosen])
+        movable: dict[str, list[OpenRequest]] = {}
+        for request in self._movable():
+            movable.setdefault(request.engine, []).append(request)
+        found = moves(loads, self._below, self._gap, movable)
+        await asyncio.gather(*[self._end(max(movable[source], key=length)) for source, _ in found])
 
     async def close(self) -> None:
         """Close the connections."""
@@ -103,15 +108,14 @@ class Migration:
             live.moving = False
 
 
-def choose(loads: Mapping[str, int], movable: Sequence[OpenRequest], below: float, gap: int) -> list[OpenRequest]:
-    """Return the requests to move: the longest of each engine, as long as the engine with the fewest requests has fewer
-    than `below` times as many as its own, and at least `gap` fewer."""
-    left, found = dict(loads), list[OpenRequest]()
-    for source in sorted(loads, key=lambda url: -loads[url]):
-        target = min(left, key=lambda url: left[url])
-        own = [request for request in movable if request.engine == source]
-        if own and left[target] < below * left[source] and left[source] - left[target] >= gap:
-            found.append(max(own, key=length))
+def moves(loads: Mapping[E, int], below: float, gap: int, having: Container[E]) -> list[tuple[E, E]]:
+    """Return the engines between which an answer moves: from each of those `having` one that may, to the engine with
+    the fewest requests, as long as that has fewer than `below` times as many, and at least `gap` fewer."""
+    left, found = dict(loads), list[tuple[E, E]]()
+    for source in sorted(loads, key=lambda engine: -loads[engine]):
+        target = min(left, key=lambda engine: left[engine])
+        if source in having and left[target] < below * left[source] and left[source] - left[target] >= gap:
+            found.append((source, target))
             left[source] -= 1
             left[target] += 1
     return found

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from asyncrl import retries
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.migration import LEAST_LEFT, Migration, choose
-from asyncrl.engine.pending_sample import OpenRequest
+from asyncrl.engine.migration import LEAST_LEFT, Migration, moves
 from asyncrl.errors import ConfigError
 from asyncrl.network.addresses import Access
 from asyncrl.schema import Completion, VersionSpan
@@ -389,15 +388,6 @@ def test_a_router_that_does_not_answer_moves_nothing() -> None:
     played(play)
 
 
-def request(engine: str) -> OpenRequest:
-    one: Any = type("Request", (), {})()
-    part: Any = type("Part", (), {"token_ids": [0]})()
-    one.engine = engine
-    exchange: Any = type("Exchange", (), {"parts": [], "live": part})()
-    one.samples = [type("Sample", (), {"exchange": exchange})()]
-    return one
-
-
 @pytest.mark.parametrize(
     ("loads", "below", "gap", "moved"),
     [
@@ -415,8 +405,7 @@ def request(engine: str) -> OpenRequest:
 def test_answers_leave_engines_that_have_far_more_requests(
     loads: dict[str, int], below: float, gap: int, moved: list[str]
 ) -> None:
-    movable = [request(A), request(B)]
-    assert [one.engine for one in choose(loads, movable, below, gap)] == moved
+    assert [source for source, _ in moves(loads, below, gap, {A, B})] == moved
 
 
 @pytest.mark.parametrize(
