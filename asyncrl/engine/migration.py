@@ -27,8 +27,8 @@ from asyncrl.network.addresses import Access
 PERIOD, TIMEOUT = 0.25, 5.0
 """Seconds between two looks at the router's list, which takes about 1 ms, and the timeout of each call."""
 LEAST_LEFT = 16
-"""Least number of tokens by which an answer must be below its limit: SGLang refuses a prompt that almost fills its
-context (client.RESERVED), and more tokens may arrive until the engine has aborted it."""
+"""Least number of tokens by which an answer must be below its limit, besides those of a chunk: SGLang refuses a prompt
+that almost fills its context (client.RESERVED), and more tokens arrive until the engine has aborted it."""
 
 E = TypeVar("E")  # an engine
 
@@ -44,13 +44,16 @@ class Migration:
         *,
         after: int,
         below: float,
+        interval: int = 0,
         processes: int = 1,
         lent: Collection[str] = (),
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`after` and `below` are rollout.migrate_after and rollout.migrate_below. Each of `processes` moves answers of
-        its own; `lent` are the URLs of the engines on the trainers' GPUs."""
+        """`after` and `below` are those of rollout.migrate_after and rollout.migrate_below, `interval` is
+        engine.stream_interval. Each of `processes` moves answers of its own; `lent` are the URLs of the engines on the
+        trainers' GPUs."""
         self._router, self._inflight, self._after, self._below = router, inflight, after, below
+        self._left = max(after, LEAST_LEFT + interval)
         self._gap, self._lent = 2 * processes, frozenset(lent)
         self._http = httpx.AsyncClient(**access.http, timeout=TIMEOUT, transport=transport)
 
@@ -85,7 +88,7 @@ class Migration:
         if exchange.live is None or exchange.live.moving:
             return False
         left = exchange.limit - length(request)
-        return len(exchange.live.token_ids) >= self._after and left >= max(self._after, LEAST_LEFT)
+        return len(exchange.live.token_ids) >= self._after and left >= self._left
 
     async def _loads(self) -> dict[str, int]:
         """Return the number of open requests of each engine, as the router counts them; empty if it does not answer."""

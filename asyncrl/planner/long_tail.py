@@ -34,7 +34,7 @@ class LongTail:
     """The options, as the settings of the same names under rollout."""
 
     migrate_after: int | None = None
-    migrate_below: float = 0.5
+    migrate_below: float = 0.75
     start_order: Order = "in_order"
 
 

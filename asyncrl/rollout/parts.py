@@ -205,6 +205,7 @@ def _migration(config: Config, addresses: Addresses, client: GenerationClient) -
         client.inflight,
         after=config.rollout.migrate_after,
         below=config.rollout.migrate_below,
+        interval=config.engine.stream_interval,
         processes=config.rollout.processes,
         lent=addresses.lent,
     )
