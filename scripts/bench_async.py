@@ -6,8 +6,9 @@
 By default the engines are time-dilated stubs (scripts/dilated_run.py) with a published calibration, scaled down in
 state and time. There are 8 devices, each an engine or an eighth of the trainer, and 16 groups of 8 answers per batch.
 Lengths are those of reasoning models (log-normal, sigma 0.9), with a heavier tail (1.3), or of an agent with slow
-tools; with --full also with dynamic sampling that rejects half of the groups. The baseline is colocated: all devices
-generate, then all train, and switching costs time. Each mode uses the split of devices that is fastest in the
+tools; with --full also with dynamic sampling that rejects half of the groups, and with questions that come again
+every 8 batches, and whose answers then take as long as before. Prefills take no time. The baseline is colocated: all
+devices generate, then all train, and switching costs time. Each mode uses the split of devices that is fastest in the
 simulation; all modes train on the same groups. Time is scaled down by --scale (default 80). The cost of asyncrl per
 request is not scaled, so it weighs more than in a real run. Each row is printed as soon as its run has ended. By
 default there are few modes and steps, which take about ten minutes; --full runs all modes, for more than an hour.
@@ -43,12 +44,13 @@ from asyncrl.launch.machine import count_gpus
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.laws import bottleneck_bound
 from asyncrl.planner.lengths import Lengths
+from asyncrl.planner.long_tail import LongTail, Order, simulate_long_tail
 from asyncrl.planner.simulation import Setting, SimulatedWorkload, SimulationResult, simulate
 from scripts import machine
 from scripts.dilated_run import DilatedRun, Measured
 
 COLUMNS = ("", "engines", "tokens/s", "x colocated", "simulated", "of the bound", "staleness, mean and max")
-ROW = "{:20} {:>7} {:>8} {:>11} {:>14} {:>12} {:>23}"
+ROW = "{:33} {:>7} {:>8} {:>11} {:>14} {:>12} {:>23}"
 FIGURES = (
     "samples_per_s",
     "step_s",
@@ -67,7 +69,8 @@ FIGURES = (
 DEVICES, BATCH = 8, 16
 SHAPE = EngineShape(0.012, 0.00048, 64)
 RATE = 2500.0
-WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools", "half rejected")
+WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools", "half rejected", "repeated")
+QUESTIONS = 8 * BATCH  # of "repeated"; the first batches of an epoch have ended when those of the next begin
 
 
 def lengths(workload: str, scale: float) -> Lengths:
@@ -91,6 +94,12 @@ class Mode:
     spread: bool = True
     replacement: Literal["newest", "slot"] = "newest"
     in_play: int | None = 0
+    migrate: bool = False
+    start_order: Order = "in_order"
+
+    def options(self, scale: float) -> LongTail:
+        """Return the options for the long tail. Answers may move after half of a mean answer."""
+        return LongTail(round(4000 / scale) if self.migrate else None, start_order=self.start_order)
 
     def setting(self, engines: int, scale: float) -> Setting:
         """Return the setting in which this many devices generate."""
@@ -110,6 +119,7 @@ class Mode:
         )
 
 
+LIMIT = 40 * 8  # episodes in play
 MODES = [
     Mode("colocated", 0, colocated=True),
     Mode("lead 0", 0),
@@ -126,6 +136,11 @@ MODES = [
     Mode("bound 4, drain", 4, drain=True),
     Mode("bound 4, together", 4, spread=False),  # the siblings of a group on one engine
     Mode("bound 8, together", 8, spread=False),
+    Mode("bound 4, migrate", 4, migrate=True),  # rollout.migrate_after
+    Mode("bound 4, together, migrate", 4, spread=False, migrate=True),
+    Mode("bound 4, limited", 4, in_play=LIMIT),  # half of what admission allows: groups queue
+    Mode("bound 4, limited, shortest first", 4, in_play=LIMIT, start_order="shortest_first"),
+    Mode("bound 4, limited, longest first", 4, in_play=LIMIT, start_order="longest_first"),
     Mode("bound 4, in slots", 4, replacement="slot"),
     Mode("bound 8, auto", 8, in_play=None),  # rollout.max_running_groups
 ]
@@ -136,7 +151,7 @@ FEWER = ("bound 4", "bound 4, parts", "bound 8, parts")
 def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[str, dict[str, float]]:
     """Measure every mode on one workload, compare it with the baseline, the law and the simulation, and print it."""
     rejected = 0.5 if name == "half rejected" else 0.0
-    run = DilatedRun(lengths(name, scale), BATCH, rejected)
+    run = DilatedRun(lengths(name, scale), BATCH, rejected, QUESTIONS if name == "repeated" else None)
     try:
         workload = run.workload()
         tokens = [sum(one.tokens for one in workload.episodes(number)) for number in range(64 * BATCH)]
@@ -148,10 +163,14 @@ def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[
         print(f"\n{name}: no asynchronous run exceeds {bound:.0f} tokens/s\n{ROW.format(*COLUMNS)}", flush=True)
         rates: dict[str, tuple[Measured, SimulationResult]] = {}
         for mode in modes:
-            # a synchronous step does not depend on those before, and takes several times as long
-            warm, counted = (1, math.ceil(steps / 2)) if mode.max_staleness == 0 else (6, steps)
+            # a synchronous step does not depend on those before, and takes several times as long; for the others the
+            # warm-up lasts until the engines are full, or the lengths of questions are known
+            filled = 12 if name == "repeated" else 6
+            warm, counted = (1, math.ceil(steps / 2)) if mode.max_staleness == 0 else (filled, steps)
             setting, expected = best_split(mode, workload, counted, warm, scale)
-            measured = run.run(setting, counted, warm)
+            measured = run.run(setting, counted, warm, mode.options(scale))
+            if measured.staleness_max > mode.max_staleness:
+                sys.exit(f"{name}, {mode.name}: staleness {measured.staleness_max} exceeds the bound")
             rates[mode.name] = measured, expected
             base, simulated_base = rates["colocated"]
             ratio, predicted = (
@@ -163,6 +182,7 @@ def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[
                 "async_over_colocated": ratio,
                 "bound_fraction": measured.tokens_per_s / bound,
                 "simulator_error": measured.tokens_per_s / expected.tokens_per_s - 1.0,
+                **({"moved": measured.moved} if mode.migrate else {}),
             }
             if "lead 0" in rates:
                 found[mode.name]["async_over_lead0"] = measured.tokens_per_s / rates["lead 0"][0].tokens_per_s
@@ -186,7 +206,14 @@ def best_split(
 ) -> tuple[Setting, SimulationResult]:
     """Return the split of devices that is fastest in the simulation, and its result."""
     settings = [mode.setting(engines, scale) for engines in range(1, 2 if mode.colocated else DEVICES)]
-    outcomes = [simulate(workload, setting, steps, warm) for setting in settings]
+    options = mode.options(scale)
+
+    def simulated(setting: Setting) -> SimulationResult:
+        if options == LongTail():
+            return simulate(workload, setting, steps, warm)
+        return simulate_long_tail(workload, setting, options, steps, warm)
+
+    outcomes = [simulated(setting) for setting in settings]
     best = max(range(len(settings)), key=lambda i: outcomes[i].tokens_per_s)
     return settings[best], outcomes[best]
 

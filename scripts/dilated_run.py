@@ -39,6 +39,7 @@ from asyncrl.launch.placement import place, ports_wanted  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
 from asyncrl.network.addresses import Addresses  # noqa: E402
 from asyncrl.planner.lengths import Lengths  # noqa: E402
+from asyncrl.planner.long_tail import LongTail  # noqa: E402
 from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402
 from asyncrl.schema import decode_batch  # noqa: E402
@@ -60,14 +61,23 @@ class Measured:
     staleness_mean: float
     staleness_max: int
     trainer_busy: float
+    moved: int
+    """Number of answers that moved to another engine."""
 
 
 class DilatedRun:
     """Runs of one workload. Each `run` starts all processes again."""
 
-    def __init__(self, lengths: Lengths, batch_groups: int, rejected: float = 0.0) -> None:
-        """`rejected` is the fraction of groups that dynamic sampling rejects."""
+    def __init__(
+        self, lengths: Lengths, batch_groups: int, rejected: float = 0.0, questions: int | None = None
+    ) -> None:
+        """`rejected` is the fraction of groups that dynamic sampling rejects, `questions` the number of questions in an
+        epoch; unset: they never come again."""
         self._lengths, self._batch_groups, self._rejected = lengths, batch_groups, rejected
+        self._task = ["task.params.digits=8"]
+        if questions:
+            self._task = ["task=own", "task.kind=scripts.slow_tools:Repeated"]
+            self._task += ["+task.params.digits=8", f"+task.params.size={questions}"]
         self._agent = "scripts.slow_tools:SlowTools" if lengths.turns > 1 else "asyncrl.agents.single_turn:SingleTurn"
         self._folder = Path(tempfile.mkdtemp(prefix="dilated-"))
         self._model = self._folder / "model"
@@ -81,7 +91,7 @@ class DilatedRun:
 
     def workload(self) -> SimulatedWorkload:
         """Return the same groups in the same order, for the simulation."""
-        config = self._config(Setting(1, 1.0, 0, in_play=0), pause_mode="in_place")
+        config = self._config(Setting(1, 1.0, 0, in_play=0), LongTail())
         prompts = Prompts(config, _tasks(config), ChatTemplate(load_tokenizer(self._model, None)), 1 << 20)
         stream = next(iter(prompts.training.values()))
         numbers = [number_of(prompt.token_ids) for prompt in islice(stream, 4096)]
@@ -97,17 +107,18 @@ class DilatedRun:
             accepted=lambda number: accepted(numbers[number], self._rejected),
         )
 
-    def run(self, setting: Setting, steps: int, warm: int) -> Measured:
+    def run(self, setting: Setting, steps: int, warm: int, options: LongTail | None = None) -> Measured:
         """Train `warm` + `steps` batches."""
-        config = self._config(setting, pause_mode="drain" if setting.drain else "in_place")
+        config = self._config(setting, options or LongTail())
         with self._processes(config, setting) as addresses:
             return _train(addresses, config, setting, steps, warm)
 
-    def _config(self, setting: Setting, *, pause_mode: str) -> Config:
-        groups = {None: "auto", 0: None}.get(setting.in_play, setting.in_play)
+    def _config(self, setting: Setting, options: LongTail) -> Config:
+        groups = "auto" if setting.in_play is None else setting.in_play // self._lengths.group_size or "null"
+        after = options.migrate_after
         overrides = [
             "experiment=tiny",
-            "task.params.digits=8",
+            *self._task,
             "eval.questions=0",
             "cluster.tls=false",  # the stub engines speak http
             f"engine.count={setting.engines}",
@@ -119,10 +130,14 @@ class DilatedRun:
             f"rollout.replacement={setting.replacement}",
             f"rollout.spread_siblings={str(setting.spread).lower()}",
             "rollout.accept=scripts.slow_tools:accept",
-            f"rollout.max_running_groups={'null' if groups is None else groups}",
+            f"rollout.max_running_groups={groups}",
+            f"rollout.migrate_after={'null' if after is None else after}",
+            f"rollout.migrate_below={options.migrate_below}",
+            f"rollout.coalesce={str(after is None).lower()}",
+            f"rollout.start_order={options.start_order}",
             f"rollout.max_new_tokens={self._lengths.longest}",
             f"agent={self._agent}",
-            f"weights.pause_mode={pause_mode}",
+            f"weights.pause_mode={'drain' if setting.drain else 'in_place'}",
         ]
         with initialize_config_dir(str(CONF), version_base=None):
             values: Any = OmegaConf.to_container(compose("train", overrides), resolve=True)
@@ -187,11 +202,11 @@ def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, w
     fleet = Fleet(addresses.engines, addresses.access, 30.0)
     source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
     ages: list[int] = []
-    tokens = busy = 0.0
+    tokens = busy = moved = 0.0
     began = 0.0
     for version in range(warm + steps):
         if version == warm:
-            began, tokens, busy, ages = time.monotonic(), 0.0, 0.0, []
+            began, tokens, busy, moved, ages = time.monotonic(), 0.0, 0.0, 0.0, []
         for part in range(setting.parts):
             batch = decode_batch(source.batch(version, part, setting.parts, interrupt=lambda: False))
             started = time.monotonic()
@@ -199,6 +214,7 @@ def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, w
             ages += [age for group in batch.groups for age in group.staleness(version)]
             time.sleep(max(0.0, written / setting.train_rate + (setting.train_fixed if batch.last else 0.0)))
             tokens += written
+            moved += batch.rollout.get("requests/moved", 0.0)
             busy += time.monotonic() - started
         source.hold()
         fleet.call("/pause_generation", {"mode": "in_place"})
@@ -209,4 +225,4 @@ def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, w
         source.announce(version + 1)
     seconds = time.monotonic() - began
     fleet.close()
-    return Measured(tokens / seconds, seconds / steps, sum(ages) / len(ages), max(ages), busy / seconds)
+    return Measured(tokens / seconds, seconds / steps, sum(ages) / len(ages), max(ages), busy / seconds, int(moved))

@@ -11,7 +11,7 @@ from asyncrl.config.secret_values import Parameters
 from asyncrl.config.server_args import ServerArgs
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
-from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section
+from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section, Share
 
 
 class EngineConfig(Section):
@@ -243,6 +243,12 @@ class RolloutConfig(Section):
     they share the cache of their prompt (engine.router_policy=manual). auto: if answers are at least 4 times as long as
     their prompt, and there are several engines or replicas of attention. Siblings that are spread are not sent as one
     request."""
+    migrate_after: Count | None
+    """Tokens that an answer gets from its engine before it may move from there to the engine with the fewest requests,
+    which prefills its prompt and its tokens so far; null: answers stay with their engine (docs/rollouts.md, "The long
+    tail")."""
+    migrate_below: Share
+    """An answer moves only if that engine has fewer than this fraction of the requests of its own."""
     cache_key: Literal["version", "group"]
     """Which requests may share a prefix cache. version: requests with the same weights, so that a later turn is
     prefilled again after a publish; group: the turns of a group, whatever their weights, as in one long answer under
@@ -255,6 +261,11 @@ class RolloutConfig(Section):
     """Import path, module:function of (progress) -> task weights by name, for the next prompt; a task that is left out
     has weight 0. progress: asyncrl.rollout.curriculum.CurriculumInput (asyncrl.rollout.hooks:towards_half_solved
     prefers tasks that are solved about half of the time)."""
+    start_order: Literal["in_order", "shortest_first", "longest_first"]
+    """Order in which the prompts of a cohort (rollout.batch_groups) are started, which matters while groups queue
+    (rollout.max_running_groups): that of the draw, or that of the tokens that answers to the prompt took in the last
+    epoch, or else of recent answers of its task. The prompts of a cohort are then drawn together, with the same
+    progress for rollout.curriculum. Neither staleness nor the prompts of a batch depend on it."""
     accept: str
     """Import path, module:function of (group) -> True, False, or the reason of a rejection. A rejected group is counted
     and replaced by a group of another prompt (dynamic sampling: asyncrl.rollout.hooks:has_signal)."""

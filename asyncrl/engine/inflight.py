@@ -21,7 +21,7 @@ from typing import Any, Literal
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_past
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion
-from asyncrl.engine.pending_sample import Listener, PendingSample
+from asyncrl.engine.pending_sample import Listener, OpenRequest, PendingSample
 from asyncrl.engine.session import seed_of
 from asyncrl.engine.stream import GenerateEndpoint, StreamBroken
 from asyncrl.errors import EngineError
@@ -31,9 +31,9 @@ from asyncrl.observability.intervals import PUBLISH, QUEUED
 CacheKey = Literal["version", "group"]
 KNOWN_PUBLISHES = 64
 """Number of versions whose publish is remembered, for answers that several versions generated."""
-CAUSES = ("aborted", "broken", "overtaken")
-"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, or a publish or the
-end of a loan overtook it."""
+CAUSES = ("aborted", "broken", "overtaken", "moved")
+"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, a publish or the end
+of a loan overtook it, or it moved to another engine (migration.py)."""
 
 
 @dataclass
@@ -67,21 +67,6 @@ class EngineStats:
             "drafts/accepted": self.accepted / max(1, self.drafted),
             "drafts/tokens_per_step": tokens / self.verified,
         }
-
-
-@dataclass(eq=False)
-class _Request:
-    """One request in flight."""
-
-    scope: asyncio.Timeout
-    tokens: int  # in its prompt, and received so far
-    answered: bool = False
-    overtaken: bool = False  # a publish began before its first chunk arrived
-    engine: str = ""  # URL, once the router has chosen one and that has taken the request
-
-    def routed(self, engine: str) -> None:
-        """Record which engine has taken the request."""
-        self.engine = engine
 
 
 class InFlight:
@@ -119,7 +104,7 @@ class InFlight:
         self._cache_key, self._pause_mode, self._disaggregated = cache_key, pause_mode, disaggregated
         self._lent = frozenset(lent)
         self._serial = itertools.count()
-        self._requests: dict[_Request, None] = {}  # in the order in which they were sent
+        self._requests: dict[OpenRequest, None] = {}  # in the order in which they were sent
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
@@ -192,6 +177,11 @@ class InFlight:
         """Number of open requests."""
         return len(self._requests)
 
+    @property
+    def requests(self) -> list[OpenRequest]:
+        """Open requests, in the order in which they were sent."""
+        return list(self._requests)
+
     async def confirmed(self, seconds: float | None = None) -> bool:
         """Return True: what this object is told is done at once. Other processes confirm it (rollout/workers.py)."""
         return True
@@ -226,10 +216,11 @@ class InFlight:
                     await self._open.wait()
             for sample in waiting:
                 sample.begin()
-            sent = _Request(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added)
+            sent = OpenRequest(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added, waiting)
             self._opened(sent)
             try:
                 request = self._request(waiting[0].exchange, sessions, token_ids, begun, routed_from)
+                sent.rid = request["rid"]
                 self._needed += _needed(sessions, request, begun) + waiting[0].exchange.added
                 async with sent.scope:
                     await self._read(sent, waiting, request)
@@ -242,7 +233,7 @@ class InFlight:
                 for sample in waiting:
                     sample.end("overtaken" if sent.scope.expired() else "cut off", self._changed)
 
-    async def _read(self, sent: _Request, samples: Sequence[PendingSample], request: dict[str, Any]) -> None:
+    async def _read(self, sent: OpenRequest, samples: Sequence[PendingSample], request: dict[str, Any]) -> None:
         routed_from = request.get("routed_experts_start_len", 0)
         adapter = samples[0].exchange.adapter
         asked_at = self.version if adapter is None else adapter
@@ -339,13 +330,13 @@ class InFlight:
 
     # -- open requests -------------------------------------------------------------------------------------
 
-    def _opened(self, sent: _Request) -> None:
+    def _opened(self, sent: OpenRequest) -> None:
         if not self._requests:
             self._busy_since = asyncio.get_running_loop().time()
         self._requests[sent] = None
         self._idle.clear()
 
-    def _closed(self, sent: _Request) -> None:
+    def _closed(self, sent: OpenRequest) -> None:
         del self._requests[sent]
         if not self._requests:
             self.figures.seconds_busy += asyncio.get_running_loop().time() - self._busy_since
@@ -369,7 +360,7 @@ class InFlight:
         return taken
 
 
-def _send_again(sent: _Request) -> None:
+def _send_again(sent: OpenRequest) -> None:
     """End a request, so that it is sent again, unless an earlier publish has already ended it."""
     if not sent.scope.expired():
         sent.scope.reschedule(0.0)

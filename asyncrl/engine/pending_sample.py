@@ -1,9 +1,10 @@
-"""Samples that sessions wait for."""
+"""Samples that sessions wait for, and the requests that carry them."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,3 +55,20 @@ class PendingSample:
         found = intervals.request(self.doing, time.time(), spans or [(-1, 1)], changed, queued=queued, outcome=outcome)
         self.session.activity.close(self.doing, found)
         self.doing = None
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """One request in flight."""
+
+    scope: asyncio.Timeout
+    tokens: int  # in its prompt, and received so far
+    samples: Sequence[PendingSample]
+    rid: str = ""  # its name in the engine
+    answered: bool = False
+    overtaken: bool = False  # a publish began before its first chunk arrived
+    engine: str = ""  # URL, once the router has chosen one and that has taken the request
+
+    def routed(self, engine: str) -> None:
+        """Record which engine has taken the request."""
+        self.engine = engine

@@ -61,13 +61,13 @@ STEP = {
     "tokens/shared": "fraction of tokens saved by sharing prefixes, compared with separate sequences",
     "samples/generated": "number of trajectories that rollouts completed since the previous step",
     "tokens/refilled": "number of tokens that engines had to prefill again for interrupted or retracted requests",
-    "tokens/inferred": "number of tokens from broken streams; they are assigned the oldest version that can have "
-    "generated them",
+    "tokens/inferred": "number of tokens of broken streams, which get the oldest version that they can have",
     "requests/aborted": "number of requests that were continued after an update or the loss of their engine aborted "
     "them",
     "requests/broken": "number of requests that were continued after their stream broke",
     "requests/overtaken": "number of requests that were sent again because a publish, or the end of a loan, began "
     "before their first chunk arrived",
+    "requests/moved": "number of answers that moved to another engine (rollout.migrate_after)",
     "episodes/retried": "number of episodes and reward computations that were retried since the previous step "
     "(rollout.retries)",
     "bias/length": "mean length of the trained trajectories relative to all generated ones, minus 1 (closed cohorts "

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Literal
@@ -131,25 +131,7 @@ class EngineAffinity:
 
 def simulate(workload: SimulatedWorkload, setting: Setting, steps: int, warm: int = 4) -> SimulationResult:
     """Simulate `warm` + `steps` steps and measure the latter."""
-    run = SimulatedRun(workload, setting)
-    run.until(warm)
-    started, before = run.now, run.counters()
-    run.until(warm + steps)
-    seconds, after = run.now - started, run.counters()
-    trained, busy, decoded, retracted, prefilled, in_play = (b - a for a, b in zip(before, after, strict=True))
-    ages = run.staleness[warm * workload.batch_groups :]
-    full = setting.engines * setting.shape.rate(setting.shape.max_running)
-    return SimulationResult(
-        trained / seconds,
-        seconds / steps,
-        busy / seconds,
-        decoded / full / seconds,
-        sum(ages) / len(ages),
-        max(ages),
-        int(retracted),
-        prefilled / trained,
-        in_play / seconds,
-    )
+    return SimulatedRun(workload, setting).measure(steps, warm)
 
 
 class SimulatedRun:
@@ -174,7 +156,8 @@ class SimulatedRun:
         self._due = [math.inf] * setting.engines  # time of each engine's next event
         self._events: list[tuple[float, int]] = []  # (time, engine); entries that differ from _due are stale
         self._window = ConcurrencyWindow(workload.longest) if setting.in_play is None else None
-        self._number, self._serial = itertools.count(), itertools.count()
+        self._number: Iterator[int] = itertools.count()
+        self._serial = itertools.count()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._jobs: dict[SimulatedRequest, tuple[GroupInFlight, SimulatedEpisode, int, EngineAffinity]] = {}
         self._held: list[Callable[[], None]] | None = None
@@ -185,6 +168,26 @@ class SimulatedRun:
         self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
         if self._window:
             self._observe()
+
+    def measure(self, steps: int, warm: int) -> SimulationResult:
+        """Run `warm` + `steps` steps and measure the latter."""
+        self.until(warm)
+        started, before = self.now, self.counters()
+        self.until(warm + steps)
+        seconds, after = self.now - started, self.counters()
+        trained, busy, decoded, retracted, prefilled, in_play = (b - a for a, b in zip(before, after, strict=True))
+        ages, shape = self.staleness[warm * self.workload.batch_groups :], self.setting.shape
+        return SimulationResult(
+            trained / seconds,
+            seconds / steps,
+            busy / seconds,
+            decoded / (self.setting.engines * shape.rate(shape.max_running)) / seconds,
+            sum(ages) / len(ages),
+            max(ages),
+            int(retracted),
+            prefilled / trained,
+            in_play / seconds,
+        )
 
     def counters(self) -> tuple[float, ...]:
         """Return the running totals."""
@@ -302,10 +305,8 @@ class SimulatedRun:
             self._count(home.engine, -1)
         if number + 1 < len(episode.turns):
             context = job.context + job.tokens
-            self._at(
-                self.now + episode.seconds[number],
-                lambda: self._send(lambda: self._turn(playing, episode, number + 1, context, home)),
-            )
+            turn = partial(self._turn, playing, episode, number + 1, context, home)
+            self._at(self.now + episode.seconds[number], lambda: self._send(turn))
         else:
             self._ended(playing)
         if self._draining and not self._jobs:
@@ -323,9 +324,8 @@ class SimulatedRun:
         if not playing.accepted:
             self._buffer.reject(ticket, "not_accepted", tokens=tokens)
             return
-        self._buffer.commit(
-            ticket, SimulatedGroup(ticket.uid, ticket.slot, [], [], "", tokens=tokens, born=playing.born)
-        )
+        group = SimulatedGroup(ticket.uid, ticket.slot, [], [], "", tokens=tokens, born=playing.born)
+        self._buffer.commit(ticket, group)
 
     def _observe(self) -> None:
         assert self._window
@@ -347,8 +347,7 @@ class SimulatedRun:
         (start, end), step = part_of(self.workload.batch_groups, self._part, self.setting.parts), self._buffer.step
         if (groups := self._buffer.take(end - start)) is None:
             return
-        self._training = True
-        self._part += 1
+        self._training, self._part = True, self._part + 1
         last = self._part == self.setting.parts
         self.staleness += [step - group.born for group in groups if isinstance(group, SimulatedGroup)]
         tokens = sum(group.num_tokens for group in groups)

@@ -38,6 +38,7 @@ from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
 from asyncrl.rollout.observer import Observer
+from asyncrl.rollout.order import StartOrder
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.recorder import Recorder, WritingRecorder
@@ -111,6 +112,8 @@ async def main(run_dir: Path) -> None:
             working.create_task(status.follow())
             if isinstance(playing, EpisodeWorkers):
                 working.create_task(playing.serve(run_dir, addresses.episodes))
+            else:
+                working.create_task(playing.migrate())
             await _until_ready(config, addresses)
             # what fits on a GPU may be less than the context, and on a trainer's less than on others
             for engine in [*await loads.ask(), *await loads.of(addresses.lent)] if model.cache is None else ():
@@ -188,7 +191,7 @@ def _go_on(
 ) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
     """Restore the checkpointed state and return the groups that were running when it was saved."""
     prompts.go_on(resumed.cursor)
-    mixer.restore(resumed.mixer)
+    mixer.restore(resumed.mixer, prompts.again)
     return [
         (ticket, prompts.again(name.uid, name.task, name.index), sessions)
         for ticket, name, sessions in groups.restore(resumed.service)
@@ -214,12 +217,14 @@ def _concurrency_limiter(rollout: RolloutConfig) -> ConcurrencyLimiter:
 
 
 def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
+    rollout = config.rollout
     return Mixer(
         tasks,
         prompts.training,
         {name: task.weight for name, task in config.mixture.items()},
-        load(config.rollout.curriculum, "rollout.curriculum"),
+        load(rollout.curriculum, "rollout.curriculum"),
         config.run.seed,
+        StartOrder(rollout.start_order, rollout.batch_groups + rollout.oversample),
     )
 
 

@@ -14,6 +14,7 @@ from numbers import Real
 from statistics import fmean
 
 from asyncrl.errors import ConfigError
+from asyncrl.rollout.order import OrderState, StartOrder
 from asyncrl.schema import Group, Prompt
 from asyncrl.tasks import Task
 
@@ -29,6 +30,7 @@ class TaskProgress:
     groups: int  # played so far
     reward: float | None  # mean of the last WINDOW groups; None before the first
     solved: float | None  # fraction of correct answers in them
+    tokens: float | None  # mean length of their answers
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class _History:
     groups: int = 0
     rewards: list[float] = field(default_factory=list)  # mean of each group
     solved: list[float] = field(default_factory=list)  # fraction of each group
+    tokens: list[float] = field(default_factory=list)  # mean length of each group's answers
 
 
 @dataclass
@@ -58,6 +61,7 @@ class MixerState:
 
     played: dict[str, _History]
     chance: tuple[int, tuple[int, ...], float | None]  # random.Random.getstate()
+    order: OrderState = field(default_factory=OrderState)
 
 
 class Mixer:
@@ -70,45 +74,55 @@ class Mixer:
         weights: Mapping[str, float],
         curriculum: Curriculum,
         seed: int,
+        order: StartOrder | None = None,
     ) -> None:
-        """`streams` and the configured `weights` are keyed by task; `tasks` may hold more tasks."""
+        """`streams` and the configured `weights` are keyed by task; `tasks` may hold more tasks. `order` is that in
+        which prompts are started; unset: that in which they are drawn."""
         self._tasks, self._streams, self._weights, self._curriculum = tasks, streams, weights, curriculum
+        self._order = order or StartOrder()
         self._played = {name: _History() for name in streams}
         self._draws = random.Random(f"{seed} mixture")
         self._progress: dict[str, TaskProgress] = {}  # of tasks of which no group was played since the last draw
 
     def draw(self, version: int) -> Prompt:
-        """Return the next prompt, admitted while the engines serve `version`. Raises ConfigError if weights are
+        """Return the prompt that is started next, while the engines serve `version`. Raises ConfigError if weights are
         invalid."""
+        return self._order.next(lambda: self._next(version), lambda name: self._progress_of(name).tokens)
+
+    def _next(self, version: int) -> Prompt:
         found = self._curriculum(CurriculumInput(version, {name: self._progress_of(name) for name in self._streams}))
         (name,) = self._draws.choices(list(self._streams), self._checked(found))
         return next(self._streams[name])
 
-    def record(self, group: Group) -> None:
-        """Record the rewards of a group that was played."""
+    def record(self, group: Group, index: int = 0) -> None:
+        """Record the rewards and lengths of a group that was played, for question number `index` of its task."""
         history, rewards = self._played[group.task], group.rewards
         history.groups += 1
         history.rewards = [*history.rewards, fmean(rewards)][-WINDOW:]
         solved = fmean([self._tasks[group.task].correct(reward) for reward in rewards])
         history.solved = [*history.solved, solved][-WINDOW:]
+        history.tokens = [*history.tokens, fmean(group.lengths)][-WINDOW:]
         self._progress.pop(group.task, None)
+        if self._tasks[group.task].size is not None:
+            self._order.record(group, index)
 
     def state(self) -> MixerState:
         """Return the state. Serialize it immediately: it shares its parts with the mixer."""
-        return MixerState(self._played, self._draws.getstate())  # type: ignore[arg-type]
+        return MixerState(self._played, self._draws.getstate(), self._order.state())  # type: ignore[arg-type]
 
-    def restore(self, state: MixerState) -> None:
-        """Restore a saved state; a new task starts without history."""
+    def restore(self, state: MixerState, again: Callable[[str, str, int], Prompt]) -> None:
+        """Restore a saved state; a new task starts without history. `again` returns a prompt that was drawn before."""
         for name, history in state.played.items():
             if name in self._played:
                 self._played[name] = history
         self._draws.setstate(state.chance)
+        self._order.restore(state.order, again)
         self._progress = {}
 
     def _progress_of(self, name: str) -> TaskProgress:
         if (found := self._progress.get(name)) is None:
             history = self._played[name]
-            recent = (fmean(history.rewards), fmean(history.solved)) if history.groups else (None, None)
+            recent = [fmean(of) if of else None for of in (history.rewards, history.solved, history.tokens)]
             found = self._progress[name] = TaskProgress(self._weights[name], history.groups, *recent)
         return found
 

@@ -105,18 +105,18 @@ def test_progress_tells_version_weight_and_the_recent_groups_of_each_task() -> N
     mixed.draw(5)
     assert asked[-1].version == 5
     assert asked[-1].tasks == {
-        "sort": TaskProgress(1.0, 0, None, None),
-        "sum": TaskProgress(3.0, 2, 0.75, 0.625),
-        "copy": TaskProgress(1.0, 0, None, None),
+        "sort": TaskProgress(1.0, 0, None, None, None),
+        "sum": TaskProgress(3.0, 2, 0.75, 0.625, 2.0),
+        "copy": TaskProgress(1.0, 0, None, None, None),
     }
     for _ in range(WINDOW):
         mixed.record(group(task="sum", rewards=[0.0, 0.0]))
     mixed.draw(6)
-    assert asked[-1].tasks["sum"] == TaskProgress(3.0, WINDOW + 2, 0.0, 0.0)
+    assert asked[-1].tasks["sum"] == TaskProgress(3.0, WINDOW + 2, 0.0, 0.0, 2.0)
 
 
 def progress(**solved: float | None) -> CurriculumInput:
-    return CurriculumInput(0, {name: TaskProgress(2.0, 9, share, share) for name, share in solved.items()})
+    return CurriculumInput(0, {name: TaskProgress(2.0, 9, share, share, 100.0) for name, share in solved.items()})
 
 
 def test_half_solved_tasks_are_preferred_and_none_is_given_up() -> None:

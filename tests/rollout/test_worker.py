@@ -417,5 +417,5 @@ def test_curriculum_hears_of_every_group_that_was_played_whole_also_of_those_not
         assert site.ledger().groups.rejected == {"not_accepted": 2, "judge": 1}
 
     asyncio.run(main())
-    assert seen[0] == CurriculumInput(0, {"length": TaskProgress(1.0, 0, None, None)})
+    assert seen[0] == CurriculumInput(0, {"length": TaskProgress(1.0, 0, None, None, None)})
     assert (seen[-1].version, seen[-1].tasks["length"].groups) == (7, 6)
