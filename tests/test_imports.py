@@ -40,21 +40,14 @@ ALLOWED = {
     "imports": {"errors"},
     "routing": set(),
     "settings": set(),
-    "renamed": {"algo"},
-    "config": {"errors", "settings", "renamed", "algo"},
+    "config": {"errors", "settings", "algo"},
     "install": set(),
     "metrics": {"config"},
     "backends": {"models", "algo"},
     "models": set(),
     "launch": {
         *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox", "observability"),
-        *(
-            "install",
-            "planner",
-            "weights",
-            "backends",
-            "renamed",
-        ),  # the last four: for the preflight
+        *("install", "planner", "weights", "backends"),  # the last three: for the preflight
     },
     "engine": {"config", "backends", "observability"},
     "agents": {"envs"},

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
-from asyncrl import renamed
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
@@ -126,12 +125,6 @@ class Config(Section):
     cluster: ClusterConfig
     metrics: MetricsConfig
     tracing: TracingConfig
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, values: Any) -> Any:
-        """Accept the old names of settings, as config.json of an old run has them."""
-        return renamed.values(values)[0] if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
