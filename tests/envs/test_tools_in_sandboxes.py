@@ -13,7 +13,7 @@ pytest.importorskip("asyncrl.sandbox.local")
 
 from asyncrl.envs.shell_tasks import KINDS, ShellTasks
 from asyncrl.envs.tools.shared import close_shared
-from asyncrl.envs.tools.toolbox import toolbox
+from asyncrl.envs.tools.toolbox import ToolboxEnv
 from tests.envs.test_shell import SOLUTIONS, block
 
 pytestmark = pytest.mark.integration
@@ -32,7 +32,6 @@ def run(script: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def test_programs_in_a_session_whatever_they_do() -> None:
-    make = toolbox([{"use": "python", "sandbox_params": {"limits": LIMITS}}])
     programs = {
         "print(6 * 7); open('f', 'w').write('kept') and None": "42",
         "open('f').read()": "'kept'",
@@ -44,7 +43,7 @@ def test_programs_in_a_session_whatever_they_do() -> None:
     }
 
     async def script() -> None:
-        env = make()
+        env = ToolboxEnv([{"use": "python", "sandbox_params": {"limits": LIMITS}}])
         await env.reset({})
         for code, end in programs.items():
             call = json.dumps({"name": "python", "arguments": {"code": code}})
