@@ -47,7 +47,7 @@ from asyncrl.rollout.exposition import PrometheusMetrics
 from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
-from asyncrl.rollout.limiter import UnboundedConcurrency
+from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, question_of, render
@@ -142,7 +142,7 @@ async def measure(
         groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
         prompts = Prompts(config, built, template, MODEL_LENGTH, ahead=getattr(playing, "ahead", None))
         mixer = Mixer(built, prompts.training, {name: 1.0}, by_weight, 0)
-        limits: Any = UnboundedConcurrency(), Patience(100)
+        limits: Any = ConcurrencyLimiter(), Patience(100)
         worker = Worker(groups, playing.client, playing.groups, mixer, *limits, group_sizes={name: SIZE})
         async with asyncio.TaskGroup() as tasks:
             serving = None

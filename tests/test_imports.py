@@ -106,7 +106,7 @@ ONLY = {
     ("envs", "observability"): {"observability.intervals"},
     ("trainer", "models"): {"models.architectures", "models.vision"},
     ("weights", "models"): {"models.vision"},
-    ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.loans", "engine.update"},
+    ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.loans", "engine.update"},
     ("planner", "config"): {"config", "config.lora"},
     ("planner", "models"): {"models.architectures", "models.catalog", "models.tensors", "models.vision"},
     ("planner", "observability"): {"observability.intervals", "observability.timeline"},

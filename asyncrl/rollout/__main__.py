@@ -36,7 +36,7 @@ from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
-from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import Prompts
@@ -210,7 +210,7 @@ def _recorder(
 def _concurrency_limiter(rollout: RolloutConfig) -> ConcurrencyLimiter:
     if rollout.max_running_groups == "auto":
         return AdaptiveConcurrency(ConcurrencyWindow(rollout.max_new_tokens))
-    return FixedConcurrency(rollout.max_running_groups) if rollout.max_running_groups else UnboundedConcurrency()
+    return FixedConcurrency(rollout.max_running_groups) if rollout.max_running_groups else ConcurrencyLimiter()
 
 
 def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
