@@ -241,24 +241,18 @@ class Config(Section):
         least, most = self.cluster.min_engines, self.cluster.max_engines
         count = self.engine.started + len(self.engine.urls)
         rules: list[Rule] = [
-            ("mode", self.mode, self.mode != "train", "Only a run that trains can be elastic"),
-            (
-                "cluster.placement",
-                "colocated",
-                self.cluster.placement == "colocated",
-                "Engines and trainers take turns",
-            ),
+            ("mode", self.mode != "train", "Only a run that trains can be elastic"),
+            ("cluster.placement", self.cluster.placement == "colocated", "Engines and trainers take turns"),
             (
                 "engine.prefill_count",
-                self.engine.prefill_count,
                 self.engine.disaggregated,
                 "The controller does not know engines that only prefill or only decode: set engine.count",
             ),
-            ("metrics.timeline", False, not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
-            ("cluster.min_engines", least, least > count, f"The run starts with {count} engines: lower it"),
-            ("cluster.max_engines", most, most is not None and most < count, f"It starts with {count}: raise it"),
+            ("metrics.timeline", not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
+            ("cluster.min_engines", least > count, f"The run starts with {count} engines: lower it"),
+            ("cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it"),
         ]
-        require(rules, ", or set cluster.elastic=off.")
+        require(self, rules, ", or set cluster.elastic=off.")
 
     @property
     def mixture(self) -> dict[str, TaskConfig]:

@@ -20,6 +20,7 @@ from typing import Any
 from asyncrl import config as configuration
 from asyncrl.backends.cpu.probe import Rates
 from asyncrl.config import Config, cache_tokens, on_gpu
+from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.launch import forecast
 from asyncrl.launch.placement import Node, imagined, place
@@ -207,18 +208,18 @@ def _check(config: Config, devices: Devices) -> None:
     """Refuse what is not planned."""
     cluster, engine = config.cluster, config.engine
     mixed = on_gpu(config.trainer, devices.gpus) != on_gpu(engine, devices.gpus)
-    for name, value, wrong in (
-        ("mode", config.mode, config.mode != "train"),
-        ("engine.urls", engine.urls, bool(engine.urls)),
-        ("engine.prefill_count", engine.prefill_count, engine.prefill_count > 0),
-        ("engine.pipeline_parallel", engine.pipeline_parallel, engine.ranks != engine.tensor_parallel),
-        ("cluster.placement", cluster.placement, cluster.placement != "separate"),
-        ("cluster.trainer_nodes", cluster.trainer_nodes, cluster.trainer_nodes is not None),
-        ("trainer.context_parallel", config.trainer.context_parallel, config.trainer.context_parallel > 1),
-        ("engine.device", engine.device, mixed or on_gpu(engine, devices.gpus) != bool(devices.gpus)),
-    ):
-        if wrong:
-            raise ConfigError(name, value, "cluster.plan=auto does not plan this: leave cluster.plan unset.")
+    remedy = "cluster.plan=auto does not plan this: leave cluster.plan unset."
+    rules = (
+        ("mode", config.mode != "train"),
+        ("engine.urls", bool(engine.urls)),
+        ("engine.prefill_count", engine.prefill_count > 0),
+        ("engine.pipeline_parallel", engine.ranks != engine.tensor_parallel),
+        ("cluster.placement", cluster.placement != "separate"),
+        ("cluster.trainer_nodes", cluster.trainer_nodes is not None),
+        ("trainer.context_parallel", config.trainer.context_parallel > 1),
+        ("engine.device", mixed or on_gpu(engine, devices.gpus) != bool(devices.gpus)),
+    )
+    require(config, ((field, broken, remedy) for field, broken in rules))
 
 
 def _fits(split: GpuSplit, config: Config, keep: Collection[str], devices: Devices) -> bool:
