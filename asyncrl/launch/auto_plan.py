@@ -11,13 +11,13 @@ resumed run uses it again, and the summary compares its prediction with the run.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from asyncrl import config as configuration
+from asyncrl import jsonl
 from asyncrl.backends.cpu.probe import Rates
 from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.config.rules import require
@@ -25,6 +25,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch import forecast
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
+from asyncrl.launch.resume import origins
 from asyncrl.network.addresses import PLAN
 from asyncrl.planner.estimate import MachineRates, plan_fields
 from asyncrl.planner.inputs import parse, splits
@@ -82,9 +83,7 @@ class RunPlan:
 
     def write(self, run_dir: Path) -> None:
         """Write plan.json."""
-        partial = run_dir / f"{PLAN}.{os.getpid()}"
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        partial.rename(run_dir / PLAN)
+        jsonl.replace(run_dir / PLAN, asdict(self))
 
     def lines(self) -> list[str]:
         """Return the plan for the console."""
@@ -111,13 +110,8 @@ def kept(arguments: Sequence[str], words: Sequence[str] = ()) -> set[str]:
 
 def recorded(config: Config, run_dir: Path) -> RunPlan | None:
     """Return the plan of the run that is resumed; None if there is none."""
-    if config.resume is None:
-        return None
-    folder = run_dir if config.resume == "auto" else Path(config.resume).expanduser().absolute()
-    for one in (folder, folder.parent.parent):  # of a run, or a checkpoint in checkpoints/ of it
-        if (one / PLAN).is_file():
-            return RunPlan(**json.loads((one / PLAN).read_text()))
-    return None
+    found = next((one / PLAN for one in origins(config, run_dir) if (one / PLAN).is_file()), None)
+    return RunPlan(**json.loads(found.read_text())) if found else None
 
 
 def of_file(path: str, arguments: Sequence[str] = ()) -> RunPlan:

@@ -22,8 +22,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from asyncrl import jsonl
 from asyncrl.launch.leftovers import Scratch, die_with_parent, signal_group
 from asyncrl.launch.numa import bind, near
 from asyncrl.launch.stalls import stack_file, write_stack
@@ -108,7 +108,7 @@ def main(path: Path) -> int:
         start_new_session=True,
         preexec_fn=partial(_prepare, near(mine)),
     )
-    _note(begin_file(path.parent, name), {"node": node(), "pid": child.pid})
+    jsonl.replace(begin_file(path.parent, name), {"node": node(), "pid": child.pid})
     launcher = Watched(Path(task.lease), task.lost_timeout, every=task.look_seconds) if task.lease else None
     asked = orphaned = False
     while child.poll() is None:
@@ -133,7 +133,7 @@ def main(path: Path) -> int:
     if orphaned:
         _orphaned(task, path.parent)
     if code and not stopping:
-        _note(end_file(path.parent, name), {"name": name, "node": node(), "code": code, "at": time.time()})
+        jsonl.replace(end_file(path.parent, name), {"name": name, "node": node(), "code": code, "at": time.time()})
     return code if code >= 0 else 128 - code
 
 
@@ -166,12 +166,6 @@ def _prepare(cpus: set[int]) -> None:
 def node() -> str:
     """Return this machine's name in Slurm."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-
-
-def _note(path: Path, what: dict[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(what))
-    partial.rename(path)
 
 
 if __name__ == "__main__":
