@@ -17,6 +17,11 @@ PACKAGE = Path(asyncrl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 RECIPES = PACKAGE.parent / "recipes"
 RECIPE_FILES = sorted(RECIPES.rglob("*.py"))
+SIBLINGS = {  # packages beside the core, and what each may import of it
+    "asyncrl_view": {"records", "observability"},
+}
+SIBLING_FILES = sorted(file for name in SIBLINGS for file in (PACKAGE.parent / name).rglob("*.py"))
+ALL_FILES = FILES + SIBLING_FILES + RECIPE_FILES
 RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
@@ -66,10 +71,8 @@ ALLOWED = {
     "weights": {"config", "engine", "models"},
     "trainer": {"config", "algo", "backends", "engine", "weights", "records", "checkpoints", "models"},
     "planner": {"config", "rollout", "engine", "models", "observability"},
-    "convert": {"config", "weights", "models", "records", "inspection", "checkpoints"},
+    "convert": {"config", "weights", "models", "records", "checkpoints"},
     "collect": set(),
-    "inspection": {"records", "observability"},
-    "watch": {"records", "inspection", "observability"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
@@ -191,10 +194,19 @@ def test_these_never_import_each_other(one: str, other: str) -> None:
         assert (other, one) not in edges
 
 
-def test_the_core_never_imports_recipes() -> None:
+def test_the_core_imports_neither_recipes_nor_the_packages_beside_it() -> None:
+    beside = {"asyncrl_recipes", "recipes", *SIBLINGS}
     for file in FILES:
-        names = imported(parsed(file), runtime_only=False)
-        assert not [name for name in names if name.split(".")[0] in ("asyncrl_recipes", "recipes")], file
+        if file.parent.name != "convert":  # whose rollouts read recordings as asyncrl-inspect does
+            assert not {name.split(".")[0] for name in imported(parsed(file), runtime_only=False)} & beside, file
+
+
+@pytest.mark.parametrize("file", SIBLING_FILES, ids=lambda file: str(file.relative_to(PACKAGE.parent)))
+def test_packages_beside_the_core_import_only_what_the_design_allows(file: Path) -> None:
+    own = file.relative_to(PACKAGE.parent).parts[0]
+    names = [name.split(".") for name in imported(parsed(file), runtime_only=False)]
+    assert {parts[1] for parts in names if parts[0] == "asyncrl"} <= OPEN | SIBLINGS[own] | {"__version__"}
+    assert {parts[0] for parts in names if parts[0].startswith("asyncrl_")} <= {own}
 
 
 @pytest.mark.parametrize("file", RECIPE_FILES, ids=lambda file: str(file.relative_to(RECIPES)))
@@ -265,14 +277,14 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 def functions() -> list[tuple[int, str]]:
     return [
         ((node.end_lineno or 0) - node.lineno + 1, f"{file.relative_to(PACKAGE.parent)}:{node.name}")
-        for file in FILES + RECIPE_FILES
+        for file in ALL_FILES
         for node in ast.walk(parsed(file))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
 
 
 def test_no_file_is_longer_than_400_lines() -> None:
-    lengths = {str(file): len(file.read_text().splitlines()) for file in FILES + RECIPE_FILES}
+    lengths = {str(file): len(file.read_text().splitlines()) for file in ALL_FILES}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
@@ -285,7 +297,7 @@ def test_no_function_is_longer_than_100_lines_and_few_than_60() -> None:
 
 def test_every_module_and_every_public_function_says_what_it_is_for() -> None:
     silent = []
-    for file in FILES + RECIPE_FILES:
+    for file in ALL_FILES:
         tree = parsed(file)
         if tree.body and ast.get_docstring(tree) is None:
             silent.append(str(file))
@@ -302,7 +314,7 @@ def test_every_module_and_every_public_function_says_what_it_is_for() -> None:
 def test_blind_excepts_are_at_most_four() -> None:
     found = [
         f"{file.relative_to(PACKAGE.parent)}:{node.lineno}"
-        for file in FILES + RECIPE_FILES
+        for file in ALL_FILES
         for node in ast.walk(parsed(file))
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
@@ -312,7 +324,7 @@ def test_blind_excepts_are_at_most_four() -> None:
 
 @pytest.mark.parametrize("word", ["pkill", "killall", "os.system", "shell=True", "pickle.load"])
 def test_forbidden_call_is_nowhere(word: str) -> None:
-    assert [str(file) for file in FILES + RECIPE_FILES if word in file.read_text()] == []
+    assert [str(file) for file in ALL_FILES if word in file.read_text()] == []
 
 
 def test_composition_stays_in_the_launcher() -> None:
@@ -324,7 +336,7 @@ def test_composition_stays_in_the_launcher() -> None:
     assert users == {"launch/compose.py"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", FILES + SIBLING_FILES, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
 def test_nothing_is_raised_inside_except_star(path: Path) -> None:
     """Before Python 3.11.4 (Debian 12 has 3.11.2) an exception raised inside `except*` arrives wrapped in a group."""
     assert not [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.TryStar)]

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from asyncrl.errors import ConfigError, RecordError
-from asyncrl.inspection.rows import rows_of
 from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl_view.inspection.rows import rows_of
 
 UNTRAINED = ("pending", "aborted", "failed")
 """Status values of slime's samples that are no answers."""

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from asyncrl.errors import visible
 from asyncrl.images import png_size
-from asyncrl.inspection.rows import GroupRow, StepRow
 from asyncrl.schema import Completion, Group, Trajectory, Turn
+from asyncrl_view.inspection.rows import GroupRow, StepRow
 
 Decode = Callable[[int], str]
 GAPS = ((0.01, "default"), (0.1, "green"), (0.5, "yellow"), (2.0, "red"))

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.inspection.render import Decode, heading
-from asyncrl.inspection.rows import GroupRow, StepRow
 from asyncrl.records.reading import Recording
 from asyncrl.schema import Completion, Group, Trajectory
+from asyncrl_view.inspection.render import Decode, heading
+from asyncrl_view.inspection.rows import GroupRow, StepRow
 
 TEMPLATE = Path(__file__).with_name("page.html")
 STATIC = Path(__file__).with_name("static")
-"""Scripts and styles that this page holds and the live page (asyncrl/watch) serves."""
+"""Scripts and styles that this page holds and the live page (asyncrl_view/watch) serves."""
 PLACE = re.compile(r"/\*(DATA|[\w.]+\.(?:js|css))\*/(?:null)?")
 MODULE = re.compile(r"^(?:import .*\n|export (?=const|let|function|class|async))", re.MULTILINE)
 """What makes a script a module, which one inside the page is not."""

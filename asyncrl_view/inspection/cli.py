@@ -30,12 +30,13 @@ import msgspec
 from rich.console import Console
 
 from asyncrl.errors import AsyncRLError, RecordError, visible
-from asyncrl.inspection import render
-from asyncrl.inspection.page import estimator_of, page
-from asyncrl.inspection.rows import Bounds, GroupFilter, bounds, rows_of
-from asyncrl.observability import perfetto, timeline
+from asyncrl.observability import timeline
 from asyncrl.observability.spans import Span, TraceBuilder
 from asyncrl.records.reading import Recording
+from asyncrl_view import perfetto
+from asyncrl_view.inspection import render
+from asyncrl_view.inspection.page import estimator_of, page
+from asyncrl_view.inspection.rows import Bounds, GroupFilter, bounds, rows_of
 
 WIDTH = None if sys.stdout.isatty() else 200
 """Width of tables that are not shown in a terminal."""

@@ -48,15 +48,15 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.errors import RecordError
-from asyncrl.inspection.page import STATIC as SHARED
-from asyncrl.inspection.page import estimator_of
-from asyncrl.inspection.rows import GroupFilter, bounds
 from asyncrl.leases import SUFFIX
 from asyncrl.progress import FOLDER as PROGRESS
-from asyncrl.watch import advice
-from asyncrl.watch.advice import WINDOW, Evidence
-from asyncrl.watch.anatomy import anatomy, begins
-from asyncrl.watch.runs import STATUS, RunFolder, WatchedRun
+from asyncrl_view.inspection.page import STATIC as SHARED
+from asyncrl_view.inspection.page import estimator_of
+from asyncrl_view.inspection.rows import GroupFilter, bounds
+from asyncrl_view.watch import advice
+from asyncrl_view.watch.advice import WINDOW, Evidence
+from asyncrl_view.watch.anatomy import anatomy, begins
+from asyncrl_view.watch.runs import STATUS, RunFolder, WatchedRun
 
 STATIC = Path(__file__).with_name("static")
 POLL_SECONDS = 0.4
@@ -99,7 +99,7 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[],
         Route("/api/settings", lambda asked: _settings(folder, asked)),
         Route("/api/image", lambda asked: _image(folder, asked)),
         *(Route(f"/api/{name}", _of_run(folder, one)) for name, one in endpoints.items()),
-        Mount("/static", StaticFiles(directory=STATIC, packages=[("asyncrl.inspection", SHARED.name)])),
+        Mount("/static", StaticFiles(directory=STATIC, packages=[("asyncrl_view.inspection", SHARED.name)])),
     ]
     middleware = [
         Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),

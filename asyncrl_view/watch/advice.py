@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.watch.anatomy import Straggler
+from asyncrl_view.watch.anatomy import Straggler
 
 Row = Mapping[str, Any]
 WINDOW = 20

@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(folder: Path, host: str, token: str, listening: socket.socket) -> None:
     import uvicorn  # imported late, because --help does not need it
 
-    from asyncrl.watch.runs import RunFolder
-    from asyncrl.watch.server import app
+    from asyncrl_view.watch.runs import RunFolder
+    from asyncrl_view.watch.server import app
 
     port = listening.getsockname()[1]
     hosts = LOOPBACK if _is_loopback(host) else ("*",)  # elsewhere, the token alone protects

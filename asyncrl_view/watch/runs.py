@@ -19,9 +19,9 @@ from asyncrl.jsonl import Tail
 from asyncrl.observability.timeline import FOLDER as TIMELINE
 from asyncrl.records import frames
 from asyncrl.records.reading import TRAINER, folder_of
-from asyncrl.watch.anatomy import BatchFacts
-from asyncrl.watch.episodes import EpisodeIndex
-from asyncrl.watch.timelines import TimelineIndex
+from asyncrl_view.watch.anatomy import BatchFacts
+from asyncrl_view.watch.episodes import EpisodeIndex
+from asyncrl_view.watch.timelines import TimelineIndex
 
 Row = dict[str, Any]
 CONFIG, STATUS, SUMMARY = "config.json", "status.json", "summary.json"

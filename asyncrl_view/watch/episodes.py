@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RecordError
-from asyncrl.inspection import render
-from asyncrl.inspection.page import group_content
-from asyncrl.inspection.rows import GroupFilter, GroupRow, RecordedRows
 from asyncrl.records import images
 from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.frames import FramePosition
 from asyncrl.records.reading import Recording
+from asyncrl_view.inspection import render
+from asyncrl_view.inspection.page import group_content
+from asyncrl_view.inspection.rows import GroupFilter, GroupRow, RecordedRows
 
 SCAN_SECONDS, SEARCH_SECONDS = 0.5, 0.5
 """Time of a request that may be spent on the scan, and on the search."""
