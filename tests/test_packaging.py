@@ -16,7 +16,7 @@ import pytest
 from asyncrl import __version__, install
 
 ROOT = Path(__file__).resolve().parent.parent
-BESIDE = ("asyncrl_view",)
+BESIDE = ("asyncrl_convert", "asyncrl_view")
 """Packages of the wheel beside asyncrl."""
 LOCKS = ["cpu.txt", "dev.txt", "docs.txt"]
 SCRIPTS = ("lock.sh", "container_check.py", "clean_root.py", "debian_tools.py")
@@ -105,6 +105,7 @@ def test_wheel_carries_conf_recipes_lock_and_commands(wheel):
     assert conf | recipes <= names
     assert not [name for name in names if name.startswith(("tests/", "conf/", "recipes/")) or "__pycache__" in name]
     assert "asyncrl-train = asyncrl.launch.main:main" in entry_points
+    assert "asyncrl-convert = asyncrl_convert.cli:main" in entry_points
     assert "asyncrl-watch = asyncrl_view.watch.cli:main" in entry_points
     assert "asyncrl-install = asyncrl.install:main" in entry_points
 

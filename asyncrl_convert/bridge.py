@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.convert.checkpoint import CheckpointReader, CheckpointWriter
-from asyncrl.convert.folders import building, check_space, copy_companions, read_config
-from asyncrl.convert.parameters import Address, Parameter, Structure
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import Bucket, plan_buckets
 from asyncrl.weights.files import write_index, write_stream
 from asyncrl.weights.folder import IGNORED, HFFolder
 from asyncrl.weights.layouts import VOCAB, Dims, dims_of
+from asyncrl_convert.checkpoint import CheckpointReader, CheckpointWriter
+from asyncrl_convert.folders import building, check_space, copy_companions, read_config
+from asyncrl_convert.parameters import Address, Parameter, Structure
 
 Progress = Callable[[Path, int], None]
 COMPANIONS = "hf"  # the folder in a checkpoint that holds config and tokenizer

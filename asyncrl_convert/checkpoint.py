@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from asyncrl.checkpoints.torch_dist import FORMAT, read_metadata, write_frame
-from asyncrl.convert.parameters import Address, Parameter
 from asyncrl.errors import RecordError, WeightsError
+from asyncrl_convert.parameters import Address, Parameter
 
 OPTIMIZER = re.compile(r"^(chained_\d+\.)?optimizer\.")
 

@@ -32,8 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch  # imported after parsing, so that --help and mistakes are answered immediately
     from safetensors import SafetensorError
 
-    from asyncrl.convert import adapters, bridge
-    from asyncrl.convert.folders import check_output
+    from asyncrl_convert import adapters, bridge
+    from asyncrl_convert.folders import check_output
 
     try:
         for field in ("source", "adapter"):
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rollouts(arguments: argparse.Namespace) -> int:
-    from asyncrl.convert import rollouts
+    from asyncrl_convert import rollouts
 
     os.umask(0o077)  # as in a run: only the user may read what models wrote
     try:

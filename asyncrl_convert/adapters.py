@@ -14,10 +14,6 @@ from torch import Tensor
 
 from asyncrl.checkpoints import manifest
 from asyncrl.config.lora import LoraConfig
-from asyncrl.convert.bridge import COMPANIONS, progress, write_hf
-from asyncrl.convert.checkpoint import CheckpointReader, CheckpointWriter
-from asyncrl.convert.folders import building, copy_companions, read_config
-from asyncrl.convert.parameters import Structure
 from asyncrl.errors import WeightsError
 from asyncrl.models import catalog
 from asyncrl.weights.folder import HFFolder
@@ -25,6 +21,10 @@ from asyncrl.weights.layouts import of_expert, stack_experts
 from asyncrl.weights.names import ADAPTER, adapter_of
 from asyncrl.weights.peft import PeftFolder, write_peft
 from asyncrl.weights.peft_config import CONFIG, adapter_folders, parsed, user_config
+from asyncrl_convert.bridge import COMPANIONS, progress, write_hf
+from asyncrl_convert.checkpoint import CheckpointReader, CheckpointWriter
+from asyncrl_convert.folders import building, copy_companions, read_config
+from asyncrl_convert.parameters import Structure
 
 ROUTER_BIAS = "e_score_correction_bias"  # keeps its precision, as in to-hf
 
