@@ -287,6 +287,25 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
+MOST_CODE = 34_600
+"""Most lines of code in the core, 2 % above what it had when this was last set. Lower it after a deletion or a move."""
+
+
+def lines_of_code(file: Path) -> int:
+    """Count the lines that are neither blank, nor a comment, a docstring or an import."""
+    tree, lines = parsed(file), file.read_text().splitlines()
+    left = {number for number, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")}
+    for node in (one for one in ast.walk(tree) if isinstance(one, ast.stmt)):
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if text or isinstance(node, ast.Import | ast.ImportFrom):
+            left -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(left)
+
+
+def test_the_core_does_not_grow() -> None:
+    assert sum(map(lines_of_code, FILES)) <= MOST_CODE
+
+
 def test_no_function_is_longer_than_100_lines_and_few_than_60() -> None:
     found = functions()
     assert [name for length, name in found if length > 100] == []
