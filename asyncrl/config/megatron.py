@@ -81,48 +81,48 @@ class PipelineSplitConfig(Section):
 class TransformerFields(Section):
     """Fields of Megatron's TransformerConfig that may be set; unset: as the trainer has them."""
 
-    apply_rope_fusion: bool | None = None
+    apply_rope_fusion: bool | None
     """Rotate queries and keys in TransformerEngine's fused kernel. unset: with its layers, except in latent attention.
     """
-    fused_single_qkv_rope: bool | None = None
+    fused_single_qkv_rope: bool | None
     """Rotate queries and keys in one fused kernel, before they are split."""
-    moe_permute_fusion: bool | None = None
+    moe_permute_fusion: bool | None
     """Sort tokens by their experts in TransformerEngine's fused kernel."""
-    moe_deepep_num_sms: Count | None = None
+    moe_deepep_num_sms: Count | None
     """Multiprocessors of a GPU that DeepEP uses, with trainer.token_dispatcher=deepep."""
-    moe_hybridep_num_sms: Count | None = None
+    moe_hybridep_num_sms: Count | None
     """Multiprocessors of a GPU that HybridEP uses, with trainer.token_dispatcher=hybridep."""
-    disable_bf16_reduced_precision_matmul: bool | None = None
+    disable_bf16_reduced_precision_matmul: bool | None
     """Sum products of bfloat16 matrices in float32 throughout."""
-    disable_parameter_transpose_cache: bool | None = None
+    disable_parameter_transpose_cache: bool | None
     """Keep no transposes of weights in FP8."""
-    distribute_saved_activations: bool | None = None
+    distribute_saved_activations: bool | None
     """Divide recomputed layers' inputs among the ranks of tensor parallelism."""
-    clone_scatter_output_in_embedding: bool | None = None
+    clone_scatter_output_in_embedding: bool | None
     """Copy the embedding's output under sequence parallelism, so that the whole of it can be freed."""
-    pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = None
+    pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None
     """Library that sends activations between pipeline stages."""
 
 
 class DdpFields(Section):
     """Fields of Megatron's DistributedDataParallelConfig that may be set; unset: as the trainer has them."""
 
-    bucket_size: Count | None = None
+    bucket_size: Count | None
     """Elements of a bucket of gradients or parameters."""
-    pad_buckets_for_high_nccl_busbw: bool | None = None
+    pad_buckets_for_high_nccl_busbw: bool | None
     """Pad buckets to sizes at which NCCL is fast."""
-    reduce_scatter_with_fp32_accumulation: bool | None = None
+    reduce_scatter_with_fp32_accumulation: bool | None
     """Sum gradients over replicas in float32, whatever their own format."""
-    nccl_ub: bool | None = None
+    nccl_ub: bool | None
     """Register the buffers of gradients and parameters with NCCL."""
 
 
 class OptimizerFields(Section):
     """Fields of Megatron's OptimizerConfig that may be set; unset: as the trainer has them."""
 
-    decoupled_weight_decay: bool | None = None
+    decoupled_weight_decay: bool | None
     """AdamW's weight decay; false: that of Adam, in the gradient."""
-    apply_wd_to_qk_layernorm: bool | None = None
+    apply_wd_to_qk_layernorm: bool | None
     """Weight decay of the norms of queries and keys, too."""
 
 

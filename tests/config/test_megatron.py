@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.backends.cpu import megatron_shim
+from asyncrl.config import load
 from asyncrl.config.megatron import ELSEWHERE, DdpFields, OptimizerFields, TransformerFields
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Section
@@ -60,11 +61,11 @@ def test_fields_that_have_a_setting_are_megatrons_and_the_settings_exist() -> No
 )
 def test_other_field_is_refused_with_what_to_set(section: str, name: str, value: Any, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        tiny_config(**{f"trainer.megatron.{section}": {name: value}})
+        tiny_config(**{f"trainer.megatron.{section}.{name}": value})
     assert caught.value.field == f"trainer.megatron.{section}.{name}"
     assert remedy in caught.value.remedy
 
 
 def test_field_that_is_not_set_is_not_passed() -> None:
-    ddp = tiny_config(**{"trainer.megatron.ddp": {"bucket_size": 1000, "nccl_ub": False}}).trainer.megatron.ddp
+    ddp = load(compose_values("trainer.megatron.ddp={bucket_size: 1000, nccl_ub: false}")).trainer.megatron.ddp
     assert ddp.model_dump(exclude_none=True) == {"bucket_size": 1000, "nccl_ub": False}
