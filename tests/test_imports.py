@@ -287,7 +287,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-MOST_CODE = 34_600
+MOST_CODE = 34_500
 """Most lines of code in the core, 2 % above what it had when this was last set. Lower it after a deletion or a move."""
 
 

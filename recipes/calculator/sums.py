@@ -16,7 +16,7 @@ EXAMPLES = (("12 + 7 * 9", 75), ("31 + 45 * 8", 391))
 
 
 class Sums:
-    """Task of sums: task.kind=asyncrl.tasks.sums:Sums, with task.tools."""
+    """Task of sums: task.kind=asyncrl_recipes.calculator.sums:Sums, with task.tools."""
 
     size, inline = None, True
 

@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.envs.tools.calculator import calculate
 from asyncrl.envs.tools.calls import parse
-from asyncrl.tasks.sums import Sums
+from asyncrl_recipes.calculator.sums import Sums
 
 
 @pytest.mark.parametrize("index", [0, 1, 1 << 30])

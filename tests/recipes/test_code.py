@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from asyncrl.tasks.programs import ASSERTS, KINDS, Programs
+from asyncrl_recipes.code.programs import ASSERTS, KINDS, Programs
 
 
 @pytest.mark.parametrize("index", range(len(KINDS) * 3))
