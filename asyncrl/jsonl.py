@@ -15,8 +15,13 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 def replace(path: Path, record: dict[str, Any]) -> None:
     """Replace the file atomically, so that a reader finds either the old content or the new."""
+    replace_text(path, json.dumps(record, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file of any text in the same way. One process at a time may do so."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(record, indent=2) + "\n")
+    partial.write_text(text)
     partial.rename(path)
 
 

@@ -10,7 +10,7 @@ lend         answers that grow fourfold; trainer and engines keep their devices,
 stubs        asyncrl-train with stub engines and a trainer that sleeps: one engine, four, and cluster.elastic=act, where
              engines join as processes
 
-All but the last are simulated (planner/elastic_simulation.py), under seeds; "naive" is the fixed split that is best for
+All but the last are simulated (scripts/elastic_simulation.py), under seeds; "naive" is the fixed split that is best for
 the lengths of the start. The last line is JSON.
 """
 
@@ -32,11 +32,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.planner.elastic import ElasticLimits
-from asyncrl.planner.elastic_simulation import ElasticResult, simulate_elastic
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Setting, SimulatedWorkload
 from scripts import machine
+from scripts.elastic_simulation import ElasticResult, simulate_elastic
 
 ROOT = Path(__file__).parent.parent
 DEVICES, BATCH, BOUND = 8, 16, 8

@@ -47,11 +47,11 @@ from asyncrl.rollout.exposition import PrometheusMetrics
 from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
-from asyncrl.rollout.limiter import UnboundedConcurrency
+from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, question_of, render
-from asyncrl.rollout.recorder import WritingRecorder
+from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Patience, Worker
@@ -138,11 +138,11 @@ async def measure(
         exposed = PrometheusMetrics(folder, addresses(""), "bench")
         timelines = Timelines([timeline], [EpisodeFigures({name: lambda reward: reward > 0}), exposed])
         writer: Writer | None = Writer(folder / RECORDS) if record else None
-        recorder = WritingRecorder(writer, print) if writer else None
+        recorder = Recorder(writer)
         groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
         prompts = Prompts(config, built, template, MODEL_LENGTH, ahead=getattr(playing, "ahead", None))
         mixer = Mixer(built, prompts.training, {name: 1.0}, by_weight, 0)
-        limits: Any = UnboundedConcurrency(), Patience(100)
+        limits: Any = ConcurrencyLimiter(), Patience(100)
         worker = Worker(groups, playing.client, playing.groups, mixer, *limits, group_sizes={name: SIZE})
         async with asyncio.TaskGroup() as tasks:
             serving = None

@@ -21,13 +21,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from asyncrl import config as configuration
-from asyncrl import renamed
 from asyncrl.config import Config
 from asyncrl.engine.adapters import AdapterUse
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import GenerationSession
-from asyncrl.launch.compose import find_recipes
+from asyncrl.launch.compose import algorithm_overrides, find_recipes
 from asyncrl.launch.main import CONF
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.rollout.curriculum import Curriculum, Mixer
@@ -46,7 +45,7 @@ def compose_values(*overrides: str) -> dict[str, Any]:
 def _composed(*overrides: str) -> dict[str, Any]:
     find_recipes()
     with initialize_config_dir(version_base=None, config_dir=str(CONF)):
-        composed = compose("train", overrides=renamed.overrides(overrides)[0])
+        composed = compose("train", overrides=algorithm_overrides(overrides))
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     return values
 

@@ -77,7 +77,14 @@ def test_every_copied_file_is_there_and_in_the_context(tmp_path: Path) -> None:
     copies = [step.text for step in instructions(TEXT) if step.word == "COPY" and "--from" not in step.text]
     named = [source for text in copies for source in text.split()[:-1]]
     sources = {source.replace("${VARIANT}", variant) for source in named for variant in VARIANTS}
-    assert {"requirements/gpu.txt", "requirements/cpu.txt", "asyncrl/", "conf/"} <= sources
+    assert {
+        "requirements/gpu.txt",
+        "requirements/cpu.txt",
+        "asyncrl/",
+        "asyncrl_convert/",
+        "asyncrl_view/",
+        "conf/",
+    } <= sources
     assert [source for source in sources if not (ROOT / source).exists() or not (tmp_path / source).exists()] == []
     assert not list(tmp_path.rglob("__pycache__"))
     assert {path.name for path in tmp_path.iterdir()} <= {source.partition("/")[0] for source in sources}

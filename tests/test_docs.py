@@ -32,9 +32,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 SETTING = re.compile(r"\+{0,2}((?:[a-z_]+\.)+[a-z_]+)(?==|$)")
 PATH = re.compile(
-    r"(?<![\w/.-])((?:asyncrl|recipes|tests|scripts|conf|requirements)/[\w./-]+\.(?:py|md|yaml|txt|sh|sbatch))\b"
+    r"(?<![\w/.-])((?:asyncrl|asyncrl_convert|asyncrl_view|recipes|tests|scripts|conf|requirements)/[\w./-]+\.(?:py|md|yaml|txt|sh|sbatch))\b"
 )
-IMPORT = re.compile(r"\b((?:asyncrl|asyncrl_recipes)(?:\.[a-z_0-9]+)+):(\w+)")
+IMPORT = re.compile(r"\b((?:asyncrl|asyncrl_convert|asyncrl_view|asyncrl_recipes)(?:\.[a-z_0-9]+)+):(\w+)")
 
 SETTINGS = set(field_names()) | {
     f"{field}.{setting}" for field in ALGORITHMS for own in algorithms(field).values() for setting in ("name", *own)

@@ -6,13 +6,11 @@ on a fault    EpisodeFailed from the pool
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl.agents.chat import Chat
-from asyncrl.envs.env import Env, Question, Step
+from asyncrl.envs.env import Env, Question, Step, awaited
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.schema import Generate, Message, Prompt
 
@@ -101,8 +99,3 @@ def with_text(messages: Sequence[Message], text: str) -> list[Message]:
     if last["role"] == "user" and isinstance(last["content"], str):
         return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
     return [*messages, {"role": "user", "content": text}]
-
-
-async def awaited(result: Any) -> Any:
-    """Return the result of a plain or an async call."""
-    return await result if inspect.isawaitable(result) else result

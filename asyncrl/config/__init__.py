@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
-from asyncrl import renamed
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
@@ -127,12 +126,6 @@ class Config(Section):
     cluster: ClusterConfig
     metrics: MetricsConfig
     tracing: TracingConfig
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, values: Any) -> Any:
-        """Accept the old names of settings, as config.json of an old run has them."""
-        return renamed.values(values)[0] if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
@@ -250,24 +243,18 @@ class Config(Section):
         least, most = self.cluster.min_engines, self.cluster.max_engines
         count = self.engine.started + len(self.engine.urls)
         rules: list[Rule] = [
-            ("mode", self.mode, self.mode != "train", "Only a run that trains can be elastic"),
-            (
-                "cluster.placement",
-                "colocated",
-                self.cluster.placement == "colocated",
-                "Engines and trainers take turns",
-            ),
+            ("mode", self.mode != "train", "Only a run that trains can be elastic"),
+            ("cluster.placement", self.cluster.placement == "colocated", "Engines and trainers take turns"),
             (
                 "engine.prefill_count",
-                self.engine.prefill_count,
                 self.engine.disaggregated,
                 "The controller does not know engines that only prefill or only decode: set engine.count",
             ),
-            ("metrics.timeline", False, not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
-            ("cluster.min_engines", least, least > count, f"The run starts with {count} engines: lower it"),
-            ("cluster.max_engines", most, most is not None and most < count, f"It starts with {count}: raise it"),
+            ("metrics.timeline", not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
+            ("cluster.min_engines", least > count, f"The run starts with {count} engines: lower it"),
+            ("cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it"),
         ]
-        require(rules, ", or set cluster.elastic=off.")
+        require(self, rules, ", or set cluster.elastic=off.")
 
     @property
     def mixture(self) -> dict[str, TaskConfig]:

@@ -45,55 +45,48 @@ def check_adapters(config: Config) -> None:
     """Refuse settings that do not fit adapters in the engines. Raises ConfigError."""
     if not (config.serves_adapters or (config.agents.need_versions and config.mode == "train")):
         return
-    require(_rules(config))
+    require(config, _rules(config))
 
 
 def _rules(config: Config) -> list[Rule]:
-    """Return each rule as field, value, whether the value breaks it, and the remedy."""
+    """Return each rule as field, whether its value breaks it, and the remedy."""
     targets, resident = set(adapter_targets(config.trainer.lora)), resident_adapters(config)
     otherwise = "remove agents.roles" if config.agents.need_versions else "set weights.lora=merged"
     return [
         (
             "weights.transport",
-            config.weights.transport,
             config.weights.transport in ("delta", "distributed"),
             f"With {VERSIONS} adapters travel through shared memory or as files: set auto, tensor or disk.",
         ),
         (
             "cluster.placement",
-            "colocated",
             config.cluster.placement == "colocated",
             f"An engine that releases its memory loses its adapters ({VERSIONS}): {otherwise}.",
         ),
         (
             "cluster.lend",
-            True,
             config.cluster.lend,
             f"An engine that releases its memory loses its adapters ({VERSIONS}): set false, or {otherwise}.",
         ),
         (
             "engine.quantization",
-            config.engine.quantization,
             config.engine.holds_codes,
             f"Adapters on quantized weights were not tried ({VERSIONS}): set "
             f"{config.engine.quantization}_simulated, or {otherwise}.",
         ),
         (
             "trainer.lora.targets",
-            sorted(targets),
             not targets <= set(LINEARS),
             f"With {VERSIONS} engines serve adapters of {', '.join(LINEARS)}: choose among them, or {otherwise}.",
         ),
         (
             "trainer.lora.targets",
-            sorted(targets),
             not all({needed} <= targets for present, needed in NEEDS if present in targets),
             f"SGLang fuses projections and takes no k_proj without q_proj, no q_proj without v_proj, and no up_proj "
             f"without gate_proj ({VERSIONS}): add them, or {otherwise}.",
         ),
         (
             "rollout.max_staleness",
-            config.rollout.max_staleness,
             resident > MOST_RESIDENT,
             f"Engines would hold {resident} adapters, more than {MOST_RESIDENT} ({VERSIONS}): lower it, or "
             f"{otherwise}.",

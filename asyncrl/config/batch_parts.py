@@ -23,7 +23,7 @@ def check_batch_parts(config: Config) -> None:
         return
     if parts > groups:
         raise ConfigError(FIELD, parts, f"A batch has rollout.batch_groups={groups} groups: set at most {groups}.")
-    require(_rules(config), f" {REMEDY}")
+    require(config, _rules(config), f" {REMEDY}")
     check_traits(config, ADVANTAGES.traits(config.algo.advantage), LOSSES.traits(config.algo.loss))
 
 
@@ -40,25 +40,19 @@ def check_traits(config: Config, advantage: AdvantageTraits, loss: LossTraits) -
 
 
 def _rules(config: Config) -> list[Rule]:
-    """Return each rule as field, value, whether the value breaks it, and the reason."""
+    """Return each rule as field, whether its value breaks it, and the reason."""
     algo, trains = config.algo, config.mode == "train"
     return [
-        ("algo.mini_batches", algo.mini_batches, algo.mini_batches > 1, "Parts are accumulated into a single step."),
-        ("algo.epochs", algo.epochs, algo.epochs > 1, "Parts are accumulated into a single step."),
-        ("algo.shaping.normalize", True, algo.shaping.normalize, "It needs the whole batch."),
-        ("algo.replay_groups", algo.replay_groups, algo.replay_groups > 0, "They are added to a whole batch."),
+        ("algo.mini_batches", algo.mini_batches > 1, "Parts are accumulated into a single step."),
+        ("algo.epochs", algo.epochs > 1, "Parts are accumulated into a single step."),
+        ("algo.shaping.normalize", algo.shaping.normalize, "It needs the whole batch."),
+        ("algo.replay_groups", algo.replay_groups > 0, "They are added to a whole batch."),
         ("agents.roles", list(config.adapters), len(config.adapters) > 1, "Every adapter has its own denominator."),
-        (
-            "rollout.over_age",
-            "drop",
-            config.rollout.over_age == "drop",
-            "What is dropped is decided when a batch is complete.",
-        ),
+        ("rollout.over_age", config.rollout.over_age == "drop", "What is dropped is decided when a batch is complete."),
         (
             "cluster.placement",
-            "colocated",
             config.cluster.placement == "colocated",
             "Engines stand still while trainers work, so that no group would become ready.",
         ),
-        ("deterministic", True, config.deterministic and trains, "Timing decides which groups a part consists of."),
+        ("deterministic", config.deterministic and trains, "Timing decides which groups a part consists of."),
     ]

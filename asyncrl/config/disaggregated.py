@@ -17,51 +17,41 @@ def check_disaggregated(config: Config) -> None:
     """Refuse settings that do not fit engines that only prefill or only decode. Raises ConfigError."""
     if not config.engine.disaggregated:
         return
-    require(_rules(config))
+    require(config, _rules(config))
 
 
 def _rules(config: Config) -> list[Rule]:
-    """Return each rule as field, value, whether the value breaks it, and the remedy."""
+    """Return each rule as field, whether its value breaks it, and the remedy."""
     engine, mode = config.engine, config.weights.pause_mode
     missing = "prefill_count" if not engine.prefill_count else "decode_count"
     return [
         (
             f"engine.{missing}",
-            0,
             not (engine.prefill_count and engine.decode_count),
             "Engines that prefill need engines that decode, and the reverse: set both, or neither.",
         ),
-        ("engine.count", engine.count, engine.count > 0, f"{APART} start the engines: set 0."),
-        ("engine.urls", engine.urls, bool(engine.urls), f"With {APART} the run starts its engines: remove them."),
+        ("engine.count", engine.count > 0, f"{APART} start the engines: set 0."),
+        ("engine.urls", bool(engine.urls), f"With {APART} the run starts its engines: remove them."),
         (
             "cluster.placement",
-            config.cluster.placement,
             config.cluster.placement == "colocated",
             f"SGLang releases no memory while KV caches are sent ({APART}): set separate.",
         ),
         (
             "weights.pause_mode",
-            mode,
             mode == "retract",
             "SGLang does not flush its caches while KV caches are sent, and sends none while it is paused: set "
             "in_place, abort or drain.",
         ),
         (
             "rollout.coalesce",
-            True,
             config.rollout.coalesce,
             f"With {APART} every sample is a transfer of its own: set false.",
         ),
         (
             "algo.routing_replay",
-            config.algo.routing_replay,
             config.algo.routing_replay == "R3",
             "A decoding engine does not know the experts that the prefill chose: set none or R2.",
         ),
-        (
-            "weights.lora",
-            config.weights.lora,
-            config.serves_adapters,
-            f"Adapters in engines were not tried with {APART}: set merged.",
-        ),
+        ("weights.lora", config.serves_adapters, f"Adapters in engines were not tried with {APART}: set merged."),
     ]

@@ -15,42 +15,37 @@ def check_overlap(config: Config) -> None:
     """Refuse settings under which no batch can be trained during a publish. Raises ConfigError."""
     if not config.weights.overlap:
         return
-    require(_rules(config), ", or set weights.overlap=false.")
+    require(config, _rules(config), ", or set weights.overlap=false.")
 
 
 def _rules(config: Config) -> list[Rule]:
-    """Return each rule as field, value, whether the value breaks it, and the problem with another remedy."""
+    """Return each rule as field, whether its value breaks it, and the problem with another remedy."""
     weights, rollout = config.weights, config.rollout
     adapters = config.mode == "train" and (config.serves_adapters or config.agents.need_versions)
     lead = "rollout.lead" if rollout.max_staleness else "rollout.max_staleness"
     return [
         (
             "mode",
-            "rollout_only",
             config.mode == "rollout_only",
             "No weights are published without a trainer (weights.overlap): set mode=train",
         ),
         (
             "cluster.placement",
-            "colocated",
             config.cluster.placement == "colocated",
             "Trainers cannot use the GPUs while engines load (weights.overlap): set separate",
         ),
         (
             "weights.lora",
-            weights.lora,
             adapters,
             "Adapters as versions of their own are published without a pause (weights.overlap): set merged",
         ),
         (
             "weights.transport",
-            "delta",
             weights.transport == "delta",
             "Engines may ask for all weights, which the trainer has changed by then (weights.overlap): set another",
         ),
         (
             "weights.staging",
-            "stream",
             weights.staging == "stream",
             "The weights must be copied before the trainer changes them (weights.overlap): set full or auto",
         ),

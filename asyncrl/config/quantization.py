@@ -27,39 +27,34 @@ def check_quantization(config: Config) -> None:
     rules: list[Rule] = [
         (
             FIELD,
-            engine.quantization,
             config.mode == "rollout_only",
             "mode=rollout_only has no trainer, which quantizes: set none.",
         ),
         (
             "weights.transport",
-            "delta",
             engine.holds_codes and config.weights.transport == "delta",
             f"Codes of 8 bits have no value that stands for `unchanged`: set auto or disk{simulated}.",
         ),
         (
             "engine.dtype",
-            engine.dtype,
             engine.holds_codes and engine.dtype not in ("auto", "bfloat16"),
             f"SGLang multiplies quantized weights in bfloat16: set bfloat16{simulated}.",
         ),
         (
             "engine.urls",
-            engine.urls,
             engine.holds_codes and bool(engine.urls),
             f"Engines that were started elsewhere hold no codes: remove them{simulated}.",
         ),
         *(
             (
                 f"engine.server_args.{name}",
-                value,
                 name in ("load_format", "json_model_override_args"),
                 f"{FIELD} sets it: remove one of the two.",
             )
-            for name, value in engine.server_args.items()
+            for name in engine.server_args
         ),
     ]
-    require(rules)
+    require(config, rules)
 
 
 def check_codes(config: Config, model: dict[str, Any], *, gpu: bool, sees: bool) -> None:

@@ -93,30 +93,27 @@ def check_roles(config: Config) -> None:
             raise ConfigError(field, role.past.model_dump(), remedy)
     if config.mode == "rollout_only" or not agents.need_versions:
         return
-    require(_rules(config))
+    require(config, _rules(config))
 
 
 def _rules(config: Config) -> list[Rule]:
-    """Return each rule of several adapters as field, value, whether the value breaks it, and the remedy."""
+    """Return each rule of several adapters as field, whether its value breaks it, and the remedy."""
     rank, lora, placement = config.trainer.lora.rank, config.weights.lora, config.cluster.placement
     return [
-        ("trainer.lora.rank", rank, rank is None, "Roles have LoRA adapters (agents.roles): set a rank."),
+        ("trainer.lora.rank", rank is None, "Roles have LoRA adapters (agents.roles): set a rank."),
         (
             "weights.lora",
-            lora,
             lora == "merged",
             "Engines hold one set of merged weights, but roles have several adapters or past versions (agents.roles): "
             "set weights.lora=versions.",
         ),
         (
             "cluster.placement",
-            placement,
             placement == "colocated",
             "An engine that releases its memory loses the adapters of roles (agents.roles): set separate.",
         ),
         (
             "trainer.overlap_grad_reduce",
-            True,
             config.trainer.overlap_grad_reduce and len(config.adapters) > 1,
             "The gradients of several adapters (agents.roles) are reduced after the passes of the last: set false.",
         ),

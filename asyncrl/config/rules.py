@@ -6,13 +6,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.settings import Choice, Section
 
-Rule = tuple[str, Any, bool, str]
-"""Field, value, whether the value breaks the rule, and the remedy."""
+Rule = tuple[str, bool, str] | tuple[str, Any, bool, str]
+"""Field, whether its value breaks the rule, and the remedy. To show another value than the field's, it comes second."""
 
 
-def require(rules: Iterable[Rule], otherwise: str = "") -> None:
-    """Raise ConfigError for the first rule that is broken. `otherwise` is appended to its remedy."""
-    for field, value, broken, remedy in rules:
+def require(section: Section, rules: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
+    """Raise ConfigError for the first rule that is broken. `otherwise` is appended to its remedy, and `prefix` goes
+    before its field, which is one of `section`."""
+    for field, *shown, broken, remedy in rules:
         if broken:
-            raise ConfigError(field, value, f"{remedy}{otherwise}")
+            value = shown[0] if shown else _value(section, field)
+            raise ConfigError(f"{prefix}{field}", value, f"{remedy}{otherwise}")
+
+
+def _value(section: Any, field: str) -> Any:
+    for name in field.split("."):
+        section = section.get(name) if isinstance(section, dict) else getattr(section, name)
+    return section.name if isinstance(section, Choice) else section

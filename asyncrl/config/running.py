@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from asyncrl.config.secret_values import Parameters, Secret
 from asyncrl.errors import ConfigError
@@ -284,12 +284,6 @@ class MetricsConfig(Section):
     """Record in timeline/ what every episode and process did, and when (docs/timelines.md)."""
     timeline_share: Share
     """Share of the groups whose timelines are recorded and traced; which ones they are depends on their uids alone."""
-
-    @field_validator("sinks", mode="before")
-    @classmethod
-    def _was_tensorboard(cls, value: Any) -> Any:
-        """Accept the values of metrics.tensorboard, the old name of the field."""
-        return ["tensorboard"] * value if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _keys_are_secret(self) -> MetricsConfig:

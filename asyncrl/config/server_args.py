@@ -58,19 +58,19 @@ ServerArgs = Annotated[dict[str, Any], AfterValidator(_with_underscores)]
 def check_server_args(config: Config) -> None:
     """Refuse arguments of engines for which there are settings, and those with which an engine cannot load or prove new
     weights. Raises ConfigError."""
-    require(_rules(config))
+    require(config, _rules(config))
 
 
 def _rules(config: Config) -> Iterator[Rule]:
-    """Yield each rule as field, value, whether the value breaks it, and the remedy."""
+    """Yield each rule as field, whether its value breaks it, and the remedy."""
     for name, value in config.engine.server_args.items():
         field, is_on = f"engine.server_args.{name}", value is True or value not in OFF
-        yield field, value, name in INSTEAD, f"Set engine.{INSTEAD.get(name)} instead."
+        yield field, name in INSTEAD, f"Set engine.{INSTEAD.get(name)} instead."
         if config.mode != "train":
             continue
         why = f"SGLang cannot load new weights with it: {CANNOT_LOAD.get(name)}"
-        yield field, value, name in CANNOT_LOAD and is_on, why
+        yield field, name in CANNOT_LOAD and is_on, why
         why = "The engines would answer with random weights until the first publish: remove it."
-        yield field, value, name == "load_format" and value == "dummy", why
+        yield field, name == "load_format" and value == "dummy", why
         why = "SGLang cuts weights in a way that weights.verify does not know: remove it, or set weights.verify=false."
-        yield field, value, name in CANNOT_VERIFY and is_on and config.weights.verify, why
+        yield field, name in CANNOT_VERIFY and is_on and config.weights.verify, why

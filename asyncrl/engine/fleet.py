@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -43,38 +43,6 @@ class CallRefused(EngineError):
         super().__init__(message)
 
 
-class RouterMembership(Protocol):
-    """Interface to the router's list of workers (engine/router.py)."""
-
-    def add(self, url: str) -> None:
-        """Start routing requests to this engine."""
-        ...
-
-    def remove(self, url: str) -> None:
-        """Stop routing requests to this engine."""
-        ...
-
-    def keep(self, urls: Sequence[str]) -> None:
-        """Add those of these engines that the router does not know."""
-        ...
-
-
-class EngineRegister(Protocol):
-    """Interface to the registry of engines that join and leave a run (engine/registry.py)."""
-
-    def joined(self) -> Mapping[str, Any]:
-        """Return the engines that others have started, by URL."""
-        ...
-
-    def leaving(self) -> set[str]:
-        """Return the URLs of the engines that are asked to leave."""
-        ...
-
-    def let_go(self, url: str) -> None:
-        """Declare that this engine may be stopped."""
-        ...
-
-
 class Fleet:
     """The engines of a run as one trainer rank sees them: those that serve and those that wait for their weights.
 
@@ -92,8 +60,8 @@ class Fleet:
         timeout: float,
         *,
         attached: Sequence[str] = (),
-        router: RouterMembership | None = None,
-        register: EngineRegister | None = None,
+        router: RouterWorkers | None = None,
+        register: Registry | None = None,
         on_lost: Callable[[str, str, str], None] | None = None,
         selector: str = "all",
         duties: Duties = every_engine,

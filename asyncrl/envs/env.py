@@ -83,3 +83,8 @@ class EnvSpec:
     def waits(self) -> bool:
         """Return whether its steps are async and may therefore share an event loop, which sync steps would block."""
         return inspect.iscoroutinefunction(load(self.path, "task.kind").step)
+
+
+async def awaited(result: Any) -> Any:
+    """Return the result of a plain or an async call."""
+    return await result if inspect.isawaitable(result) else result

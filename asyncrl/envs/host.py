@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.envs.env import EnvSpec, Step
+from asyncrl.envs.env import EnvSpec, Step, awaited
 from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
 from asyncrl.schema import number
 
@@ -68,7 +68,7 @@ class HostedInstance:
             return None
         found = getattr(self._env, method)(*arguments)
         if inspect.isawaitable(found):
-            found = self._runner.run(_awaited(found))
+            found = self._runner.run(awaited(found))
         if method == "step" and not isinstance(found, Step):
             raise TypeError(f"step returned {type(found).__name__} instead of a Step")
         if isinstance(found, Step):
@@ -85,10 +85,6 @@ def _told(error: AsyncRLError) -> list[Any]:
     cause = error.__cause__
     trace = "\n" + "".join(traceback.format_exception(cause)) if cause else ""
     return [error.reason, f"{error.detail}{trace}", error.retry]
-
-
-async def _awaited(found: Any) -> Any:
-    return await found
 
 
 def main(fd: int) -> None:

@@ -8,7 +8,6 @@ on a fault    EpisodeFailed("environment_..."): the episode is retried (rollout.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.envs.breaker import Breaker
-from asyncrl.envs.env import Env, EnvSpec, Question, Step
+from asyncrl.envs.env import Env, EnvSpec, Question, Step, awaited
 from asyncrl.envs.hosted import Host, HostedEnv
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.observability.intervals import ENVIRONMENT, QUEUED, spent
@@ -163,7 +162,7 @@ class EnvironmentPool:
             if close:
                 with raised_by("environment_error"):
                     async with asyncio.timeout(self._settings.reset_timeout):
-                        await _awaited(close())
+                        await awaited(close())
         except EpisodeFailed as failed:
             self._tell(f"environment {self.name} did not close: {failed}")
 
@@ -206,11 +205,7 @@ class _Guarded:
             with spent(ENVIRONMENT, f"{self._name}.{method}"):
                 async with asyncio.timeout(limited):
                     with raised_by("environment_error", retry=True):
-                        return await _awaited(getattr(self._env, method)(*arguments))
+                        return await awaited(getattr(self._env, method)(*arguments))
         except TimeoutError:
             detail = f"{method} did not return within {seconds:g} s (task.environments.{limit})"
             raise EpisodeFailed("environment_timeout", detail) from None
-
-
-async def _awaited(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found

@@ -11,19 +11,21 @@ resumed run uses it again, and the summary compares its prediction with the run.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from asyncrl import config as configuration
+from asyncrl import jsonl
 from asyncrl.backends.cpu.probe import Rates
 from asyncrl.config import Config, cache_tokens, on_gpu
+from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.launch import forecast
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
+from asyncrl.launch.resume import origins
 from asyncrl.network.addresses import PLAN
 from asyncrl.planner.estimate import MachineRates, plan_fields
 from asyncrl.planner.inputs import parse, splits
@@ -81,9 +83,7 @@ class RunPlan:
 
     def write(self, run_dir: Path) -> None:
         """Write plan.json."""
-        partial = run_dir / f"{PLAN}.{os.getpid()}"
-        partial.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        partial.rename(run_dir / PLAN)
+        jsonl.replace(run_dir / PLAN, asdict(self))
 
     def lines(self) -> list[str]:
         """Return the plan for the console."""
@@ -110,13 +110,8 @@ def kept(arguments: Sequence[str], words: Sequence[str] = ()) -> set[str]:
 
 def recorded(config: Config, run_dir: Path) -> RunPlan | None:
     """Return the plan of the run that is resumed; None if there is none."""
-    if config.resume is None:
-        return None
-    folder = run_dir if config.resume == "auto" else Path(config.resume).expanduser().absolute()
-    for one in (folder, folder.parent.parent):  # of a run, or a checkpoint in checkpoints/ of it
-        if (one / PLAN).is_file():
-            return RunPlan(**json.loads((one / PLAN).read_text()))
-    return None
+    found = next((one / PLAN for one in origins(config, run_dir) if (one / PLAN).is_file()), None)
+    return RunPlan(**json.loads(found.read_text())) if found else None
 
 
 def of_file(path: str, arguments: Sequence[str] = ()) -> RunPlan:
@@ -207,18 +202,18 @@ def _check(config: Config, devices: Devices) -> None:
     """Refuse what is not planned."""
     cluster, engine = config.cluster, config.engine
     mixed = on_gpu(config.trainer, devices.gpus) != on_gpu(engine, devices.gpus)
-    for name, value, wrong in (
-        ("mode", config.mode, config.mode != "train"),
-        ("engine.urls", engine.urls, bool(engine.urls)),
-        ("engine.prefill_count", engine.prefill_count, engine.prefill_count > 0),
-        ("engine.pipeline_parallel", engine.pipeline_parallel, engine.ranks != engine.tensor_parallel),
-        ("cluster.placement", cluster.placement, cluster.placement != "separate"),
-        ("cluster.trainer_nodes", cluster.trainer_nodes, cluster.trainer_nodes is not None),
-        ("trainer.context_parallel", config.trainer.context_parallel, config.trainer.context_parallel > 1),
-        ("engine.device", engine.device, mixed or on_gpu(engine, devices.gpus) != bool(devices.gpus)),
-    ):
-        if wrong:
-            raise ConfigError(name, value, "cluster.plan=auto does not plan this: leave cluster.plan unset.")
+    remedy = "cluster.plan=auto does not plan this: leave cluster.plan unset."
+    rules = (
+        ("mode", config.mode != "train"),
+        ("engine.urls", bool(engine.urls)),
+        ("engine.prefill_count", engine.prefill_count > 0),
+        ("engine.pipeline_parallel", engine.ranks != engine.tensor_parallel),
+        ("cluster.placement", cluster.placement != "separate"),
+        ("cluster.trainer_nodes", cluster.trainer_nodes is not None),
+        ("trainer.context_parallel", config.trainer.context_parallel > 1),
+        ("engine.device", mixed or on_gpu(engine, devices.gpus) != bool(devices.gpus)),
+    )
+    require(config, ((field, broken, remedy) for field, broken in rules))
 
 
 def _fits(split: GpuSplit, config: Config, keep: Collection[str], devices: Devices) -> bool:

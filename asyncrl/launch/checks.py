@@ -14,7 +14,6 @@ from asyncrl.config.lora import BLOCK
 from asyncrl.config.quantization import check_codes
 from asyncrl.errors import ConfigError
 from asyncrl.launch.engine_shape import check_shape
-from asyncrl.launch.megatron_fields import check_fields
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.vision import deepstack, image_shape
 from asyncrl.sandbox.local import LocalSandboxes, noted
@@ -48,7 +47,6 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     _check_recompute(config.trainer, hf["num_hidden_layers"], family)
     _check_features(config.trainer, {**hf, **family})
     _check_blocks(config.trainer, {**hf, **family})
-    check_fields(config.trainer, family)
     _check_experts(config.trainer, family.get("num_moe_experts", 0))
     _check_dispatcher(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)

@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,7 @@ class Composed:
 def compose(conf: Path) -> list[Composed]:
     """Return the settings of every run that sys.argv asks for: several under --multirun, none when Hydra has only
     printed something (--cfg, completion). Raises CompositionError for what Hydra refuses."""
-    from asyncrl import renamed
-
-    sys.argv[1:], old = renamed.overrides(sys.argv[1:])
+    sys.argv[1:] = algorithm_overrides(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and CompositionError adds field and remedy
     find_recipes()
     composed: list[tuple[DictConfig, list[str]]] = []
@@ -64,12 +63,30 @@ def compose(conf: Path) -> list[Composed]:
 
     try:
         hydra.main(version_base=None, config_path=str(conf), config_name="train")(keep)()
-        found = [Composed(plain(one), overrides) for one, overrides in composed]
+        return [Composed(plain(one), overrides) for one, overrides in composed]
     except (HydraException, OmegaConfBaseException) as error:
         raise CompositionError(f"{_first_line(error)}. {_spelling(str(error))}") from None
-    old += [name for one in found for name in renamed.values(one.values)[1]]
-    for name in dict.fromkeys(old):
-        print(renamed.warning(name), file=sys.stderr)
+
+
+CHOICES = ("algo.advantage", "algo.loss", "algo.correction")
+"""Fields that name an algorithm and hold its settings (settings.Choice)."""
+
+
+def algorithm_overrides(words: Sequence[str]) -> list[str]:
+    """Return the command line with algorithms and their settings as Hydra accepts them.
+
+    The settings of an algorithm stand in no YAML file (their defaults are those of its function), so Hydra would refuse
+    them without `++`. A name replaces the algorithm with all of its settings.
+    """
+    found = list[str]()
+    for word in words:
+        name, given, value = word.partition("=")
+        if given and name in CHOICES and value != "null":
+            found += [f"~{name}", f"+{name}={value}" if value.startswith("{") else f"++{name}.name={value}"]
+        elif given and name.lstrip("+").rpartition(".")[0] in CHOICES:
+            found.append(f"++{name.lstrip('+')}={value}")
+        else:
+            found.append(word)
     return found
 
 

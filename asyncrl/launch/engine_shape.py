@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.config.rules import require
 from asyncrl.models.vision import image_shape
 
 REPLICATED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
@@ -17,12 +17,8 @@ def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
     engine, family = config.engine, hf["architectures"][0]
     tied, sees = hf.get("tie_word_embeddings", False), image_shape(hf) is not None
     publishes, adapters = config.mode == "train", config.serves_adapters
-    for field, wrong, remedy in (
-        (
-            "expert_parallel",
-            engine.expert_parallel > 1 and not experts,
-            "The model has no routed experts: set it to 1.",
-        ),
+    rules: list[tuple[str, Any, str]] = [
+        ("expert_parallel", not experts, "The model has no routed experts: set it to 1."),
         ("expert_parallel", experts % engine.expert_parallel, f"Must divide the model's {experts} routed experts."),
         ("data_parallel", family not in REPLICATED, f"SGLang replicates the attention of {REPLICATED} alone: set 1."),
         ("data_parallel", adapters, "Adapters in engines were tried with one replica alone: set 1."),
@@ -49,6 +45,6 @@ def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
             config.algo.routing_replay == "R3",
             "Engines cannot report routed experts of other stages: set 1, or algo.routing_replay=none.",
         ),
-    ):
-        if wrong and getattr(engine, field) > 1:
-            raise ConfigError(f"engine.{field}", getattr(engine, field), remedy)
+    ]
+    several = ((field, bool(wrong) and getattr(engine, field) > 1, remedy) for field, wrong, remedy in rules)
+    require(engine, several, prefix="engine.")

@@ -6,14 +6,12 @@ duration.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from asyncrl import tasks
+from asyncrl import jsonl, tasks
 from asyncrl.config import Config
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.preflight.model_files import read_model
@@ -74,9 +72,7 @@ def write(run_dir: Path, precision: Precision, expected: Estimate | None) -> Non
     """Write machine.json: the dtypes with their reasons, and the estimate."""
     choices = {choice.part: {"dtype": choice.dtype, "why": choice.why} for choice in precision.choices}
     content = {"dtype": choices, "estimate": asdict(expected) if expected else None}
-    partial = run_dir / f"{MACHINE}.{os.getpid()}"
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.rename(run_dir / MACHINE)
+    jsonl.replace(run_dir / MACHINE, content)
 
 
 def duration(seconds: float) -> str:

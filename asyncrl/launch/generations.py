@@ -22,18 +22,18 @@ def check_generations(
     known = {node.name: machine for node, machine in zip(nodes, machines, strict=False)}
     placed = [(known[seat.node.name], seat.visible.split(",")) for seat in seats if seat.node.name in known]
     for gpu in sorted({one.name for machine, visible in placed for one in machine.visible(visible)}):
-        require(_rules(engine, gpu))
+        require(engine, _rules(engine, gpu), prefix="engine.")
 
 
 def _rules(engine: EngineConfig, gpu: str) -> Iterator[Rule]:
-    """Yield each rule as field, value, whether the value breaks it, and the remedy."""
+    """Yield each rule as field, whether its value breaks it, and the remedy."""
     ampere, blackwell = (any(part in gpu for part in of) for of in (AMPERE, BLACKWELL))
     kind = engine.quantization
     why = f"SGLang rewrites fp8 weights on {gpu} into Marlin's layout, and no later version could be loaded"
-    yield "engine.quantization", kind, kind == "fp8" and ampere, f"{why}: set int8, or fp8_simulated."
+    yield "quantization", kind == "fp8" and ampere, f"{why}: set int8, or fp8_simulated."
     why = f"SGLang rewrites the scales of fp8 weights for DeepGEMM on {gpu}, and no later version could be loaded"
     rewritten = kind == "fp8" and blackwell and engine.server_args.get("fp8_gemm_backend") != "triton"
     remedy = "set +engine.server_args.fp8_gemm_backend=triton, or engine.quantization=fp8_simulated."
-    yield "engine.quantization", kind, rewritten, f"{why}: {remedy}"
+    yield "quantization", rewritten, f"{why}: {remedy}"
     why = f"SGLang's kernels for int8 do not run on {gpu}"
-    yield "engine.quantization", kind, kind == "int8" and blackwell, f"{why}: set fp8, or int8_simulated."
+    yield "quantization", kind == "int8" and blackwell, f"{why}: set fp8, or int8_simulated."

@@ -45,6 +45,12 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, number)
 
 
+def signal_group(leader: int, number: int) -> None:
+    """Send a signal to a process group, if it still exists."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, number)
+
+
 def shared_files(leaders: Iterable[int]) -> set[Path]:
     """Return the shared-memory files mapped by the living processes of these groups, which they would have to
     remove."""

@@ -282,6 +282,16 @@ def _sizes(name: str, section: EngineConfig | AuxiliaryModelConfig) -> str:
     return f"{count} × {name}.tensor_parallel{stages}"
 
 
+def job_size(config: Config) -> tuple[int, int]:
+    """Return how many machines a job that is not submitted yet needs, and how many GPUs each has. Raises ConfigError if
+    the settings do not say the latter, or if such machines cannot hold the run."""
+    each = config.cluster.gpus
+    if each is None:
+        remedy = "A Slurm job requires the number of GPUs of each machine; set 0 for none."
+        raise ConfigError("cluster.gpus", None, remedy)
+    return config.cluster.nodes or nodes_wanted(config, each), each
+
+
 def nodes_wanted(config: Config, each: int) -> int:
     """Return the smallest number of machines with `each` GPUs that can hold the run."""
     problem: ConfigError | None = None

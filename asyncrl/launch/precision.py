@@ -24,6 +24,7 @@ from asyncrl.backends.cpu.probe import Rates
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch.placement import Placement, Seat
+from asyncrl.launch.resume import origins
 
 if TYPE_CHECKING:
     from asyncrl.launch.slurm.job import SlurmJob
@@ -132,17 +133,10 @@ def assumed(config: Config, gpus: int) -> Config:
 
 def recorded(config: Config, run_dir: Path) -> dict[str, Any] | None:
     """Return config.json of the run that is replayed or resumed; None if there is none."""
-    if config.mode == "replay":
-        folder = config.replay.folder
-    elif config.resume == AUTO:
-        folder = run_dir
-    elif config.resume is not None:
-        folder = Path(config.resume).expanduser().absolute()
-        folder = folder.parent.parent if not (folder / "config.json").is_file() else folder
-    else:
-        return None
+    folders = [config.replay.folder] if config.mode == "replay" else origins(config, run_dir)
+    file = next((one / "config.json" for one in folders if (one / "config.json").is_file()), None)
     try:
-        found = json.loads((folder / "config.json").read_text())
+        found = json.loads(file.read_text()) if file else None
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

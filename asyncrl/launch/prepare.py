@@ -18,7 +18,7 @@ from asyncrl.launch.attached import attached_dtype, check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_gpu_features, check_model
 from asyncrl.launch.generations import check_generations
 from asyncrl.launch.machine import count_gpus, this_node
-from asyncrl.launch.placement import Node, Placement, imagined, nodes_wanted, place, ports_wanted
+from asyncrl.launch.placement import Node, Placement, imagined, job_size, place, ports_wanted
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.versions import installed
@@ -142,13 +142,8 @@ class Preparation:
         if self.job:
             self.nodes = self.job.nodes
         elif cluster.launcher == "slurm":
-            if cluster.gpus is None:
-                raise ConfigError(
-                    "cluster.gpus", None, "A Slurm job requires the number of GPUs of each machine; set 0 for none."
-                )
             self.imagined = True
-            machines = cluster.nodes or nodes_wanted(self.config, cluster.gpus)
-            self.nodes = imagined(self.config, machines, cluster.gpus)
+            self.nodes = imagined(self.config, *job_size(self.config))
             if cluster.plan:
                 return
         else:

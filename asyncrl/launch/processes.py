@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl.errors import Paused, ProcessDied, Stopped
-from asyncrl.launch.leftovers import SHARED, Scratch, die_with_parent
+from asyncrl.launch.leftovers import SHARED, Scratch, die_with_parent, signal_group
 from asyncrl.launch.numa import bind, near
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
@@ -198,7 +198,7 @@ class Supervisor:
         if self._specs[name].step:
             _signal(self._children[name], signal.SIGTERM)
         else:
-            _signal_group(self._children[name].pid, signal.SIGKILL)
+            signal_group(self._children[name].pid, signal.SIGKILL)
 
     def _log(self, name: str) -> Path:
         return self._run_dir / "logs" / f"{name}.log"
@@ -288,7 +288,7 @@ class Supervisor:
             _signal(child, signal.SIGTERM)
         self._wait(steps, STEP_SECONDS)
         for child in self._children.values():
-            _signal_group(child.pid, signal.SIGKILL)  # also what is left of a group whose leader has ended
+            signal_group(child.pid, signal.SIGKILL)  # also what is left of a group whose leader has ended
             child.wait()
         self._scratch.remove()
 
@@ -297,7 +297,7 @@ class Supervisor:
         if spec.step:
             _signal(child, spec.stop_signal)
         else:
-            _signal_group(child.pid, spec.stop_signal)
+            signal_group(child.pid, spec.stop_signal)
 
     def _wait(self, children: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -317,11 +317,6 @@ def _signal(child: subprocess.Popen[bytes], number: int) -> None:
     ignored."""
     if child.poll() is None:
         child.send_signal(number)
-
-
-def _signal_group(leader: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, number)
 
 
 def how(code: int) -> str:

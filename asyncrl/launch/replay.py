@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl import renamed
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 
@@ -57,7 +56,7 @@ def differences(config: Config) -> list[str]:
 
 def differing(before: dict[str, Any], config: Config) -> list[str]:
     """Return a line "field: before -> now" for each different setting that matters to training."""
-    then, now = _flat(renamed.values(before)[0]), _flat(json.loads(config.model_dump_json()))
+    then, now = _flat(before), _flat(json.loads(config.model_dump_json()))
     return [
         f"{name}: {then.get(name)} -> {now.get(name)}"
         for name in sorted(then.keys() | now.keys())

@@ -17,12 +17,12 @@ from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.store import FOLDER, CheckpointStore
 from asyncrl.config import AgentsConfig, Config
 from asyncrl.errors import ConfigError, RecordError
-from asyncrl.jsonl import Tail
+from asyncrl.jsonl import Tail, replace_text
 from asyncrl.launch.leftovers import sweep
 from asyncrl.launch.replay import differing
 from asyncrl.network.addresses import FILE, LOST, READY
 
-ROLLED_BACK, LOCK = "rolled_back", "lock"
+ROLLED_BACK, LOCK, AUTO = "rolled_back", "lock", "auto"
 FOLLOWED = {"metrics.jsonl": "version", "eval.jsonl": "version_max"}
 """Files whose lines belong to versions, and the field that holds the version."""
 MUST_STAY = ("run.seed", "rollout.batch_groups", "rollout.max_staleness", "rollout.effective_lead", "eval.questions")
@@ -54,7 +54,7 @@ def choose(config: Config, run_dir: Path) -> Resume | None:
     exist, or does not fit the settings; RecordError if it is damaged, or if none in the run folder is complete."""
     if config.resume is None:
         return None
-    if config.resume == "auto":
+    if config.resume == AUTO:
         found = CheckpointStore(run_dir).newest(_tell)
         if not found and CheckpointStore(run_dir).versions():
             problem = (
@@ -74,6 +74,14 @@ def choose(config: Config, run_dir: Path) -> Resume | None:
     if resume:
         _check(config, resume)
     return resume
+
+
+def origins(config: Config, run_dir: Path) -> list[Path]:
+    """Return the folders of which one is that of the run that is resumed: `resume` may name a checkpoint in it."""
+    if config.resume is None or config.resume == AUTO:
+        return [run_dir] if config.resume else []
+    folder = Path(config.resume).expanduser().absolute()
+    return [folder, folder.parent.parent]
 
 
 def _check(config: Config, resume: Resume) -> None:
@@ -194,9 +202,7 @@ def lock(run_dir: Path) -> int:
 
 def _write(path: Path, lines: list[dict[str, Any]]) -> None:
     if lines or path.exists():
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        partial.rename(path)
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _tell(text: str) -> None:

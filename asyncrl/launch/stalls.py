@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl import jsonl
 from asyncrl.leases import SUFFIX, Leases
 from asyncrl.progress import DUMP_SIGNAL, FOLDER, renew_seconds
 
@@ -137,10 +138,7 @@ def stack_file(logs: Path, name: str) -> Path:
 
 def write_stack(pid: int, path: Path) -> None:
     """Write the state and the stacks of a process. It need not respond: it may be stopped, or hang in a driver."""
-    text = f"{state(pid)}\n{_stack(pid)}"
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.rename(path)
+    jsonl.replace_text(path, f"{state(pid)}\n{_stack(pid)}")
 
 
 def state(pid: int) -> str:

@@ -41,7 +41,6 @@ class CachedReward:
         self._asked: dict[bytes, _Asked] = {}
         self._asked_in_threads: dict[bytes, threading.Event] = {}
         self._lock = threading.Lock()  # calls come from threads and from the event loop
-        self.hits = self.misses = 0
 
     def __call__(self, answer: RewardInput) -> Result:
         """Return the cached score, or ask the reward."""
@@ -81,8 +80,6 @@ class CachedReward:
         if (asked := self._asked.get(key)) is None:
             asked = self._asked[key] = _Asked(asyncio.ensure_future(settled(result, answer)))
             asked.task.add_done_callback(lambda task: self._done(key, asked))
-        else:
-            self.hits += 1
         asked.waiting += 1
         try:
             return _copy(await asyncio.shield(asked.task))
@@ -105,12 +102,10 @@ class CachedReward:
         if (kept := self._kept.get(key)) is None:
             return None
         self._kept.move_to_end(key)
-        self.hits += 1
         return _copy(kept)
 
     def _keep(self, key: bytes, score: Score) -> Score:
         with self._lock:
-            self.misses += 1
             self._kept[key] = _copy(score)
             while len(self._kept) > self._size:
                 self._kept.popitem(last=False)

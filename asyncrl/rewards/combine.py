@@ -14,6 +14,7 @@ from typing import Any
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.build import part
 from asyncrl.rewards.calls import combined, settled
+from asyncrl.rewards.parameters import checked_weight
 from asyncrl.rewards.reward import Result, Reward, RewardInput, Score, checked, close
 
 
@@ -102,6 +103,4 @@ def _weighed(spec: Any, field: str) -> tuple[Reward, float]:
         spec = {key: value for key, value in spec.items() if key != "weight"}
     else:
         spec, weight = spec
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ConfigError(f"{field}.weight", weight, "Must be a finite number.")
-    return part(spec, field), float(weight)
+    return part(spec, field), checked_weight(weight, field)

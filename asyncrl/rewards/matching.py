@@ -9,7 +9,6 @@ import re
 import string
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
 
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards.parameters import Name
@@ -138,14 +137,6 @@ class FormatMatch:
     def __call__(self, answer: RewardInput) -> float:
         """Return 1 or 0."""
         return float(self._pattern.search(answer.text) is not None)
-
-
-MATCHES: dict[str, Callable[[str, str], float]] = {
-    "exact": ExactMatch().match,
-    "contains": ContainsMatch().match,
-    "number": NumberMatch().match,
-}
-"""Matching functions by name, for tasks that have only text and reference."""
 
 
 def last_number(text: str) -> float | None:

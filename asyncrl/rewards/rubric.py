@@ -21,7 +21,7 @@ from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards.build import part
 from asyncrl.rewards.calls import combined
 from asyncrl.rewards.judge import JudgeReward
-from asyncrl.rewards.parameters import Name, check
+from asyncrl.rewards.parameters import Name, check, checked_weight
 from asyncrl.rewards.reward import Result, Reward, RewardInput, Score, close
 
 TEMPLATE = """You check one criterion of an answer to a question.
@@ -144,11 +144,9 @@ def _judge(judge: Any) -> JudgeReward:
 
 
 def _item(spec: Mapping[str, Any], field: str, number: int) -> Criterion:
-    weight = spec.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ConfigError(f"{field}.weight", weight, "Must be a finite number.")
+    weight = checked_weight(spec.get("weight", 1.0), field)
     rest = {key: value for key, value in spec.items() if key not in ("weight", "name")}
     name = str(spec.get("name", f"criterion_{number}"))
     if rest.keys() == {"criterion"}:
-        return Criterion(name, float(weight), criterion=str(rest["criterion"]))
-    return Criterion(name, float(weight), reward=part(rest, field))
+        return Criterion(name, weight, criterion=str(rest["criterion"]))
+    return Criterion(name, weight, reward=part(rest, field))

@@ -31,17 +31,17 @@ from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import each
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.compare import Comparison
+from asyncrl.rollout.compare import ComparingRecorder
 from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
-from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
 from asyncrl.rollout.order import StartOrder
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import Prompts
-from asyncrl.rollout.recorder import Recorder, WritingRecorder
+from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import RunReporter, Warn
 from asyncrl.rollout.server import RolloutServer, contain, serve
 from asyncrl.rollout.snapshot import Snapshot
@@ -201,19 +201,18 @@ def _go_on(
 def _recorder(
     writer: Writer | None, config: Config, addresses: Addresses, reporter: RunReporter, version: int
 ) -> Recorder:
-    recorder = Recorder()
     if writer:
         writer.write(Began(addresses.run_id, time.time(), version, json.loads(config.model_dump_json())))
-        recorder = WritingRecorder(writer, reporter.warn)
     if compared := config.replay.compare:
-        recorder = Comparison(Recording(Path(compared).expanduser()), reporter.compared, recorder)
-    return recorder
+        recording = Recording(Path(compared).expanduser())
+        return ComparingRecorder(recording, reporter.compared, writer, reporter.warn)
+    return Recorder(writer, reporter.warn)
 
 
 def _concurrency_limiter(rollout: RolloutConfig) -> ConcurrencyLimiter:
     if rollout.max_running_groups == "auto":
         return AdaptiveConcurrency(ConcurrencyWindow(rollout.max_new_tokens))
-    return FixedConcurrency(rollout.max_running_groups) if rollout.max_running_groups else UnboundedConcurrency()
+    return FixedConcurrency(rollout.max_running_groups) if rollout.max_running_groups else ConcurrencyLimiter()
 
 
 def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:

@@ -6,58 +6,44 @@ The same settings and seed give the same prompts to the same slots; answers agre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from asyncrl.errors import RecordError
 from asyncrl.records.reading import Recording
+from asyncrl.records.writer import Writer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.schema import Completion, Group
 
 
-class Comparison(Recorder):
-    """Recorder that compares every finished group, reports a line per trajectory, and forwards all events to `then`."""
+class ComparingRecorder(Recorder):
+    """Recorder that also compares every finished group, and reports a line per trajectory."""
 
-    def __init__(self, recording: Recording, tell: Callable[[dict[str, Any]], None], then: Recorder) -> None:
-        self._recording, self._tell, self._then = recording, tell, then
+    def __init__(
+        self,
+        recording: Recording,
+        tell: Callable[[dict[str, Any]], None],
+        writer: Writer | None = None,
+        warn: Callable[[str], None] = print,
+    ) -> None:
+        super().__init__(writer, warn)
+        self._recording, self._tell = recording, tell
         self._same = self._compared = self._others = 0
         self._gap = 0.0
 
     def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
         self._compare(group)
-        self._then.committed(ticket, group, discarded)
+        super().committed(ticket, group, discarded)
 
     def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
         if group:
             self._compare(group)
-        self._then.rejected(ticket, reason, tokens, group)
-
-    def admitted(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
-        self._then.admitted(ticket, prompt, trajectories)
-
-    def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
-        self._then.taken(step, groups, figures)
-
-    def part_taken(self, step: int, groups: Sequence[Group]) -> None:
-        self._then.part_taken(step, groups)
-
-    def adjusted(self, lead: int) -> None:
-        self._then.adjusted(lead)
-
-    def published(self, version: int, ledger: Ledger) -> None:
-        self._then.published(version, ledger)
-
-    def saved(self, version: int) -> None:
-        self._then.saved(version)
-
-    def flush(self) -> None:
-        self._then.flush()
+        super().rejected(ticket, reason, tokens, group)
 
     def take_figures(self) -> dict[str, float]:
         return {
-            **self._then.take_figures(),
+            **super().take_figures(),
             "compare/same": self._same / max(1, self._compared),
             "compare/gap": self._gap,
             "compare/others": float(self._others),

@@ -27,7 +27,7 @@ from asyncrl.rollout.audit import Audit
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Ledger, SourceCounts
-from asyncrl.rollout.limiter import ConcurrencyLimiter, UnboundedConcurrency
+from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.snapshot import GroupsState, Outstanding, PromptName, SiblingSnapshot
 from asyncrl.rollout.timelines import COMMITTED, Timelines
@@ -69,7 +69,7 @@ class GroupLifecycle:
         """`publish` receives the ledger and the warnings at every version; `figures` returns further figures for a
         batch."""
         self._buffer, self._client = buffer, client
-        self._limiter, self._waited = limiter or UnboundedConcurrency(), False
+        self._limiter, self._waited = limiter or ConcurrencyLimiter(), False
         self._changed, self._released = asyncio.Condition(), asyncio.Event()
         self._audit, self._publish, self._more_figures = Audit(), publish, figures
         self._recorder, self._timelines = recorder or Recorder(), timelines or Timelines()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from asyncrl.engine.loads import Load
 from asyncrl.errors import EngineError
@@ -19,59 +18,32 @@ PERIOD, AT_ONCE = 1.0, 64
 """Seconds between two queries of so many engines; with more of them the time grows. A query takes 1 ms here."""
 
 
-class ConcurrencyLimiter(Protocol):
-    """Limiter of concurrent groups, as the worker uses it."""
+class ConcurrencyLimiter:
+    """Limiter of concurrent groups, as the worker uses it. This one never blocks: the buffer's admission is the only
+    bound."""
 
     async def acquire(self, episodes: int) -> None:
         """Wait until a group of so many episodes may start."""
-        ...
 
     def give_back(self, episodes: int) -> None:
         """Return so many episodes: the group is smaller than announced."""
-        ...
 
     def release(self, episodes: int) -> None:
         """Record that a group has ended."""
-        ...
 
     def taken(self, ready: int, batch: int, *, waited: bool) -> None:
         """Record that the trainer took a batch of `batch` groups, that it waited or not, and that `ready` groups are
         left."""
-        ...
 
     def resize(self, groups: int) -> None:
         """Change a fixed maximum of groups."""
-        ...
 
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl."""
-        ...
-
-
-class UnboundedConcurrency:
-    """Limiter that never blocks: the buffer's admission is the only bound."""
-
-    def resize(self, groups: int) -> None:
-        """No-op: only a fixed number can be changed."""
-
-    async def acquire(self, episodes: int) -> None:
-        """Return immediately."""
-
-    def give_back(self, episodes: int) -> None:
-        """No-op."""
-
-    def release(self, episodes: int) -> None:
-        """No-op."""
-
-    def taken(self, ready: int, batch: int, *, waited: bool) -> None:
-        """No-op."""
-
-    def figures(self) -> dict[str, float]:
-        """Return no figures."""
         return {}
 
 
-class FixedConcurrency(UnboundedConcurrency):
+class FixedConcurrency(ConcurrencyLimiter):
     """Fixed maximum number of concurrent groups."""
 
     def __init__(self, groups: int) -> None:
@@ -96,7 +68,7 @@ class FixedConcurrency(UnboundedConcurrency):
         self._changed.set()
 
 
-class AdaptiveConcurrency:
+class AdaptiveConcurrency(ConcurrencyLimiter):
     """Limit that follows the window (rollout/concurrency.py)."""
 
     def __init__(self, window: ConcurrencyWindow) -> None:
@@ -147,9 +119,6 @@ class AdaptiveConcurrency:
                 before = now
                 self._changed.set()
             await asyncio.sleep(PERIOD * max(1.0, len(loads) / AT_ONCE))
-
-    def resize(self, groups: int) -> None:
-        """No-op: the window decides."""
 
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl."""

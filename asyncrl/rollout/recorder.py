@@ -27,79 +27,57 @@ from asyncrl.schema import EncodedGroup, Group
 
 
 class Recorder:
-    """Recorder of a run that is not recorded: every method is a no-op."""
+    """Recorder that writes through a Writer's thread, or records nothing without one. If writing fails, the run goes on
+    and warns once."""
 
-    def admitted(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
-        """Record that a group begins to play this prompt."""
-
-    def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
-        """Record that a finished group is handed in, whether or not it gets a seat."""
-
-    def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
-        """Record that a group is rejected."""
-
-    def part_taken(self, step: int, groups: Sequence[Group]) -> None:
-        """Record that these groups of a batch are trained before it is complete."""
-
-    def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
-        """Record the composition of a batch."""
-
-    def adjusted(self, lead: int) -> None:
-        """Record that another lead was asked for."""
-
-    def published(self, version: int, ledger: Ledger) -> None:
-        """Record that every engine serves a version."""
-
-    def saved(self, version: int) -> None:
-        """Record that the state at this instant goes into a checkpoint."""
-
-    def flush(self) -> None:
-        """Wait until all events would survive the death of this process. Call this from a thread."""
-
-    def take_figures(self) -> dict[str, float]:
-        """Return the figures since the last call, under their names in metrics.jsonl."""
-        return {}
-
-
-class WritingRecorder(Recorder):
-    """Recorder that writes through a Writer's thread. If writing fails, the run goes on and warns once."""
-
-    def __init__(self, writer: Writer, warn: Callable[[str], None]) -> None:
+    def __init__(self, writer: Writer | None = None, warn: Callable[[str], None] = print) -> None:
         self._writer, self._warn, self._warned = writer, warn, False
         self._seconds, self._told = 0.0, (0.0, 0)
 
     def admitted(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
+        """Record that a group begins to play this prompt."""
         self.write(Admitted(ticket.slot, ticket.attempt, ticket.born, ticket.cohort, prompt, trajectories))
 
     def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
-        with self._measured():
-            content = _content(group)
-        self.write(Committed(ticket.slot, ticket.attempt, content, discarded), group.images if content.images else None)
+        """Record that a finished group is handed in, whether or not it gets a seat."""
+        if content := self._content(group):
+            images = group.images if content.images else None
+            self.write(Committed(ticket.slot, ticket.attempt, content, discarded), images)
 
     def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
-        content, images = (_content(group), group.images) if group else (None, None)
+        """Record that a group is rejected."""
+        content, images = (self._content(group), group.images) if group else (None, None)
         self.write(Rejected(ticket.slot, ticket.attempt, reason, tokens, content), images)
 
     def part_taken(self, step: int, groups: Sequence[Group]) -> None:
+        """Record that these groups of a batch are trained before it is complete."""
         self.write(PartTaken(step, [group.uid for group in groups]))
 
     def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
+        """Record the composition of a batch."""
         self.write(Taken(step, [group.uid for group in groups], figures))
 
     def adjusted(self, lead: int) -> None:
+        """Record that another lead was asked for."""
         self.write(Adjusted(lead, time.time()))
 
     def published(self, version: int, ledger: Ledger) -> None:
+        """Record that every engine serves a version."""
         self.write(Published(version, time.time(), asdict(ledger)))
 
     def saved(self, version: int) -> None:
+        """Record that the state at this instant goes into a checkpoint."""
         self.write(Saved(version))
 
     def flush(self) -> None:
-        self._writer.flush()
+        """Wait until all events would survive the death of this process. Call this from a thread."""
+        if self._writer:
+            self._writer.flush()
 
     def write(self, event: Event, images: Mapping[str, bytes] | None = None) -> None:
         """Write the next event, with the images that it names."""
+        if self._writer is None:
+            return
         with self._measured():
             self._writer.write(event, images)
         if self._writer.failed and not self._warned:
@@ -107,10 +85,21 @@ class WritingRecorder(Recorder):
             self._warn(f"{self._writer.failed}. The run continues without it.")
 
     def take_figures(self) -> dict[str, float]:
+        """Return the figures since the last call, under their names in metrics.jsonl."""
+        if self._writer is None:
+            return {}
         now = (self._seconds + self._writer.seconds, self._writer.written)
         seconds, size = (new - old for new, old in zip(now, self._told, strict=True))
         self._told = now
         return {"time/recording": seconds, "recording/bytes": float(size)}
+
+    def _content(self, group: Group) -> PackedGroup | None:
+        """Return the content of a group, which another process may have packed already; None if nothing is written."""
+        if self._writer is None:
+            return None
+        with self._measured():
+            done: PackedGroup | None = group.packed if isinstance(group, EncodedGroup) else None
+            return done or packed(group)
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
@@ -118,9 +107,3 @@ class WritingRecorder(Recorder):
         started = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - started
-
-
-def _content(group: Group) -> PackedGroup:
-    """Return the content of a group, which another process may have packed already."""
-    done: PackedGroup | None = group.packed if isinstance(group, EncodedGroup) else None
-    return done or packed(group)

@@ -11,33 +11,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
-from asyncrl.engine.scorer import TeacherStats
+from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.errors import EngineError, EpisodeFailed
 from asyncrl.schema import Trajectory, Turn
 
 REASON = "teacher"
 
 
-class TeacherClient(Protocol):
-    """Interface of engine.scorer.TeacherEngines."""
-
-    async def logprobs(self, token_ids: list[int], start: int, key: str) -> list[float]:
-        """Return the log-probabilities of token_ids[start:]."""
-        ...
-
-    def take_figures(self) -> TeacherStats:
-        """Return the figures since the last call."""
-        ...
-
-
 class TeacherScorer:
     """Scores whole episodes: one request for each sample, however many turns it has."""
 
-    def __init__(self, engines: TeacherClient) -> None:
+    def __init__(self, engines: TeacherEngines) -> None:
         self._engines = engines
         self._seconds, self._episodes = 0.0, 0
 

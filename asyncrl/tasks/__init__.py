@@ -29,7 +29,8 @@ def ask(task: Task, index: int, field: str) -> Question:
 
 
 class Task(Protocol):
-    """Endless or finite supply of numbered questions, with a score for their answers."""
+    """Endless or finite supply of numbered questions, with a score for their answers. A class that inherits from it has
+    the defaults below."""
 
     def question(self, index: int) -> Question:
         """Return question `index`: a record with "messages" (a chat) and whatever `score` needs. The same index always
@@ -38,22 +39,22 @@ class Task(Protocol):
 
     def score(self, answer: str, question: Question) -> float:
         """Return the reward of an answer's text. Raises EpisodeFailed when the judge, not the answer, is at fault."""
-        ...
+        raise TypeError("the task has no scores: task.reward names a reward, or its environment rewards episodes")
 
     @property
     def inline(self) -> bool:
         """True if `score` is quick and cannot hang; otherwise it runs in a thread, with timeout
         rollout.reward_timeout."""
-        ...
+        return True
 
     def correct(self, reward: float) -> bool:
         """Return whether a reward means a correct answer, for accuracy."""
-        ...
+        return reward >= 1.0
 
     @property
     def size(self) -> int | None:
         """Number of questions, or None for an endless task."""
-        ...
+        return None
 
 
 KINDS = {

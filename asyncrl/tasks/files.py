@@ -11,14 +11,12 @@ import msgspec
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.tasks import Question, head
+from asyncrl.tasks import Question, Task, head
 from asyncrl.tasks.pictures import IMAGES, images_of, with_images
 
 
-class FileTask:
+class FileTask(Task):
     """Rows of a file; evaluation rows come first if they have a file of their own (see `held_out`)."""
-
-    inline = True
 
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
@@ -59,14 +57,6 @@ class FileTask:
             messages = with_images(messages, row[IMAGES], f"Question {index}")
             row = {name: value for name, value in row.items() if name not in (IMAGES, self._config.image_key)}
         return {"messages": [*self._head, *messages], "row": row}
-
-    def score(self, answer: str, question: Question) -> float:
-        """Raise NotImplementedError: files hold no reward, so task.reward names one (asyncrl/tasks/scores.py)."""
-        raise NotImplementedError
-
-    def correct(self, reward: float) -> bool:
-        """Return whether the reward is 1 or more."""
-        return reward >= 1.0
 
 
 def _is_message(value: Any) -> bool:

@@ -7,15 +7,12 @@ from asyncrl.envs.env import EnvSpec
 from asyncrl.envs.gymnasium import GymnasiumText
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Message
-from asyncrl.tasks import Question
+from asyncrl.tasks import Question, Task
 
 
-class Gymnasium:
+class Gymnasium(Task):
     """Task of one environment. `task.name` is its id, such as FrozenLake-v1. task.params are those of GymnasiumText
     (asyncrl/envs/gymnasium.py), and `solved`, the lowest reward of an episode that counts as correct (default 0.5)."""
-
-    size = None
-    inline = True
 
     def __init__(self, config: TaskConfig) -> None:
         params = dict(config.params)
@@ -31,10 +28,6 @@ class Gymnasium:
         """Return the rules and the first observation."""
         told, state = self._shown.begin(index)
         return {"messages": [*self._head, {"role": "user", "content": told}], "seed": index, "state": state}
-
-    def score(self, answer: str, question: Question) -> float:
-        """Raise TypeError: episodes come with their rewards, so this is never called."""
-        raise TypeError("an environment rewards its own episodes")
 
     def correct(self, reward: float) -> bool:
         """Return whether the reward is `solved` or more."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.tasks import Question, head
+from asyncrl.tasks import Question, Task, head
 
 ENDLESS = 2**31 - 1  # a virtual size: questions are created on demand
 BLOCK = 256
@@ -19,12 +19,9 @@ time.
 SHOT_SEED = 99  # worked examples come from a different stream than the questions
 
 
-class ReasoningGym:
+class ReasoningGym(Task):
     """One generator. Rewards are 0 or 1: with partial credit for wrong answers, the policy would learn those
     instead."""
-
-    size = None
-    inline = True
 
     def __init__(self, config: TaskConfig) -> None:
         import reasoning_gym
@@ -61,7 +58,3 @@ class ReasoningGym:
         form only)."""
         text = answer.strip()
         return float(text != "" and self._questions.score_answer(text, question["entry"]) >= 0.999)
-
-    def correct(self, reward: float) -> bool:
-        """Return whether the reward is 1: rewards are accuracies."""
-        return reward >= 1.0

@@ -7,7 +7,7 @@ import random
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.images.drawing import squares
-from asyncrl.tasks import Question
+from asyncrl.tasks import Question, Task
 
 COLOURS = {"r": (220, 30, 30), "g": (30, 180, 30), "b": (40, 60, 220), "y": (230, 220, 40)}
 ASKS = {"colour": "c", "number": "n"}
@@ -16,12 +16,9 @@ CELLS, MOST = 4, 4
 """Cells in a row, each of which is a patch of Qwen's vision towers; squares in an image."""
 
 
-class Squares:
+class Squares(Task):
     """Questions about an image of 1 to 4 squares of one colour in a grid. The answer is the first letter of the colour,
     or the number; the reward is 1 for exactly that."""
-
-    size = None
-    inline = True
 
     def __init__(self, config: TaskConfig) -> None:
         ask = config.params.get("ask")
@@ -42,7 +39,3 @@ class Squares:
     def score(self, answer: str, question: Question) -> float:
         """Return 1 for the right answer, 0 for any other."""
         return float(answer == question["answer"])
-
-    def correct(self, reward: float) -> bool:
-        """Return whether the answer is right."""
-        return reward >= 1.0

@@ -10,17 +10,14 @@ from asyncrl.envs.env import EnvSpec
 from asyncrl.envs.textarena import TextArenaGame, TextArenaMatch
 from asyncrl.errors import ConfigError
 from asyncrl.schema import Message
-from asyncrl.tasks import Question
+from asyncrl.tasks import Question, Task
 
 ENVS = "asyncrl.envs.textarena"
 
 
-class TextArena:
+class TextArena(Task):
     """Task of one game. `task.name` is the game's, such as GuessTheNumber-v0. task.params: `players` (default 1),
     `rules` (default: the game's own description), and the game's own parameters. Rewards: asyncrl/envs/textarena.py."""
-
-    size = None
-    inline = True
 
     def __init__(self, config: TaskConfig) -> None:
         params = dict(config.params)
@@ -47,11 +44,3 @@ class TextArena:
             return {"messages": first.messages, "seed": index, "role": first.role, "state": first.state}
         news, state = env.begin(index)
         return {"messages": [*self._head, {"role": "user", "content": news}], "seed": index, "state": state}
-
-    def score(self, answer: str, question: Question) -> float:
-        """Raise TypeError: episodes come with their rewards, so this is never called."""
-        raise TypeError("a game rewards its own episodes")
-
-    def correct(self, reward: float) -> bool:
-        """Return whether the game was solved, or won."""
-        return reward >= 1.0

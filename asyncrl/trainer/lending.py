@@ -24,11 +24,11 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.hand_over import HandOver
 from asyncrl.engine.loans import LoanRule
 from asyncrl.metrics.record import StepLog
 from asyncrl.trainer.loop import VersionPublisher
 from asyncrl.trainer.offload import DeviceMemory
-from asyncrl.trainer.turns import EngineTurns
 
 
 class Lending:
@@ -38,7 +38,7 @@ class Lending:
     def __init__(
         self,
         fleet: Fleet,
-        turns: EngineTurns | None,
+        turns: HandOver | None,
         memory: DeviceMemory,
         *,
         lent: VersionPublisher,

@@ -22,6 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from pydantic import BaseModel
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
@@ -116,9 +117,10 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
     return configured(of_family, arguments, "transformer", trainer.megatron.transformer)
 
 
-def configured(of: type[T], arguments: dict[str, Any], section: str, given: dict[str, Any]) -> T:
+def configured(of: type[T], arguments: dict[str, Any], section: str, fields: BaseModel) -> T:
     """Build one of Megatron's configurations with the given fields of trainer.megatron. Raises ConfigError if Megatron
     refuses them."""
+    given = fields.model_dump(exclude_none=True)
     try:
         return of(**{**arguments, **given})
     except (ValueError, AssertionError, ImportError) as error:

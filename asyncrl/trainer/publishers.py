@@ -14,6 +14,7 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config, on_gpu
 from asyncrl.engine.adapters import AdapterName, InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.hand_over import HandOver
 from asyncrl.engine.update import Update
 from asyncrl.metrics.record import StepLog
 from asyncrl.network.addresses import LEND, Addresses
@@ -24,7 +25,7 @@ from asyncrl.trainer.loop import VersionPublisher
 from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.recordings import NoEngines
-from asyncrl.trainer.turns import EngineTurns, free
+from asyncrl.trainer.turns import free
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.files import folder_in
@@ -61,7 +62,7 @@ class PublisherBuilder:
         (merged,) = self.config.adapters
         return self._of_weights(hold=self.source.hold, announce=self.source.announce, update=update, merged=merged)
 
-    def lending(self, fleet: Fleet, turns: EngineTurns | None, always: VersionPublisher, log: StepLog) -> Lending:
+    def lending(self, fleet: Fleet, turns: HandOver | None, always: VersionPublisher, log: StepLog) -> Lending:
         """Return the loans of the GPUs to this fleet (cluster.lend), whose engines take turns with the trainers as
         colocated ones do. The rollout side is not told of them."""
         config, source = self.config, self.source

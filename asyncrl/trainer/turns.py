@@ -13,28 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch.distributed as dist
 
-from asyncrl.engine.update import Update
+from asyncrl.engine.hand_over import HandOver
 from asyncrl.metrics.record import StepLog
 from asyncrl.schema import Batch
 from asyncrl.trainer.loop import VersionPublisher
 from asyncrl.trainer.offload import DeviceMemory
-
-
-class EngineTurns(Protocol):
-    """Interface to the engines' side of the turns (engine/hand_over.py)."""
-
-    @property
-    def update(self) -> Update:
-        """Return the protocol of an update, which gives the engines their memory back."""
-        ...
-
-    def give(self) -> None:
-        """Make every engine release its memory."""
-        ...
 
 
 def free(memory: DeviceMemory) -> None:
@@ -49,7 +35,7 @@ class Turns:
 
     def __init__(
         self,
-        hand_over: EngineTurns | None,
+        hand_over: HandOver | None,
         memory: DeviceMemory,
         publisher: VersionPublisher,
         log: StepLog,

@@ -23,7 +23,6 @@ from asyncrl.agents.chat import Chat
 from asyncrl.agents.playing import (
     Action,
     Player,
-    awaited,
     chat_of,
     initial_state,
     messages_of,
@@ -31,7 +30,7 @@ from asyncrl.agents.playing import (
     opened,
     played,
 )
-from asyncrl.envs.env import Env, Question, Step
+from asyncrl.envs.env import Env, Question, Step, awaited
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Generate, Message, Prompt, Trajectory, Turn

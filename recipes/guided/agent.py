@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from asyncrl.agents.playing import (
     Action,
     Player,
-    awaited,
     chat_of,
     initial_state,
     messages_of,
@@ -26,7 +25,7 @@ from asyncrl.agents.playing import (
     played,
     with_text,
 )
-from asyncrl.envs.env import Question
+from asyncrl.envs.env import Question, awaited
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError
 from asyncrl.imports import load

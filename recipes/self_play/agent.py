@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.agents.chat import Chat
-from asyncrl.agents.playing import Player, awaited, chat_of, initial_state, messages_of, opened
-from asyncrl.envs.env import Step
+from asyncrl.agents.playing import Player, chat_of, initial_state, messages_of, opened
+from asyncrl.envs.env import Step, awaited
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Generate, Message, Prompt, Trajectory, Turn

@@ -14,6 +14,8 @@ from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
+from asyncrl.launch import compose
+from asyncrl.launch.main import CONF
 from asyncrl.settings import Choice
 from asyncrl.trainer.objective import Objective
 from tests.algo.tables import make
@@ -56,6 +58,13 @@ def test_another_algorithm_replaces_the_settings_too() -> None:
     assert config.algo.loss == Choice(name="cispo", clip_high=1.0)
     assert load(compose_values("algo.loss={name: cispo, clip_high: 0.5}")).algo.loss.settings == {"clip_high": 0.5}
     assert load(compose_values("algo.correction=null")).algo.correction is None
+
+
+def test_command_line_has_the_settings_of_an_algorithm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    words = ["algo.loss=cispo", "algo.loss.clip_high=1", f"run.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["asyncrl-train", *words])
+    (composed,) = compose.compose(CONF)
+    assert composed.values["algo"]["loss"] == {"name": "cispo", "clip_high": 1}
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.convert.cli import main
 from asyncrl.models.tiny import write_random_model
+from asyncrl_convert.cli import main
 
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama-tied": ("llama", True, {}),

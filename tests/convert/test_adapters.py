@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
-from asyncrl.convert.cli import main
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import user_config
+from asyncrl_convert.cli import main
 from tests.convert.models import described, rewritten, tensors, written
 from tests.convert.test_refusals import changed, refused
 from tests.fakes import tiny_config

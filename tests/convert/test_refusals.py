@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from asyncrl.convert.cli import main
+from asyncrl_convert.cli import main
 from tests.convert.models import converted, described, rewritten, tensors
 
 

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from asyncrl.convert.cli import main
 from asyncrl.records.reading import Recording
 from asyncrl.schema import VersionSpan
+from asyncrl_convert.cli import main
 
 
 def sample(group: int, index: int, **changes: Any) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from asyncrl.convert.checkpoint import CheckpointReader, CheckpointWriter
-from asyncrl.convert.cli import main
-from asyncrl.convert.parameters import Address, Parameter, Structure
 from asyncrl.models.tiny import write_random_model
+from asyncrl_convert.checkpoint import CheckpointReader, CheckpointWriter
+from asyncrl_convert.cli import main
+from asyncrl_convert.parameters import Address, Parameter, Structure
 from tests.convert.models import add_drafts, converted, described, rewritten, tensors, written
 
 
@@ -185,7 +185,7 @@ def test_stacked_and_single_layers_and_both_spellings_of_norms_are_read(
 ) -> None:
     source = written(tmp_path / "hf", name)
     with monkeypatch.context() as patch:
-        patch.setattr("asyncrl.convert.bridge.Structure", lambda hf: _Placed(hf, norm))
+        patch.setattr("asyncrl_convert.bridge.Structure", lambda hf: _Placed(hf, norm))
         assert main(["to-megatron", str(source), str(tmp_path / "m")]) == 0
     assert norm in CheckpointReader(tmp_path / "m").model_keys
     assert main(["to-hf", str(tmp_path / "m"), str(tmp_path / "back")]) == 0

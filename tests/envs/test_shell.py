@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.envs.env import EnvSpec, Step
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.envs.shell import ShellEnv
-from asyncrl.envs.shell_tasks import KINDS, ShellTasks
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Prompt
@@ -183,31 +181,6 @@ def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
 
 # --- the shipped tasks ----------------------------------------------------------------------------------------
 
-SOLUTIONS: list[Callable[[str], str]] = [
-    lambda text: "echo '{}' > {}".format(text.split("one line: ")[1].split("\n")[0], text.split()[3]),
-    lambda text: f"grep -c '^{text.split('begin with ')[1].split(':')[0]} ' log.txt > answer.txt",
-    lambda text: 'for f in notes/*.txt; do mv "$f" "${f%.txt}.md"; done',
-    lambda text: "sort -u words.txt > sorted.txt",
-    lambda text: "sed -i 's/+/*/' shapes.py",
-]
-
-
-@pytest.mark.parametrize("index", range(2 * len(KINDS)))
-def test_shipped_task_is_solved_by_its_solution_and_not_by_nothing(index: int) -> None:
-    question = ShellTasks(**SANDBOX).question(index)
-    assert question == ShellTasks(**SANDBOX).question(index)
-    command = SOLUTIONS[index % len(KINDS)](question["messages"][0]["content"])
-    assert play("DONE", question=question)[-1].reward == 0.0
-    assert play(block(command), "DONE", question=question)[-1].reward == 1.0
-
-
-def test_shipped_task_tells_how_to_act_or_gives_a_tool() -> None:
-    (message,) = ShellTasks(**SANDBOX).question(0)["messages"]
-    assert "```bash" in message["content"]
-    question = ShellTasks(format="hermes", **SANDBOX).question(0)
-    assert "```bash" not in question["messages"][0]["content"]
-    assert question["tools"][0]["function"]["name"] == "bash"
-
 
 def test_episode_that_is_cut_off_is_judged_all_the_same() -> None:
     """Played as a run plays it; the second answer has no room left."""
@@ -227,7 +200,3 @@ def test_episode_that_is_cut_off_is_judged_all_the_same() -> None:
 
     found = run(script)
     assert (found.reward, [turn.reward for turn in found.turns]) == (0.0, [0.75])
-
-
-def test_questions_are_plain_data() -> None:
-    assert json.loads(json.dumps(ShellTasks(**SANDBOX).question(4))) == ShellTasks(**SANDBOX).question(4)

@@ -11,10 +11,11 @@ import pytest
 
 pytest.importorskip("asyncrl.sandbox.local")
 
-from asyncrl.envs.shell_tasks import KINDS, ShellTasks
 from asyncrl.envs.tools.shared import close_shared
-from asyncrl.envs.tools.toolbox import toolbox
-from tests.envs.test_shell import SOLUTIONS, block
+from asyncrl.envs.tools.toolbox import ToolboxEnv
+from asyncrl_recipes.shell.tasks import KINDS, ShellTasks
+from tests.envs.test_shell import block
+from tests.recipes.test_shell import SOLUTIONS
 
 pytestmark = pytest.mark.integration
 LIMITS = {"seconds": 20.0, "cpu_seconds": 20.0, "memory_mb": 256, "output_kb": 64}
@@ -32,7 +33,6 @@ def run(script: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def test_programs_in_a_session_whatever_they_do() -> None:
-    make = toolbox([{"use": "python", "sandbox_params": {"limits": LIMITS}}])
     programs = {
         "print(6 * 7); open('f', 'w').write('kept') and None": "42",
         "open('f').read()": "'kept'",
@@ -44,7 +44,7 @@ def test_programs_in_a_session_whatever_they_do() -> None:
     }
 
     async def script() -> None:
-        env = make()
+        env = ToolboxEnv([{"use": "python", "sandbox_params": {"limits": LIMITS}}])
         await env.reset({})
         for code, end in programs.items():
             call = json.dumps({"name": "python", "arguments": {"code": code}})

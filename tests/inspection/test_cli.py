@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import visible
-from asyncrl.inspection.cli import main
 from asyncrl.models.catalog import resolve
 from asyncrl.records.events import Admitted, Committed, Event, Rejected, Taken, packed
 from asyncrl.records.writer import Writer
+from asyncrl_view.inspection.cli import main
 from tests.fakes import group
 
 ESC = "\x1b"
@@ -89,7 +89,7 @@ def test_text_shows_turns_versions_and_rewards(run: Path, capsys) -> None:
 def test_what_models_and_strangers_wrote_does_not_steer_the_terminal(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.inspection.render.decoder", lambda run: lambda token: visible("\x1b]0;owned\x07"))
+    monkeypatch.setattr("asyncrl_view.inspection.render.decoder", lambda run: lambda token: visible("\x1b]0;owned\x07"))
     steering = f"{ESC}[2J[red]"
     writer = Writer(run / "records")
     writer.write(Rejected(20, 0, steering, 4, packed(group(20, rewards=[0.0], task=steering))))

@@ -19,14 +19,14 @@ from PIL.PngImagePlugin import PngInfo
 from rich.console import Console
 
 from asyncrl.images import image_name
-from asyncrl.inspection.cli import main
-from asyncrl.inspection.page import page
-from asyncrl.inspection.render import group_text
-from asyncrl.inspection.rows import rows_of
 from asyncrl.records.events import Committed, Event, Rejected, Taken, packed, scored
 from asyncrl.records.reading import TRAINER, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.schema import Group, Trajectory, Turn
+from asyncrl_view.inspection.cli import main
+from asyncrl_view.inspection.page import page
+from asyncrl_view.inspection.render import group_text
+from asyncrl_view.inspection.rows import rows_of
 from tests.fakes import completion, group
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

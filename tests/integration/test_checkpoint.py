@@ -24,11 +24,11 @@ from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.config import load
-from asyncrl.convert.cli import main
 from asyncrl.launch.main import CONF
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.names import adapter_of
 from asyncrl.weights.peft_config import adapter_folders
+from asyncrl_convert.cli import main
 from tests.convert.models import tensors
 from tests.fakes import changed
 from tests.integration.rank_checkpoint import VERSION

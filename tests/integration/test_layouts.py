@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.inspection import cli
 from asyncrl.metrics.fields import STEP_TRAINER
 from asyncrl.observability.intervals import DECODE
 from asyncrl.observability.spans import trace_id
@@ -28,6 +27,7 @@ from asyncrl.observability.timeline import (
     Started,
     TimelineReader,
 )
+from asyncrl_view.inspection import cli
 from tests.integration.running import lines, nothing_is_left, run
 from tests.observability.collector import collector
 

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.convert.parameters import Structure
 from asyncrl.models.tiny import write_random_model
+from asyncrl_convert.parameters import Structure
 from tests.convert.models import add_drafts
 from tests.fakes import compose_values
 from tests.integration.families import groups

@@ -18,8 +18,8 @@ from asyncrl.records.events import PartTaken, Published, Taken, decode
 from asyncrl.records.frames import Frames, path_of
 from asyncrl.records.reading import Recording
 from asyncrl.schema import encode
-from asyncrl.watch.runs import RunFolder
-from asyncrl.watch.server import app
+from asyncrl_view.watch.runs import RunFolder
+from asyncrl_view.watch.server import app
 from tests.integration.running import finish, lines, nothing_is_left, run, start
 
 pytestmark = pytest.mark.integration

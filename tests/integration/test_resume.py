@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.checkpoints.store import CheckpointStore
-from asyncrl.convert.cli import main as convert
 from asyncrl.records.events import Admitted, Committed, Published, Taken
 from asyncrl.records.reading import Recording
+from asyncrl_convert.cli import main as convert
 from tests.integration.running import (
     descendants,
     finish,

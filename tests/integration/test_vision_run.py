@@ -9,8 +9,8 @@ import pytest
 
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.images import png_size
-from asyncrl.inspection.cli import main
 from asyncrl.records.reading import Recording
+from asyncrl_view.inspection.cli import main
 from tests.integration.running import finish, lines, nothing_is_left, output, run, start, wait_for_step
 from tests.integration.test_replay import trained, weights
 from tests.integration.test_resume import DETERMINISTIC, tensors

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.inspection import cli
-from asyncrl.observability import perfetto, timeline
+from asyncrl.observability import timeline
 from asyncrl.observability.intervals import DECODE, ENGINE, PREFILL, QUEUED, RETRY, TOOL, Activity, Interval, request
 from asyncrl.observability.spans import Span, TraceBuilder, run_prefix, trace_id, traceparent
 from asyncrl.observability.timeline import (
@@ -24,6 +23,8 @@ from asyncrl.observability.timeline import (
     PublishTimeline,
     Started,
 )
+from asyncrl_view import perfetto
+from asyncrl_view.inspection import cli
 
 RUN = "run0"
 

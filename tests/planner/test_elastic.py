@@ -19,12 +19,12 @@ from asyncrl.planner.elastic import (
     ElasticDecision,
     ElasticLimits,
 )
-from asyncrl.planner.elastic_simulation import ElasticResult, _ElasticRun, simulate_elastic
 from asyncrl.planner.elastic_window import WINDOW, StepObservation
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.laws import LengthSample, Prediction
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import Setting, SimulatedWorkload
+from scripts.elastic_simulation import ElasticResult, _ElasticRun, simulate_elastic
 from tests.examples import TRIALS, examples
 
 BATCH, SIBLINGS, TOKENS = 4, 2, 100.0

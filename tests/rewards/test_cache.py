@@ -44,7 +44,7 @@ def test_second_time_nothing_is_asked_and_the_score_is_the_same(kind: Any) -> No
         assert first == [Score(2.0, parts={"x": 1.0})]
         (second,) = await ask(cached, answer("ab", level=1))
         assert second == Score(2.0, (), {"x": 1.0})
-        assert (reward.asked, cached.hits, cached.misses) == (1, 1, 1)
+        assert reward.asked == 1
 
     asyncio.run(main())
 
@@ -127,7 +127,7 @@ def test_who_asks_while_the_same_is_asked_shares_it() -> None:
         reward.until.set()
         found = await asking
         assert [score.reward for score in found] == [2.0] * 5 + [1.0]
-        assert (reward.begun, cached.hits, cached.misses) == (2, 4, 2)
+        assert reward.begun == 2
 
     asyncio.run(main())
 
@@ -160,7 +160,7 @@ def test_score_that_is_none_is_not_kept() -> None:
     for _ in range(2):
         with pytest.raises(EpisodeFailed):
             cached(answer("a"))
-    assert (reward.asked, cached.misses) == (2, 0)
+    assert reward.asked == 2
 
 
 def test_first_who_stops_waiting_takes_nothing_from_the_others_and_the_last_ends_it() -> None:
@@ -203,7 +203,7 @@ def test_rewards_in_threads_are_shared_too() -> None:
     for thread in threads:
         thread.join(10)
     assert [score.reward for score in found] == [3.0] * 4
-    assert (reward.asked, cached.hits) == (1, 3)
+    assert reward.asked == 1
 
 
 def test_thread_whose_forerunner_failed_asks_for_itself() -> None:

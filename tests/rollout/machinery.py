@@ -27,7 +27,7 @@ from asyncrl.rollout.episodes import EpisodeWorker, play_until_closed
 from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
-from asyncrl.rollout.limiter import FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.order import StartOrder
 from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer
@@ -197,7 +197,7 @@ class Machinery:
             self.client,
             self.pool or playing,
             self.mixer,
-            FixedConcurrency(max_running) if max_running else UnboundedConcurrency(),
+            FixedConcurrency(max_running) if max_running else ConcurrencyLimiter(),
             Patience(max_failures=10**6),
             group_sizes={name: group_size},
         )

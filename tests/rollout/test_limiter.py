@@ -12,7 +12,7 @@ from asyncrl.errors import EngineError
 from asyncrl.metrics.fields import STEP_ADAPTIVE
 from asyncrl.rollout import limiter as module
 from asyncrl.rollout.concurrency import ConcurrencyWindow
-from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
 from tests.fakes import until
 
 IDLE = Load(0, 0, 0, 1000, 0, 0)
@@ -65,7 +65,7 @@ def test_a_fixed_number_of_groups_run_whatever_their_size() -> None:
 
 def test_without_bound_everyone_starts() -> None:
     async def main() -> None:
-        assert done(await started(UnboundedConcurrency(), 50)) == 50
+        assert done(await started(ConcurrencyLimiter(), 50)) == 50
 
     asyncio.run(main())
 

@@ -21,7 +21,7 @@ from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.ledger import Ledger, TokenCounts
-from asyncrl.rollout.limiter import UnboundedConcurrency
+from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.schema import decode_batch
@@ -582,7 +582,7 @@ def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
     at(play, replacement="slot")
 
 
-class Told(UnboundedConcurrency):
+class Told(ConcurrencyLimiter):
     """Limiter that keeps what it is told of batches."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import accept_all
 from asyncrl.rollout.ledger import Ledger
-from asyncrl.rollout.limiter import FixedConcurrency, UnboundedConcurrency
+from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.worker import Patience, Worker
@@ -88,7 +88,7 @@ class Site:
             self.client,
             GroupPlayer(self.player, failures, settings.pop("accept", accept_all)),
             self.mixer,
-            settings.pop("limiter", UnboundedConcurrency()),
+            settings.pop("limiter", ConcurrencyLimiter()),
             patience,
             group_sizes=settings.pop("group_sizes", sizes),
             **settings,

@@ -113,7 +113,7 @@ def test_what_an_agent_of_games_does_not_take_is_named(settings: dict[str, Any],
 def test_solved_is_what_reaches_the_least_reward(name: str, least: float) -> None:
     task = build(**GAMES[name])
     assert (task.correct(least), task.correct(least - 0.01)) == (True, False)
-    with pytest.raises(TypeError, match="rewards its own episodes"):
+    with pytest.raises(TypeError, match="its environment rewards episodes"):
         task.score("", {})
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from asyncrl.watch.runs import RunFolder
-from asyncrl.watch.server import app
+from asyncrl_view.watch.runs import RunFolder
+from asyncrl_view.watch.server import app
 from scripts.synthetic_run import Plan, make
 
 TOKEN = "a token of the tests"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from asyncrl.launch.help import ALGORITHMS, field_names
-from asyncrl.watch import advice
-from asyncrl.watch.advice import Advice, Evidence, Rule, advise
-from asyncrl.watch.anatomy import Straggler
+from asyncrl_view.watch import advice
+from asyncrl_view.watch.advice import Advice, Evidence, Rule, advise
+from asyncrl_view.watch.anatomy import Straggler
 
 CONFIG = {
     "engine": {"max_running_requests": 256, "count": 2},

@@ -18,8 +18,8 @@ from asyncrl.observability.timeline import (
     Record,
 )
 from asyncrl.records import frames
-from asyncrl.watch.anatomy import anatomy, load, phase_seconds, straggler
-from asyncrl.watch.timelines import TimelineIndex
+from asyncrl_view.watch.anatomy import anatomy, load, phase_seconds, straggler
+from asyncrl_view.watch.timelines import TimelineIndex
 
 
 def group(uid: str, *episodes: list[Interval], admitted: float = 0.0, ended: float = 9.0) -> GroupTimeline:

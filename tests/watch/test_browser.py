@@ -21,9 +21,9 @@ from PIL import Image
 from tokenizers import Tokenizer, models
 
 from asyncrl.images import image_name
-from asyncrl.inspection.rows import rows_of
 from asyncrl.records.reading import Recording
 from asyncrl.schema import Group, Trajectory, Turn
+from asyncrl_view.inspection.rows import rows_of
 from scripts.synthetic_run import Plan, SyntheticRun, make
 from tests.fakes import completion
 
@@ -69,7 +69,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def address(runs: Path, browser: Any) -> Iterator[str]:
     """The command serves the folder; this is the address that it prints. It ends quietly, though pages are open."""
-    command = [sys.executable, "-m", "asyncrl.watch.cli", str(runs)]
+    command = [sys.executable, "-m", "asyncrl_view.watch.cli", str(runs)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as served:
         assert served.stdout
         assert served.stderr

@@ -14,9 +14,9 @@ from starlette.testclient import TestClient
 
 from asyncrl import jsonl
 from asyncrl.records.reading import Recording
-from asyncrl.watch.cli import main
-from asyncrl.watch.runs import RunFolder
-from asyncrl.watch.server import POLICY, _events, app
+from asyncrl_view.watch.cli import main
+from asyncrl_view.watch.runs import RunFolder
+from asyncrl_view.watch.server import POLICY, _events, app
 from scripts.synthetic_run import Plan, SyntheticRun, make
 from tests.watch.conftest import TOKEN
 
@@ -194,7 +194,7 @@ def test_a_scan_in_slices_lists_the_newest_groups_first_and_loses_none(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A recording of gigabytes is scanned in slices; here a slice is one frame, which holds one step."""
-    monkeypatch.setattr("asyncrl.watch.episodes.SCAN_SECONDS", 0.0)
+    monkeypatch.setattr("asyncrl_view.watch.episodes.SCAN_SECONDS", 0.0)
     early = get(client, "groups", step=1)["rows"]  # far behind the scan
     assert [(row["uid"], row["place"], row["staleness"]) for row in early[:1]] == [("g000007", "1", [1, 1, 1, 1])]
     page = get(client, "groups")

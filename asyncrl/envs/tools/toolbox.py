@@ -1,12 +1,12 @@
 """Environments whose tools are given by specification (specs.py), and the tools' descriptions for models.
 
-environment          toolbox([{"use": "python"}, {"use": "mcp", "command": [...]}], max_calls=8)
+environment          ToolboxEnv([{"use": "python"}, {"use": "mcp", "command": [...]}], max_calls=8)
 question["tools"]    functions(specs)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl.envs.env import Question
@@ -35,12 +35,6 @@ class ToolboxEnv(ToolEnv):
         made = [await one.episode(f"tools.{place}") for place, one in enumerate(self._sources)]
         self._take([tool for tools in made for tool in tools])
         await super().reset(question)
-
-
-def toolbox(specs: Sequence[Spec], **options: Any) -> Callable[[], ToolboxEnv]:
-    """Return the specification of environments with these tools. Raises ConfigError."""
-    ToolboxEnv(specs, **options)
-    return lambda: ToolboxEnv(specs, **options)
 
 
 def functions(specs: Sequence[Spec], field: str = "tools") -> list[Message]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from asyncrl.checkpoints.store import FOLDER as CHECKPOINTS
 from asyncrl.checkpoints.store import SPARE_BYTES
 from asyncrl.config import Config
-from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+from asyncrl.launch.preflight.findings import Finding, error, gb, ok, warning
 from asyncrl.planner.memory import CHECKPOINT
 from asyncrl.planner.shapes import BYTES
 
@@ -127,8 +127,7 @@ def check_folders(config: Config, room: SpaceNeeded, run: FolderState, shared: F
     if config.checkpoint.every and not run.problem and room.checkpoint:
         seconds = room.checkpoint / run.speed
         text = (
-            f"a checkpoint takes {_gb(room.checkpoint)} GB: {seconds:.1f} s for one writer at "
-            f"{run.speed / 1e6:.0f} MB/s"
+            f"a checkpoint takes {gb(room.checkpoint)} GB: {seconds:.1f} s for one writer at {run.speed / 1e6:.0f} MB/s"
         )
         remedy = "Raise checkpoint.timeout, or use a faster file system: a slower write is abandoned."
         slow = seconds > config.checkpoint.timeout * config.trainer.world_size
@@ -140,16 +139,12 @@ def _check(folder: FolderState, name: str, parts: dict[str, int], recorded: int)
     if folder.problem:
         return [error(name, folder.problem, "Choose a writable folder.")]
     needed = sum(parts.values()) + SPARE_BYTES
-    told = ", ".join(f"{what} {_gb(size)}" for what, size in parts.items() if size)
-    told += f", recordings up to {_gb(recorded)}" if recorded else ""
-    text = f"{folder.path}: {_gb(folder.free)} GB free, {folder.speed / 1e6:.0f} MB/s"
+    told = ", ".join(f"{what} {gb(size)}" for what, size in parts.items() if size)
+    told += f", recordings up to {gb(recorded)}" if recorded else ""
+    text = f"{folder.path}: {gb(folder.free)} GB free, {folder.speed / 1e6:.0f} MB/s"
     text += f"; the run needs (GB): {told}" if told else ""
     if needed > folder.free:
-        return [error(name, text, f"{_gb(needed)} GB are needed. {FREE_UP}")]
+        return [error(name, text, f"{gb(needed)} GB are needed. {FREE_UP}")]
     if needed + recorded > folder.free:
         return [warning(name, text, f"Recordings may fill it. {FREE_UP}")]
     return [ok(name, text)]
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.launch.preflight.facts import MachineFacts
-from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+from asyncrl.launch.preflight.findings import Finding, error, gb, ok, warning
 from asyncrl.planner.memory import away, turns
 
 CERTAIN = 0.5
@@ -95,9 +95,9 @@ def check_memory(
 def _of_device(role: str, need: MemoryNeed, seats: Sequence[Seat], machines: Mapping[str, MachineFacts]) -> Finding:
     """Compare a rank with the smallest GPU that a rank of its role is placed on."""
     what = f"a rank of the {role}"
-    parts = " (" + ", ".join(f"{part} {_gb(size)}" for part, size in need.parts.items() if size) + ")"
+    parts = " (" + ", ".join(f"{part} {gb(size)}" for part, size in need.parts.items() if size) + ")"
     if not need.gpu:
-        return ok(role, f"{what}: {_gb(need.total)} GB of its machine's memory{parts}")
+        return ok(role, f"{what}: {gb(need.total)} GB of its machine's memory{parts}")
     sizes = [
         one.memory
         for seat in seats
@@ -105,16 +105,12 @@ def _of_device(role: str, need: MemoryNeed, seats: Sequence[Seat], machines: Map
         for one in machines[seat.node.name].visible(seat.node.gpus[place] for place in seat.gpus)
     ]
     if not sizes:
-        return ok(role, f"{what}: {_gb(need.total)} GB of a GPU whose memory size is unknown{parts}")
+        return ok(role, f"{what}: {gb(need.total)} GB of a GPU whose memory size is unknown{parts}")
     return _judged(f"{role}.tensor_parallel", what, need.total, need.certain, min(sizes), role, parts)
 
 
 def _judged(field: str, what: str, total: float, certain: float, size: int, remedy: str, parts: str = "") -> Finding:
-    text = f"{what}: {_gb(total)} of {_gb(size)} GB{parts}"
+    text = f"{what}: {gb(total)} of {gb(size)} GB{parts}"
     if certain > size:
         return error(field, text, REMEDIES[remedy])
     return warning(field, text, REMEDIES[remedy]) if total > TIGHT * size else ok(field, text)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.3g}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch.checks import check_files
-from asyncrl.launch.placement import imagined, nodes_wanted, place
+from asyncrl.launch.placement import imagined, job_size, place
 from asyncrl.launch.slurm.script import Script
 
 COMMAND = "asyncrl-train"
@@ -24,16 +24,13 @@ def script(
     """Create the script of a run, or of several that differ only in their arguments. Raises ConfigError if the machines
     of the job could not hold the run."""
     cluster = config.cluster
-    if cluster.gpus is None:
-        remedy = "A Slurm job requires the number of GPUs of each machine; set 0 for none."
-        raise ConfigError("cluster.gpus", None, remedy)
     if cluster.requeues and not config.checkpoint.every:
         remedy = "A requeued job resumes from a checkpoint: set checkpoint.every."
         raise ConfigError("cluster.requeues", cluster.requeues, remedy)
-    nodes = cluster.nodes or nodes_wanted(config, cluster.gpus)
+    nodes, each = job_size(config)
     if not cluster.plan:  # which is made in the job
-        place(config, imagined(config, nodes, cluster.gpus))
-    return Script(config.run.name, cluster, nodes, cluster.gpus, folder, command, runs)
+        place(config, imagined(config, nodes, each))
+    return Script(config.run.name, cluster, nodes, each, folder, command, runs)
 
 
 def submit(config: Config, runs: Sequence[tuple[Path, Sequence[str]]]) -> str:

@@ -13,7 +13,6 @@ on death      of the launcher: ends, and has the job requeued or cancelled. Of t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -23,9 +22,9 @@ import time
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from asyncrl.launch.leftovers import Scratch, die_with_parent
+from asyncrl import jsonl
+from asyncrl.launch.leftovers import Scratch, die_with_parent, signal_group
 from asyncrl.launch.numa import bind, near
 from asyncrl.launch.stalls import stack_file, write_stack
 from asyncrl.leases import COUNTED_SECONDS, Watched
@@ -109,32 +108,32 @@ def main(path: Path) -> int:
         start_new_session=True,
         preexec_fn=partial(_prepare, near(mine)),
     )
-    _note(begin_file(path.parent, name), {"node": node(), "pid": child.pid})
+    jsonl.replace(begin_file(path.parent, name), {"node": node(), "pid": child.pid})
     launcher = Watched(Path(task.lease), task.lost_timeout, every=task.look_seconds) if task.lease else None
     asked = orphaned = False
     while child.poll() is None:
         if launcher and not orphaned and launcher.ended():
             orphaned = True
-            _signal(child.pid, signal.SIGKILL)
+            signal_group(child.pid, signal.SIGKILL)
         scratch.note([child.pid])
         if asked_to_tell and task.logs:
             asked_to_tell.clear()
             write_stack(child.pid, stack_file(Path(task.logs), name))
         if stopping and not asked:
-            _signal(child.pid, task.stop_signal)
+            signal_group(child.pid, task.stop_signal)
             asked = True
         elif stopping and time.monotonic() > stopping[0] + task.grace:
-            _signal(child.pid, signal.SIGKILL)
+            signal_group(child.pid, signal.SIGKILL)
         time.sleep(0.05)
     scratch.see([child.pid])
-    _signal(child.pid, signal.SIGKILL)  # what is left of its process group
+    signal_group(child.pid, signal.SIGKILL)  # what is left of its process group
     scratch.remove()
     code = child.returncode
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Python removes its handlers before it exits
     if orphaned:
         _orphaned(task, path.parent)
     if code and not stopping:
-        _note(end_file(path.parent, name), {"name": name, "node": node(), "code": code, "at": time.time()})
+        jsonl.replace(end_file(path.parent, name), {"name": name, "node": node(), "code": code, "at": time.time()})
     return code if code >= 0 else 128 - code
 
 
@@ -167,17 +166,6 @@ def _prepare(cpus: set[int]) -> None:
 def node() -> str:
     """Return this machine's name in Slurm."""
     return os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-
-
-def _note(path: Path, what: dict[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(what))
-    partial.rename(path)
-
-
-def _signal(leader: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, number)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from asyncrl.envs.env import EnvSpec
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.envs.tools.env import ToolEnv
 from asyncrl.envs.tools.shared import close_shared
-from asyncrl.envs.tools.toolbox import ToolboxEnv, functions, toolbox
+from asyncrl.envs.tools.toolbox import ToolboxEnv, functions
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Prompt
 from tests.agents.talking import Talking, written
@@ -59,7 +59,7 @@ def test_each_use_gives_its_tools_and_the_model_is_told_of_all() -> None:
     assert found[0]["function"]["description"] == "Twice a number."
 
     async def script() -> list[str]:
-        env = toolbox(specs[:3])()
+        env = ToolboxEnv(specs[:3])
         return await told(env, called("double", x=4), called("python", code="6*7"), called("echo", text="hi"))
 
     Folders.opened.clear()
@@ -80,8 +80,7 @@ def test_class_is_made_anew_for_each_episode_an_instance_and_a_server_are_shared
     async def script() -> dict[str, list[str]]:
         found = {}
         for name, spec in (specs | {"server": SERVER | {"only": ["count"]}}).items():
-            make = toolbox([spec])
-            found[name] = [(await told(make(), called("count")))[0] for _ in range(2)]
+            found[name] = [(await told(ToolboxEnv([spec]), called("count")))[0] for _ in range(2)]
         return found
 
     assert run(script) == {"class": ["6", "6"], "instance": ["101", "102"], "server": ["1", "2"]}
@@ -89,8 +88,8 @@ def test_class_is_made_anew_for_each_episode_an_instance_and_a_server_are_shared
 
 def test_server_of_each_episode_starts_from_nothing() -> None:
     async def script() -> list[list[str]]:
-        make = toolbox([SERVER | {"only": ["count"], "per_episode": True}])
-        return [await told(make(), called("count"), called("count")) for _ in range(2)]
+        spec = SERVER | {"only": ["count"], "per_episode": True}
+        return [await told(ToolboxEnv([spec]), called("count"), called("count")) for _ in range(2)]
 
     assert run(script) == [["1", "2"], ["1", "2"]]
 
@@ -125,7 +124,7 @@ def test_wrong_specification_is_refused_by_its_field(spec: dict[str, Any], field
 @pytest.mark.parametrize("spec", [{"use": "perl"}, {"use": f"{OWN}:broken"}, {"use": "mcp"}])
 def test_environment_refuses_it_too_before_an_episode(spec: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"tools\.1"):
-        toolbox([{"use": f"{OWN}:double"}, spec])
+        ToolboxEnv([{"use": f"{OWN}:double"}, spec])
 
 
 def test_package_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,7 +350,8 @@ def test_looking_at_a_folder_measures_and_leaves_it_as_it_was(tmp_path: Path) ->
 def test_an_index_picks_its_files_among_others(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", shards=2)
     whole = read_model(model, "model.path")
-    assert (sorted(one.name for one in whole.weights), whole.nbytes) == (sorted(TENSORS), 4 * (64 + 4 + 64))
+    assert sorted(one.name for one in whole.weights) == sorted(TENSORS)
+    assert whole.nbytes == sum(file.stat().st_size for file in model.glob("*.safetensors"))
     (model / "consolidated.safetensors").write_bytes(b"of another form")
     assert read_model(model, "model.path") == whole
     (model / INDEX).unlink()
@@ -361,7 +362,8 @@ def test_a_file_without_tensors_is_whole(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     whole = read_model(model, "model.path")
     write_shard(model / "empty.safetensors", {})
-    assert read_model(model, "model.path") == whole
+    found = read_model(model, "model.path")
+    assert (found.weights, found.problems) == (whole.weights, [])
 
 
 def test_packages_that_are_missing_are_no_version(monkeypatch: pytest.MonkeyPatch) -> None:

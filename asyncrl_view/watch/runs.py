@@ -1,0 +1,219 @@
+"""The runs of a folder, and the files of each, followed while they grow.
+
+Files alone are read, so a run may be on another machine of a shared file system, and may have ended. To learn whether a
+file has grown, it is opened: network file systems keep attributes in a cache, but check them when a file is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import RecordError
+from asyncrl.jsonl import Tail
+from asyncrl.observability.timeline import FOLDER as TIMELINE
+from asyncrl.records import frames
+from asyncrl.records.reading import TRAINER, folder_of
+from asyncrl_view.watch.anatomy import BatchFacts
+from asyncrl_view.watch.episodes import EpisodeIndex
+from asyncrl_view.watch.timelines import TimelineIndex
+
+Row = dict[str, Any]
+CONFIG, STATUS, SUMMARY = "config.json", "status.json", "summary.json"
+LINES = ("metrics", "eval", "warnings", "elastic")
+"""Files of lines that grow with the run, without .jsonl."""
+DEPTH = 4
+"""Folders below the watched one in which runs are looked for."""
+DISCOVER_SECONDS = 5.0
+"""Between two searches for new runs."""
+SILENT_SECONDS = 60.0
+"""A run that has neither ended nor written for so long is shown as silent."""
+MOST_EPISODES = 20_000
+"""Episodes of the latest batches that advice looks at, which takes a second."""
+LAST_BYTES = 1 << 15
+"""Bytes at the end of a file in which its last line is looked for."""
+
+
+class WatchedRun:
+    """The files of one run. Use it under its lock."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.lock = threading.RLock()
+        self._marks, self._marked = dict[str, float](), 0.0
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._made = _identity(self.folder / CONFIG)
+        self._tails = {name: Tail(self.folder / f"{name}.jsonl") for name in LINES}
+        self._rows: dict[str, list[Row]] = {name: [] for name in LINES}
+        self._episodes: EpisodeIndex | None = None
+        self.timelines = TimelineIndex(self.folder)
+        self._facts: dict[tuple[int, float], BatchFacts] = {}
+
+    def refresh(self) -> None:
+        """Forget everything if the run was started again or resumed, which rewrites its files."""
+        if _identity(self.folder / CONFIG) != self._made:
+            self._start_anew()
+
+    def rows(self, name: str) -> list[Row]:
+        """Return all lines of one of LINES."""
+        try:
+            self._rows[name] += self._tails[name]()
+        except ValueError:  # the run is being started again, so that another file continues in the middle of a line
+            self._start_anew()
+            self._rows[name] += self._tails[name]()
+        return self._rows[name]
+
+    def latest_batches(self, most: int) -> list[BatchFacts]:
+        """Return what happened in the latest batches, the oldest first: at most this many, and fewer of many episodes.
+        Each batch is read once. Raises RecordError on damage."""
+        self.timelines.refresh()
+        kept: dict[tuple[int, float], BatchFacts] = {}
+        episodes = 0
+        for step in sorted(self.timelines.batches, reverse=True)[:most]:
+            batch = self.timelines.batches[step]
+            key = step, batch.taken
+            facts = self._facts.get(key) or BatchFacts.of(batch, self.timelines.groups(batch))
+            kept[key] = facts
+            episodes += facts.episodes
+            if episodes >= MOST_EPISODES:
+                break
+        self._facts = kept
+        return list(reversed(kept.values()))
+
+    @property
+    def episodes(self) -> EpisodeIndex:
+        """Index of the recording. Raises RecordError if there is none."""
+        if self._episodes is None:
+            self._episodes = EpisodeIndex(self.folder)
+        return self._episodes
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Settings of the run; empty before it has started."""
+        return self.document(CONFIG) or {}
+
+    def document(self, name: str) -> dict[str, Any] | None:
+        """Return a JSON file of the run; None if it is missing or being replaced."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / name).read_bytes())
+        except (OSError, ValueError):
+            return None
+        return found
+
+    def summary(self) -> Row:
+        """Return what the list of runs shows."""
+        config, ended = self.config, self.document(SUMMARY)
+        last = _last_line(self.folder / "metrics.jsonl")
+        written = max(_size(self.folder / name)[1] for name in ("metrics.jsonl", STATUS, CONFIG))
+        silent = time.time() - written > SILENT_SECONDS
+        return {
+            "name": self.name,
+            "title": config.get("run", {}).get("name", ""),
+            "state": "ended" if ended else "silent" if silent else "running",
+            "reason": str(ended.get("reason", "")) if ended else "",
+            "step": last.get("step", 0),
+            "steps": config.get("run", {}).get("max_steps"),
+            "reward": last.get("reward/mean"),
+            "written": written,
+        }
+
+    def marks(self) -> dict[str, float]:
+        """Return numbers that change when a part of the run has changed. A run that has ended is not looked at as
+        often."""
+        now = time.monotonic()
+        if self._marks.get("summary") and now - self._marked < DISCOVER_SECONDS:
+            return self._marks
+        marks = {name: float(_size(self.folder / f"{name}.jsonl")[0]) for name in LINES}
+        records = folder_of(self.folder)
+        marks["records"] = float(_newest_bytes(records) + _newest_bytes(records / TRAINER))
+        marks["timeline"] = float(sum(map(_newest_bytes, (self.folder / TIMELINE).glob("*"))))
+        marks["status"] = _size(self.folder / STATUS)[1]
+        marks["config"] = _size(self.folder / CONFIG)[1]
+        marks["summary"] = _size(self.folder / SUMMARY)[1]
+        self._marks, self._marked = marks, now
+        return marks
+
+
+class RunFolder:
+    """A run, or all runs below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._runs: dict[str, WatchedRun] = {}
+        self._lock, self._looked = threading.Lock(), float("-inf")
+
+    def runs(self) -> dict[str, WatchedRun]:
+        """Return the runs by their paths below the folder, ascending. New ones are found within DISCOVER_SECONDS."""
+        with self._lock:
+            if time.monotonic() - self._looked >= DISCOVER_SECONDS:
+                found = dict(sorted((_name(self.root, folder), folder) for folder in _find(self.root)))
+                self._runs = {name: self._runs.get(name) or WatchedRun(name, folder) for name, folder in found.items()}
+                self._looked = time.monotonic()
+            return self._runs
+
+    def run(self, name: str) -> WatchedRun:
+        """Return a run by name. Raises RecordError if there is none; a name is never used as a path."""
+        try:
+            return self.runs()[name]
+        except KeyError:
+            raise RecordError(f"there is no run {name!r:.200} below {self.root}") from None
+
+
+def _find(root: Path) -> list[Path]:
+    """Return the folders that hold runs: those with settings, and with metrics or a recording."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        here = Path(folder)
+        if CONFIG in files and (".asyncrl-run" in files or "metrics.jsonl" in files or "records" in folders):
+            found.append(here)
+            folders.clear()
+        elif len(here.relative_to(root).parts) >= DEPTH:
+            folders.clear()
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    return found
+
+
+def _name(root: Path, folder: Path) -> str:
+    return folder.resolve().name if folder == root else str(folder.relative_to(root))
+
+
+def _size(path: Path) -> tuple[int, float]:
+    """Return the size and the time of the last change; zeros if the file is missing."""
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+    except OSError:
+        return 0, 0.0
+    return found.st_size, found.st_mtime
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_ino, found.st_mtime_ns
+
+
+def _newest_bytes(folder: Path) -> int:
+    """Return a number that grows with the frames of a folder."""
+    numbers = frames.files(folder)
+    return (len(numbers) << 32) + _size(frames.path_of(folder, numbers[-1]))[0] if numbers else 0
+
+
+def _last_line(path: Path) -> Row:
+    """Return the last complete line of a file; empty if there is none."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+        lines = file.read().rpartition(b"\n")[0].splitlines()
+        with suppress(ValueError, IndexError):
+            found: Row = json.loads(lines[-1])
+            return found
+    return {}

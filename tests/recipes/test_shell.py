@@ -1,0 +1,40 @@
+"""The shell tasks: the same by number, and their checks pass for a solution and not for nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from asyncrl_recipes.shell.tasks import KINDS, ShellTasks
+from tests.envs.test_shell import SANDBOX, block, play
+
+SOLUTIONS: list[Callable[[str], str]] = [
+    lambda text: "echo '{}' > {}".format(text.split("one line: ")[1].split("\n")[0], text.split()[3]),
+    lambda text: f"grep -c '^{text.split('begin with ')[1].split(':')[0]} ' log.txt > answer.txt",
+    lambda text: 'for f in notes/*.txt; do mv "$f" "${f%.txt}.md"; done',
+    lambda text: "sort -u words.txt > sorted.txt",
+    lambda text: "sed -i 's/+/*/' shapes.py",
+]
+
+
+@pytest.mark.parametrize("index", range(2 * len(KINDS)))
+def test_shipped_task_is_solved_by_its_solution_and_not_by_nothing(index: int) -> None:
+    question = ShellTasks(**SANDBOX).question(index)
+    assert question == ShellTasks(**SANDBOX).question(index)
+    command = SOLUTIONS[index % len(KINDS)](question["messages"][0]["content"])
+    assert play("DONE", question=question)[-1].reward == 0.0
+    assert play(block(command), "DONE", question=question)[-1].reward == 1.0
+
+
+def test_shipped_task_tells_how_to_act_or_gives_a_tool() -> None:
+    (message,) = ShellTasks(**SANDBOX).question(0)["messages"]
+    assert "```bash" in message["content"]
+    question = ShellTasks(format="hermes", **SANDBOX).question(0)
+    assert "```bash" not in question["messages"][0]["content"]
+    assert question["tools"][0]["function"]["name"] == "bash"
+
+
+def test_questions_are_plain_data() -> None:
+    assert json.loads(json.dumps(ShellTasks(**SANDBOX).question(4))) == ShellTasks(**SANDBOX).question(4)
