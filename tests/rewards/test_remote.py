@@ -236,10 +236,10 @@ def test_single_answer_that_is_no_reward_fails_the_episode(form: str, reply: Any
 
 
 def test_server_that_never_recovers_fails_the_episode_at_the_deadline_with_the_last_fault() -> None:
-    (failure,) = asking(Server(*[httpx.ConnectError("nobody listens")] * 10_000), "ab", deadline=0.2)
+    (failure,) = asking(Server(*[httpx.ConnectError("nobody listens")] * 10_000), "ab", deadline=1.0)
     assert isinstance(failure, EpisodeFailed)
     assert failure.reason == "reward_model"
-    assert "no answer within 0.2 s" in str(failure)
+    assert "no answer within 1 s" in str(failure)
     assert "ConnectError nobody listens" in str(failure)
 
 
@@ -291,7 +291,7 @@ def test_refused_and_cut_connections_of_real_sockets() -> None:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-        reward = RewardModel([url], deadline=10.0)
+        reward = RewardModel([url], deadline=30.0)
         first = await reward(ask("a"))
         server.close()
         await server.wait_closed()
@@ -301,7 +301,7 @@ def test_refused_and_cut_connections_of_real_sockets() -> None:
         await refused.close()
         return [first, connections, failure]
 
-    first, connections, failure = asyncio.run(asyncio.wait_for(main(), 20))
+    first, connections, failure = asyncio.run(asyncio.wait_for(main(), 60))
     assert (first, connections) == (4.0, 2)
     assert isinstance(failure, EpisodeFailed)
     assert failure.reason == "reward_model"
