@@ -72,7 +72,7 @@ def asking(
     async def main() -> Any:
         reward = RewardModel(transport=httpx.MockTransport(server), **options)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 if use:
                     return await use(reward)
                 return await asyncio.gather(*(reward(ask(text)) for text in texts), return_exceptions=True)
@@ -316,7 +316,7 @@ def test_bug_of_whoever_sends_reaches_all_who_wait() -> None:
 
     async def main() -> list[Any]:
         batches: RequestBatcher[int, int] = RequestBatcher(send, max_batch=2, max_wait=60.0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return await asyncio.gather(batches.ask(1), batches.ask(2), return_exceptions=True)
 
     assert [type(one) for one in asyncio.run(main())] == [KeyError, KeyError]
@@ -330,7 +330,7 @@ def test_batch_goes_when_it_is_full_or_its_first_item_has_waited() -> None:
         return [-item for item in items]
 
     async def main() -> list[Any]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             full: RequestBatcher[int, int] = RequestBatcher(send, max_batch=2, max_wait=60.0)
             found = await asyncio.gather(full.ask(1), full.ask(2))
             waited: RequestBatcher[int, int] = RequestBatcher(send, max_batch=9, max_wait=0.0)
@@ -353,7 +353,7 @@ def test_whoever_stops_waiting_is_left_out_and_the_last_one_ends_the_request() -
             ended.set()
 
     async def main() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             batches: RequestBatcher[int, int] = RequestBatcher(send, max_batch=3, max_wait=60.0)
             first, second = (asyncio.ensure_future(batches.ask(number)) for number in (1, 2))
             await asyncio.sleep(0)
@@ -377,7 +377,7 @@ def test_closing_ends_what_waits_and_what_is_under_way() -> None:
         await asyncio.Event().wait()
 
     async def main() -> list[Any]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             batches: RequestBatcher[int, int] = RequestBatcher(send, max_batch=2, max_wait=60.0)
             waiting = [asyncio.ensure_future(batches.ask(number)) for number in range(3)]
             await asyncio.sleep(0)
