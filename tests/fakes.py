@@ -6,14 +6,15 @@ import asyncio
 import copy
 import itertools
 import json
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from aiohttp import ClientError
@@ -32,6 +33,8 @@ from asyncrl.network.addresses import Access, Addresses
 from asyncrl.rollout.curriculum import Curriculum, Mixer
 from asyncrl.rollout.hooks import by_weight
 from asyncrl.schema import Batch, Completion, Group, Prompt, Trajectory, Turn, VersionSpan, part_of
+
+Result = TypeVar("Result")
 
 # --- configuration ------------------------------------------------------------------------------------------
 
@@ -380,13 +383,39 @@ def mixer(*tasks: str, curriculum: Curriculum = by_weight, seed: int = 0, **weig
     return Mixer(dict.fromkeys(names, LengthTask()), streams, dict.fromkeys(names, 1.0) | weights, curriculum, seed)
 
 
-async def until(condition: Callable[[], object], turns: int = 10_000) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Let the event loop run until something holds; AssertionError when it never does."""
-    for _ in range(turns):
-        if condition():
-            return
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "never happened"
         await asyncio.sleep(0)
-    raise AssertionError("never happened")
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """Event loop whose clock stands still while anything is left to do, and jumps to the next timer when nothing is.
+    Timeouts then do not depend on the machine. For tests without threads and connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now, select = 0.0, self._selector.select  # type: ignore[attr-defined]
+
+        def jump(timeout: float | None = None) -> Any:
+            ready = select(0)
+            self._now += timeout or 0.0
+            assert ready or timeout is not None, "every task waits, and none of them for a timer"
+            return ready
+
+        self._selector.select = jump  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        """Return the seconds that have passed."""
+        return self._now
+
+
+def jumping(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run a coroutine in such a loop."""
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        return runner.run(main)
 
 
 class JsonHandler(BaseHTTPRequestHandler):

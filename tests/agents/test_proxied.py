@@ -198,8 +198,8 @@ def test_program_that_asks_for_nothing_is_given_up(tmp_path: Path) -> None:
     code = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
     with pytest.raises(EpisodeFailed, match="agent_timeout"):
         played(command(code, tmp_path), 0.5, agent=0.5)
-    if told.exists():  # it had come to its first line
-        asyncio.run(dead(int(told.read_text())))
+    if told.exists() and (pid := told.read_text()):  # it had come to its first line
+        asyncio.run(dead(int(pid)))
 
 
 # --- programs -----------------------------------------------------------------------------------------------

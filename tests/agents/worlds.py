@@ -78,7 +78,7 @@ def play(
         settings = PoolSettings(hosted=False, concurrency=concurrency)
         environments = EnvironmentPool("sums", EnvSpec(f"{__name__}:Sums", world), settings)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 return await make(environments).run(prompt, generate), generate
         finally:
             await environments.close()

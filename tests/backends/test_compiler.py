@@ -48,7 +48,7 @@ assert stub.optimize is torch._dynamo.optimize
 def test_a_process_on_a_cpu_imports_the_compiler_only_when_something_needs_it(program: str) -> None:
     env = {**os.environ, "TORCHDYNAMO_DISABLE": "1" if program is ENGINE else "0"}
     command = [sys.executable, "-c", program + BOTH]
-    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert found.returncode == 0, found.stderr
 
 
@@ -58,7 +58,7 @@ def test_a_trainer_on_a_cpu_can_still_compile(first: str) -> None:
     code = TRAINER + first + "assert torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(1)) == 2\n"
     code += "from torch._dynamo import convert_frame, utils\n"
     code += "assert utils.dynamo_timed is convert_frame.dynamo_timed and utils.__spec__.origin == utils.__file__"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
 

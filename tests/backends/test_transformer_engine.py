@@ -50,7 +50,7 @@ def ran(program: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
 

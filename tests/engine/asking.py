@@ -16,19 +16,19 @@ PROMPT = [12, 1, 11]
 def asked(
     engine: FakeEngine,
     play: Callable[[GenerationClient], Coroutine[Any, Any, Any]],
-    seconds: float = 10.0,
+    run: Callable[[Coroutine[Any, Any, Any]], Any] = asyncio.run,
     **settings: Any,
 ) -> Any:
-    """Runs `play` against the engine."""
+    """Run `play` against the engine, in the loop that `run` makes."""
 
     async def main() -> Any:
         client = engine.client(**settings)
         try:
-            return await asyncio.wait_for(play(client), seconds)
+            return await asyncio.wait_for(play(client), 60.0)
         finally:
             await client.close()
 
-    return asyncio.run(main())
+    return run(main())
 
 
 async def siblings(client: GenerationClient, count: int = 1, token_ids: list[int] = PROMPT) -> list[Completion]:

@@ -20,7 +20,7 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
-from tests.fakes import FakeEngine, Reply, completion, echo, pieces, stream, until
+from tests.fakes import FakeEngine, Reply, completion, echo, jumping, pieces, stream, until
 
 # --- answers that are cut short ------------------------------------------------------------------------------
 
@@ -200,7 +200,10 @@ NEVER: dict[str, tuple[Reply, str]] = {
 
 
 @pytest.mark.parametrize("way", NEVER)
-def test_answer_that_never_comes_is_an_engine_error_with_the_time_the_attempts_and_the_reason(way: str) -> None:
+def test_answer_that_never_comes_is_an_engine_error_with_the_time_the_attempts_and_the_reason(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retries, "FIRST_DELAY", 0.001)
     reply, reason = NEVER[way]
     engine = FakeEngine(lambda _: reply)
 
@@ -208,7 +211,7 @@ def test_answer_that_never_comes_is_an_engine_error_with_the_time_the_attempts_a
         generate = client.generate()
         return await asyncio.gather(*(generate(PROMPT) for _ in range(2)), return_exceptions=True)
 
-    found = asked(engine, play)
+    found = asked(engine, play, run=jumping)
     assert [type(one) for one in found] == [EngineError, EngineError]
     assert re.search(f"generation failed: no token arrived for \\d s in .* attempts; {reason}", str(found[0]))
     assert len(engine.requests) > 2
@@ -218,7 +221,7 @@ def test_attempts_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "FIRST_DELAY", 0.01)
     engine = FakeEngine(lambda _: httpx.Response(503))
     with pytest.raises(EngineError):
-        asked(engine, siblings, retry_timeout=0.3)
+        asked(engine, siblings, retry_timeout=0.3, run=jumping)
     assert 4 <= len(engine.requests) <= 9  # at 0, 0, 10, 30, 70, 150, 310 ms, shortened by up to a half each
 
 
@@ -269,7 +272,7 @@ def across_a_publish(
             await asyncio.sleep(0)
         gate.set()
         found = await asking
-        assert await client.inflight.drained(1.0)
+        assert await client.inflight.drained(30.0)
         return found
 
     gate = asyncio.Event()

@@ -29,7 +29,7 @@ from tests.fakes import tiny_config
 from tests.integration.publisher import ALONE, SeededWeights
 
 MODEL = "builtin:tiny"
-START_SECONDS, CALL_SECONDS = 5.0, 2.0
+START_SECONDS, CALL_SECONDS = 60.0, 60.0
 TURN = [
     *("/pause_generation", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"),
     *("/update_weights_from_disk", "/weights_checker", "/update_weight_version"),
@@ -218,6 +218,7 @@ def test_engine_that_does_not_come_back_ends_the_wait_by_name(rig: Rig) -> None:
 @pytest.mark.parametrize("path", sorted({path for path in TURN if "weights" not in path}))
 def test_engine_that_fails_a_call_is_lost_and_the_other_generates(path: str, rig: Rig) -> None:
     rig.engines[1].fails.add(path)
+    rig.fleet.timeout = 4.0  # a flush that fails is tried again for so long
     if path in TURN[:3]:
         rig.hand_over.release()
     else:
@@ -230,10 +231,11 @@ def test_engine_that_fails_a_call_is_lost_and_the_other_generates(path: str, rig
 
 @pytest.mark.parametrize("path", ["/release_memory_occupation", "/resume_memory_occupation", "/continue_generation"])
 def test_engine_that_does_not_answer_a_call_in_time_is_lost(path: str, rig: Rig) -> None:
-    rig.engines[1].hangs[path] = 2 * CALL_SECONDS
+    rig.fleet.timeout = 4.0  # of which a busy machine may take some
+    rig.engines[1].hangs[path] = 600.0
     began = time.monotonic()
     rig.hand_over.release()
     assert rig.publish(1)["engines"] == 1
-    assert time.monotonic() - began < 2 * CALL_SECONDS
+    assert time.monotonic() - began < 300.0
     assert "ReadTimeout" in rig.fleet.lost[rig.engines[1].url]
     assert rig.engines[0].calls == TURN

@@ -46,7 +46,7 @@ def test_an_unload_waits_for_every_request_of_its_adapter_and_no_state_is_left()
 
         requesting = asyncio.ensure_future(request())
         await asyncio.sleep(0)
-        await asyncio.wait_for(manager.lora_registry.wait_for_unload("b"), 1.0)
+        await asyncio.wait_for(manager.lora_registry.wait_for_unload("b"), 30.0)
         unloading = asyncio.ensure_future(manager.lora_registry.wait_for_unload("a"))
         manager.ending.set()
         await requesting
@@ -55,7 +55,7 @@ def test_an_unload_waits_for_every_request_of_its_adapter_and_no_state_is_left()
         await asyncio.sleep(0.02)
         assert not unloading.done()
         del manager.rid_to_state["sent"]
-        await asyncio.wait_for(unloading, 1.0)
+        await asyncio.wait_for(unloading, 30.0)
 
         manager.ending.clear()
         cancelled = asyncio.ensure_future(request())

@@ -7,6 +7,8 @@ import os
 import re
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,17 @@ def pool(kind: str = "Faulty", tell: Callable[[str], None] = print, **settings: 
     params = settings.pop("params", {})
     quick = {"reset_timeout": 60.0, "step_timeout": 60.0} | settings
     return EnvironmentPool("faulty", EnvSpec(f"tests.envs.faulty:{kind}", params), PoolSettings(**quick), tell)
+
+
+@contextmanager
+def limited(environments: EnvironmentPool, **limits: float) -> Iterator[None]:
+    """Give the environments that are made in this block other limits: the others have all the time of the machine."""
+    before = environments._settings
+    environments._settings = replace(before, **limits)
+    try:
+        yield
+    finally:
+        environments._settings = before
 
 
 async def play(environments: EnvironmentPool, **question: Any) -> list[Step]:
@@ -97,12 +110,12 @@ def test_each_fault_has_its_reason_and_the_next_episode_goes_well(
     async def script(environments: EnvironmentPool) -> None:
         for fault in sorted(faults):
             reason, text = EXPECTED[fault]
-            with pytest.raises(EpisodeFailed) as caught:
+            with pytest.raises(EpisodeFailed) as caught, limited(environments, **limits):
                 await play(environments, where=where, fault=fault)
             assert (caught.value.reason, text in caught.value.detail, caught.value.retry) == (reason, True, True), fault
             assert len(await play(environments)) == 3
 
-    run(script, max_failures=1000, per_process=1, **limits)
+    run(script, max_failures=1000, per_process=1)
 
 
 def test_what_it_prints_is_no_fault_however_much() -> None:
@@ -117,34 +130,34 @@ def test_those_that_share_a_process_with_one_that_hangs_are_told_so() -> None:
     async def script(environments: EnvironmentPool) -> None:
         async with environments() as other:
             await other.reset({})  # type: ignore[misc]
-            with pytest.raises(EpisodeFailed, match="environment_timeout"):
+            with pytest.raises(EpisodeFailed, match="environment_timeout"), limited(environments, step_timeout=0.3):
                 await play(environments, where="step", fault="hangs")
             with pytest.raises(EpisodeFailed, match="environment_died: another environment in its process hung"):
                 await other.step("a")  # type: ignore[misc]
 
-    run(script, step_timeout=0.3, per_process=2)
+    run(script, per_process=2)
 
 
 def test_next_one_lives_in_another_process_at_once() -> None:
     """Although there was room in the one that has just been killed."""
 
     async def script(environments: EnvironmentPool) -> None:
-        with pytest.raises(EpisodeFailed, match="environment_timeout"):
+        with pytest.raises(EpisodeFailed, match="environment_timeout"), limited(environments, step_timeout=0.3):
             await play(environments, where="step", fault="hangs")
         assert len(await play(environments)) == 3
 
-    run(script, step_timeout=0.3)
+    run(script)
 
 
 def test_those_in_other_processes_go_on() -> None:
     async def script(environments: EnvironmentPool) -> None:
         async with environments() as other:
             await other.reset({})  # type: ignore[misc]
-            with pytest.raises(EpisodeFailed, match="environment_timeout"):
+            with pytest.raises(EpisodeFailed, match="environment_timeout"), limited(environments, step_timeout=0.3):
                 await play(environments, where="step", fault="hangs")
             assert (await other.step("a")).messages == "a1"  # type: ignore[misc]
 
-    run(script, step_timeout=0.3, per_process=1)
+    run(script, per_process=1)
 
 
 def test_no_more_live_at_once_than_allowed() -> None:
@@ -182,10 +195,12 @@ def test_environment_that_does_not_end_is_told_and_holds_nobody(fault: str) -> N
     told: list[str] = []
 
     async def script(environments: EnvironmentPool) -> None:
-        assert len(await play(environments, where="close", fault=fault)) == 3
+        assert len(await play(environments)) == 3  # in a process that takes the next one, too
+        with limited(environments, reset_timeout=3.0):
+            assert len(await play(environments, where="close", fault=fault)) == 3
         assert told == []  # nobody has waited for its end
 
-    run(script, tell=told.append, reset_timeout=3.0)
+    run(script, tell=told.append)
     assert "environment faulty did not close: environment_" in told[0]
 
 
@@ -209,14 +224,15 @@ def test_async_environment_that_hangs_is_given_up_in_the_event_loop() -> None:
 
 def test_cancelled_episode_gives_its_environment_back(tmp_path: Path) -> None:
     async def script(environments: EnvironmentPool) -> None:
-        playing = asyncio.create_task(play(environments, where="step", fault="hangs"))
-        await asyncio.sleep(0.3)
-        playing.cancel()
-        await asyncio.wait([playing])
+        with limited(environments, reset_timeout=5.0):  # its end waits so long for its step
+            playing = asyncio.create_task(play(environments, where="step", fault="hangs"))
+            await asyncio.sleep(0.3)
+            playing.cancel()
+            await asyncio.wait([playing])
         assert playing.cancelled()
         assert len(await play(environments)) == 3
 
-    run(script, concurrency=1, per_process=1, reset_timeout=5.0)  # its end waits so long for its step
+    run(script, concurrency=1, per_process=1)
 
 
 def test_repeated_failures_open_a_breaker_that_lets_one_try_and_closes_when_it_goes_well(tmp_path: Path) -> None:
@@ -302,12 +318,12 @@ def test_processes_hold_as_many_as_they_shall_and_see_no_gpu(monkeypatch: pytest
 
 def test_warm_one_whose_process_has_died_is_given_to_nobody() -> None:
     async def script(environments: EnvironmentPool) -> None:
-        await until(lambda: len(environments._ready) == 2, 10**6)
+        await until(lambda: len(environments._ready) == 2)
         for pid in carrying(MARK.encode()):
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: not environments._hosts[0].alive, 10**6)
+        await until(lambda: not environments._hosts[0].alive)
         assert len(await play(environments)) == 3
-        await until(lambda: len(environments._ready) == 2, 10**6)  # and as many are warm again
+        await until(lambda: len(environments._ready) == 2)  # and as many are warm again
         assert len(await play(environments)) == 3
 
     run(script, warm=2)
@@ -316,9 +332,9 @@ def test_warm_one_whose_process_has_died_is_given_to_nobody() -> None:
 def test_as_many_are_made_ahead_as_shall_be_warm_also_while_they_are_being_made(tmp_path: Path) -> None:
     async def script(environments: EnvironmentPool) -> None:
         for _ in range(2):
-            await until(lambda: len(environments._ready) == 3, 10**6)
+            await until(lambda: len(environments._ready) == 3)
             await play(environments)
-        await until(lambda: len(environments._ready) == 3, 10**6)
+        await until(lambda: len(environments._ready) == 3)
 
     run(script, warm=3, params={"marks": str(tmp_path)})
     assert len(list(tmp_path.glob("made-*"))) == 3 + 2
@@ -368,9 +384,10 @@ def test_environment_that_never_ends_in_the_event_loop_is_told_and_holds_nobody(
     async def script(environments: EnvironmentPool) -> None:
         async with environments() as env:
             await env.reset({})  # type: ignore[misc]
+            environments._settings = replace(environments._settings, reset_timeout=0.2)
         assert said == []
 
-    run(script, kind="Lingering", hosted=False, tell=said.append, reset_timeout=0.2)
+    run(script, kind="Lingering", hosted=False, tell=said.append)
     assert "environment faulty did not close: " in said[0]
 
 

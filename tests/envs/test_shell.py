@@ -124,7 +124,7 @@ def test_tests_that_cannot_be_written_are_not_passed(place: str) -> None:
 def test_hanging_command_and_hanging_check_are_the_model_s_time() -> None:
     question = {**QUESTION, "tests": {}, "checks": [{"command": "sh slow.sh"}, {"command": "true"}]}
     first, second, last = play(
-        block("sleep 100"), block("echo sleep 100 > slow.sh"), "DONE", question=question, seconds=0.5
+        block("sleep 100"), block("echo sleep 100 > slow.sh"), "DONE", question=question, seconds=3.0
     )
     assert shown(first) == "[it ran out of time]"
     assert (shown(second), last.reward) == ("[no output]", 0.5)

@@ -140,7 +140,7 @@ def test_browser_shows_it(run: Path, tmp_path: Path) -> None:
     file.write_text(made(run, decode=lambda token: HOSTILE) + ACTIONS)
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
     command = [str(BROWSER), *options, f"--user-data-dir={tmp_path / 'profile'}", f"file://{file}"]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=600).stdout
     assert "<title>a &lt;b&gt;run&lt;/b&gt;</title>" in shown
     assert shown.count("<figure data-chart=") == 4  # reward, length, staleness, loss: no more figures were given
     (backgrounds,) = re.findall(r'data-backgrounds="([^"]*)"', shown)

@@ -52,7 +52,7 @@ class Engines:
     def kill(self, name: str) -> None:
         """Kill the whole process group with SIGKILL."""
         self.signal(name, signal.SIGKILL)
-        self._running.pop(name).wait(30)
+        self._running.pop(name).wait(120)
 
     def signal(self, name: str, number: int) -> None:
         os.killpg(self._running[name].pid, number)

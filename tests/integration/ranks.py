@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 LAST = 4000  # characters of a failure's output
 
 
-def run_ranks(script: str, *arguments: str, world: int, timeout: float = 240.0) -> None:
+def run_ranks(script: str, *arguments: str, world: int, timeout: float = 600.0) -> None:
     """Run SCRIPT, relative to this folder, as `world` ranks. Raises AssertionError with what they printed when one
     fails."""
     zygote = _zygote()

@@ -117,7 +117,7 @@ def nothing_is_left(run_dir: Path, processes: list[psutil.Process] | None = None
     """Check that none of these processes is alive, nor any that carries the run's id (SGLang's overwrite theirs with
     their names)."""
     run_id = json.loads((run_dir / "addresses.json").read_text())["run_id"]
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := [*pids_carrying(run_id), *alive(processes or [])]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not left, f"left behind: {left}"

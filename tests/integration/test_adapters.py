@@ -90,7 +90,7 @@ def played(
             return made.inflight.adapters.in_use(version)
 
         def announce(version: int) -> InUse:
-            return asyncio.run_coroutine_threadsafe(tell(version), loop).result(30)
+            return asyncio.run_coroutine_threadsafe(tell(version), loop).result(120)
 
         seeded = weights or SeededAdapters(fleet)
         with publisher_of(config or fleet.config, fleet.addresses, seeded, folder, run=run, announce=announce) as one:
@@ -229,7 +229,7 @@ def generate(fleet: Engines, number: int, adapter: str) -> httpx.Response:
     """Ask one engine without the router."""
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "lora_path": adapter}
     url = f"{fleet.addresses.engines[number]}/generate"
-    return httpx.post(url, json=body, timeout=30.0, **fleet.addresses.access.http)
+    return httpx.post(url, json=body, timeout=120.0, **fleet.addresses.access.http)
 
 
 def test_a_killed_engine_gets_every_live_adapter_before_the_router_sends_it_requests(
@@ -307,7 +307,7 @@ def test_engine_refuses_a_name_that_is_taken(fleet: Engines, tmp_path: Path) -> 
 def test_an_engine_serves_the_folder_that_a_run_exports(fleet: Engines, tmp_path: Path) -> None:
     weights, folder = SeededAdapters(fleet), tmp_path / "hf"
     weights.version = 1
-    tensors, http = dict(weights.adapters()), {**fleet.addresses.access.http, "timeout": 30.0}
+    tensors, http = dict(weights.adapters()), {**fleet.addresses.access.http, "timeout": 120.0}
     write_peft(folder, user_config(fleet.config.trainer.lora, tensors, str(fleet.addresses.model)), tensors.items())
 
     def post(path: str, **body: object) -> Any:

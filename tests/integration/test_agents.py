@@ -87,7 +87,7 @@ def _faults(run_dir: Path, public: Path, port: int, count: int, steps: int, *set
         *("task.environments.step_timeout=8", "task.environments.reset_timeout=20"),
         *("rollout.retries=1", "task.environments.max_failures=1000", "task.environments.warm=4"),
         *("rollout.max_failures=1000", "rollout.max_staleness=4"),
-        timeout=300 + 2 * count,
+        timeout=600 + 2 * count,
     )
     books_balance(run_dir)
     nothing_is_left(run_dir)

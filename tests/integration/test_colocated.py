@@ -49,8 +49,10 @@ SLOW = ["trainer.micro_batch_tokens=16", "trainer.share_prompts=false"]
 
 
 def control_calls(log: str) -> list[str]:
-    """Return the control calls in an engine's log, each with success, without repetitions and checksums."""
+    """Return the control calls in an engine's log, each with success, without repetitions and checksums. An engine may
+    refuse to flush while it cleans up, and is asked again (engine/update.py)."""
     found = [match.groups() for match in CONTROL.finditer(log)]
+    found = [call for call in found if call != ("/flush_cache", "400")]
     assert {status for _, status in found} <= {"200"}, found
     ours = [path for path, _ in found if path in {*RELEASE, *RESUME}]
     return [path for path, _ in groupby(ours)]
@@ -129,7 +131,7 @@ def test_engine_that_fails_without_its_memory_is_restarted_and_a_trainer_that_di
         wait_for_turn(process, run_dir)
         started = descendants(process)
         os.kill(processes_of(process, run_dir)["trainer-0"], signal.SIGKILL)
-        code, text = finish(process, run_dir, 60.0)
+        code, text = finish(process, run_dir)
     assert code == 1, text
     assert "trainer-0 died: killed by SIGKILL" in text
     steps = lines(run_dir / "metrics.jsonl")

@@ -119,7 +119,7 @@ def test_siblings_of_one_request_have_their_answers_one_by_one(fleet: Engines) -
             done, others = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
         under_way = client.inflight.in_flight == 1 and bool(others)
         first, rest = [one.result() for one in done], await asyncio.gather(*others)
-        assert await client.inflight.drained(5.0)
+        assert await client.inflight.drained(60.0)
         assert client.inflight.take_figures().requests == 1
         await client.close()
         if under_way:

@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def found(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """Return the findings of each rank."""
-    run_ranks("rank_convert.py", str(folder), world=ranks, timeout=300)
+    run_ranks("rank_convert.py", str(folder), world=ranks)
     of_ranks: list[dict[str, Any]] = json.loads((folder / f"found-{ranks}.json").read_text())
     return of_ranks
 

@@ -36,7 +36,7 @@ def hint(question, chat):
 def of_experiment(name: str) -> dict[str, Any]:
     """Return an experiment's task with its agent, and its further evaluation sets."""
     values = compose_values(f"experiment={name}")
-    task = dict(values["task"], group_size=None)
+    task = dict(values["task"], group_size=8 if name == "judge" else None)  # four groups, whose votes are by chance
     if task["agent"] is None and values["agent"] != compose_values()["agent"]:
         task |= {"agent": values["agent"], "agent_params": values["agent_params"]}
     return {"tasks": {name: task}, "eval": {"sets": values["eval"]["sets"]}}

@@ -142,7 +142,7 @@ def test_trainer_rank_that_is_stopped_ends_the_run_and_is_named(tmp_path: Path) 
         wait_for_step(process, run_dir, 2)
         started = descendants(process)
         os.kill(processes_of(process, run_dir)["trainer-1"], signal.SIGSTOP)
-        code, text = finish(process, run_dir, 90)
+        code, text = finish(process, run_dir)
     assert code == 1, text
     assert "asyncrl-train: trainer-1 makes no progress: its last report is 'step " in text
     (state,) = (line for line in text.splitlines() if line.startswith("  trainer-1: "))
@@ -175,7 +175,7 @@ def test_agent_that_blocks_the_event_loop_is_named_with_its_line(tmp_path: Path)
     run_dir = tmp_path / "run"
     overrides = ["agent=blocking:Agent", "eval.questions=0", "cluster.stall_timeout=8", "cluster.tls=false"]
     with start(run_dir, *overrides, module=STUBS) as process:
-        code, text = finish(process, run_dir, 120)
+        code, text = finish(process, run_dir)
     assert code == 1, text
     assert "rollout makes no progress: its last report is 'serving'" in text
     (state,) = (line for line in text.splitlines() if line.startswith("  rollout: "))

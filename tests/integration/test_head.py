@@ -47,7 +47,7 @@ def outcome(given: Path) -> Any:
 
     @cache
     def run(tp: int) -> dict[str, Tensor]:
-        run_ranks("rank_head.py", str(given), world=tp, timeout=120)
+        run_ranks("rank_head.py", str(given), world=tp)
         return load_file(given.with_name(f"tp{tp}.safetensors"))
 
     return run

@@ -33,7 +33,7 @@ def command(folder: Path, *arguments: str) -> tuple[int, str]:
         f"run.dir={folder / 'run'}",
     ]
     words = [*WITHOUT_NAMESPACES, *program, *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, timeout=600, check=False)
     return done.returncode, " ".join((done.stdout + done.stderr).split())
 
 

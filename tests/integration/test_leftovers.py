@@ -48,7 +48,7 @@ def test_run_that_was_killed_with_all_its_processes_is_cleaned_up_by_the_next(te
         wait_for_step(process, run_dir, 2)
         mapped = shared_files(processes_of(process, run_dir).values())
         noted = next(temporary.glob(f"{PREFIX}*")) / NOTED
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not {str(file) for file in mapped} <= set(json.loads(noted.read_text())["files"]):
             assert time.monotonic() < deadline, "the launcher looks every other second at first"
             time.sleep(0.1)
@@ -57,8 +57,8 @@ def test_run_that_was_killed_with_all_its_processes_is_cleaned_up_by_the_next(te
             one.send_signal(signal.SIGSTOP)  # none may clean up after another
         for one in started:
             one.send_signal(signal.SIGKILL)
-        assert finish(process, run_dir, 60)[0] == -signal.SIGKILL, output(run_dir)
-    deadline = time.monotonic() + 10
+        assert finish(process, run_dir)[0] == -signal.SIGKILL, output(run_dir)
+    deadline = time.monotonic() + 60
     while alive(started) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive(started) == []
@@ -92,7 +92,7 @@ def test_full_disk_is_named_although_no_process_could_write_why(tmp_path: Path) 
     settings = [f"run.dir={folder}/run", "run.max_steps=100000", "eval.questions=0", "record=true"]
     with out.open("w") as file:
         command = [*own, "sh", "-c", f'{script} "$@"', "sh", *settings]
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=300, check=False)
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=1200, check=False)
     text = out.read_text()
     assert done.returncode == 1, text
     assert f"No space left on device: {folder}/run. Free some space there" in text, text

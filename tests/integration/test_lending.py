@@ -121,7 +121,7 @@ def test_an_engine_that_fails_in_a_loan_or_between_two_comes_back_and_a_killed_r
         wait_for_turn(process, run_dir, trains=False)
         started = descendants(process)
         os.kill(processes_of(process, run_dir)["trainer-0"], signal.SIGKILL)
-        code, text = finish(process, run_dir, 60.0)
+        code, text = finish(process, run_dir)
     assert code == 1, text
     assert "trainer-0 died: killed by SIGKILL" in text
     nothing_is_left(run_dir, started)

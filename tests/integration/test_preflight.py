@@ -16,7 +16,7 @@ from tests.slurm.lab import Lab, missing, missing_networks
 REASON = missing() or missing_networks()
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(REASON), reason=REASON)]
 RUN = ("experiment=tiny", "cluster=slurm", "cluster.gpus=0", "trainer.data_parallel=2", "cluster.trainer_nodes=2")
-TIMEOUT = 240.0
+TIMEOUT = 600.0
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ async def greedy(fleet: Engines, agent: Agent, episodes: int) -> list[Trajectory
     async def play(number: int) -> Trajectory:
         messages = [{"role": "user", "content": f"{number}{number * 7 % 10}"}]
         prompt = Prompt(f"p{number}", template.begin(messages), {"messages": messages}, "t")
-        episode = Episode(client.generate(0.0, group=prompt.uid), EpisodeTimeouts(60.0, 60.0, 120.0), template)
+        episode = Episode(client.generate(0.0, group=prompt.uid), EpisodeTimeouts(600.0, 600.0, 600.0), template)
         return await episode.play(agent, prompt, no_score)
 
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def test_stages_send_at_once_or_fill_their_memory_before_their_turn(order: str, 
     collectives of training, which changes the weights."""
     write_random_model(tmp_path / "model", "llama", **SIZES, tied=False, seed=0, dtype="bfloat16")  # type: ignore[arg-type]
     (tmp_path / "config.json").write_text(tiny_config(**{"trainer.dtype": "bfloat16"}).model_dump_json())
-    run_ranks("rank_publish.py", str(tmp_path), order, when, world=4, timeout=150)
+    run_ranks("rank_publish.py", str(tmp_path), order, when, world=4)
 
 
 FAILING = """
@@ -41,20 +40,21 @@ class Failing(NoEngines):
 first = sys.argv[1] == "0"
 publisher = _overlapped(Failing(print, int, first=first), Fake(phase=print), Fake(is_first=first))
 publisher.publish(1)
-time.sleep(0.5 if first else 60)  # training, in collectives with other ranks
+if not first:
+    time.sleep(600)  # training, in collectives with other ranks
 print("trained", flush=True)
-publisher.idle_and(bool)()
+while True:
+    publisher.idle_and(bool)()
+    time.sleep(0.01)
 """
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_whose_publish_fails_beside_training_ends(rank: int) -> None:
     """Rank 0 when it next looks, another rank at once, because nothing may reach it any more."""
-    started = time.monotonic()
     ended = subprocess.run(
-        [sys.executable, "-c", FAILING, str(rank)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", FAILING, str(rank)], capture_output=True, text=True, timeout=400, check=False
     )
     assert ended.returncode == 1
     assert "RuntimeError: the broadcast broke" in ended.stderr
     assert ("trained" in ended.stdout) == (rank == 0)
-    assert time.monotonic() - started < 50

@@ -49,7 +49,7 @@ class Submitted:
     def __init__(self, lab: Lab, run_dir: Path, *overrides: str) -> None:
         self.lab, self.run_dir = lab, run_dir
         argv = [sys.executable, "-m", "asyncrl.launch.main", *JOB, f"run.dir={run_dir}", *overrides]
-        done = subprocess.run(lab.at_head(*argv), env=lab.env, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(lab.at_head(*argv), env=lab.env, capture_output=True, text=True, timeout=600, check=False)
         assert done.returncode == 0, done.stderr
         self.id = done.stdout.partition("submitted job ")[2].partition(";")[0]
 
@@ -173,13 +173,13 @@ def rises(steps: list[dict[str, Any]]) -> bool:
 def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) -> None:
     """Slurm sends the real signal of a real limit, and really requeues the job.
 
-    The limit is set once the run has started, however long that took. Slurm checks limits every 30 s, and the run is
-    slow (1.5 steps/s) until then.
+    The limit is set once the run has started, however long that took. Slurm checks limits every 30 s, and until then
+    a step takes two rounds of the agent, 4 s.
     """
-    steps, slow = 120, tmp_path / "slow"
+    steps, slow = 60, tmp_path / "slow"
     slow.touch()
     limits = ("trainer.data_parallel=2", "cluster.time=30", "cluster.signal_seconds=180", f"run.max_steps={steps}")
-    agent = ("agent=tests.integration.patient:answer", f"+agent_params.file={slow}")
+    agent = ("agent=tests.integration.patient:answer", f"+agent_params.file={slow}", "rollout.max_running_groups=2")
     job = Submitted(lab, tmp_path / "run", "cluster.nodes=2", *GOES_ON, *limits, *agent)
     job.wait_for_step(5)
     lab.run("scontrol", "update", f"jobid={job.id}", f"timelimit={job.minutes() + 3}")
@@ -205,7 +205,7 @@ def test_two_jobs_share_their_nodes_and_the_launcher_of_one_is_killed_in_an_allo
     inside = {**lab.env, "SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "node[1-2]"}
     argv = [sys.executable, "-m", "asyncrl.launch.main", *JOB, *shape, f"run.dir={one}", "run.max_steps=1000"]
     (slow := tmp_path / "slow").touch()  # so that the other job is still there
-    agent = ("agent=tests.integration.patient:answer", f"+agent_params.file={slow}")
+    agent = ("agent=tests.integration.patient:answer", f"+agent_params.file={slow}", "rollout.max_running_groups=2")
     other = Submitted(lab, tmp_path / "other", *shape, *agent, "run.max_steps=30")
     with subprocess.Popen(lab.at_head(*argv), env=inside) as launcher:
         lab.wait_for(lambda: len(lines(one / "metrics.jsonl")) >= 3, "step 3", TIMEOUT)

@@ -67,7 +67,7 @@ def test_teacher_that_is_the_policy_gives_no_advantage(tmp_path: Path) -> None:
 
 def test_another_teacher_is_learnt_although_its_engine_is_killed_on_the_way(tmp_path: Path) -> None:
     teacher = another_tiny_model(tmp_path / "teacher")
-    shape = ["run.max_steps=18", "rollout.max_new_tokens=8", "trainer.optimizer.lr=3e-3", "rollout.group_size=8"]
+    shape = ["run.max_steps=30", "rollout.max_new_tokens=8", "trainer.optimizer.lr=3e-3", "rollout.group_size=8"]
     with start(tmp_path / "run", *PURE, f"teacher.model={teacher}", *shape) as process:
         wait_for_step(process, tmp_path / "run", 6)
         os.kill(processes_of(process, tmp_path / "run")["teacher-0"], signal.SIGKILL)
@@ -75,7 +75,8 @@ def test_another_teacher_is_learnt_although_its_engine_is_killed_on_the_way(tmp_
     assert code == 0, text
     assert "teacher-0 died (killed by SIGKILL" in text
     steps = lines(tmp_path / "run" / "metrics.jsonl")
-    first, last = (fmean(step["kl/teacher"] for step in some) for some in (steps[:3], steps[-3:]))
+    # steps scatter by 6 % around a mean that falls by 1.3 % each: the difference is six times its own deviation
+    first, last = (fmean(step["kl/teacher"] for step in some) for some in (steps[:5], steps[-5:]))
     assert last < 0.9 * first, (first, last)
     assert sum(step["teacher/retried"] for step in steps) > 0
     assert steps[-1]["groups/rejected"] == 0  # they waited for it

@@ -52,7 +52,7 @@ def test_a_run_that_was_killed_goes_on_and_its_recording_trains_the_same(tmp_pat
     killed, again = tmp_path / "killed", tmp_path / "again"
     kept = ("record=true", "resume=auto", "checkpoint.every=1", "rollout.processes=2", *DETERMINISTIC)
     with start(killed, *GAME, *SMALL, *kept, experiment="tiny_vision") as launcher:
-        wait_for_step(launcher, killed, 2)
+        wait_for_step(launcher, killed, 1)
         wait_until(lambda: bool(CheckpointStore(killed).versions()), launcher, killed, "a checkpoint")
         launcher.kill()  # its children die with it
         finish(launcher, killed)

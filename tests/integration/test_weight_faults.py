@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [12, 1, 2, 3, 11]
 TRANSPORTS = ["tensor", "distributed", "disk", "delta"]
 FAULTS = ["engine killed", "engine hangs", "trainer killed"]
-DEADLINE = 120.0
+DEADLINE = 400.0
 CHECKED = 400
 CALL_SECONDS = 10.0
 """Value of weights.timeout: how long an engine may hang before it is lost."""
@@ -108,7 +108,7 @@ class Trainer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 class Traffic:
@@ -127,7 +127,7 @@ class Traffic:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join(90)
+        self._thread.join(300)
         assert not self._thread.is_alive(), "a request never came back"
 
     async def _run(self) -> None:

@@ -89,7 +89,7 @@ def answers_across_publishes(
     """Publish a version, then five more while requests are in flight. Return the version and the whole answers, of
     which one is `enough`. Try again from later versions if none is: where others work, too, answers may end before the
     publishes."""
-    for serving in range(first, first + 400, 100):
+    for serving in range(first, first + 1000, 100):
         publish(publisher, serving)
         _, answers = asyncio.run(publish_under_way(publisher, fleet, serving, range(serving + 1, serving + 6)))
         for found in answers:
@@ -122,7 +122,7 @@ async def publish_under_way(
         await asyncio.sleep(0.001)
     for version in versions:
         figures = await asyncio.to_thread(publish, publisher, version)
-    answers = await asyncio.wait_for(running, 60)
+    answers = await asyncio.wait_for(running, 300)
     await made.close()
     publisher._hold, publisher._announce = lambda: None, lambda version, reused: None  # this loop ends
     return figures, answers
@@ -287,7 +287,7 @@ def routed(fleet: Engines, expected: tuple[str, ...]) -> bool:
 
     Return whether it did.
     """
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         workers = httpx.get(f"{fleet.addresses.router}/workers", **fleet.addresses.access.http).json()["workers"]
         if {worker["url"] for worker in workers if worker["is_healthy"]} == set(expected):
@@ -325,7 +325,7 @@ def greedy(fleet: Engines, url: str) -> list[list[int]]:
         "input_ids": [[12, a, b, 3, 11] for a in range(4) for b in range(4)],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 32},
     }
-    answers = httpx.post(f"{url}/generate", json=body, **fleet.addresses.access.http, timeout=60.0).json()
+    answers = httpx.post(f"{url}/generate", json=body, **fleet.addresses.access.http, timeout=300.0).json()
     return [answer["output_ids"] for answer in answers]
 
 

@@ -51,7 +51,7 @@ def test_only_what_a_process_made_for_itself_is_removed(files: list[Path]) -> No
         sweep("another-run", [])
         assert process.poll() is None
         sweep("leftovers-test", found)
-        assert process.wait(5) != 0
+        assert process.wait(60) != 0
     assert [file.exists() for file in files] == [False, False, True]
 
 
@@ -120,7 +120,7 @@ def test_next_launcher_removes_what_a_killed_one_has_left(temporary: Path, files
         assert [file.exists() for file in files] == [True] * 3
         assert any(folder.glob("tmp*"))
         launcher.kill()
-        launcher.wait(5)
+        launcher.wait(60)
     assert carrying(f"ASYNCRL_RUN_ID={mark}".encode())
     Scratch("another").remove()
     assert carrying(f"ASYNCRL_RUN_ID={mark}".encode()) == []

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,13 +54,22 @@ def alive(run_id: str) -> list[int]:
     return carrying(f"ASYNCRL_RUN_ID={run_id}".encode())
 
 
+def waits_for(path: Path, words: str = "") -> str:
+    """Program that ends once a file holds these words, or after a minute."""
+    return f"""
+import pathlib, time
+file, began = pathlib.Path({str(path)!r}), time.monotonic()
+while time.monotonic() < began + 60 and not (file.exists() and {words!r} in file.read_text()): time.sleep(0.01)
+"""
+
+
 def spec(run_id: str, name: str, code: str, *, ends: bool = False) -> ProcessSpec:
     argv = [sys.executable, "-S", "-c", textwrap.dedent(code)]
     return ProcessSpec(name, argv, {"ASYNCRL_RUN_ID": run_id, "PYTHONUNBUFFERED": "1"}, ends_the_run=ends)
 
 
 def supervise(
-    run_id: str, run_dir: Path, *specs: ProcessSpec, poll: Callable[[], None] = lambda: None, grace: float = 2.0
+    run_id: str, run_dir: Path, *specs: ProcessSpec, poll: Callable[[], None] = lambda: None, grace: float = 60.0
 ) -> None:
     (run_dir / "logs").mkdir()
     Supervisor(list(specs), run_dir, run_id, grace).run(poll)
@@ -79,6 +87,19 @@ def when_up(run_dir: Path, *names: str, then: Callable[[], None]) -> Callable[[]
     return poll
 
 
+class Told:
+    """What the launcher says on stderr. A poll of it creates a file once these words are among it."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], words: str, file: Path) -> None:
+        self._capsys, self._words, self._file = capsys, words, file
+        self.text = ""
+
+    def __call__(self) -> None:
+        self.text += self._capsys.readouterr().err
+        if self._words in self.text:
+            self._file.touch()
+
+
 def send(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
@@ -90,20 +111,26 @@ def test_processes_are_bound_near_their_gpus(run_id: str, tmp_path: Path, monkey
     told = "import os; print(sorted(os.sched_getaffinity(0)), flush=True)"
     on_gpu = spec(run_id, "engine", f"{told}\n{FOREVER}")
     on_gpu = dataclasses.replace(on_gpu, env={**on_gpu.env, "CUDA_VISIBLE_DEVICES": "0"})
-    supervise(run_id, tmp_path, on_gpu, spec(run_id, "trainer", f"{told}\nimport time; time.sleep(1)", ends=True))
+    trains = f"{told}\n{waits_for(tmp_path / 'logs' / 'engine.log', ']')}"
+    supervise(run_id, tmp_path, on_gpu, spec(run_id, "trainer", trains, ends=True))
     logs = {name: (tmp_path / "logs" / f"{name}.log").read_text().strip() for name in ("engine", "trainer")}
     assert logs == {"engine": f"[{near}]", "trainer": str(sorted(all_of_them))}
 
 
 def test_run_ends_well_when_all_trainers_have_and_the_rest_is_stopped(run_id: str, tmp_path: Path) -> None:
     polls = []
+
+    def poll() -> None:
+        polls.append(1)
+        (tmp_path / "polled").touch()
+
     supervise(
         run_id,
         tmp_path,
         spec(run_id, "engine-0", FOREVER),
         spec(run_id, "trainer-0", "print('trained')", ends=True),
-        spec(run_id, "trainer-1", "import time; time.sleep(0.4); print('trained too')", ends=True),
-        poll=lambda: polls.append(1),
+        spec(run_id, "trainer-1", waits_for(tmp_path / "polled") + "print('trained too')", ends=True),
+        poll=poll,
     )
     assert (tmp_path / "logs" / "trainer-1.log").read_text() == "trained too\n"
     assert len(polls) >= 2  # while it ran, and once after
@@ -143,7 +170,7 @@ def test_trainer_that_fails_ends_the_run_although_another_finished(run_id: str, 
 def test_those_that_a_death_dragged_along_are_named_after_it(
     run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "COMPANION_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "COMPANION_SECONDS", 5.0)
     follower = f"""
     import os, sys, time
     while not os.path.exists({str(tmp_path / "dead")!r}): time.sleep(0.01)
@@ -211,21 +238,22 @@ def test_signal_stops_everything_with_its_runaway_grandchildren(number: int, run
         )
     assert caught.value.number == number
     assert len(seen) == 3
-    wait_for(lambda: not alive(run_id), 2)  # the sweep's SIGKILL is on its way
+    wait_for(lambda: not alive(run_id))  # the sweep's SIGKILL is on its way
     assert signal.getsignal(number) is before
 
 
 def test_process_that_ignores_sigterm_is_killed_after_the_grace(run_id: str, tmp_path: Path) -> None:
+    stubborn = STUBBORN.replace("time.sleep(60)", "time.sleep(600)")
     started = time.monotonic()
     with pytest.raises(Stopped):
         supervise(
             run_id,
             tmp_path,
-            spec(run_id, "trainer-0", STUBBORN, ends=True),
+            spec(run_id, "trainer-0", stubborn, ends=True),
             poll=when_up(tmp_path, "trainer-0", then=send(signal.SIGTERM)),
             grace=0.3,
         )
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 300, "it was killed before its time"
     assert alive(run_id) == []
 
 
@@ -251,18 +279,26 @@ def test_process_that_takes_its_time_to_end_has_the_grace_for_it(run_id: str, tm
 
 
 def test_second_signal_does_not_interrupt_the_stopping(run_id: str, tmp_path: Path) -> None:
-    def twice() -> None:
-        threading.Timer(0.1, send(signal.SIGTERM)).start()
-        os.kill(os.getpid(), signal.SIGTERM)
-
+    """It comes from the process that the first one stops, so it comes in time."""
+    tidy = f"""
+    import os, signal, sys, time
+    def stop(*_):
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.5)
+        open({str(tmp_path / "tidy")!r}, "w").close()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
+    print("up", flush=True)
+    time.sleep(60)
+    """
     with pytest.raises(Stopped):
         supervise(
             run_id,
             tmp_path,
-            spec(run_id, "trainer-0", STUBBORN, ends=True),
-            poll=when_up(tmp_path, "trainer-0", then=twice),
-            grace=0.5,
+            spec(run_id, "trainer-0", tidy, ends=True),
+            poll=when_up(tmp_path, "trainer-0", then=send(signal.SIGTERM)),
         )
+    assert (tmp_path / "tidy").exists(), "it had its grace"
     assert alive(run_id) == []
 
 
@@ -295,13 +331,13 @@ def test_killed_launcher_leaves_no_child(run_id: str, tmp_path: Path) -> None:
     """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(launcher)]) as process:
         log = tmp_path / "logs" / "trainer-0.log"
-        wait_for(lambda: log.exists() and "up" in log.read_text(), 20)
+        wait_for(lambda: log.exists() and "up" in log.read_text())
         assert len(alive(run_id)) == 1
         process.kill()
-    wait_for(lambda: not alive(run_id), 5)
+    wait_for(lambda: not alive(run_id))
 
 
-def wait_for(condition: Callable[[], object], seconds: float) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "never happened"
@@ -418,9 +454,9 @@ def test_killed_launcher_has_each_srun_end_its_step(run_id: str, tmp_path: Path)
     """
     log = tmp_path / "logs" / "trainer.log"
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(launcher)]) as process:
-        wait_for(lambda: log.exists() and "up" in log.read_text(), 20)
+        wait_for(lambda: log.exists() and "up" in log.read_text())
         process.kill()
-    wait_for(lambda: not alive(run_id), 5)
+    wait_for(lambda: not alive(run_id))
     assert log.read_text() == "up\nkilled\n"
 
 
@@ -493,16 +529,15 @@ def test_engine_that_is_lost_with_its_machine_is_missed_as_long_as_another_serve
     (tmp_path / "logs").mkdir()
     machines = {"node1", "node2", "node3"}
     gone = "import time; time.sleep(0.2); raise SystemExit(1)"  # nobody noted that it had begun
+    told = Told(capsys, "engine-1 was lost together with the machine", tmp_path / "missed")
     engines = [
         step(run_id, "engine-0", url="http://e0", node="node2", restarts=1),
         step(run_id, "engine-1", gone, url="http://e1", node="node3", restarts=1),
     ]
-    trainer = spec(run_id, "trainer-0", "import time; time.sleep(1.0)", ends=True)
+    trainer = spec(run_id, "trainer-0", waits_for(tmp_path / "missed"), ends=True)
     policy = RestartPolicy(tmp_path, has_machine=lambda node: node in machines - {"node3"})
-    Supervisor([*engines, trainer], tmp_path, run_id, 1.0, policy).run(lambda: None)
-    assert (
-        "engine-1 was lost together with the machine node3; the run continues with 1 engines" in capsys.readouterr().err
-    )
+    Supervisor([*engines, trainer], tmp_path, run_id, 1.0, policy).run(told)
+    assert "engine-1 was lost together with the machine node3; the run continues with 1 engines" in told.text
 
     alone = RestartPolicy(tmp_path, has_machine=lambda node: False)
     with pytest.raises(ProcessDied, match="engine-1 on node3 died"):
@@ -558,16 +593,17 @@ def test_ends_of_other_steps_are_not_told_as_its_own(run_id: str, tmp_path: Path
 def test_engine_that_spans_machines_is_given_up_as_a_whole(run_id: str, tmp_path: Path) -> None:
     (tmp_path / READY).touch()
     (tmp_path / "logs").mkdir()
-    gone = "import time; time.sleep(0.2); raise SystemExit(1)"
+    log = tmp_path / "logs" / "engine-1.log"
+    gone = waits_for(log, "up") + "raise SystemExit(1)"
     specs = [
         step(run_id, "engine-0", url="http://e0", node="node1", restarts=1),
         step(run_id, "engine-1", url="http://e1", node="node2", restarts=1, together="engine-1"),
         step(run_id, "engine-1.1", gone, node="node3", restarts=1, together="engine-1"),
-        spec(run_id, "trainer-0", "import time; time.sleep(1.5)", ends=True),
+        spec(run_id, "trainer-0", waits_for(log, "killed"), ends=True),
     ]
     policy = RestartPolicy(tmp_path, has_machine=lambda node: node != "node3")
     Supervisor(specs, tmp_path, run_id, 1.0, policy).run(lambda: None)
-    assert (tmp_path / "logs" / "engine-1.log").read_text() == "up\nkilled\n"
+    assert log.read_text() == "up\nkilled\n"
 
 
 def test_engine_that_leaves_is_stopped_for_good_and_the_run_goes_on(
@@ -581,11 +617,12 @@ def test_engine_that_leaves_is_stopped_for_good_and_the_run_goes_on(
     ]
     registry.ask_to_leave("http://e1:1")
     registry.let_go("http://e1:1")
-    supervise(run_id, tmp_path, *engines, spec(run_id, "trainer-0", "import time; time.sleep(2)", ends=True))
-    told = capsys.readouterr().err
-    assert "engine-1 was asked to leave" in told
-    assert "engine-1 has left" in told
-    assert "started again" not in told
+    told = Told(capsys, "engine-1 has left", tmp_path / "left")
+    trains = waits_for(tmp_path / "left") + "time.sleep(0.5)"
+    supervise(run_id, tmp_path, *engines, spec(run_id, "trainer-0", trains, ends=True), poll=told)
+    assert "engine-1 was asked to leave" in told.text
+    assert "engine-1 has left" in told.text
+    assert "restarting" not in told.text
     assert registry.leaving() == set()
 
 

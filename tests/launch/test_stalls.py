@@ -35,7 +35,7 @@ from asyncrl.progress import Progress
 
 def waits_for_ever():
     while True:
-        time.sleep(0.1)
+        time.sleep(600)
 
 progress = Progress(Path(sys.argv[1]), os.environ["NAME"], float(os.environ["PATIENCE"]))
 progress.watch()
@@ -45,7 +45,7 @@ print("up", flush=True)
 if os.environ["HANGS"] == "yes":
     waits_for_ever()
 while True:
-    time.sleep(0.05)
+    time.sleep(float(os.environ["EVERY"]))
     progress.part("micro-batch 2 of 8")
 """
 
@@ -202,11 +202,10 @@ def test_loop_that_a_user_blocks_does_not_go_on(tmp_path: Path) -> None:
 
 
 def test_stack_of_a_stopped_process_is_read_from_outside(tmp_path: Path) -> None:
-    code = "import time\ndef stands_here():\n    time.sleep(60)\nprint('up', flush=True)\nstands_here()"
+    code = "import time\ndef stands_here():\n    print('up', flush=True); time.sleep(60)\nstands_here()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout
         assert child.stdout.readline() == b"up\n"
-        time.sleep(0.2)
         child.send_signal(signal.SIGSTOP)
         while state(child.pid) != "stopped by a signal":
             time.sleep(0.01)
@@ -224,15 +223,18 @@ def test_run_ends_and_says_what_each_was_doing(
     stopped: bool, py_spy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without py-spy a process that still responds writes its stacks to its log; for a stopped one there are its state
-    and its last report."""
+    and its last report. The other rank has time: it may be held up by the machine, and py-spy reads it best while it
+    sleeps."""
     run_id = secrets.token_hex(8)
     (tmp_path / "logs").mkdir()
     if not py_spy:
         monkeypatch.setattr("asyncrl.launch.stalls.shutil.which", lambda *_, **__: None)
+        monkeypatch.setattr("asyncrl.launch.processes.ANSWER_SECONDS", 0.5 if stopped else 5.0)
 
     def spec(rank: int) -> ProcessSpec:
         hangs = "yes" if rank == 1 and not stopped else "no"
-        env = {"ASYNCRL_RUN_ID": run_id, "NAME": f"trainer-{rank}", "HANGS": hangs, "PATIENCE": "2"}
+        env = {"ASYNCRL_RUN_ID": run_id, "NAME": f"trainer-{rank}", "HANGS": hangs}
+        env |= {"PATIENCE": "2", "EVERY": "0.05"} if rank == 1 else {"PATIENCE": "20", "EVERY": "2"}
         argv = [sys.executable, "-c", RANK, str(tmp_path)]
         return ProcessSpec(f"trainer-{rank}", argv, env, ends_the_run=True, reports=True)
 
@@ -245,11 +247,11 @@ def test_run_ends_and_says_what_each_was_doing(
             os.kill(pid, signal.SIGSTOP)
             acted.append(pid)
 
-    stalls = Stalls(tmp_path, ["trainer-0", "trainer-1"], 2.0)
+    stalls = Stalls(tmp_path, ["trainer-0", "trainer-1"], 20.0)
     began = time.monotonic()
     with pytest.raises(ProcessDied) as raised:
         Supervisor([spec(0), spec(1)], tmp_path, run_id, 1.0, stalls=stalls).run(stop_one)
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 120.0
     text = str(raised.value)
     assert text.startswith("trainer-1 makes no progress: its last report is 'step 3, training, micro-batch 2 of 8'")
     assert (
@@ -259,7 +261,7 @@ def test_run_ends_and_says_what_each_was_doing(
     log = (tmp_path / "logs" / "trainer-1.log").read_text()
     if py_spy:
         other = r"trainer-0: (sleeping|running); step 3, training, micro-batch 2 of 8, for \d+ s; in "
-        assert re.search(other, text)  # it reports ten times a second: it may be seen at either
+        assert re.search(other, text)  # it may be seen at either
         assert stopped or "in waits_for_ever (<string>:9)" in text
     else:
         assert "py-spy is not installed" in stack_file(tmp_path / "logs", "trainer-1").read_text()
@@ -271,12 +273,13 @@ def test_process_that_may_be_started_again_is_killed_when_it_stalls_and_the_run_
     run_id = secrets.token_hex(8)
     (tmp_path / "logs").mkdir()
     (tmp_path / READY).touch()
-    env = {"ASYNCRL_RUN_ID": run_id, "NAME": "episodes-0", "HANGS": "yes", "PATIENCE": "1.5"}
+    env = {"ASYNCRL_RUN_ID": run_id, "NAME": "episodes-0", "EVERY": "0.05"}
     code = RANK.replace('os.environ["HANGS"] == "yes"', 'not os.environ["ASYNCRL_INCARNATION"]')
+    code = code.replace('float(os.environ["PATIENCE"])', '60.0 if os.environ["ASYNCRL_INCARNATION"] else 1.5')
     hangs = ProcessSpec("episodes-0", [sys.executable, "-c", code, str(tmp_path)], env, restarts=1, reports=True)
     log = str(tmp_path / "logs" / "episodes-0.log")
     waits = f"import time\nwhile open({log!r}).read().count('up') < 2: time.sleep(0.1)\ntime.sleep(2)"
     trainer = ProcessSpec("trainer-0", [sys.executable, "-c", waits], env, ends_the_run=True)
-    stalls = Stalls(tmp_path, ["episodes-0"], 1.5)
+    stalls = Stalls(tmp_path, ["episodes-0"], 20.0)
     Supervisor([hangs, trainer], tmp_path, run_id, 1.0, stalls=stalls).run(lambda: None)
     assert "waits_for_ever" in stack_file(tmp_path / "logs", "episodes-0").read_text()

@@ -18,6 +18,8 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.network import ports
 from asyncrl.network.ports import LEASE_SECONDS, REPLICA_PORTS, free_block, free_port, free_ports
 
+APART = 19000
+"""The ports from here on are of no run. Tests of few ports divide them, because they may run at the same time."""
 ASKS = "from asyncrl.network.ports import free_ports; print(*free_ports('127.0.0.1', 30))"
 
 
@@ -30,16 +32,17 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("temporary")
-def test_processes_that_ask_at_once_are_given_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_that_ask_at_once_are_given_different_ports() -> None:
     """The range is so small that they would collide."""
-    asks = ASKS.replace("from", "from asyncrl.network import ports; ports.LAST_PORT = ports.FIRST_PORT + 400; from", 1)
+    asks = f"from asyncrl.network import ports; ports.FIRST_PORT, ports.LAST_PORT = {APART}, {APART} + 400; {ASKS}"
     running = [subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     found = [port for one in running for port in one.communicate(timeout=60)[0].split()]
     assert (len(found), len(set(found))) == (120, 120)
 
 
 def test_lease_that_is_too_old_is_given_again(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "LAST_PORT", ports.FIRST_PORT + 1)
+    monkeypatch.setattr(ports, "FIRST_PORT", APART + 400)
+    monkeypatch.setattr(ports, "LAST_PORT", APART + 401)
     given = free_port("127.0.0.1")
     with pytest.raises(AsyncRLError, match="no free port"):
         free_port("127.0.0.1")
@@ -85,7 +88,8 @@ def test_address_of_another_machine_is_refused_by_name() -> None:
 
 @pytest.mark.usefixtures("temporary")
 def test_a_block_is_leased_as_a_whole_and_avoids_ports_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "LAST_PORT", ports.FIRST_PORT + 12)
+    monkeypatch.setattr(ports, "FIRST_PORT", APART + 500)
+    monkeypatch.setattr(ports, "LAST_PORT", APART + 512)
     first = free_block("127.0.0.1", 4)
     others = {free_port("127.0.0.1") for _ in range(3)}
     assert not others & set(range(first, first + 4))

@@ -23,7 +23,7 @@ def join(rank: int, world: int, port: int, by: str, ends: list[multiprocessing.c
     stores.bind()
     stores.bind()
     url = "env://" if by == "env" else f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world, timeout=timedelta(seconds=240))
     dist.barrier()
     addresses = {one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN}
     with socket.socket() as knocking:
@@ -45,12 +45,12 @@ def test_ranks_meet_and_nobody_listens_on_all_interfaces(by: str, monkeypatch: p
     for one in ranks:
         one.start()
     for end in ours:
-        assert end.poll(60)
+        assert end.poll(240)
         addresses, answered = end.recv()
         assert addresses == ["127.0.0.1"]
         assert not answered
     for one in ranks:
-        one.join(60)
+        one.join(240)
         assert one.exitcode == 0
 
 

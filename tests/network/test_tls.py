@@ -44,7 +44,7 @@ class Listener:
                 connection = self._socket.accept()[0]
             except OSError:
                 return
-            connection.settimeout(1.0)
+            connection.settimeout(60.0 if self._context else 1.0)
             with connection, suppress(OSError):
                 if self._context:
                     with self._context.wrap_socket(connection, server_side=True) as shown:
@@ -104,13 +104,14 @@ def by_aiohttp(access: Access, url: str) -> bool:
 
 def by_watch(access: Access, url: str) -> bool:
     """The launcher's question to each server: a listener that is refused is as one that is dead."""
-    now = 0.0
+    now, deadline = 0.0, time.monotonic() + 60.0
     watch = HealthWatch(url, access, 60.0, lambda: now)
     now = 6.0
-    for _ in range(500):
+    assert not watch.hangs()
+    while watch._socket:  # until there is an answer, or nobody
+        assert time.monotonic() < deadline
         assert not watch.hangs()
         time.sleep(0.002)
-    watch.forget()
     return True
 
 

@@ -100,13 +100,13 @@ def test_engines_and_router_need_the_key_and_bad_messages_are_refused(
     assert asyncio.run(posts()) == [200, 401, 400, 413, 401]
     with grpc.insecure_channel(addresses.spans) as channel:
         export = channel.unary_unary(f"/{SERVICE}/Export")
-        export(encoded(span("smg")).SerializeToString(), metadata=[("authorization", "Bearer tracing")], timeout=5)
+        export(encoded(span("smg")).SerializeToString(), metadata=[("authorization", "Bearer tracing")], timeout=60)
         for key, content, code in (
             ("api", message, grpc.StatusCode.UNAUTHENTICATED),
             ("tracing", b"\xff", grpc.StatusCode.INVALID_ARGUMENT),
         ):
             with pytest.raises(grpc.RpcError) as refused:
-                export(content, metadata=[("authorization", f"Bearer {key}")], timeout=5)
+                export(content, metadata=[("authorization", f"Bearer {key}")], timeout=60)
             assert refused.value.code() is code
     observing.close()
     found = [record for record in TimelineReader(tmp_path).new() if isinstance(record, EngineSpan)]
@@ -169,5 +169,5 @@ def test_a_collector_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeyp
         rollout.close()
         began = time.monotonic()
         exporter.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
     assert warnings

@@ -29,7 +29,7 @@ async def ask(cached: CachedReward, *answers: RewardInput) -> list[Any]:
 
     unheard: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         found = await asyncio.gather(*(one(asked) for asked in answers), return_exceptions=True)
     assert unheard == []
     return found

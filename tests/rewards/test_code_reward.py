@@ -106,7 +106,7 @@ LIMIT = (1, {2}, None, 2**70)
 
 def test_hang_costs_its_test_alone_and_is_told() -> None:
     code = "def add(a, b):\n    while a == 'a': pass\n    return a + b"
-    score = scored(code, seconds=0.5)
+    score = scored(code, seconds=3.0)
     assert score.reward == pytest.approx(2 / 3)
     assert score.parts["code/timeout"] == 1.0
 

@@ -17,7 +17,7 @@ from tests.sandbox.ways import Kind
 
 pytestmark = pytest.mark.integration
 __all__ = ["leaves_nothing"]
-LIMITS = Limits(seconds=40.0, cpu_seconds=40.0, memory_mb=512, file_mb=64)
+LIMITS = Limits(seconds=90.0, cpu_seconds=90.0, memory_mb=512, file_mb=64)
 TESTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
 RIGHT = "def add(a, b):\n    return a + b"
 EVERYBODY = """
@@ -61,7 +61,7 @@ def scored(kind: Kind, *answers: str) -> list[Score]:
 
     async def main() -> list[Score]:
         async with asyncio.timeout(300), backend(kind, LIMITS, nested=True) as sandboxes:
-            reward = CodeReward(sandbox=sandboxes, reward="share", seconds=4.0, total_seconds=8.0, memory_mb=256)
+            reward = CodeReward(sandbox=sandboxes, reward="share", seconds=15.0, total_seconds=40.0, memory_mb=256)
             made = [answer(f"```python\n{code}\n```", test_list=TESTS) for code in answers]
             return list(await asyncio.gather(*map(reward, made)))
 
@@ -98,7 +98,7 @@ def test_programs_are_tested_where_no_control_group_counts_memory(monkeypatch: p
 
     async def main() -> Score:
         async with asyncio.timeout(300):
-            reward = CodeReward(tests="programs", seconds=4.0, total_seconds=8.0)
+            reward = CodeReward(tests="programs", seconds=15.0, total_seconds=40.0)
             try:
                 return await reward(answer("```python\nprint(int(input()) * 2)\n```", input_output=pairs))
             finally:

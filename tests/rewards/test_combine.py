@@ -71,7 +71,7 @@ class Later(Fixed):
 def score(reward: Any, one: RewardInput = A) -> Score:
     async def main() -> Any:
         result = reward(one)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await result if inspect.isawaitable(result) else result
 
     found = asyncio.run(main())

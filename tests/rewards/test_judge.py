@@ -231,7 +231,7 @@ def test_what_is_no_completion_fails_the_episode_at_once(reply: httpx.Response) 
 
 
 def test_judge_that_is_down_fails_the_episode_at_the_deadline() -> None:
-    assert "503" in str(failed(Engine(httpx.Response(503)), deadline=0.1))
+    assert "503" in str(failed(Engine(httpx.Response(503)), deadline=1.0))
 
 
 def test_one_vote_that_fails_ends_the_others() -> None:

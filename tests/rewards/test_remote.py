@@ -72,7 +72,7 @@ def asking(
     async def main() -> Any:
         reward = RewardModel(transport=httpx.MockTransport(server), **options)
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 if use:
                     return await use(reward)
                 return await asyncio.gather(*(reward(ask(text)) for text in texts), return_exceptions=True)
@@ -236,10 +236,10 @@ def test_single_answer_that_is_no_reward_fails_the_episode(form: str, reply: Any
 
 
 def test_server_that_never_recovers_fails_the_episode_at_the_deadline_with_the_last_fault() -> None:
-    (failure,) = asking(Server(*[httpx.ConnectError("nobody listens")] * 10_000), "ab", deadline=0.2)
+    (failure,) = asking(Server(*[httpx.ConnectError("nobody listens")] * 10_000), "ab", deadline=1.0)
     assert isinstance(failure, EpisodeFailed)
     assert failure.reason == "reward_model"
-    assert "no answer within 0.2 s" in str(failure)
+    assert "no answer within 1 s" in str(failure)
     assert "ConnectError nobody listens" in str(failure)
 
 
@@ -291,7 +291,7 @@ def test_refused_and_cut_connections_of_real_sockets() -> None:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-        reward = RewardModel([url], deadline=10.0)
+        reward = RewardModel([url], deadline=30.0)
         first = await reward(ask("a"))
         server.close()
         await server.wait_closed()
@@ -301,7 +301,7 @@ def test_refused_and_cut_connections_of_real_sockets() -> None:
         await refused.close()
         return [first, connections, failure]
 
-    first, connections, failure = asyncio.run(asyncio.wait_for(main(), 20))
+    first, connections, failure = asyncio.run(asyncio.wait_for(main(), 60))
     assert (first, connections) == (4.0, 2)
     assert isinstance(failure, EpisodeFailed)
     assert failure.reason == "reward_model"
@@ -316,7 +316,7 @@ def test_bug_of_whoever_sends_reaches_all_who_wait() -> None:
 
     async def main() -> list[Any]:
         batches: RequestBatcher[int, int] = RequestBatcher(send, max_batch=2, max_wait=60.0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return await asyncio.gather(batches.ask(1), batches.ask(2), return_exceptions=True)
 
     assert [type(one) for one in asyncio.run(main())] == [KeyError, KeyError]
@@ -330,7 +330,7 @@ def test_batch_goes_when_it_is_full_or_its_first_item_has_waited() -> None:
         return [-item for item in items]
 
     async def main() -> list[Any]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             full: RequestBatcher[int, int] = RequestBatcher(send, max_batch=2, max_wait=60.0)
             found = await asyncio.gather(full.ask(1), full.ask(2))
             waited: RequestBatcher[int, int] = RequestBatcher(send, max_batch=9, max_wait=0.0)
@@ -353,7 +353,7 @@ def test_whoever_stops_waiting_is_left_out_and_the_last_one_ends_the_request() -
             ended.set()
 
     async def main() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             batches: RequestBatcher[int, int] = RequestBatcher(send, max_batch=3, max_wait=60.0)
             first, second = (asyncio.ensure_future(batches.ask(number)) for number in (1, 2))
             await asyncio.sleep(0)
@@ -377,7 +377,7 @@ def test_closing_ends_what_waits_and_what_is_under_way() -> None:
         await asyncio.Event().wait()
 
     async def main() -> list[Any]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             batches: RequestBatcher[int, int] = RequestBatcher(send, max_batch=2, max_wait=60.0)
             waiting = [asyncio.ensure_future(batches.ask(number)) for number in range(3)]
             await asyncio.sleep(0)

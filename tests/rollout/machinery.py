@@ -214,12 +214,12 @@ class Machinery:
 
     def batches(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> list[Batch]:
         """Return the batches of a trainer that trains and publishes one after the other, or with overlap."""
-        return asyncio.run(asyncio.wait_for(self._batches(steps, train), 20))
+        return asyncio.run(asyncio.wait_for(self._batches(steps, train), 120))
 
     def snapshot(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> tuple[list[Batch], bytes]:
         """So many batches, and what a checkpoint keeps after them."""
         saved: list[bytes] = []
-        return asyncio.run(asyncio.wait_for(self._batches(steps, train, saved), 20)), saved[0]
+        return asyncio.run(asyncio.wait_for(self._batches(steps, train, saved), 120)), saved[0]
 
     async def _batches(
         self, steps: int, train: Callable[[Batch], None], saved: list[bytes] | None = None

@@ -60,7 +60,7 @@ class Site:
 def at(play: Callable[[Site], Any], **settings: Any) -> None:
     async def main() -> None:
         site = Site(**settings)
-        await asyncio.wait_for(play(site), 10)
+        await asyncio.wait_for(play(site), 60)
         await site.client.close()
 
     asyncio.run(main())

@@ -44,7 +44,7 @@ def in_adaptive_room(
         finally:
             watching.cancel()
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 async def idle() -> list[Load]:

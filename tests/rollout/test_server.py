@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,8 +15,10 @@ import pytest
 
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import LedgerError
+from asyncrl.observability import intervals
 from asyncrl.observability.intervals import PUBLISH, QUEUED, REWARD, TOOL
 from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline, Record
+from asyncrl.rollout import activity
 from asyncrl.rollout import groups as groups_module
 from asyncrl.rollout import server as module
 from asyncrl.rollout.buffer import CohortBuffer
@@ -99,7 +103,7 @@ def at(play: Callable[[Site], Coroutine[Any, Any, None]], **settings: Any) -> No
     async def main() -> None:
         site = Site(**settings)
         async with site.http:
-            await asyncio.wait_for(play(site), 10)
+            await asyncio.wait_for(play(site), 60)
 
     asyncio.run(main())
 
@@ -252,7 +256,11 @@ def test_part_of_the_next_batch_outlives_the_publish_of_the_one_before() -> None
     at(play, overlap=True)
 
 
-def test_every_reader_gets_the_same_bytes_as_often_as_it_asks_until_the_next_version() -> None:
+def test_every_reader_gets_the_same_bytes_as_often_as_it_asks_until_the_next_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "POLL_SECONDS", 60.0)
+
     async def play(site: Site) -> None:
         asking = [
             asyncio.create_task(site.http.get("/batch", params={"version": 0, "reader": reader, "readers": 3}))
@@ -313,7 +321,7 @@ def test_ready_group_that_loses_its_place_is_not_counted_as_trained() -> None:
             for slot in finished:
                 await site.play(tickets.pop(slot))
             data = (await site.http.get("/batch", params={"version": version})).content
-            for ticket, reason in await asyncio.wait_for(site.groups.unwanted(), 1) if version == 0 else []:
+            for ticket, reason in await asyncio.wait_for(site.groups.unwanted(), 30) if version == 0 else []:
                 await site.play(tickets.pop(ticket.slot), reject=reason)
             assert (await site.http.post("/version", json={"version": version + 1})).status_code == 200
             return [one.slot for one in decode_batch(data).groups]
@@ -382,10 +390,11 @@ def test_ledger_is_checked_when_groups_end_but_not_at_each_of_a_thousand(monkeyp
             return found()
 
         monkeypatch.setattr(site.groups, "ledger", counted)
+        monkeypatch.setattr(groups_module, "CHECK_SECONDS", 600.0)  # however long the groups take
         while (ticket := site.groups._buffer.admit()) is not None:
             await site.play(ticket)
         assert checks <= 1
-        site.groups._checked -= 2 * groups_module.CHECK_SECONDS
+        site.groups._checked -= 2 * 600.0
         break_a_count(site, "tokens")
         await site.http.get("/batch", params={"version": 0})
         with pytest.raises(LedgerError):
@@ -415,7 +424,11 @@ def test_tokens_are_accounted_for_while_groups_run_and_when_they_come_too_late()
     at(play)
 
 
-def test_what_the_next_batch_waits_for_names_the_groups_and_what_they_do() -> None:
+def test_what_the_next_batch_waits_for_names_the_groups_and_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    for using in (intervals, activity):
+        monkeypatch.setattr(using, "time", SimpleNamespace(time=time.time, monotonic=lambda: now))
+
     async def play(site: Site) -> None:
         sessions = [site.begin(await site.groups.ticket()) for _ in range(4)]
         for number, age, phase, name in [(0, 10.0, TOOL, "search"), (1, 63.0, REWARD, ""), (2, 500.0, QUEUED, PUBLISH)]:
@@ -592,8 +605,9 @@ class Told(ConcurrencyLimiter):
         self.batches.append((ready, batch, waited))
 
 
-def test_room_hears_of_every_batch_once_and_whether_the_trainer_had_to_wait() -> None:
+def test_room_hears_of_every_batch_once_and_whether_the_trainer_had_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play(site: Site) -> None:
+        monkeypatch.setattr(module, "POLL_SECONDS", 60.0)
         site.groups._limiter = limiter = Told()
         await site.fill(4)
         await site.http.get("/batch", params={"version": 0})
@@ -619,7 +633,7 @@ def test_lead_and_concurrency_can_be_changed_and_more_groups_are_admitted_at_onc
         assert not waiting.done()
         changed = await site.http.post("/admission", json={"lead": 1})
         assert changed.status_code == 200
-        assert (await asyncio.wait_for(waiting, 1)).cohort == 1
+        assert (await asyncio.wait_for(waiting, 30)).cohort == 1
         batch = decode_batch((await site.http.get("/batch?version=0")).content)
         assert batch.rollout["admission/lead"] == 1
 

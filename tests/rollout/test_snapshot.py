@@ -256,7 +256,7 @@ def test_snapshot_between_a_batch_and_its_version_is_refused() -> None:
             working.cancel()
         await site.client.close()
 
-    asyncio.run(asyncio.wait_for(play(), 20))
+    asyncio.run(asyncio.wait_for(play(), 120))
 
 
 def test_what_is_under_way_is_told_with_the_oldest_version_it_can_have() -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from asyncrl import jsonl
 from asyncrl.engine.loads import load_of
 from asyncrl.observability.intervals import DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.rollout import status as module
 from asyncrl.rollout.status import StatusFile
 from tests.engine.test_loads import RANK
-from tests.fakes import addresses
+from tests.fakes import addresses, until
 from tests.rollout.test_server import Site, at
 
 
@@ -48,7 +49,7 @@ def test_file_says_who_waits_for_what_and_which_engine_is_silent(
         new[0].activity.begin(DECODE)
         new[1].activity.finish()
         following = asyncio.create_task(file_of(site, tmp_path).follow())
-        await asyncio.sleep(0.1)
+        await until((tmp_path / "status.json").exists)
         found = json.loads((tmp_path / "status.json").read_text())
         assert found["episodes"] == {"agent": 1, "queued": 1, "decode": 1, "waiting": 1}
         assert found["ledger"]["groups"]["running"] == 2
@@ -61,7 +62,7 @@ def test_file_says_who_waits_for_what_and_which_engine_is_silent(
         assert second == {"url": addresses(engines=2).engines[1], "state": "silent"}
         old[1].activity.end(held)
         old[1].activity.begin(PREFILL)
-        await asyncio.sleep(0.1)
+        await until(lambda: "prefill" in json.loads((tmp_path / "status.json").read_text())["episodes"])
         assert json.loads((tmp_path / "status.json").read_text())["episodes"]["prefill"] == 1
         following.cancel()
 
@@ -72,10 +73,12 @@ def test_disk_that_refuses_the_file_is_reported_once_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(module, "PERIOD", 0.01)
+    replace, tried = jsonl.replace, list[Path]()
+    monkeypatch.setattr(jsonl, "replace", lambda path, value: tried.append(path) or replace(path, value))
 
     async def play(site: Site) -> None:
         following = asyncio.create_task(file_of(site, tmp_path / "missing").follow())
-        await asyncio.sleep(0.1)
+        await until(lambda: len(tried) == 3)
         assert not following.done()
         following.cancel()
 

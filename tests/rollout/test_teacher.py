@@ -12,6 +12,7 @@ from asyncrl.errors import EngineError, EpisodeFailed
 from asyncrl.rollout.player import means
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.schema import Completion, Prompt, Trajectory, Turn, VersionSpan
+from tests.fakes import until
 from tests.rollout.test_worker import Site
 
 
@@ -133,7 +134,7 @@ def test_teacher_is_asked_while_the_reward_is_worked_out() -> None:
         teacher = TeacherScorer(Watched())
 
         async def score(trajectory: Trajectory) -> Trajectory:
-            await asyncio.sleep(0.02)
+            await until(lambda: order)
             order.append("reward")
             return Trajectory(trajectory.turns, 1.0)
 

@@ -198,9 +198,8 @@ def test_whoever_lacks_the_key_gets_nothing() -> None:
         pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
         url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
         serving = asyncio.create_task(pool.serve(Path(), url))
-        await asyncio.sleep(0.05)
         starting = asyncio.create_task(pool.start())
-        channel = await connect(url, Access("another"))
+        channel = await joined(url, "another")
         channel.send(Hello("another", 0))
         with pytest.raises(ConnectionError):
             await channel.receive()
@@ -210,7 +209,7 @@ def test_whoever_lacks_the_key_gets_nothing() -> None:
         for task in (starting, serving):
             task.cancel()
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_attempts_of_an_evaluation_share_a_process_and_failed_ones_are_told() -> None:
@@ -245,6 +244,15 @@ def test_attempts_of_an_evaluation_share_a_process_and_failed_ones_are_told() ->
 def warn(text: str, traceback: str | None = None) -> None: ...
 
 
+async def joined(url: str, key: str = "key0") -> wire.Channel:
+    """Connect as soon as the server listens."""
+    while True:
+        try:
+            return await connect(url, Access(key))
+        except OSError:
+            await asyncio.sleep(0)
+
+
 class Slow:
     """A process that confirms a command only when it is told to."""
 
@@ -255,7 +263,8 @@ class Slow:
         while True:
             self.commands.append(await self.channel.receive())
 
-    def confirm(self, kind: type) -> None:
+    async def confirm(self, kind: type) -> None:
+        await until(lambda: any(isinstance(one, kind) for one in self.commands))
         number = next(one.number for one in reversed(self.commands) if isinstance(one, kind))
         counts = wire.Counts({}, 0, 0, {"seconds_busy": 0.0}, {}, {}, {})
         self.channel.send(wire.Report(number, counts, {}, InUse([], {})))
@@ -268,8 +277,7 @@ def test_a_stopped_group_is_not_played_anew() -> None:
         pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
         url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
         tasks = [asyncio.create_task(pool.serve(Path(), url))]
-        await asyncio.sleep(0.05)
-        slow = [Slow(await connect(url, Access("key0"))) for _ in range(2)]
+        slow = [Slow(await joined(url)) for _ in range(2)]
         for number, one in enumerate(slow):
             one.channel.send(Hello("key0", number))
             tasks.append(asyncio.create_task(one.read()))
@@ -277,7 +285,7 @@ def test_a_stopped_group_is_not_played_anew() -> None:
         starting = asyncio.create_task(pool.start())
         await until(lambda: all(one.commands for one in slow))
         for one in slow:
-            one.confirm(wire.Begin)
+            await one.confirm(wire.Begin)
         await starting
         tickets, playing = [Ticket(0, 0, 0), Ticket(1, 0, 0)], list[asyncio.Task[Any]]()
         for ticket, one in zip(tickets, slow, strict=True):
@@ -296,7 +304,7 @@ def test_a_stopped_group_is_not_played_anew() -> None:
         for task in tasks:
             task.cancel()
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_release(
@@ -313,36 +321,36 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
         )
         url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
         tasks = [asyncio.create_task(pool.serve(Path(), url))]
-        await asyncio.sleep(0.05)
         slow = []
         for number in range(2):
-            slow.append(Slow(await connect(url, Access("key0"))))
+            slow.append(Slow(await joined(url)))
             slow[-1].channel.send(Hello("key0", number))
             tasks.append(asyncio.create_task(slow[-1].read()))
-        await asyncio.sleep(0.05)
+        await until(lambda: len(pool._connections) == 2)
         starting = asyncio.create_task(pool.start())
-        await asyncio.sleep(0.05)
         for number, one in enumerate(slow):
+            await until(lambda one=one: one.commands)
             assert not starting.done(), number
-            one.confirm(wire.Begin)
+            await one.confirm(wire.Begin)
         await starting
         assert (await http.post("/hold")).status_code == 202
-        slow[0].confirm(wire.Hold)
+        await slow[0].confirm(wire.Hold)
         assert (await http.post("/hold")).status_code == 202
-        slow[1].confirm(wire.Hold)
-        await asyncio.sleep(0.05)
-        assert (await http.post("/hold")).status_code == 200
+        await slow[1].confirm(wire.Hold)
+        while (held := (await http.post("/hold")).status_code) == 202:
+            pass
+        assert held == 200
         assert [sum(isinstance(sent, wire.Hold) for sent in one.commands) for one in slow] == [1, 1]
         publishing = asyncio.create_task(groups.published(0, 0))
         slow[0].channel.close()  # its confirmation is not needed any more
         await until(lambda: len(pool._connections) == 1)
-        again = Slow(await connect(url, Access("key0")))
+        again = Slow(await joined(url))
         again.channel.send(Hello("key0", 0))  # nor that of its successor, which only begins
         tasks.append(asyncio.create_task(again.read()))
         await until(lambda: again.commands and isinstance(again.commands[-1], wire.Begin))
         assert not publishing.done()
         assert not groups._released.is_set()
-        slow[1].confirm(wire.Release)
+        await slow[1].confirm(wire.Release)
         await publishing
         assert groups._released.is_set()
         for task in tasks:
@@ -350,7 +358,7 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
         slow[1].channel.close()
         again.channel.close()
 
-    asyncio.run(asyncio.wait_for(main(), 10))
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_episodes_that_need_more_open_files_than_allowed_are_refused_or_told(monkeypatch: pytest.MonkeyPatch) -> None:

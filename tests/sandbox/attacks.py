@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from asyncrl.sandbox.protocol import Limits, Outcome, Reason, Sandbox
 
-LIMITS = Limits(seconds=3.0, cpu_seconds=1.0, memory_mb=128, processes=16, file_mb=4, disk_mb=16, output_kb=64)
+LIMITS = Limits(seconds=30.0, cpu_seconds=2.0, memory_mb=128, processes=16, file_mb=4, disk_mb=16, output_kb=64)
 """Of every sandbox that is attacked."""
 MARK = "attack-of-a-test"
 """In the arguments of whatever an attack leaves running, so that it can be looked for on the host."""
@@ -30,7 +30,8 @@ class Attack:
 
     async def on(self, sandbox: Sandbox, mark: str = MARK) -> Outcome:
         """Do it, and hold it to how it must end."""
-        outcome = await sandbox.run(["python3", "-c", self.source, mark])
+        seconds = 3.0 if "timeout" in self.ends else None
+        outcome = await sandbox.run(["python3", "-c", self.source, mark], seconds=seconds)
         assert outcome.reason in self.ends, (self.name, outcome)
         assert b"escaped" not in outcome.stdout, (self.name, outcome)
         if outcome.reason == "exited":

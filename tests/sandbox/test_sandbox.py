@@ -172,7 +172,7 @@ print(count)
     async def test(sandbox: LocalSandbox) -> None:
         assert (await run_python(sandbox, source)).text == "60\n"
 
-    with_a_sandbox(kind, test, Limits(processes=8))
+    with_a_sandbox(kind, test, Limits(processes=8, seconds=50.0, cpu_seconds=50.0))
 
 
 @kinds

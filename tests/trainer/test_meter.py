@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer import meter
 from asyncrl.trainer.meter import PEAK, PURPOSES, StepMeter, peak_rate
 from asyncrl.trainer.microbatches import operations_of
+from tests.test_leases import Clock
 
 ALONE: Any = dict.fromkeys(("rank", "tp_rank", "pp_rank", "cp_rank", "dp_rank", "etp_rank", "ep_rank", "edp_rank"), 0)
 ALONE |= dict.fromkeys(("tp", "pp", "cp", "dp", "etp", "ep"), 1)
@@ -31,17 +32,19 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
 
 
-def test_a_span_within_another_counts_once() -> None:
+def test_a_span_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(meter, "time", SimpleNamespace(time=clock, perf_counter=clock))
     one = StepMeter(Parallel(**ALONE))
     one.begin()
     with one.span("optimizer"):
-        time.sleep(0.02)
+        clock.now += 0.02
         timer = one("params-all-gather", log_level=1)
         timer.start(barrier=False)
-        time.sleep(0.05)
+        clock.now += 0.05
         timer.stop()
     found = one.figures(100.0, seconds=0.07)
-    assert 0.02 <= found["time/optimizer"] < 0.05 <= found["time/communication"]
+    assert (found["time/optimizer"], found["time/communication"]) == pytest.approx((0.02, 0.05))
     assert found["time/forward"] == found["time/backward"] == 0.0
     assert found["tokens_per_s/rank"] == pytest.approx(100 / 0.07)
     assert found["memory/peak"] > 1e7

@@ -104,7 +104,7 @@ def _listen(reach: Reach, deadline: float) -> str:
 def _connect(reach: Reach, name: bytes, deadline: float) -> str:
     """Connect until the echo is correct, or until the deadline, because the listener may start later. Return the
     problem, or ""."""
-    problem = "the time limit was reached before the first attempt"
+    problem = ""
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((reach.address, reach.port), timeout=min(left, ONE_SECONDS)) as end:
@@ -112,9 +112,12 @@ def _connect(reach: Reach, name: bytes, deadline: float) -> str:
                 if _line(end) == name:
                     return ""
                 problem = "another server answers there"
+        except TimeoutError:
+            problem = problem or "timed out"  # the last attempt may be too short, and hide what the others found
         except OSError as error:
             problem = str(error.strerror or error)
         time.sleep(AGAIN_SECONDS)
+    problem = problem or "the time limit was reached before the first attempt"
     return f"cannot reach {reach.address}:{reach.port}: {problem}"
 
 

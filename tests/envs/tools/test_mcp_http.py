@@ -80,7 +80,7 @@ def test_server_over_http_answers_hangs_goes_away_and_comes_back(options: dict[s
         with pytest.raises(ConfigError, match=r"Its tools could not be listed: .* is gone: ConnectError"):
             await ask(spec, "tools.0")
         servers = McpServers(spec)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             async with served(app_of_the_package(**options), port, "on"):
                 tools: dict[str, Any] = {tool.name: tool for tool in await servers.episode("tools.0")}
                 assert await tools["echo"].call({"text": "hi"}) == "hi"
@@ -103,7 +103,7 @@ def test_answer_that_is_too_long_is_told_when_it_comes_as_an_event_too() -> None
 
     async def main() -> None:
         servers = McpServers(McpSpec(use="mcp", url=f"http://127.0.0.1:{port}/"))
-        async with asyncio.timeout(60), served(streaming, port):
+        async with asyncio.timeout(240), served(streaming, port):
             tools: dict[str, Any] = {tool.name: tool for tool in await servers.episode("tools.0")}
             with pytest.raises(ToolError, match="larger than 4 MiB"):
                 await tools["big"].call({"size": 6_000_000})

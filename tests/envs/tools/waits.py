@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-async def eventually(condition: Callable[[], object], seconds: float = 30.0) -> None:
+async def eventually(condition: Callable[[], object], seconds: float = 120.0) -> None:
     """AssertionError when it does not hold within so many seconds."""
     end = time.monotonic() + seconds
     for _ in iter(lambda: time.monotonic() < end, False):
