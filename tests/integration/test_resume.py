@@ -94,8 +94,8 @@ def go_on_to_the_end(run_dir: Path, *settings: str, victim: str = "", step: int 
 
 
 def check_books(run_dir: Path, number: int = STEPS) -> None:
-    """Check that each of `number` steps ran once, every group was trained once, the bound holds, and the ledger of the whole run
-    balances."""
+    """Check that each of `number` steps ran once, every group was trained once, the bound holds, and the ledger of the
+    whole run balances."""
     steps = lines(run_dir / "metrics.jsonl")
     assert [step["version"] for step in steps] == list(range(1, number + 1))
     assert max(step["staleness/max"] for step in steps) <= BOUND
