@@ -1,4 +1,4 @@
-"""Commands that run in a fork of the test's process, which has imported them already and so saves a second of CPU time."""
+"""Commands in a fork of the test's process, which has imported them already and so saves a second of CPU time."""
 
 from __future__ import annotations
 
