@@ -25,6 +25,6 @@ def test_the_exported_folder_serves_and_trains_on_where_a_token_budget_ended_the
     steps = run(second, f"model.path={first / 'hf'}", "rollout.max_staleness=0", "run.max_steps=2")
     start_of_all, *_, after = (line["reward/mean"] for line in lines(first / "eval.jsonl"))
     before = lines(second / "eval.jsonl")[0]["reward/mean"]
-    assert after > start_of_all + 0.2, "the first run learned too little to tell its weights from others"
+    assert after > start_of_all + 0.15, "the first run learned too little to tell its weights from others"
     assert before == pytest.approx(after, abs=0.02)  # one of 100 answers may tie in rounding
     assert max(step["logprob_gap/max"] for step in steps) < 1e-4
