@@ -201,7 +201,7 @@ def test_lending_is_decided_once_and_what_lent_engines_give_is_not_taken_for_spe
 
 # -- in simulation, under the real laws ------------------------------------------------------------------------
 
-DEVICES, STEPS = 8, 100
+DEVICES, STEPS = 8, 60
 SHAPE = EngineShape(0.012, 0.0002, 64, kv_tokens=30_000)
 
 
@@ -210,15 +210,17 @@ def split(engines: int, *, moves: bool = True) -> Setting:
     return Setting(engines, rate, 8, train_fixed=1.0, pause=1.0, in_play=0, shape=SHAPE)
 
 
-def outcome(growth: float, engines: int, *, elastic: bool = False, moves: bool = True, seed: int = 0) -> ElasticResult:
+def outcome(
+    growth: float, engines: int, steps: int, *, elastic: bool = False, moves: bool = True, seed: int = 0
+) -> ElasticResult:
     """`moves`: an engine's device comes from the trainer, and goes back to it."""
-    lengths = Lengths(1000, 0.9, 32_000, 8, growth=growth, growth_groups=STEPS * 16, seed=seed)
+    lengths = Lengths(1000, 0.9, 32_000, 8, growth=growth, growth_groups=steps * 16, seed=seed)
     limits = ElasticLimits(1, DEVICES - 1)
     if moves:
         limits = replace(limits, devices=DEVICES, move_seconds=60.0)
     setting = split(engines, moves=moves)
     workload = SimulatedWorkload(lengths.episodes(), 16)
-    return simulate_elastic(workload, setting, STEPS, limits if elastic else None, join=60.0)
+    return simulate_elastic(workload, setting, steps, limits if elastic else None, join=60.0)
 
 
 def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_engines_that_hindsight_chooses() -> None:
@@ -226,8 +228,8 @@ def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_engines_th
     The lowest of single runs is further off: no decision is made while the pipeline fills."""
     seeds, found = TRIALS, list[float]()
     for seed in range(seeds):
-        most = max(outcome(4.0, engines, moves=False, seed=seed).tokens_per_s for engines in (6, 7))
-        moved = outcome(4.0, 3, elastic=True, moves=False, seed=seed)
+        most = max(outcome(4.0, engines, 100, moves=False, seed=seed).tokens_per_s for engines in (6, 7))
+        moved = outcome(4.0, 3, 100, elastic=True, moves=False, seed=seed)
         assert moved.staleness_max <= 8
         assert {one.action for one in moved.decisions} == {"add_engine"}
         found.append(moved.tokens_per_s / most)
@@ -236,8 +238,8 @@ def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_engines_th
 
 
 def test_devices_that_move_make_up_for_growth_as_well_as_the_split_that_hindsight_chooses() -> None:
-    fixed = {engines: outcome(4.0, engines).tokens_per_s for engines in (3, 4, 5)}
-    moved = outcome(4.0, 3, elastic=True)
+    fixed = {engines: outcome(4.0, engines, STEPS).tokens_per_s for engines in (3, 4, 5)}
+    moved = outcome(4.0, 3, STEPS, elastic=True)
     assert moved.tokens_per_s > 0.95 * max(fixed.values())
     assert moved.tokens_per_s > 1.1 * fixed[3]  # the best split for the lengths of the start
     assert moved.staleness_max <= 8
@@ -245,9 +247,9 @@ def test_devices_that_move_make_up_for_growth_as_well_as_the_split_that_hindsigh
 
 
 def test_stationary_lengths_cost_at_most_a_fiftieth() -> None:
-    fixed = {engines: outcome(1.0, engines).tokens_per_s for engines in (2, 3, 4)}
+    fixed = {engines: outcome(1.0, engines, STEPS).tokens_per_s for engines in (2, 3, 4)}
     assert max(fixed, key=fixed.__getitem__) == 3
-    assert outcome(1.0, 3, elastic=True).tokens_per_s > 0.98 * fixed[3]
+    assert outcome(1.0, 3, STEPS, elastic=True).tokens_per_s > 0.98 * fixed[3]
 
 
 def test_a_trainer_that_waits_gains_by_lending_and_one_that_binds_lends_nothing() -> None:
