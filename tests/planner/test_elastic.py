@@ -226,7 +226,7 @@ def outcome(
 def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_engines_that_hindsight_chooses() -> None:
     """The trainer keeps its devices, as in every real run: engines join, and hindsight has all of them from the start.
     The lowest of single runs is further off: no decision is made while the pipeline fills."""
-    seeds, found = TRIALS, list[float]()
+    seeds, found = min(TRIALS, 10), list[float]()
     for seed in range(seeds):
         most = max(outcome(4.0, engines, 100, moves=False, seed=seed).tokens_per_s for engines in (6, 7))
         moved = outcome(4.0, 3, 100, elastic=True, moves=False, seed=seed)
