@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.examples import examples
+
 settings.register_profile(
-    "asyncrl", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "asyncrl",
+    max_examples=examples(40),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("asyncrl")
 
@@ -30,15 +37,17 @@ def _files(*names: str) -> tuple[str, ...]:
 ONE_FLEET = _files("proxy", "fleet", "continuation", "weight_faults")
 """Files that share the engines of tests/integration/conftest.py. The order matters: the last ones kill engines."""
 LONGEST = _files(
-    "slurm", "resume", "resume_environments", "elastic", "colocated", "ends", "weights", "proxy", "fleet",
-    "continuation", "weight_faults", "survival", "layouts", "vision_engine", "vision_run",
-    "hangs", "teacher", "replay", "agents", "rollout_faults",
-    "mixture", "deaths", "preflight", "checksum",
+    "slurm", "resume", "resume_environments", "elastic", "colocated", "lending", "adapter_runs", "ends", "weights",
+    "proxy", "fleet", "continuation", "weight_faults", "bench_gpu", "leftovers", "vision_run", "survival", "layouts",
+    "vision_engine", "teacher", "precision", "variants", "hangs", "experiments", "checksum", "quantized", "replay",
+    "loaded_publishes", "agents", "adapters", "lora", "first_steps", "synchronous", "intruder", "rollout_faults",
+    "mixture", "deaths", "preflight",
 )  # fmt: skip
 """Files that start whole runs or engines, the longest first: a long file that starts last leaves the other processes
 without work."""
 SEPARATE = _files(
-    "resume", "elastic", "colocated", "ends", "survival", "layouts", "hangs", "teacher", "rollout_faults", "deaths"
+    "resume", "elastic", "colocated", "lending", "adapter_runs", "ends", "bench_gpu", "leftovers", "survival",
+    "layouts", "teacher", "precision", "hangs", "rollout_faults", "deaths",
 )  # fmt: skip
 """Files whose tests share nothing, so that each test can run in any process."""
 

@@ -120,6 +120,7 @@ ONLY = {
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 
 
+@cache
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text(), str(file))
 

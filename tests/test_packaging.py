@@ -144,15 +144,17 @@ print(json.dumps(found))
 
 
 @pytest.mark.parametrize("installation", ["wheel", "clone"])
-def test_every_experiment_composes_where_it_is_installed(installation, wheel, tmp_path):
+def test_experiments_compose_where_they_are_installed(installation, wheel, tmp_path):
     """The wheel is alone in its folder: neither conf/ nor recipes/ of the clone is in reach. That the experiments in
-    the clone's conf/ compose is tested in test_config.py."""
+    the clone's conf/ compose is tested in test_config.py, and the wheel has the same files, so that two of them show
+    that they are found there."""
     target = tmp_path if installation == "wheel" else ROOT
     if installation == "wheel":
-        pip = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
+        pip = ["install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--target", str(target), str(wheel)]
         subprocess.run([sys.executable, "-m", "pip", *pip], check=True)
-    folders = ["recipes"] if installation == "clone" else ["conf", "recipes"]
-    files = [file for folder in folders for file in (ROOT / folder).rglob("experiment/*.yaml")]
+    files = list((ROOT / "recipes").rglob("experiment/*.yaml"))
+    if installation == "wheel":
+        files += [ROOT / "conf" / "experiment" / f"{name}.yaml" for name in ("default", "tiny")]
     names = sorted(file.stem for file in files)
     command = [sys.executable, "-c", COMPOSE, ",".join(names)]
     environment = {**os.environ, "PYTHONPATH": str(target)}  # before what .venv has installed

@@ -17,8 +17,9 @@ from asyncrl.algo.loss import LOSSES, LossTraits
 from asyncrl.algo.registry import Algorithm
 from asyncrl.algo.table import WHOLE, LossRows, TokenTable
 from asyncrl.settings import Choice
+from tests.examples import examples
 
-few = settings(max_examples=25)  # a table is large; the tests over them are many
+few = settings(max_examples=examples(12))  # a table is large; the tests over them are many
 quarters = st.integers(-20, 20).map(lambda n: n / 4)
 
 

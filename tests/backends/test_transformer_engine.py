@@ -10,8 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROUTER = """
 import torch
 torch.cuda.is_available = lambda: True
@@ -27,13 +25,22 @@ assert torch.equal(scores, hidden @ weight.t())
 assert torch.equal(weight.grad, hidden.detach().sum(0).expand(5, 4))
 """
 
-TRAINER = """
-import atexit, sys
+TRAINERS = """
+import os, sys, traceback
 import torch
 torch.cuda.is_available = lambda: True
-atexit.register(lambda: print(*(name for name in sys.modules if name == "megatron.core")))
-import asyncrl.trainer.__main__
+for folder in sys.argv[1:]:
+    if not (child := os.fork()):
+        sys.path.insert(0, folder)
+        try:
+            import asyncrl.trainer.__main__
+        except Exception as error:
+            print("".join(traceback.format_exception_only(error)).strip(), flush=True)
+        print("imported" if "megatron.core" in sys.modules else "not imported", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
 """
+"""Trainers that find another TransformerEngine each."""
 
 BROKEN = {
     "without its parts": {"__init__.py": "raise AssertionError('TransformerEngine is not installed correctly')"},
@@ -60,16 +67,17 @@ def test_routers_work_without_transformer_engine(tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_trainer_on_a_gpu_names_a_broken_transformer_engine_before_it_imports_megatron(
-    kind: str, tmp_path: Path
-) -> None:
-    (tmp_path / "transformer_engine").mkdir()
-    for name, text in BROKEN[kind].items():
-        (tmp_path / "transformer_engine" / name).write_text(text)
-    found = ran(["-c", TRAINER], tmp_path)
-    assert found.returncode != 0
-    last = found.stderr.strip().splitlines()[-1]
-    assert last.startswith("asyncrl.errors.LaunchError: TransformerEngine is installed but cannot be imported"), last
-    assert "requirements/gpu.txt" in last
-    assert "megatron" not in found.stdout
+def test_a_trainer_on_a_gpu_names_a_broken_transformer_engine_before_it_imports_megatron(tmp_path: Path) -> None:
+    for kind, files in BROKEN.items():
+        (tmp_path / kind / "transformer_engine").mkdir(parents=True)
+        for name, text in files.items():
+            (tmp_path / kind / "transformer_engine" / name).write_text(text)
+    found = ran(["-c", TRAINERS, *(str(tmp_path / kind) for kind in BROKEN)], tmp_path)
+    told = found.stdout.splitlines()
+    assert len(told) == 2 * len(BROKEN), found.stdout + found.stderr
+    for last, megatron in zip(told[::2], told[1::2], strict=True):
+        assert last.startswith("asyncrl.errors.LaunchError: TransformerEngine is installed but cannot be imported"), (
+            last
+        )
+        assert "requirements/gpu.txt" in last
+        assert megatron == "not imported"

@@ -145,6 +145,7 @@ def in_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.campaign  # test_resume.py replays a run with parts and publishes beside training
 def test_run_that_trains_batches_in_parts_is_repeated_to_the_last_bit(in_parts: Path, tmp_path: Path) -> None:
     assert all(step["staleness/max"] <= 4 for step in lines(in_parts / "metrics.jsonl"))
     again = tmp_path / "again"
@@ -152,6 +153,7 @@ def test_run_that_trains_batches_in_parts_is_repeated_to_the_last_bit(in_parts: 
     assert weights(again) == weights(in_parts)
 
 
+@pytest.mark.campaign  # the same
 def test_whole_schedule_of_batches_in_parts_is_repeated(in_parts: Path, tmp_path: Path) -> None:
     same_schedule(in_parts, tmp_path / "again", *PARTS)
 
@@ -194,6 +196,7 @@ def test_run_that_publishes_beside_training_is_repeated_to_the_last_bit(overlapp
     assert weights(tmp_path / "again") == weights(overlapped)
 
 
+@pytest.mark.campaign  # the same
 def test_whole_schedule_of_publishes_beside_training_is_repeated(overlapped: Path, tmp_path: Path) -> None:
     same_schedule(overlapped, tmp_path / "again", *OVERLAP, "trainer.batch_parts=2")
 

@@ -93,16 +93,16 @@ def go_on_to_the_end(run_dir: Path, *settings: str, victim: str = "", step: int 
     return text
 
 
-def check_books(run_dir: Path) -> None:
-    """Check that every step ran once, every group was trained once, the bound holds, and the ledger of the whole run
-    balances."""
+def check_books(run_dir: Path, number: int = STEPS) -> None:
+    """Check that each of `number` steps ran once, every group was trained once, the bound holds, and the ledger of the
+    whole run balances."""
     steps = lines(run_dir / "metrics.jsonl")
-    assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["version"] for step in steps] == list(range(1, number + 1))
     assert max(step["staleness/max"] for step in steps) <= BOUND
     summary = json.loads((run_dir / "summary.json").read_text())
     ledger = summary["ledger"]
-    assert ledger["groups"]["trained"] == ledger["prompts"]["trained"] == STEPS * BATCH
-    assert ledger["trajectories"]["trained"] == STEPS * BATCH * GROUP == sum(summary["staleness/histogram"].values())
+    assert ledger["groups"]["trained"] == ledger["prompts"]["trained"] == number * BATCH
+    assert ledger["trajectories"]["trained"] == number * BATCH * GROUP == sum(summary["staleness/histogram"].values())
     for kind in ("prompts", "groups", "trajectories"):
         books = ledger[kind]
         placed = sum(books[place] for place in ("running", "ready", "training", "trained"))
@@ -113,7 +113,7 @@ def check_books(run_dir: Path) -> None:
     )
     events = list(Recording(run_dir).events())
     taken = Counter(uid for event in events if isinstance(event, Taken) for uid in event.uids)
-    assert sorted(taken.values()) == [1] * STEPS * BATCH
+    assert sorted(taken.values()) == [1] * number * BATCH
     prompts = [event.prompt for event in events if isinstance(event, Admitted)]
     assert len(set(prompts)) == len(prompts)
     # between the last version and its own end a run still begins groups, which its summary may not know
@@ -122,7 +122,7 @@ def check_books(run_dir: Path) -> None:
     assert admitted == events[last].ledger["prompts"]["issued"] <= ledger["prompts"]["issued"]
     committed = Counter(event.group.uid for event in events if isinstance(event, Committed))
     assert set(committed.values()) == {1}
-    assert {line["version_max"] for line in lines(run_dir / "eval.jsonl")} == {0, STEPS}
+    assert {line["version_max"] for line in lines(run_dir / "eval.jsonl")} == {0, number}
 
 
 def check_replay(run_dir: Path, tmp_path: Path, *settings: str, schedule: bool = True) -> None:

@@ -19,7 +19,7 @@ from asyncrl.rollout import snapshot
 from tests.integration.noted_envs import TURNS
 from tests.integration.running import lines, pids_carrying, run, start, wait_for_step
 from tests.integration.test_replay import trained, weights
-from tests.integration.test_resume import DETERMINISTIC, GROUP, RUN, STEPS, Blow, check_books, go_on_to_the_end
+from tests.integration.test_resume import DETERMINISTIC, GROUP, RUN, Blow, check_books, go_on_to_the_end
 
 
 @pytest.fixture
@@ -73,13 +73,14 @@ def test_run_whose_launcher_was_killed_is_the_run_that_was_not(tmp_path: Path, n
 
     The kernel ends the environments' processes, and the resumed run ends what these had started.
     """
-    whole, killed, settings = tmp_path / "whole", tmp_path / "killed", [*DETERMINISTIC, *game(notes, 0.0)]
+    steps, whole, killed = 6, tmp_path / "whole", tmp_path / "killed"
+    settings = [*DETERMINISTIC, *game(notes, 0.0), f"run.max_steps={steps}"]
     expected = run(whole, *RUN, *settings)
     earlier = set(notes.iterdir())
     with start(killed, *RUN, *settings) as launcher:
         wait_for_step(launcher, killed, 3)
         launcher.kill()
-    assert len(lines(killed / "metrics.jsonl")) < STEPS
+    assert len(lines(killed / "metrics.jsonl")) < steps
     hosts = {int(file.name) for file in set(notes.iterdir()) - earlier}
     first = json.loads((killed / "addresses.json").read_text())["run_id"]
     deadline = time.monotonic() + 60
@@ -89,7 +90,7 @@ def test_run_whose_launcher_was_killed_is_the_run_that_was_not(tmp_path: Path, n
     assert pids_carrying(first), "its environments had no programs"
     go_on_to_the_end(killed, *settings)
     assert pids_carrying(first) == []
-    check_books(killed)
+    check_books(killed, steps)
     assert trained(lines(killed / "metrics.jsonl")) == trained(expected)
     assert weights(killed) == weights(whole)
     assert len({step["reward/mean"] for step in expected}) > 3  # its answers are no constant

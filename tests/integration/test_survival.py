@@ -55,7 +55,7 @@ def all_is_accounted_for(run_dir: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("overlap", ["false", "true"])
+@pytest.mark.parametrize("overlap", [pytest.param("false", marks=pytest.mark.campaign), "true"])
 def test_the_only_engine_is_killed_and_comes_back(overlap: str, tmp_path: Path) -> None:
     """Also with a publish beside training, which does not find it or loses it."""
     run_dir = tmp_path / "run"

@@ -21,6 +21,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TUTORIALS.parents[1]), os.environ.get("PYTHONPATH", "")]))
 
 
+@pytest.mark.campaign  # test_ends.py holds that a run learns, test_agents.py trains with a module of a user
 def test_reward_of_a_module_beside_the_questions_is_learned(tmp_path: Path) -> None:
     """The installed command finds the module in the current folder."""
     execute(TUTORIALS / "your_model_data_and_reward.ipynb", tmp_path)

@@ -23,6 +23,7 @@ from asyncrl.launch.resume import lock
 from asyncrl.launch.run_folder import MARK, prepare, take
 from asyncrl.settings import Choice
 from tests.fakes import compose_values, tiny_config
+from tests.forks import forked
 
 
 def leaves(section: Section, prefix: str = "") -> list[str]:
@@ -67,8 +68,7 @@ def test_installed_command_finds_modules_in_the_current_folder(tmp_path: Path) -
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "asyncrl.launch.main", *arguments]
-    return subprocess.run(program, capture_output=True, text=True, cwd=cwd, check=False)
+    return forked(module.main, *arguments, cwd=cwd)
 
 
 def test_sweep_leaves_nothing_outside_of_its_own_folder(tmp_path: Path) -> None:

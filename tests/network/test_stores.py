@@ -39,7 +39,7 @@ def test_ranks_meet_and_nobody_listens_on_all_interfaces(by: str, monkeypatch: p
     port = free_port("127.0.0.1")
     ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(2)), strict=True)
     ranks = [
-        multiprocessing.get_context("spawn").Process(target=join, args=(rank, 2, port, by, list(theirs)), daemon=True)
+        multiprocessing.get_context("fork").Process(target=join, args=(rank, 2, port, by, list(theirs)), daemon=True)
         for rank in range(2)
     ]
     for one in ranks:

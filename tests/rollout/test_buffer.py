@@ -16,7 +16,7 @@ from tests.rollout.schedules import Run, schedules
 
 
 @given(schedules(Run))
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(80))
 def test_every_schedule_keeps_the_bound_the_ledger_and_the_admission_and_ends(run: Run) -> None:
     run.play()
     trained = [slot for batch in run.batches for slot in batch]
@@ -25,7 +25,7 @@ def test_every_schedule_keeps_the_bound_the_ledger_and_the_admission_and_ends(ru
 
 
 @given(schedules(Run))
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 def test_step_leaves_nothing_of_the_cohort_due(run: Run) -> None:
     run.play()
     trained: set[int] = set()
@@ -35,7 +35,7 @@ def test_step_leaves_nothing_of_the_cohort_due(run: Run) -> None:
 
 
 @given(schedules(Run, parts=st.booleans()))
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 def test_without_slack_batches_do_not_depend_on_completion_order(run: Run) -> None:
     run.slack, run.replacement = 0, "slot"
     run.__post_init__()
@@ -45,7 +45,7 @@ def test_without_slack_batches_do_not_depend_on_completion_order(run: Run) -> No
 
 
 @given(schedules(Run))
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 def test_bound_0_is_synchronous(run: Run) -> None:
     run.lead = run.slack = 0
     run.__post_init__()
@@ -60,7 +60,7 @@ def test_bound_0_is_synchronous(run: Run) -> None:
 
 
 @given(schedules(Run, moves=st.just(True)))
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 def test_bound_ledger_and_liveness_hold_whenever_the_lead_changes(run: Run) -> None:
     """`Run` checks the age of every group, the ledger at every event, and that something can always happen."""
     run.play()
@@ -69,7 +69,7 @@ def test_bound_ledger_and_liveness_hold_whenever_the_lead_changes(run: Run) -> N
 
 
 @given(schedules(Run, parts=st.just(True), moves=st.booleans()))
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 def test_bound_ledger_and_liveness_hold_however_batches_are_taken_in_parts(run: Run) -> None:
     run.play()
     trained: set[int] = set()
@@ -81,7 +81,7 @@ def test_bound_ledger_and_liveness_hold_however_batches_are_taken_in_parts(run: 
 
 
 @given(schedules(Run, parts=st.booleans(), moves=st.booleans()))
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 def test_bound_ledger_and_liveness_hold_if_a_batch_is_taken_while_the_version_before_it_is_published(run: Run) -> None:
     """`Run` publishes at any moment, and saves the buffer at versions whose batch is not begun."""
     run.overlap = True

@@ -12,11 +12,14 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
 
 NAME = "torch._dynamo"
+ALONE = f"{NAME}._trace_wrapped_higher_order_op"
+"""Submodule that needs no other, and that transformers imports for its masks."""
 
 
 def postpone() -> bool:
@@ -53,15 +56,20 @@ def _real() -> types.ModuleType:
     if isinstance(sys.modules.get(NAME), _PostponedCompiler):
         del sys.modules[NAME], torch._dynamo  # type: ignore[attr-defined]
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SubmoduleFinder)]
+        if alone := sys.modules.get(ALONE):
+            setattr(importlib.import_module(NAME), ALONE.rpartition(".")[2], alone)
     return importlib.import_module(NAME)
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder):
-    """Import hook that imports the real package before the first of its submodules."""
+    """Import hook that imports the real package before the first of its submodules, except ALONE."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if not name.startswith(f"{NAME}."):
             return None
+        if name == ALONE:
+            file = Path(torch.__file__).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
+            return importlib.util.spec_from_file_location(name, file)
         _real()
         if (module := sys.modules.get(name)) is None:
             return importlib.util.find_spec(name)

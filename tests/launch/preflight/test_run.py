@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config, load
 from asyncrl.errors import LaunchError
+from asyncrl.launch.main import main
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight import network, versions
 from asyncrl.launch.preflight.allreduce import AllReduce
@@ -33,6 +33,7 @@ from asyncrl.planner.shapes import Weight, packed, shape_of
 from asyncrl.rollout.questions import look
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import compose_values, tiny_config
+from tests.forks import forked
 from tests.launch.preflight.worlds import TENSORS, job, machine, nodes, write_model, write_shard
 
 
@@ -41,9 +42,8 @@ def found(config: Config, tmp_path: Path) -> dict[str, Finding]:
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "asyncrl.launch.main", "experiment=tiny", f"run.dir={cwd}/run", *arguments]
     plain = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    return subprocess.run(program, capture_output=True, text=True, cwd=cwd, env=plain, check=False)
+    return forked(main, "experiment=tiny", f"run.dir={cwd}/run", *arguments, cwd=cwd, env=plain)
 
 
 def test_the_command_tells_and_leaves_nothing(tmp_path: Path) -> None:
