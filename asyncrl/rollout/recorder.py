@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 from asyncrl.records.events import (
     Adjusted,
     Admitted,
     Committed,
+    CompressedGroup,
     Event,
-    PackedGroup,
     PartTaken,
     Published,
     Rejected,
@@ -120,7 +121,7 @@ class WritingRecorder(Recorder):
         self._seconds += time.perf_counter() - started
 
 
-def _content(group: Group) -> PackedGroup:
-    """Return the content of a group, which another process may have packed already."""
-    done: PackedGroup | None = group.packed if isinstance(group, EncodedGroup) else None
+def _content(group: Group) -> Any:
+    """Return the content of a group, which another process may have compressed already."""
+    done: CompressedGroup | None = group.compressed if isinstance(group, EncodedGroup) else None
     return done or packed(group)
