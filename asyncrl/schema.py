@@ -336,11 +336,11 @@ class EncodedGroup:
     not among its own attributes is that of the group, which is decoded at the first such access."""
 
     def __init__(
-        self, uid: str, slot: int, task: str, lengths: list[int], rewards: list[float], data: bytes, packed: Any
+        self, uid: str, slot: int, task: str, lengths: list[int], rewards: list[float], data: bytes, compressed: Any
     ) -> None:
-        """`data` is the encoded group, `packed` what a recording keeps of it (records/events.py), if there is one."""
+        """`data` is the encoded group, `compressed` what a recording keeps of it (records/events.py), if any."""
         self.uid, self.slot, self.task, self.lengths, self.rewards = uid, slot, task, lengths, rewards
-        self.num_tokens, self.data, self.packed = sum(lengths), data, packed
+        self.num_tokens, self.data, self.compressed = sum(lengths), data, compressed
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

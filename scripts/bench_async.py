@@ -12,6 +12,8 @@ devices generate, then all train, and switching costs time. Each mode uses the s
 simulation; all modes train on the same groups. Time is scaled down by --scale (default 80). The cost of asyncrl per
 request is not scaled, so it weighs more than in a real run. Each row is printed as soon as its run has ended. By
 default there are few modes and steps, which take about ten minutes; --full runs all modes, for more than an hour.
+A second table says how long engines and trainer stand still for publishes, and what happens to the requests in flight;
+the modes `stream`, `full` and `overlap` publish a large model.
 
 --real runs `experiment=count_bits` (8 prompts x 8 samples of at most 6 tokens) on the real engine and trainer instead,
 alternately with rollout.max_staleness=0 and with the configured bound, three times each. It prints the ratio and the
@@ -51,6 +53,8 @@ from scripts.dilated_run import DilatedRun, Measured
 
 COLUMNS = ("", "engines", "tokens/s", "x colocated", "simulated", "of the bound", "staleness, mean and max")
 ROW = "{:33} {:>7} {:>8} {:>11} {:>14} {:>12} {:>23}"
+STILL_COLUMNS = ("publishes", "engines still", "trainer still", "waits for batch", "in flight", "crossing", "repeated")
+STILL_ROW = "{:33} {:>14} {:>14} {:>15} {:>10} {:>9} {:>9}"
 FIGURES = (
     "samples_per_s",
     "step_s",
@@ -69,6 +73,8 @@ FIGURES = (
 DEVICES, BATCH = 8, 16
 SHAPE = EngineShape(0.012, 0.00048, 64)
 RATE = 2500.0
+STREAM, FULL = {"pause": 16.76}, {"fill": 5.98, "pause": 16.71}
+"""Seconds of a publish of Qwen3-235B-A22B on 1,024 GPUs, by weights.staging (docs/weights.md)."""
 WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools", "half rejected", "repeated")
 QUESTIONS = 8 * BATCH  # of "repeated"; the first batches of an epoch have ended when those of the next begin
 
@@ -96,6 +102,12 @@ class Mode:
     in_play: int | None = 0
     migrate: bool = False
     start_order: Order = "in_order"
+    fill: float = 0.0
+    """Seconds in which the trainer fills buckets, before the engines pause."""
+    pause: float = 3.0
+    overlap: bool = False
+    engines: int | None = None
+    """Number of engines; None: that of the fastest split."""
 
     def options(self, scale: float) -> LongTail:
         """Return the options for the long tail. Answers may move after half of a mean answer."""
@@ -108,9 +120,10 @@ class Mode:
             RATE * (DEVICES if self.colocated else DEVICES - engines),
             self.max_staleness,
             self.lead,
-            train_fixed=6.0 / scale,
-            pause=(15.0 if self.colocated else 3.0) / scale,
+            train_fixed=(6.0 + self.fill) / scale,
+            pause=(15.0 if self.colocated else self.pause) / scale,
             drain=self.drain,
+            overlap=self.overlap,
             replacement=self.replacement,
             spread=self.spread,
             parts=self.parts,
@@ -143,6 +156,12 @@ MODES = [
     Mode("bound 4, limited, longest first", 4, in_play=LIMIT, start_order="longest_first"),
     Mode("bound 4, in slots", 4, replacement="slot"),
     Mode("bound 8, auto", 8, in_play=None),  # rollout.max_running_groups
+    Mode("bound 4, stream", 4, **STREAM),  # weights.staging
+    Mode("bound 4, full", 4, **FULL),
+    Mode("bound 4, overlap", 4, overlap=True, **FULL),  # weights.overlap
+    Mode("bound 4, stream, 6+2", 4, engines=6, **STREAM),  # the trainer is the bottleneck
+    Mode("bound 4, full, 6+2", 4, engines=6, **FULL),
+    Mode("bound 4, overlap, 6+2", 4, engines=6, overlap=True, **FULL),
 ]
 FEWER = ("bound 4", "bound 4, parts", "bound 8, parts")
 """Modes that run by default, besides the baseline."""
@@ -168,7 +187,7 @@ def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[
             filled = 12 if name == "repeated" else 6
             warm, counted = (1, math.ceil(steps / 2)) if mode.max_staleness == 0 else (filled, steps)
             setting, expected = best_split(mode, workload, counted, warm, scale)
-            measured = run.run(setting, counted, warm, mode.options(scale))
+            measured = run.run(setting, counted, warm, mode.options(scale), fill=mode.fill / scale)
             if measured.staleness_max > mode.max_staleness:
                 sys.exit(f"{name}, {mode.name}: staleness {measured.staleness_max} exceeds the bound")
             rates[mode.name] = measured, expected
@@ -182,6 +201,13 @@ def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[
                 "async_over_colocated": ratio,
                 "bound_fraction": measured.tokens_per_s / bound,
                 "simulator_error": measured.tokens_per_s / expected.tokens_per_s - 1.0,
+                "staleness_max": measured.staleness_max,
+                "engines_still_s": measured.engines_still * scale,
+                "trainer_still_s": measured.trainer_still * scale,
+                "trainer_waits_s": measured.trainer_waits * scale,
+                "in_flight": measured.in_flight,
+                "crossing": measured.crossing,
+                "repeated": measured.repeated,
                 **({"moved": measured.moved} if mode.migrate else {}),
             }
             if "lead 0" in rates:
@@ -196,16 +222,36 @@ def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[
                 f"{measured.staleness_mean:.1f}, {measured.staleness_max}",
             )
             print(row, flush=True)
+        print(f"seconds of a step times {scale:g}, and as simulated\n{STILL_ROW.format(*STILL_COLUMNS)}")
+        for mode in modes:
+            if not mode.colocated and not mode.drain:
+                print(still_row(mode, *rates[mode.name], scale), flush=True)
         return found
     finally:
         run.close()
+
+
+def still_row(mode: Mode, measured: Measured, expected: SimulationResult, scale: float) -> str:
+    """Return how long engines and trainer stand still for publishes, and what happens to the requests in flight."""
+    waits = 0.0 if mode.overlap else mode.pause
+    idle = max(0.0, (1 - expected.trainer_busy) * expected.step * scale - waits)
+    return STILL_ROW.format(
+        mode.name,
+        f"{measured.engines_still * scale:.1f} ({mode.pause:.1f})",
+        f"{measured.trainer_still * scale:.1f} ({mode.fill + waits:.1f})",
+        f"{measured.trainer_waits * scale:.0f} ({idle:.0f})",
+        f"{measured.in_flight:.0f}",
+        f"{measured.crossing:.0%}",
+        measured.repeated,
+    )
 
 
 def best_split(
     mode: Mode, workload: SimulatedWorkload, steps: int, warm: int, scale: float
 ) -> tuple[Setting, SimulationResult]:
     """Return the split of devices that is fastest in the simulation, and its result."""
-    settings = [mode.setting(engines, scale) for engines in range(1, 2 if mode.colocated else DEVICES)]
+    splits = [mode.engines] if mode.engines else range(1, 2 if mode.colocated else DEVICES)
+    settings = [mode.setting(engines, scale) for engines in splits]
     options = mode.options(scale)
 
     def simulated(setting: Setting) -> SimulationResult:

@@ -183,6 +183,17 @@ def buffer_process(*, tokens: int, record: bool, quick: bool) -> float:
     return asyncio.run(found)["cpu_us"]
 
 
+def buffer_costs(console: Console, *, quick: bool) -> dict[str, float]:
+    """Print the CPU time of the process with the buffer for each sample, and return it for samples of 1,000 tokens."""
+    shapes = [(64, False), (1000, False), (1000, True)]
+    costs = {shape: buffer_process(tokens=shape[0], record=shape[1], quick=quick) for shape in shapes}
+    table = Table("tokens", "recorded", "µs a sample", title="process with the buffer, real prompts, groups of 8")
+    for (size, record), cost in costs.items():
+        table.add_row(f"{size}", "yes" if record else "no", f"{cost:.0f}")
+    console.print(table)
+    return {"buffer_cpu_us_per_sample": costs[1000, False], "recorded_cpu_us_per_sample": costs[1000, True]}
+
+
 def held_in_processes(count: int, *, alone: bool) -> dict[str, float]:
     """Measure so many samples in flight at once: in groups of 8 that share a request, in four processes; or `alone`,
     each with a connection of its own, in as many processes as the limit of open files requires. Each has a stub engine
@@ -230,12 +241,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer trajectories")
     parser.add_argument("--in-flight", type=int, default=10_000, help="trajectories at once (default 10,000)")
+    parser.add_argument("--buffer", action="store_true", help="measure the process with the buffer, and no more")
     parser.add_argument("--held", type=int, default=0, help="measure so many trajectories in flight, and no more")
     parser.add_argument("--alone", action="store_true", help="with --held: each trajectory has its own connection")
     options = parser.parse_args()
     this = machine.report()  # before this process is pinned to one core
     if options.held:
         print(json.dumps({**held_in_processes(options.held, alone=options.alone), "machine": this}))
+        return
+    if options.buffer:
+        print(json.dumps({**buffer_costs(Console(), quick=options.quick), "machine": this}))
         return
     count = 500 if options.quick else options.in_flight
     tokens, interval = 64, 8
@@ -273,15 +288,9 @@ def main() -> None:
         played = f"{row['worker_cpu_us']:.0f}" if number > 1 else ""
         table.add_row(f"{number}", f"{row['cpu_us']:.0f}", played, f"{row['samples_per_s']:.0f}")
     console.print(table)
-    shapes = [(64, False), (1000, False), (1000, True)]
-    buffers = {shape: buffer_process(tokens=shape[0], record=shape[1], quick=options.quick) for shape in shapes}
-    table = Table("tokens", "recorded", "µs a sample", title="process with the buffer, real prompts, groups of 8")
-    for (size, record), cost in buffers.items():
-        table.add_row(f"{size}", "yes" if record else "no", f"{cost:.0f}")
-    console.print(table)
+    buffers = buffer_costs(console, quick=options.quick)
     figures = {
-        "buffer_cpu_us_per_sample": buffers[1000, False],
-        "recorded_cpu_us_per_sample": buffers[1000, True],
+        **buffers,
         "player_cpu_us_per_request": rows[2]["worker_cpu_us"],
         "in_flight": ours["at_once"],
         "cpu_us_per_request": ours["cpu"] / count * 1e6,

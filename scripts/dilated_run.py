@@ -1,8 +1,9 @@
 """A run without computation: the real rollout process and router, with stub engines that take the time of a decode step
 (scripts/stub_engine.py) and a trainer that sleeps for the duration of its step.
 
-All parts that determine the order of events are asyncrl's own: buffer, client, service, router, the trainer's batch
-source, and the calls of a publish.
+All parts that determine the order of events are asyncrl's own: buffer, client, service, router, the training loop with
+its batch source, the protocol of a publish, and the thread in which it runs with weights.overlap. Only the bytes are
+missing: filling the buckets and sending them are pauses of the setting's length.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -33,17 +35,23 @@ from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.config import Config  # noqa: E402
 from asyncrl.engine.fleet import Fleet  # noqa: E402
 from asyncrl.engine.router import router_argv  # noqa: E402
+from asyncrl.engine.update import Update  # noqa: E402
 from asyncrl.launch.machine import this_node  # noqa: E402
 from asyncrl.launch.main import CONF  # noqa: E402
 from asyncrl.launch.placement import place, ports_wanted  # noqa: E402
+from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
 from asyncrl.network.addresses import Addresses  # noqa: E402
 from asyncrl.planner.lengths import Lengths  # noqa: E402
 from asyncrl.planner.long_tail import LongTail  # noqa: E402
 from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402
-from asyncrl.schema import decode_batch  # noqa: E402
+from asyncrl.schema import Batch, decode_batch  # noqa: E402
 from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
+from asyncrl.trainer.loop import train  # noqa: E402
+from asyncrl.trainer.stop import StopRule  # noqa: E402
+from asyncrl.weights.overlap import OverlappedPublisher  # noqa: E402
+from asyncrl.weights.publish import Staged  # noqa: E402
 from scripts.slow_tools import REJECTED, VARIABLE, accepted  # noqa: E402
 from scripts.stub_engine import number_of  # noqa: E402
 
@@ -54,13 +62,28 @@ PIECE = 16
 
 @dataclass(frozen=True)
 class Measured:
-    """Results after the warm-up."""
+    """Results after the warm-up. Seconds are those of a step."""
 
     tokens_per_s: float
     step: float
     staleness_mean: float
     staleness_max: int
     trainer_busy: float
+    """Fraction of the time in which the trainer trains or fills buckets."""
+    engines_still: float
+    """Seconds for which a publish pauses the engines."""
+    trainer_still: float
+    """Seconds for which the trainer waits for a publish, or fills buckets for it."""
+    trainer_waits: float
+    """Seconds for which the trainer waits for its batch."""
+    in_flight: float
+    """Mean number of requests that the engines hold during a publish."""
+    crossing: float
+    """Fraction of the trained answers that were generated under several versions."""
+    repeated: int
+    """Number of requests that were continued after an interruption, over the whole run."""
+    beside: int
+    """Number of batches, over the whole run, whose training began while a version was being published."""
     moved: int
     """Number of answers that moved to another engine."""
 
@@ -107,11 +130,14 @@ class DilatedRun:
             accepted=lambda number: accepted(numbers[number], self._rejected),
         )
 
-    def run(self, setting: Setting, steps: int, warm: int, options: LongTail | None = None) -> Measured:
-        """Train `warm` + `steps` batches."""
+    def run(
+        self, setting: Setting, steps: int, warm: int, options: LongTail | None = None, *, fill: float = 0.0
+    ) -> Measured:
+        """Train `warm` + `steps` batches. `fill` is the part of `setting.train_fixed` in which buckets are filled.
+        Raises RuntimeError if a trained answer has not the length of the workload."""
         config = self._config(setting, options or LongTail())
         with self._processes(config, setting) as addresses:
-            return _train(addresses, config, setting, steps, warm)
+            return DilatedTrainer(addresses, config, setting, fill, self._lengths).run(steps, warm)
 
     def _config(self, setting: Setting, options: LongTail) -> Config:
         groups = "auto" if setting.in_play is None else setting.in_play // self._lengths.group_size or "null"
@@ -138,6 +164,7 @@ class DilatedRun:
             f"rollout.max_new_tokens={self._lengths.longest}",
             f"agent={self._agent}",
             f"weights.pause_mode={'drain' if setting.drain else 'in_place'}",
+            f"weights.overlap={str(setting.overlap).lower()}",
         ]
         with initialize_config_dir(str(CONF), version_base=None):
             values: Any = OmegaConf.to_container(compose("train", overrides), resolve=True)
@@ -197,32 +224,94 @@ def _tasks(config: Config) -> dict[str, tasks.Task]:
     return {name: tasks.build(task) for name, task in config.mixture.items()}
 
 
-def _train(addresses: Addresses, config: Config, setting: Setting, steps: int, warm: int) -> Measured:
-    """Act as the trainer: sleep for the duration of each step, and publish only the version number."""
-    fleet = Fleet(addresses.engines, addresses.access, 30.0)
-    source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
-    ages: list[int] = []
-    tokens = busy = moved = 0.0
-    began = 0.0
-    for version in range(warm + steps):
-        if version == warm:
-            began, tokens, busy, moved, ages = time.monotonic(), 0.0, 0.0, 0.0, []
-        for part in range(setting.parts):
-            batch = decode_batch(source.batch(version, part, setting.parts, interrupt=lambda: False))
-            started = time.monotonic()
-            written = sum(group.num_tokens for group in batch.groups)
-            ages += [age for group in batch.groups for age in group.staleness(version)]
-            time.sleep(max(0.0, written / setting.train_rate + (setting.train_fixed if batch.last else 0.0)))
-            tokens += written
-            moved += batch.rollout.get("requests/moved", 0.0)
-            busy += time.monotonic() - started
-        source.hold()
-        fleet.call("/pause_generation", {"mode": "in_place"})
-        paused = time.monotonic()
-        fleet.call("/update_weight_version", {"new_version": str(version + 1)})
-        time.sleep(max(0.0, paused + setting.pause - time.monotonic()))
-        fleet.call("/continue_generation")
-        source.announce(version + 1)
-    seconds = time.monotonic() - began
-    fleet.close()
-    return Measured(tokens / seconds, seconds / steps, sum(ages) / len(ages), max(ages), busy / seconds, int(moved))
+class DilatedTrainer:
+    """The real training loop around updates that sleep. A publish has the steps of asyncrl/weights/publish.py, but only
+    the version's number is sent."""
+
+    stopped = False
+
+    def __init__(self, addresses: Addresses, config: Config, setting: Setting, fill: float, lengths: Lengths) -> None:
+        self._setting, self._fill, self._episodes = setting, fill, lengths.episodes()
+        self._fleet = Fleet(addresses.engines, addresses.access, 30.0)
+        self._update = Update(self._fleet, mode=config.weights.pause_mode)
+        self._source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
+        self._run = config.run
+        self._tokens = 0  # of the parts of a batch so far
+        self._publishing = False
+        self._in_flight, self._moved, self._beside = list[int](), list[int](), 0
+
+    def run(self, steps: int, warm: int) -> Measured:
+        """Train `warm` + `steps` batches, and measure the latter."""
+        log, stop = StepLog([], started_at=time.time()), StopRule(self._run, end=warm + steps)
+        overlapped = OverlappedPublisher(self) if self._setting.overlap else None
+        train(self._update_weights, self, overlapped or self, log, stop, save=lambda version: None)
+        if overlapped:
+            overlapped.finish()
+        retried = self._source.status()["ledger"]["events"]["retried"]
+        self._fleet.close()
+        self._source._http.close()
+
+        def mean(name: str) -> float:
+            return fmean(step[name] for step in log.steps[warm:])
+
+        return Measured(
+            mean("tokens/trained") / mean("time/step"),
+            mean("time/step"),
+            mean("staleness/mean"),
+            int(max(step["staleness/max"] for step in log.steps[warm:])),
+            (mean("time/train") + self._fill) / mean("time/step"),
+            mean("time/pause"),
+            mean("time/publish"),
+            mean("time/wait_batch"),
+            fmean(self._in_flight[warm:]),
+            mean("staleness/mixed"),
+            sum(retried.values()),
+            self._beside,
+            sum(self._moved[warm:]),
+        )
+
+    def get(self, version: int, part: int = 0) -> Batch:
+        """Wait for a part of a batch, as BatchFeed does."""
+        batch = decode_batch(self._source.batch(version, part, self._setting.parts, interrupt=lambda: False))
+        if batch.last:
+            self._moved.append(int(batch.rollout.get("requests/moved", 0.0)))
+        return batch
+
+    def _update_weights(self, batch: Batch) -> dict[str, float]:
+        """Sleep for as long as it takes to train a part of a batch."""
+        started = time.monotonic()
+        self._beside += self._publishing
+        for group in batch.groups:
+            planned = sorted(episode.tokens for episode in self._episodes(number_of(group.prompt_ids)))
+            if sorted(group.lengths) != planned:
+                raise RuntimeError(f"group {group.uid} has answers of {sorted(group.lengths)} tokens, not {planned}")
+        tokens = sum(group.num_tokens for group in batch.groups)
+        fixed = self._setting.train_fixed - self._fill if batch.last else 0.0
+        time.sleep(max(0.0, started + tokens / self._setting.train_rate + fixed - time.monotonic()))
+        self._tokens += tokens
+        if not batch.last:
+            return {}
+        trained, self._tokens = self._tokens, 0
+        return {"tokens/trained": trained}
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Publish a version while the trainer waits."""
+        return self.complete(self.stage(version))
+
+    def stage(self, version: int) -> Staged:
+        """Fill the buckets."""
+        time.sleep(self._fill)
+        self._publishing = True
+        return Staged(version, {"fill": self._fill, "bytes": 0.0, "engines": float(len(self._fleet.serving))})
+
+    def complete(self, staged: Staged) -> dict[str, float]:
+        """Pause the engines for as long as the setting says, and let them serve the version."""
+        self._source.hold()
+        with self._update.paused() as pause:
+            held = self._fleet.on_each(lambda url: self._fleet.get(url, "/figures"))
+            self._in_flight.append(sum(engine["in_flight"] for engine in held.values()))
+            self._update.label(staged.version)  # while the bytes travel, so that the pause is as long as the setting's
+            time.sleep(max(0.0, pause.began + self._setting.pause - time.monotonic()))
+        self._source.announce(staged.version)
+        self._publishing = False
+        return {**staged.figures, "pause": pause.seconds, "verify": 0.0}

@@ -11,6 +11,7 @@ import asyncio
 import random
 import sys
 import time
+from itertools import cycle
 from pathlib import Path
 
 import msgspec
@@ -20,13 +21,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.engine.adapters import InUse
 from asyncrl.observability.intervals import DECODE, PREFILL, REWARD, Interval
-from asyncrl.records.events import packed
+from asyncrl.records.events import compressed
 from asyncrl.rollout import wire
 from asyncrl.rollout.prompts import render
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan, encode
 from scripts import rollout_processes
 
 DELAY, VOCABULARY = 0.3, 49_152
+GROUPS = 32
+"""Number of different groups: the content of a recording's frame does not repeat, which would compress it."""
 
 
 class StubPlayer:
@@ -34,10 +37,8 @@ class StubPlayer:
 
     def __init__(self, channel: wire.Channel, tokens: int, *, record: bool) -> None:
         self._channel, self._tokens, self._record = channel, tokens, record
-        ids = [random.randrange(VOCABULARY) for _ in range(tokens)]
-        logprobs = (-np.random.default_rng(0).random(tokens, "f4")).tolist()
-        turn = Turn([], Completion(ids, logprobs, [VersionSpan(0, 0, tokens)], "stop"))
-        self._played = [Trajectory([turn], float(number % 2)) for number in range(rollout_processes.SIZE)]
+        size = rollout_processes.SIZE
+        self._played = cycle([[_played(tokens, number) for number in range(size)] for _ in range(GROUPS)])
         self._running: dict[str, asyncio.Task[None]] = {}
         self._received = 0
         _, self._tasks, self._template = rollout_processes.questions(2)
@@ -65,13 +66,13 @@ class StubPlayer:
         began = time.time()
         await asyncio.sleep(DELAY)
         assert play.ticket
-        group = Group(play.group, play.ticket.slot, play.token_ids, self._played, play.task)
+        group = Group(play.group, play.ticket.slot, play.token_ids, next(self._played), play.task)
         decode, now = began + 0.1 * DELAY, time.time()
         intervals = [Interval(PREFILL, began, decode), Interval(DECODE, decode, now), Interval(REWARD, now, now)]
         episodes = [wire.EndedEpisode(self._tokens, began, intervals) for _ in play.samples]
         self._received += group.num_tokens
         del self._running[play.group]
-        content = packed(group) if self._record else None
+        content = compressed(group) if self._record else None
         figures = group.lengths, group.rewards, encode(group), content
         self._channel.send(wire.Finished(play.group, episodes, True, *figures))
 
@@ -82,9 +83,18 @@ class StubPlayer:
 
     def _report(self, confirms: int = 0) -> None:
         episode = wire.RunningEpisode(0, DECODE, "", 0.1)
-        running = {group: [episode] * len(self._played) for group in self._running}
+        running = {group: [episode] * rollout_processes.SIZE for group in self._running}
         counts = wire.Counts({"training": self._received}, 0, 0, {"seconds_busy": 0.0}, {}, {}, {})
         self._channel.send(wire.Report(confirms, counts, running, InUse([], {})))
+
+
+def _played(tokens: int, number: int) -> Trajectory:
+    ids, logprobs = (
+        random.choices(range(VOCABULARY), k=tokens),
+        (-np.random.default_rng().random(tokens, "f4")).tolist(),
+    )
+    turn = Turn([], Completion(ids, logprobs, [VersionSpan(0, 0, tokens)], "stop"))
+    return Trajectory([turn], float(number % 2))
 
 
 async def main(url: str, number: int, tokens: int, record: bool) -> None:

@@ -8,12 +8,15 @@ other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from asyncrl.errors import RecordError
+from asyncrl.records import frames
+from asyncrl.records.frames import Compressed
 from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan
 
 
@@ -47,6 +50,14 @@ class PackedGroup(msgspec.Struct, frozen=True, array_like=True):
     routing: Routing | None
     prompt_images: list[str] = []
     images: list[str] = []
+
+
+class CompressedGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A packed group, encoded and compressed: stands in for it in an event that is written."""
+
+    uid: str
+    images: list[str]
+    content: Compressed
 
 
 class Began(msgspec.Struct, frozen=True, tag="began"):
@@ -134,16 +145,22 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
 Event = Began | Admitted | Committed | Rejected | PartTaken | Taken | Adjusted | Published | Saved | Scored
 _decoder = msgspec.msgpack.Decoder(list[Event])
 _encode = msgspec.msgpack.Encoder().encode
+_NO_GROUP = _encode("group") + _encode(None)
 
 
-def encode(event: object) -> bytes:
-    """Encode one event, or one record of a timeline."""
-    return _encode(event)
+def encode(event: object) -> list[bytes | Compressed]:
+    """Encode one event, or one record of a timeline, in parts that follow each other."""
+    group = event.group if isinstance(event, Committed | Rejected) else None
+    if not isinstance(group, CompressedGroup):
+        return [_encode(event)]
+    before, after = _encode(msgspec.structs.replace(event, group=None)).split(_NO_GROUP)  # no text contains it
+    return [before + _NO_GROUP[:-1], group.content, after]
 
 
-def frame_of(encoded: Sequence[bytes]) -> bytes:
+def frame_of(encoded: Sequence[Sequence[bytes | Compressed]]) -> list[bytes | Compressed]:
     """Join encoded events into the content of a frame."""
-    return _encode([msgspec.Raw(one) for one in encoded])
+    count = len(encoded)
+    return [_encode([None] * count)[:-count], *chain(*encoded)]
 
 
 def decode(data: bytes) -> list[Event]:
@@ -170,6 +187,12 @@ def packed(group: Group) -> PackedGroup:
         group.prompt_images,
         list(group.images),
     )
+
+
+def compressed(group: Group) -> CompressedGroup:
+    """Pack, encode and compress a group, for an event that another process writes."""
+    content = packed(group)
+    return CompressedGroup(group.uid, content.images, frames.compress(_encode(content)))
 
 
 def unpacked(group: PackedGroup, images: Mapping[str, bytes] | None = None) -> Group:

@@ -1,7 +1,8 @@
 """Append-only files of checksummed, compressed frames.
 
     file     MAGIC, then frames, until FILE_BYTES are reached and the next file begins
-    frame    stored u32, raw u32, crc u32, little-endian; then `stored` bytes: `raw` bytes, compressed with zstd
+    frame    stored u32, raw u32, crc u32, little-endian; then `stored` bytes: `raw` bytes, compressed with zstd, whole
+             or in parts that follow each other
     crc      CRC-32 of the two lengths and the stored bytes
 
 A writer that was killed, or whose disk was full, leaves an incomplete last frame: a torn tail. Readers skip it and
@@ -12,11 +13,12 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import pyarrow
 
 from asyncrl.errors import RecordError
@@ -27,6 +29,13 @@ MAX_RAW = 1 << 30
 """Maximum size of a frame; one that claims to hold more is damaged."""
 _HEADER = struct.Struct("<III")
 _codec = pyarrow.Codec("zstd", compression_level=1)
+
+
+class Compressed(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a frame's content that is compressed already, and its size before."""
+
+    size: int
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -56,13 +65,31 @@ def files(folder: Path) -> list[int]:
     return sorted(int(path.stem) for path in folder.glob("*.frames") if path.stem.isdigit())
 
 
-def encode(data: bytes) -> bytes:
-    """Encode `data` as a frame."""
-    if len(data) > MAX_RAW:
-        raise RecordError(f"a frame has {len(data)} bytes, more than the limit of {MAX_RAW}")
-    stored: bytes = _codec.compress(data, asbytes=True)
-    lengths = struct.pack("<II", len(stored), len(data))
-    return lengths + struct.pack("<I", zlib.crc32(stored, zlib.crc32(lengths))) + stored
+def compress(data: bytes) -> Compressed:
+    """Compress a part of a frame's content."""
+    return Compressed(len(data), _codec.compress(data, asbytes=True))
+
+
+def encode(parts: Iterable[bytes | Compressed]) -> list[bytes]:
+    """Encode a frame whose content is that of the parts, in this order. Returns what is to be written, in pieces."""
+    found: list[Compressed] = []
+    plain: list[bytes] = []
+    for part in [*parts, Compressed(0, b"")]:
+        if not isinstance(part, Compressed):
+            plain.append(part)
+            continue
+        if plain:
+            found.append(compress(b"".join(plain)))
+            plain.clear()
+        found.append(part)
+    if (size := sum(part.size for part in found)) > MAX_RAW:
+        raise RecordError(f"a frame has {size} bytes, more than the limit of {MAX_RAW}")
+    stored = [part.data for part in found]
+    lengths = struct.pack("<II", sum(map(len, stored)), size)
+    crc = zlib.crc32(lengths)
+    for data in stored:
+        crc = zlib.crc32(data, crc)
+    return [lengths + struct.pack("<I", crc), *stored]
 
 
 def read(folder: Path, place: FramePosition) -> Frame:

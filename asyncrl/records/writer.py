@@ -18,7 +18,7 @@ import msgspec
 
 from asyncrl.errors import RecordError
 from asyncrl.records import events, frames, images
-from asyncrl.records.frames import FramePosition, Frames
+from asyncrl.records.frames import Compressed, FramePosition, Frames
 from asyncrl.records.index import IndexEntry, index_path, usable
 
 T = TypeVar("T")
@@ -30,9 +30,20 @@ Entry = Callable[[FramePosition, int, Sequence[T]], IndexEntry]
 MOST_WAITING = 256 << 20
 FRAME_BYTES = 1 << 20
 """Minimum size of the encoded events in a full frame: a frame is closed by the event that reaches it."""
+LINGER = 0.25
+"""Seconds that an event of a recording waits for others to share its frame. A frame costs some 200 µs of its own."""
 PATIENCE = 60.0
 SPARE_BYTES = 16 << 20
 """Recording stops when the disk has less than this left: the run's other files matter more."""
+
+
+class _Waiting(Generic[T]):
+    """An event that waits to be written, encoded, and the images that it names."""
+
+    def __init__(self, event: T, data: Sequence[bytes | Compressed], shown: Mapping[str, bytes]) -> None:
+        self.event, self.data, self.shown = event, data, shown
+        self.encoded = sum(part.size if isinstance(part, Compressed) else len(part) for part in data)
+        self.size = self.encoded + sum(map(len, shown.values()))
 
 
 class Writer(Generic[T]):
@@ -44,7 +55,7 @@ class Writer(Generic[T]):
         *,
         decode: Decode[Any] = events.decode,
         entry: Entry[Any] = IndexEntry.of,
-        linger: float = 0.0,
+        linger: float = LINGER,
     ) -> None:
         """`decode` and `entry` are those of the events. An event waits up to `linger` seconds for others to share its
         frame."""
@@ -53,7 +64,7 @@ class Writer(Generic[T]):
         """`left_out` is the size in bytes of the torn tail that an earlier run left."""
         self._entry, self._linger = entry, linger
         self._changed = threading.Condition()
-        self._waiting: list[tuple[T, bytes, Mapping[str, bytes]]] = []
+        self._waiting: list[_Waiting[T]] = []
         self._bytes = 0
         self._hurry = self._closing = self._done = False
         self.failed: RecordError | None = None
@@ -71,8 +82,8 @@ class Writer(Generic[T]):
             self._wait_until(lambda: self._bytes <= MOST_WAITING)
             if self.failed:
                 return
-            self._waiting.append((event, data, shown or {}))
-            self._bytes += _size(self._waiting[-1])
+            self._waiting.append(_Waiting(event, data, shown or {}))
+            self._bytes += self._waiting[-1].size
             if len(self._waiting) == 1 or self._bytes >= FRAME_BYTES:
                 self._changed.notify_all()
 
@@ -104,7 +115,7 @@ class Writer(Generic[T]):
                     self._append(taken, index)
                     self.seconds = time.thread_time()
                     with self._changed:
-                        self._bytes -= sum(map(_size, taken))
+                        self._bytes -= sum(one.size for one in taken)
                         self._changed.notify_all()
         except OSError as error:
             self._fail(RecordError(f"the recording in {self._folder} cannot be written: {error.strerror}"))
@@ -114,36 +125,36 @@ class Writer(Generic[T]):
             self._done = True
             self._changed.notify_all()
 
-    def _take(self) -> list[tuple[T, bytes, Mapping[str, bytes]]]:
+    def _take(self) -> list[_Waiting[T]]:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
             self._changed.wait_for(lambda: self._closing or self._hurry or self._bytes >= FRAME_BYTES, self._linger)
             size = count = 0
             while count < len(self._waiting) and size < FRAME_BYTES:
-                size += len(self._waiting[count][1])
+                size += self._waiting[count].encoded
                 count += 1
             taken = self._waiting[:count]
             del self._waiting[:count]
             self._hurry = self._hurry and bool(self._waiting)
             return taken
 
-    def _append(self, taken: list[tuple[T, bytes, Mapping[str, bytes]]], index: BinaryIO) -> None:
+    def _append(self, taken: list[_Waiting[T]], index: BinaryIO) -> None:
         disk = os.statvfs(self._folder)
         if (free := disk.f_bavail * disk.f_frsize) < SPARE_BYTES:
             raise RecordError(f"the disk of {self._folder} has {free >> 20} MB left: recording ends here")
-        for _, _, shown in taken:
-            self.written += images.write(self._folder, shown)
-        frame = frames.encode(events.frame_of([data for _, data, _ in taken]))
+        for one in taken:
+            self.written += images.write(self._folder, one.shown)
+        frame = frames.encode(events.frame_of([one.data for one in taken]))
         path = frames.path_of(self._folder, self._number)
         with path.open("ab") as file:
             if file.tell() == 0:
                 file.write(frames.MAGIC)
             place = frames.FramePosition(self._number, file.tell())
-            file.write(frame)
+            file.writelines(frame)
             end = file.tell()
-        index.write(msgspec.json.encode(self._entry(place, end, [event for event, *_ in taken])) + b"\n")
+        index.write(msgspec.json.encode(self._entry(place, end, [one.event for one in taken])) + b"\n")
         index.flush()
-        self.written += len(frame)
+        self.written += end - place.offset
         if end >= frames.FILE_BYTES:
             self._number += 1
 
@@ -152,10 +163,6 @@ class Writer(Generic[T]):
             self.failed = error
             self._waiting.clear()
             self._changed.notify_all()
-
-
-def _size(waiting: tuple[Any, bytes, Mapping[str, bytes]]) -> int:
-    return len(waiting[1]) + sum(map(len, waiting[2].values()))
 
 
 def repair(folder: Path, decode: Decode[Any] = events.decode, entry: Entry[Any] = IndexEntry.of) -> int:

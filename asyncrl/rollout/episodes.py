@@ -31,7 +31,7 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.network.addresses import PEER_FAILED, Addresses
 from asyncrl.progress import Progress
-from asyncrl.records.events import packed
+from asyncrl.records.events import compressed
 from asyncrl.rollout import wire
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of, render
@@ -132,7 +132,7 @@ class EpisodeWorker:
                 answer = wire.Answered(play.group, self._ended(play, sessions), told)
             else:
                 group, verdict = await self._parts.groups.play(play.ticket, prompt, sessions)
-                content = packed(group) if self._record else None
+                content = compressed(group) if self._record else None
                 figures = verdict, group.lengths, group.rewards, encode(group), content
                 answer = wire.Finished(play.group, self._ended(play, sessions), *figures)
         except EpisodeFailed as failed:

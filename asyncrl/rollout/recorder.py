@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 from asyncrl.records.events import (
     Adjusted,
     Admitted,
     Committed,
+    CompressedGroup,
     Event,
-    PackedGroup,
     PartTaken,
     Published,
     Rejected,
@@ -93,12 +94,12 @@ class Recorder:
         self._told = now
         return {"time/recording": seconds, "recording/bytes": float(size)}
 
-    def _content(self, group: Group) -> PackedGroup | None:
-        """Return the content of a group, which another process may have packed already; None if nothing is written."""
+    def _content(self, group: Group) -> Any:
+        """Return the content of a group, maybe compressed by another process; None if nothing is written."""
         if self._writer is None:
             return None
         with self._measured():
-            done: PackedGroup | None = group.packed if isinstance(group, EncodedGroup) else None
+            done: CompressedGroup | None = group.compressed if isinstance(group, EncodedGroup) else None
             return done or packed(group)
 
     @contextmanager

@@ -24,7 +24,7 @@ from asyncrl.engine.session import SavedCompletion
 from asyncrl.network.addresses import Access
 from asyncrl.network.tls import Signed
 from asyncrl.observability.intervals import Interval
-from asyncrl.records.events import PackedGroup
+from asyncrl.records.events import CompressedGroup
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.player import Sums
 from asyncrl.schema import Trajectory, encode
@@ -148,7 +148,7 @@ class Finished(WireMessage):
     lengths: list[int]
     rewards: list[float]
     data: bytes  # the encoded Group, which a reader of the message need not walk through
-    packed: PackedGroup | None  # for the recording
+    compressed: CompressedGroup | None  # for the recording
 
 
 class Answered(WireMessage):

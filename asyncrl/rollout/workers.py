@@ -132,7 +132,7 @@ class EpisodeWorkers:
         if isinstance(answer, wire.Failed):
             raise EpisodeFailed(answer.reason, answer.detail)
         group: Any = EncodedGroup(
-            *(ticket.uid, ticket.slot, prompt.task, answer.lengths, answer.rewards, answer.data, answer.packed)
+            *(ticket.uid, ticket.slot, prompt.task, answer.lengths, answer.rewards, answer.data, answer.compressed)
         )
         return group, answer.verdict
 

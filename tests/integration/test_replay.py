@@ -95,6 +95,14 @@ def test_replay_repeats_a_run_to_the_last_bit(live: Path, tmp_path: Path) -> Non
     nothing_is_left(again)
 
 
+def test_groups_that_other_processes_compressed_are_trained_again_to_the_last_bit(tmp_path: Path) -> None:
+    """rollout.processes: the recorded events, and the batches and ledgers that their schedule gives, too."""
+    source, again = tmp_path / "run", tmp_path / "again"
+    steps = run(source, *SMALL, *SLACK, "record=true", "rollout.processes=2")
+    assert trained(replay(again, source, *SLACK, "replay.schedule=true")) == trained(steps)
+    assert weights(again) == weights(source)
+
+
 def test_another_loss_some_batches_and_one_again_and_again_are_trained(live: Path, tmp_path: Path) -> None:
     other = replay(tmp_path / "other", live, *SLACK, "algo.loss=cispo", "replay.first=2", "replay.last=3")
     assert [step["version"] for step in other] == [3, 4]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.errors import RecordError
 from asyncrl.images import image_name
 from asyncrl.records import frames, images
-from asyncrl.records.events import Admitted, Began, Committed, Event, Rejected, Saved, Taken, packed
+from asyncrl.records.events import Admitted, Began, Committed, Event, Rejected, Saved, Taken, compressed, packed
 from asyncrl.records.index import index_path
 from asyncrl.records.reading import Recording
 from asyncrl.records.writer import Writer
@@ -23,13 +25,13 @@ from tests.examples import examples
 from tests.fakes import completion, group
 
 
-def told(steps: int = 3, batch: int = 2) -> list[Event]:
+def told(steps: int = 3, batch: int = 2, pack: Callable[[Group], Any] = packed) -> list[Event]:
     """Groups that are played and taken, one of them rejected."""
-    found: list[Event] = [Rejected(0, 0, "no_signal", 4, packed(group(1000)))]
+    found: list[Event] = [Rejected(0, 0, "no_signal", 4, pack(group(1000)))]
     for step in range(steps):
         slots = range(step * batch, (step + 1) * batch)
         found += [Admitted(slot, 0, step, step, f"p{slot}", 2) for slot in slots]
-        found += [Committed(slot, 0, packed(group(slot, prompt=[12, slot, 11])), 0) for slot in reversed(slots)]
+        found += [Committed(slot, 0, pack(group(slot, prompt=[12, slot, 11])), 0) for slot in reversed(slots)]
         found.append(Taken(step, [f"g{slot}" for slot in slots], {"tokens/generated": float(step)}))
     return found
 
@@ -47,8 +49,12 @@ def write(folder: Path, events: list[Event], *, apart: bool = True) -> None:
 
 @pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize("indexed", [True, False])
-def test_events_batches_and_groups_come_back_in_their_order(tmp_path: Path, apart: bool, indexed: bool) -> None:
-    write(tmp_path / "records", told(), apart=apart)
+@pytest.mark.parametrize("pack", [packed, compressed])
+def test_events_batches_and_groups_come_back_in_their_order(
+    tmp_path: Path, apart: bool, indexed: bool, pack: Callable[[Group], Any]
+) -> None:
+    """Also if other processes have compressed the groups."""
+    write(tmp_path / "records", told(pack=pack), apart=apart)
     if not indexed:
         index_path(tmp_path / "records").unlink()
     recording = Recording(tmp_path)
@@ -75,7 +81,7 @@ def test_long_recording_is_split_into_files(tmp_path: Path, monkeypatch: pytest.
 def test_torn_tail_is_left_out_and_counted_and_writing_goes_on(tmp_path_factory: pytest.TempPathFactory, data) -> None:
     """Cut off at any byte: what was whole is read, and a writer goes on behind it."""
     folder = tmp_path_factory.mktemp("torn")
-    write(folder, told(2))
+    write(folder, told(2, pack=data.draw(st.sampled_from([packed, compressed]))))
     path = frames.path_of(folder, 0)
     whole = path.read_bytes()
     ends = [frame.end for frame in frames.Frames(folder)]
@@ -211,8 +217,8 @@ def test_images_are_stored_once_and_come_back_with_their_groups(tmp_path: Path) 
         Group(f"g{slot}", slot, [1], [Trajectory([turn], 0.0)], "squares", None, [first], png) for slot in range(3)
     ]
     writer = Writer(tmp_path)
-    for one in groups:
-        writer.write(Committed(one.slot, 0, packed(one), 0), one.images)
+    for one, pack in zip(groups, [packed, compressed, compressed], strict=True):
+        writer.write(Committed(one.slot, 0, pack(one), 0), one.images)  # type: ignore[arg-type]
     writer.write(Taken(0, ["g0", "g2"], {}))
     writer.close()
     files = sorted((tmp_path / "images").iterdir())
