@@ -88,6 +88,7 @@ ONLY = {
         *(
             "planner.activations",
             "planner.adapters",
+            "planner.settings",
             "planner.memory",
             "planner.shapes",
             "planner.estimate",
@@ -114,7 +115,7 @@ ONLY = {
     ("trainer", "models"): {"models.architectures", "models.vision"},
     ("weights", "models"): {"models.vision"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.loans", "engine.update"},
-    ("planner", "config"): {"config", "config.lora"},
+    ("planner", "config"): {"config", "config.lora", "config.adapters"},
     ("planner", "models"): {"models.architectures", "models.catalog", "models.tensors", "models.vision"},
     ("planner", "observability"): {"observability.intervals", "observability.timeline"},
     ("rewards", "sandbox"): {"sandbox.protocol"},
