@@ -59,14 +59,16 @@ def test_a_run_submits_jobs_of_engines_from_inside_its_job_and_leaves_none_behin
         (engines,) = submitted()
         lab.wait_for(lambda: state(engines) == "RUNNING", "the start of its engine", TIMEOUT)
         lab.wait_for(lambda: job.steps()[-1]["engines/serving"] == 2, "the engine to join", TIMEOUT)
-        busy = "requests in two engines, of which each takes one at a time"
-        lab.wait_for(lambda: job.steps()[-1]["engines/running"] > 1, busy, TIMEOUT)
         told = (run_dir / "slurm" / f"engines-{engines}.out").read_text()
         assert "10.77.0.2" in told
         lab.wait_for(lambda: len(submitted()) == 2, "another submitted job", TIMEOUT)
         waiting = submitted()[1]
         assert state(waiting) == "PENDING"
         assert state(engines) == "RUNNING"
+        (own,) = json.loads((run_dir / "addresses.json").read_text())["engines"]
+        lab.run(sys.executable, "-m", "asyncrl.launch.engines", "remove", str(run_dir), own, timeout=TIMEOUT)
+        job.wait_for_step(len(job.steps()) + 5)  # with the other alone
+        assert job.steps()[-1]["engines/serving"] == 1
         lab.run("scancel", "--signal=USR1", "--batch", job.id)  # the run ends with a checkpoint
         lab.wait_for(lambda: state(job.id) == "FAILED", f"the end of {job.output}", TIMEOUT)
         lab.wait_for(lambda: state(engines) == "COMPLETED", "the end of its engine", TIMEOUT)
