@@ -9,6 +9,7 @@ where they are prefilled again and continue from their last token. A trainer tha
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,10 +50,17 @@ class ElasticResult:
 
 
 def simulate_elastic(
-    workload: SimulatedWorkload, setting: Setting, steps: int, limits: ElasticLimits | None = None, join: float = 0.0
+    workload: SimulatedWorkload,
+    setting: Setting,
+    steps: int,
+    limits: ElasticLimits | None = None,
+    join: float = 0.0,
+    ties: int | None = None,
 ) -> ElasticResult:
-    """Simulate so many steps from the start; under a controller if there are limits."""
-    run = _ElasticRun(workload, setting, limits, join)
+    """Simulate so many steps from the start; under a controller if there are limits. `ties` seeds the choice between
+    engines that have the fewest requests, of which the first is taken otherwise. It alone changes the throughput of
+    100 steps by some percent, because long groups meet on one engine or do not."""
+    run = _ElasticRun(workload, setting, limits, join, ties)
     run.until(steps)
     trained = run.counters()[0]
     return ElasticResult(
@@ -62,9 +70,15 @@ def simulate_elastic(
 
 class _ElasticRun(SimulatedRun):
     def __init__(
-        self, workload: SimulatedWorkload, setting: Setting, limits: ElasticLimits | None, join: float
+        self,
+        workload: SimulatedWorkload,
+        setting: Setting,
+        limits: ElasticLimits | None,
+        join: float,
+        ties: int | None = None,
     ) -> None:
         super().__init__(workload, setting)
+        self._ties = None if ties is None else random.Random(ties)
         self.decisions: list[ElasticDecision] = []
         self._limits, self._join = limits, join
         self._controller = (
@@ -221,6 +235,12 @@ class _ElasticRun(SimulatedRun):
             self._count(home.engine, number > 0)
             home.engine.submit(job, self.now)
             self._expect(home.engine)
+
+    def _fewest_requests(self) -> SimulatedEngine:
+        if self._ties is None:
+            return super()._fewest_requests()
+        fewest = min(self._open)
+        return self._engines[self._ties.choice([place for place, one in enumerate(self._open) if one == fewest])]
 
     def _left(self, engine: SimulatedEngine) -> bool:
         return self._open[self._places[engine]] == math.inf

@@ -28,9 +28,9 @@ from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, nodes_wanted, place
 from asyncrl.launch.precision import assumed
-from asyncrl.launch.preflight.shapes import layout_of, served_adapters, training_of
 from asyncrl.models.tensors import tensors
 from asyncrl.planner import memory, shapes, sizing
+from asyncrl.planner.settings import layout_of, served_adapters, training_of
 from asyncrl.planner.shapes import Shape, Weight, shape_of
 from asyncrl.planner.sizing import Balance, FleetSpec, Hardware, Publish
 from asyncrl.weights.choice import choose_lora

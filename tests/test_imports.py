@@ -84,6 +84,7 @@ ONLY = {
         *(
             "planner.activations",
             "planner.adapters",
+            "planner.settings",
             "planner.memory",
             "planner.shapes",
             "planner.estimate",
@@ -110,7 +111,7 @@ ONLY = {
     ("trainer", "models"): {"models.architectures", "models.vision"},
     ("weights", "models"): {"models.vision"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.loans", "engine.update"},
-    ("planner", "config"): {"config", "config.lora"},
+    ("planner", "config"): {"config", "config.lora", "config.adapters"},
     ("planner", "models"): {"models.architectures", "models.catalog", "models.tensors", "models.vision"},
     ("planner", "observability"): {"observability.intervals", "observability.timeline"},
     ("rewards", "sandbox"): {"sandbox.protocol"},

@@ -15,9 +15,9 @@ from asyncrl import jsonl, tasks
 from asyncrl.config import Config
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.preflight.model_files import read_model
-from asyncrl.launch.preflight.shapes import adapters_of
 from asyncrl.network.addresses import MACHINE
 from asyncrl.planner.estimate import ANSWER, Estimate, MachineRates, ModelSize, StepWorkload, estimate
+from asyncrl.planner.settings import adapters_of
 from asyncrl.planner.shapes import counted, shape_of
 from asyncrl.tasks import Task
 

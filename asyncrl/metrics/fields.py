@@ -23,6 +23,7 @@ STEP = {
     "groups/rejected": "number of groups rejected since the start of the run",
     "groups/requeued": "number of rejected groups that were replaced by another prompt since the start of the run",
     "admission/lead": "number of batches that may be admitted ahead (rollout.lead, or as changed by cluster.elastic)",
+    "prompt/length": "mean number of tokens of a group's prompt, without what later turns add",
     "completion/length": "mean number of tokens per completion",
     "completion/truncated": "fraction of completions that were cut at the length limit",
     "episodes/turns": "mean number of turns per episode",
@@ -62,8 +63,7 @@ STEP = {
     "samples/generated": "number of trajectories that rollouts completed since the previous step",
     "tokens/refilled": "number of tokens that engines had to prefill again for interrupted or retracted requests",
     "tokens/inferred": "number of tokens of broken streams, which get the oldest version that they can have",
-    "requests/aborted": "number of requests that were continued after an update or the loss of their engine aborted "
-    "them",
+    "requests/aborted": "number of requests continued after an update or the loss of their engine aborted them",
     "requests/broken": "number of requests that were continued after their stream broke",
     "requests/overtaken": "number of requests that were sent again because a publish, or the end of a loan, began "
     "before their first chunk arrived",

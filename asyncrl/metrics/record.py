@@ -96,6 +96,7 @@ class StepLog:
             **_by_role(trajectories),
             "episodes/turns": statistics.fmean(len(trajectory.turns) for trajectory in trajectories),
             "episodes/cuts": statistics.fmean(trajectory.cuts for trajectory in trajectories),
+            "prompt/length": statistics.fmean(len(group.prompt_ids) for group in batch.groups),
             "completion/length": statistics.fmean(len(completion.token_ids) for completion in completions),
             "completion/truncated": statistics.fmean(
                 completion.finish_reason == "length" for completion in completions

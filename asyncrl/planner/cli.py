@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from asyncrl.planner import inputs  # imported after parsing, so that wrong arguments are answered immediately
     from asyncrl.planner.fit import in_words
     from asyncrl.planner.report import report, show, svg
+    from asyncrl.planner.run_memory import RunMemory
     from asyncrl.planner.search import Choices, search
 
     try:
@@ -50,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings, runs = _settings(options.input)
         given = inputs.parse(settings)
         choices, possible = Choices.up_to(given.max_staleness), inputs.splits(given, _kept(settings, runs))
+        if runs and given.model is None:
+            remembered = RunMemory(runs[-1], gpu=not on_cpus(runs[-1]))
+            possible = [remembered.added(one) for one in possible]
         plan = search(possible, given.workload, choices, few=options.simulate, seeds=options.seeds, say=_say)
         compared = [run.compare() for run in runs]
         notes = [line for run, one in zip(runs, compared, strict=True) for line in (in_words(one), *run.notes)]

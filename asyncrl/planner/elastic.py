@@ -4,7 +4,8 @@
               speed is scaled until the laws (laws.py) give the throughput that was measured: of the engines, where they
               fall behind a trainer that still trains what was ready before (elastic_window.py)
     compare   the laws predict the throughput of every neighbouring setting; if lengths grow, with those that are
-              expected when another change could follow
+              expected when another change could have taken effect, and for a trainer that is HEADROOM faster, because
+              the laws promise more than engines do whose caches are full
     decide    a change is made when it was the best one for `patience` steps in a row
     rest      then nothing is decided until it has taken effect, and for as many steps
 
@@ -31,13 +32,15 @@ from asyncrl.planner.laws import LengthSample, Prediction, predict
 from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload
 
 MARGIN, HEADROOM = 0.03, 0.15
-"""Least gain of a change; how much faster the trainer could be before an engine that is given back would be missed."""
+"""Least gain of a change; how much faster the trainer could be before an engine that is given back would be missed, and
+for how much faster a trainer engines are added while lengths grow."""
 SLIGHT = 0.02
 """Share of a step for which the trainer may wait and still counts as never waiting."""
 PATIENCE = 3
 """Steps in a row for which a change must pay, at first."""
-AHEAD = 2
-"""Times the pipeline turns over until a change has taken effect and another could follow."""
+AHEAD = 3
+"""Times the pipeline turns over until another change could have taken effect: once until this one is measured, once for
+the steps that must agree and for engines that join, and once until batches are trained that they generated."""
 GROUPS, MOST_GROUPS = 96, 1024
 """Number of latest groups whose lengths are used, at least and at most; two batches in between."""
 PRIOR = 8
@@ -169,6 +172,8 @@ class ElasticController:
         if self._rest <= self._cycle:
             self._steps.add(seen)
         self._rest -= 1
+        if self._steps.prompt is not None:
+            self._workload = replace(self._workload, prompt=self._steps.prompt)
         sample = self._sample() if self._rest <= 0 else None
         if sample is None:
             return None
@@ -265,10 +270,14 @@ class ElasticController:
         gains, savings, steps = [], [], self._steps
         grow = steps.growth > 0
         later, far = steps.grown(sample, AHEAD * self._cycle), steps.grown(sample, TREND)
-        law_later = self._predicted(later, now) if grow else law
+        law_later = self._predicted(later, _faster(now)) if grow else law
         for name, sign, other in self._neighbours(now):
             now_gained = self._predicted(sample, other).samples_per_s / law.samples_per_s - 1
-            gain = self._predicted(later, other).samples_per_s / law_later.samples_per_s - 1 if grow else now_gained
+            gain = (
+                self._predicted(later, _faster(other)).samples_per_s / law_later.samples_per_s - 1
+                if grow
+                else now_gained
+            )
             if other.train_rate <= now.train_rate:  # all that can be gained now is the trainer's waiting
                 gain -= max(0.0, now_gained - steps.lacks / max(1e-9, 1 - steps.lacks))
             moved = name == "engines" and self._limits.devices > 0
@@ -292,10 +301,7 @@ class ElasticController:
         """Return whether the trainer would limit a setting even if it were faster, and lacks nothing now."""
         if self._steps.lacks > SLIGHT or not self._steps.trend_known:
             return False
-        faster = replace(
-            other, train_rate=other.train_rate * (1 + HEADROOM), train_fixed=other.train_fixed / (1 + HEADROOM)
-        )
-        return self._predicted(sample, faster).binds == "trainer"
+        return self._predicted(sample, _faster(other)).binds == "trainer"
 
     def _lent(self, sample: LengthSample, now: Setting, law: Prediction) -> tuple[str, int, Setting, float] | None:
         """Return what lending the trainer's GPUs to engines while it waits would give."""
@@ -358,6 +364,12 @@ class ElasticController:
             "engine_slowness": self._slowness,
             "pause": seen.paused,
         }
+
+
+def _faster(setting: Setting) -> Setting:
+    """Return the setting with a trainer that is HEADROOM faster."""
+    faster = 1 + HEADROOM
+    return replace(setting, train_rate=setting.train_rate * faster, train_fixed=setting.train_fixed / faster)
 
 
 def _no_episodes(number: int) -> Sequence[SimulatedEpisode]:

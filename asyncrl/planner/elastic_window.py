@@ -58,6 +58,8 @@ class StepObservation:
     """Mean number of turns of an episode."""
     made: float = 1.0
     """Batches of episodes that have ended since the step before."""
+    prompt: float | None = None
+    """Mean tokens of a prompt; None: as before."""
 
 
 class StepWindow:
@@ -99,6 +101,12 @@ class StepWindow:
     def turns(self) -> float:
         """Mean number of turns of an episode."""
         return sum(one.turns for one in self._steps) / len(self._steps)
+
+    @property
+    def prompt(self) -> float | None:
+        """Mean tokens of a prompt in the steps that tell; None if there is none."""
+        told = [one.prompt for one in self._steps if one.prompt is not None]
+        return sum(told) / len(told) if told else None
 
     @property
     def waits(self) -> float:

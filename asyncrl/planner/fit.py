@@ -34,6 +34,7 @@ from asyncrl.planner.simulation import simulate
 Array = np.ndarray[Any, Any]
 Steps = Sequence[dict[str, Any]]
 PROMPTS = "Tokens of prompts are not recorded: set prompt and prefill_rate if prefill matters."
+APART = "The speed of prefill is not known apart from that of decoding: set prefill_rate for prompts of other lengths."
 UNKNOWN = (
     "Without timelines (metrics.timeline=true) the spread of lengths, what siblings share of it, and the time of tools "
     "are not known: sigma=0.9, alike=0.5 and tool_seconds=0 are assumed. Engines are measured as a whole, with prefill."
@@ -133,7 +134,9 @@ def _fitted(run: Path, settings: Config, steps: Steps) -> Fit:
         if isinstance(record, GroupTimeline) and record.purpose == "training" and record.outcome == "committed"
     ]
     engine, trainer, rollout = settings.engine, settings.trainer, settings.rollout
-    steady, notes = steps[int(len(steps) * STEADY) :], [PROMPTS]
+    steady = steps[int(len(steps) * STEADY) :]
+    prompts = [step["prompt/length"] for step in steady if "prompt/length" in step]
+    notes = [APART if prompts else PROMPTS]
     serving = [engines_of(step, engine.started) for step in steps]
     engines = float(np.average(serving, weights=[step["time/step"] for step in steps]))
     if not engines:
@@ -162,6 +165,7 @@ def _fitted(run: Path, settings: Config, steps: Steps) -> Fit:
         "group_size": size,
         **({"batch_parts": trainer.batch_parts} if trainer.batch_parts > 1 else {}),
         **({"overlap": True} if settings.weights.overlap else {}),
+        **({"prompt": statistics.fmean(prompts)} if prompts else {}),
         "longest": rollout.max_new_tokens,
         "per_token": per_token,
         "per_request": per_request,

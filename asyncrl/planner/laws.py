@@ -20,7 +20,11 @@ whose M are maxima of residences over random cohorts, and last is the part of tr
 one of trainer.batch_parts. At lead 0 it is the synchronous step. With weights.overlap the trainer is free before
 publish(t - 1), when it has trained that batch, and publish(t) begins after publish(t - 1).
 
-Left out: variation of the batch within a step, routing that is uneven, and the time of router and client.
+Siblings share the prefill of their prompt, unless the cache limits the batch: then it has no room to keep prompts, and
+each sibling prefills its own.
+
+Left out: variation of the batch within a step, routing that is uneven, what engines with full caches generate less
+because they retract requests, and the time of router and client.
 """
 
 from __future__ import annotations
@@ -124,7 +128,8 @@ class _Laws:
         self.last = (self.train - setting.train_fixed) / setting.parts + setting.train_fixed
         fits = setting.shape.kv_tokens / (workload.prompt + sample.live)
         self.shape = replace(setting.shape, max_running=max(1, int(min(setting.shape.max_running, fits))))
-        self.prefill = workload.prompt / self.siblings / setting.engines / setting.shape.prefill_rate
+        alike = self.siblings if fits >= setting.shape.max_running else 1  # a full cache keeps no prompt for siblings
+        self.prefill = workload.prompt / alike / setting.engines / setting.shape.prefill_rate
         cohorts = max(32, min(COHORTS, DRAWS // workload.batch_groups))
         drawn = np.random.default_rng(0).integers(sample.tokens.shape[0], size=cohorts * workload.batch_groups)
         self._cohorts = drawn.reshape(cohorts, workload.batch_groups)

@@ -1,13 +1,27 @@
 """Parallel layouts of a model's engines and trainer that fit its GPUs, and what their communication costs. Pure.
 
     engine      2 all-reduces per layer and step, each base + 2 (n - 1) hop + 2 (n - 1)/n bytes / link
-    tensor      4 all-reduces per layer and token, of `hidden` numbers (Megatron: arXiv 2205.05198, section 4.2.2)
+    tensor      a gather and a scatter in each pass through a block (attention, dense MLP, shared expert), of `hidden`
+                numbers for each token; and in the backward pass a second gather, and of the three two beside products
     experts     4 exchanges per sparse layer and token, of `hidden` numbers for each expert that it selects
-    pipeline    (p - 1)/m of the time idle, with m micro-batches (arXiv 2104.04473, section 2.2)
+    pipeline    (p - 1)/m of the time idle, with m micro-batches (arXiv 2104.04473, section 2.2); activations and their
+                gradients sent between stages
     replicas    per step: gradients reduced in float32 and weights gathered in bfloat16
 
-Recomputing activations repeats the forward pass: 6 instead of 4 all-reduces and exchanges. Bandwidths are those of
-`Hardware`. Nothing is assumed to overlap with computation, and nothing was measured.
+Recomputing activations repeats the forward pass, with its gather, its scatter and its exchanges. Bandwidths are those
+of `Hardware`. What overlaps with computation is what Megatron 0.16.1 overlaps under the settings of asyncrl:
+
+    tensor      in the backward pass, at the first matrices of a block: the second gather of the input with the product
+                for the input's gradient, and the scatter of that gradient with the product for the weights'
+                (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; Transformer Engine's layers
+                do the same). Nothing else: tp_comm_overlap is refused (launch/megatron_fields.py). Routed experts are
+                not divided over these ranks, so that they are no such block (moe/token_dispatcher.py)
+    experts     nothing: overlap_moe_expert_parallel_comm is refused
+    pipeline    nothing without virtual stages: overlap_p2p_comm is off (trainer/network.py)
+    replicas    nothing by default: trainer.overlap_grad_reduce and overlap_param_gather are off, and the weights are
+                gathered at once in any case, because they are published next
+
+Nothing was measured.
 
 Not searched: context parallelism, virtual pipeline stages, tensor parallelism of experts, and engines that are divided
 otherwise than by tensor parallelism, only prefill or decode, or are quantized.
@@ -31,6 +45,16 @@ from asyncrl.planner.sizing import Hardware, Publish
 BASE, HOP = 3.6e-6, 0.47e-6
 """Seconds of a small all-reduce, and of each step of its ring over NVLink: the figures with which NCCL chooses its
 algorithms (ring, LL; src/graph/tuning.cc at 01afd20)."""
+FIRST = (
+    "q_proj.weight",
+    "k_proj.weight",
+    "v_proj.weight",
+    "gate_proj.weight",
+    "up_proj.weight",
+    "q_b_proj.weight",
+    "kv_b_proj.weight",
+)
+"""Ends of the names of the first matrices of a block, whose outputs are divided over tensor-parallel ranks."""
 DTYPE, BUCKET, LOGIT_ROWS = "bfloat16", 512 << 20, 1024
 """What a model is planned with: number format, bytes of a publish's bucket, rows of logits."""
 MOST_STAGES = 16
@@ -178,17 +202,28 @@ class TrainerLayouts:
         again = training.recompute.granularity == "full"
         computing = self._each * (4 / 3 if again else 1)
         passes, width = 6 if again else 4, shape.hidden * number
-        reduced = shape.layers * passes * 2 * (layout.tensor - 1) * width / _link(layout.tensor, hardware)
         near = min(layout.expert, hardware.per_machine)
         away = ((near - 1) / hardware.inside + (layout.expert - near) / hardware.between) / layout.expert
         exchanged = shape.sparse * passes * shape.chosen * width * away
-        each = computing + (reduced + exchanged) / hardware.share
+        link = _link(layout.tensor * layout.pipeline * layout.data, hardware) * hardware.share
+        sent = 2 * (layout.pipeline - 1) * width / link
+        each = computing + self._tensor_parallel(layout.tensor, again=again) + exchanged / hardware.share + sent
         micro_batches = max(1.0, batch_tokens / layout.data / training.tokens)
         each *= 1 + (layout.pipeline - 1) / micro_batches
-        link = _link(layout.tensor * layout.pipeline * layout.data, hardware) * hardware.share
         dense = self._count.dense / (layout.tensor * layout.pipeline) * (1 - 1 / layout.replicas)
         routed = self._count.routed / (layout.expert * layout.pipeline) * (1 - 1 / max(1, layout.expert_replicas))
         return TrainerSpeed(1 / each, (FLOAT + number) * (dense + routed) / link)
+
+    def _tensor_parallel(self, ranks: int, *, again: bool) -> float:
+        """Return the seconds of a GPU for a token in which it waits for tensor parallelism. `again`: activations are
+        recomputed."""
+        shape, hardware = self._shape, self._hardware
+        blocks = 2 * shape.layers - (0 if shape.shared_inner else shape.sparse)
+        link = _link(ranks, hardware) * hardware.share
+        moved = blocks * (ranks - 1) * shape.hidden * BYTES[DTYPE] / link  # a gather or a scatter in every block
+        first = sum(one.elements for one in self.merged if one.name.endswith(FIRST) and not one.routed)
+        product = 2 * first / (hardware.flops * hardware.share)
+        return moved * (5 if again else 3) + 2 * max(0.0, moved - product)
 
 
 def _least(fits: Callable[[int], bool], most: int) -> int:

@@ -140,7 +140,7 @@ def assumed(plan: Plan, given: PlanInput) -> Iterator[str]:
             "of its memory is used; lengths do not change over the run."
         )
     else:
-        yield "Memory per GPU is not known: name model= to compute it."
+        yield _memory_in_words(plan)
         if given.kv_tokens is None:
             yield "The engines' cache is taken to hold every request: set kv_tokens if it limits them."
         copy = "one GPU holds" if given.trainer_gpus in (None, 1) else f"{given.trainer_gpus} GPUs hold"
@@ -153,6 +153,28 @@ def assumed(plan: Plan, given: PlanInput) -> Iterator[str]:
             f"{cut:.0%} of the episodes are cut off at longest={given.longest}: they have "
             f"{statistics.fmean(tokens):.0f} tokens on average, not mean={given.mean:g}."
         )
+
+
+def _memory_in_words(plan: Plan) -> str:
+    """Return where the memory of a plan from typed numbers or a recorded run comes from."""
+    splits = [one.split for one in (plan.best, *plan.others)]
+    measured = any(split.measured for split in splits)
+    computed = any(split.memory.keys() - split.measured for split in splits)
+    if not measured and not computed:
+        return "Memory per GPU is not known: name model= to compute it."
+    said = [
+        *(["measured is the peak of the run (memory/peak), whose trainer had as many GPUs"] if measured else []),
+        *(
+            [
+                "the rest is computed from the shapes of the run's model"
+                if measured
+                else "computed from the shapes of the run's model"
+            ]
+            if computed
+            else []
+        ),
+    ]
+    return f"Memory per GPU: {'; '.join(said)}."
 
 
 def chosen(plan: Plan) -> Candidate:
@@ -234,6 +256,7 @@ def _row(one: Candidate) -> dict[str, Any]:
             **{name: getattr(setting, name) for name in ("train_rate", "train_fixed", "pause")},
         },
         "memory": split.memory,
+        "memory_measured": list(split.measured),
     }
 
 
@@ -245,7 +268,7 @@ def _finite(value: float) -> float | None:
 def cells(name: str, one: Candidate) -> list[str]:
     """Return a row of the table."""
     row = _row(one)
-    memory = ", ".join(f"{size / 1e9:.0f}" for size in row["memory"].values())
+    memory = ", ".join(_memory(one, part) for part in ("trainer", "engine")) if row["memory"] else "-"
     return [
         name,
         f"{row['engines']} x {row['engine_gpus']}",
@@ -257,8 +280,16 @@ def cells(name: str, one: Candidate) -> list[str]:
         f"{row['engines_busy']:.0%}",
         f"{row['staleness_mean']:.1f}",
         row["binds"],
-        memory or "-",
+        memory,
     ]
+
+
+def _memory(one: Candidate, part: str) -> str:
+    """Return the GB of a GPU, and whether they were measured; "-" if they are not known."""
+    if (size := one.split.memory.get(part)) is None:
+        return "-"
+    measured = " measured" if part in one.split.measured else ""
+    return (f"{size / 1e9:.0f}" if size >= 1e10 else f"{size / 1e9:.2g}") + measured
 
 
 def svg(plan: Plan) -> str:

@@ -66,7 +66,9 @@ class GpuSplit:
     overrides: tuple[str, ...] = ()
     """Further settings of the layout."""
     memory: dict[str, float] = field(default_factory=dict)
-    """Bytes on a GPU of the trainer and of an engine; empty if no model is given."""
+    """Bytes on a GPU of the trainer and of an engine, as far as they are known."""
+    measured: tuple[str, ...] = ()
+    """Which of them a recorded run measured; the others are computed."""
 
     def setting(self, bound: int, lead: int, in_play: int | None = 0) -> Setting:
         """Return the setting that the laws and the simulation take."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.launch.preflight.model_files import read_model
-from asyncrl.launch.preflight.shapes import layout_of, training_of
 from asyncrl.planner import memory as planner
+from asyncrl.planner.settings import layout_of, training_of
 from asyncrl.planner.shapes import counted, shape_of
 from tests.cuda_stub.fake import MODE
 

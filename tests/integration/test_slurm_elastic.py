@@ -1,4 +1,4 @@
-"""Engines in a separate job join a run in another job, and leave it."""
+"""Engines in a separate job join a run in another job, and leave it: submitted by hand, and by the run itself."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from asyncrl.config import read
 from scripts.render_slurm import FOLDER
-from tests.integration.running import nothing_is_left
+from tests.integration.running import lines, nothing_is_left
 from tests.integration.test_slurm import SMALL, TIMEOUT, Submitted
 from tests.slurm.lab import Lab, missing, missing_networks
 
@@ -21,20 +22,70 @@ REASON = missing() or missing_networks()
 pytestmark = [pytest.mark.campaign, pytest.mark.skipif(bool(REASON), reason=REASON)]
 
 
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
+ONE_MACHINE = (*SMALL, "cluster.nodes=1", "cluster.host=null", "run.max_steps=100000")
+ELASTIC = (
+    *("cluster.elastic=act", "cluster.max_engines=3", "metrics.timeline=true", "cluster.sbatch.exclusive=true"),
+    *("engine.max_running_requests=1", "rollout.max_staleness=1"),  # an engine is too slow
+)
+
+
+@contextmanager
+def opened(*nodes: str) -> Iterator[Lab]:
+    """Start a Slurm whose nodes have their own addresses, so that nothing is reached over loopback."""
     folder = Path(tempfile.mkdtemp(prefix="lab-"))
     try:
-        with Lab(folder, ["node1", "node2", "node3"], apart=True) as opened:
-            yield opened
+        with Lab(folder, nodes, apart=True) as lab:
+            yield lab
     finally:
         shutil.rmtree(folder)
 
 
-def test_job_of_engines_joins_a_run_loses_a_machine_and_leaves(lab: Lab, tmp_path: Path) -> None:
-    """All nodes have their own addresses; nothing is reached over loopback."""
+def test_a_run_submits_jobs_of_engines_from_inside_its_job_and_leaves_none_behind(tmp_path: Path) -> None:
+    """The run has one of two nodes. Its first job of engines gets the other, and its second one waits."""
     run_dir = tmp_path / "run"
-    job = Submitted(lab, run_dir, *SMALL, "cluster.nodes=1", "cluster.host=null", "run.max_steps=100000")
+    with opened("node1", "node2") as lab:
+        job = Submitted(lab, run_dir, *ONE_MACHINE, *ELASTIC)
+
+        def submitted() -> list[str]:
+            assert job.show()["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), job.output
+            decisions = lines(run_dir / "elastic.jsonl")
+            assert {one["action"] for one in decisions} <= {"add_engine"}
+            return [one["done"].removeprefix("submitted job ") for one in decisions]
+
+        def state(number: str) -> str:
+            return lab.run("scontrol", "show", "job", number).partition("JobState=")[2].split()[0]
+
+        lab.wait_for(lambda: len(submitted()) == 1, "a submitted job", TIMEOUT)
+        (engines,) = submitted()
+        lab.wait_for(lambda: state(engines) == "RUNNING", "the start of its engine", TIMEOUT)
+        lab.wait_for(lambda: job.steps()[-1]["engines/serving"] == 2, "the engine to join", TIMEOUT)
+        told = (run_dir / "slurm" / f"engines-{engines}.out").read_text()
+        assert "10.77.0.2" in told
+        lab.wait_for(lambda: len(submitted()) == 2, "another submitted job", TIMEOUT)
+        waiting = submitted()[1]
+        assert state(waiting) == "PENDING"
+        assert state(engines) == "RUNNING"
+        (own,) = json.loads((run_dir / "addresses.json").read_text())["engines"]
+        lab.run(sys.executable, "-m", "asyncrl.launch.engines", "remove", str(run_dir), own, timeout=TIMEOUT)
+        job.wait_for_step(len(job.steps()) + 5)  # with the other alone
+        assert job.steps()[-1]["engines/serving"] == 1
+        lab.run("scancel", "--signal=USR1", "--batch", job.id)  # the run ends with a checkpoint
+        lab.wait_for(lambda: state(job.id) == "FAILED", f"the end of {job.output}", TIMEOUT)
+        lab.wait_for(lambda: state(engines) == "COMPLETED", "the end of its engine", TIMEOUT)
+        assert state(waiting) == "CANCELLED"
+        assert not lab.run("squeue", "--noheader")
+    nothing_is_left(run_dir)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with opened("node1", "node2", "node3") as three:
+        yield three
+
+
+def test_job_of_engines_joins_a_run_loses_a_machine_and_leaves(lab: Lab, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    job = Submitted(lab, run_dir, *ONE_MACHINE)
     job.wait_for_step(3)
     assert read(run_dir).cluster.host is None
     script = tmp_path / "engines.sbatch"

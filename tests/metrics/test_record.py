@@ -173,6 +173,7 @@ def test_figures_of_a_step_by_hand() -> None:
     assert second["reward/mean"] == 0.75
     assert second["reward/std"] == pytest.approx(0.1875**0.5)
     assert second["groups/signal"] == 0.5
+    assert second["prompt/length"] == 3.0
     assert second["completion/length"] == 3.0
     assert second["completion/truncated"] == 0.5
     assert (second["staleness/mean"], second["staleness/max"]) == (2.0, 3)  # trained as batch 3; versions 0 and 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -147,6 +146,37 @@ def test_engines_that_make_less_than_is_trained_are_joined_by_others_before_the_
     assert "the trainer waits 0% of the time, the engines make 64% of what is trained" in first.reason
 
 
+def test_engines_are_added_for_a_faster_trainer_while_lengths_grow_and_not_otherwise() -> None:
+    """The laws promise more than engines with full caches do."""
+
+    def added(growth: float, engines: int) -> list[float]:
+        one, found = controller(setting=replace(FIRST, engines=engines)), list[float]()
+        for step in range(1, 100):
+            groups = [[(TOKENS * math.exp(growth * step), 0.0)] * SIBLINGS] * BATCH
+            seen = StepObservation(step, step * 10.0, 2.0, 0.0, 0.0, 800.0, one.setting.engines, groups)
+            if (decision := one.observe(seen)) and decision.action == "add_engine":
+                found.append(decision.after)
+        return found
+
+    assert added(0.0, 8) == []  # eight engines are as fast as the trainer, in the toy laws for any length
+    assert added(1e-4, 8) == [10]
+    assert added(1e-4, 10) == []
+
+
+def test_prompts_that_were_measured_are_those_of_the_laws() -> None:
+    prompts = list[float]()
+
+    def told(sample: LengthSample, workload: SimulatedWorkload, setting: Setting) -> Prediction:
+        prompts.append(workload.prompt)
+        return toy(sample, workload, setting)
+
+    one = ElasticController(FIRST, BATCH, ElasticLimits(4, 4), prompt=5.0, laws=told)
+    for step in range(1, 30):
+        groups, prompt = [GROUP] * BATCH, None if step < 20 else 50.0
+        one.observe(StepObservation(step, step * 10.0, 4.0, 2.0, 0.0, 800.0, 4, groups, prompt=prompt))
+    assert set(prompts) == {5.0, 50.0}
+
+
 def test_no_engine_leaves_while_the_trainer_waits_whatever_the_laws_say() -> None:
     one = controller(ElasticLimits(1, 14), replace(FIRST, engines=14))  # fast engines, if they were as expected
     for step in range(1, 60):
@@ -211,7 +241,14 @@ def split(engines: int, *, moves: bool = True) -> Setting:
 
 
 def outcome(
-    growth: float, engines: int, steps: int, *, elastic: bool = False, moves: bool = True, seed: int = 0
+    growth: float,
+    engines: int,
+    steps: int,
+    *,
+    elastic: bool = False,
+    moves: bool = True,
+    seed: int = 0,
+    ties: int | None = None,
 ) -> ElasticResult:
     """`moves`: an engine's device comes from the trainer, and goes back to it."""
     lengths = Lengths(1000, 0.9, 32_000, 8, growth=growth, growth_groups=steps * 16, seed=seed)
@@ -220,26 +257,25 @@ def outcome(
         limits = replace(limits, devices=DEVICES, move_seconds=60.0)
     setting = split(engines, moves=moves)
     workload = SimulatedWorkload(lengths.episodes(), 16)
-    return simulate_elastic(workload, setting, steps, limits if elastic else None, join=60.0)
+    return simulate_elastic(workload, setting, steps, limits if elastic else None, 60.0, ties)
 
 
 def test_answers_that_grow_fourfold_cost_less_than_a_twentieth_of_the_engines_that_hindsight_chooses() -> None:
     """The trainer keeps its devices, as in every real run: engines join, and hindsight has all of them from the start.
-    The lowest of single runs is further off: no decision is made while the pipeline fills."""
-    seeds, found = min(TRIALS, 10), list[float]()
-    for seed in range(seeds):
-        most = max(outcome(4.0, engines, 100, moves=False, seed=seed).tokens_per_s for engines in (6, 7))
-        moved = outcome(4.0, 3, 100, elastic=True, moves=False, seed=seed)
-        assert moved.staleness_max <= 8
-        assert {one.action for one in moved.decisions} == {"add_engine"}
-        found.append(moved.tokens_per_s / most)
-    assert statistics.fmean(found) >= 0.95, found
-    assert min(found) >= 0.92, found
+    Which of equal engines gets a group changes a run by some percent, so that a seed counts as a mean of draws."""
+    found = list[float]()
+    for seed in range(TRIALS):
+        most = [outcome(4.0, DEVICES - 1, 100, moves=False, seed=seed, ties=draw).tokens_per_s for draw in range(6)]
+        moved = [outcome(4.0, 3, 100, elastic=True, moves=False, seed=seed, ties=draw) for draw in range(6)]
+        assert max(one.staleness_max for one in moved) <= 8
+        assert {one.action for run in moved for one in run.decisions} == {"add_engine"}
+        found.append(sum(one.tokens_per_s for one in moved) / sum(most))
+    assert min(found) >= 0.95, found
 
 
 def test_devices_that_move_make_up_for_growth_as_well_as_the_split_that_hindsight_chooses() -> None:
-    fixed = {engines: outcome(4.0, engines, STEPS).tokens_per_s for engines in (3, 4, 5)}
-    moved = outcome(4.0, 3, STEPS, elastic=True)
+    fixed = {engines: outcome(4.0, engines, 100).tokens_per_s for engines in (3, 4, 5)}
+    moved = outcome(4.0, 3, 100, elastic=True)
     assert moved.tokens_per_s > 0.95 * max(fixed.values())
     assert moved.tokens_per_s > 1.1 * fixed[3]  # the best split for the lengths of the start
     assert moved.staleness_max <= 8

@@ -15,6 +15,7 @@ from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
 from asyncrl.planner import inputs
 from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
 from asyncrl.planner.fit import (
+    APART,
     CONSTANT,
     PROMPTS,
     SIZES,
@@ -142,6 +143,16 @@ def test_constant_concurrency_does_not_tell_what_a_larger_batch_costs(run: Path)
     assert found.fields["per_token"] == pytest.approx(SHAPE.per_token + 4 * EACH * SHAPE.per_request, rel=0.01)
     seconds = sum(step["time/step"] for step in steps[3:])
     assert f"and made {9 * 64 * 8 / seconds:.4g}" in in_words(found.compare(seeds=1))
+
+
+def test_prompts_that_the_metrics_tell_are_the_plans(run: Path) -> None:
+    steps = metrics_alone(run, varied=True)
+    for number, step in enumerate(steps):
+        step["prompt/length"] = 100.0 if number < 3 else 250.0
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+    found = fit(run)
+    assert found.fields["prompt"] == 250  # of the steps that count
+    assert found.notes == [APART, UNKNOWN]
 
 
 def test_too_short_a_run_is_refused(run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,20 @@ def test_laws_agree_with_the_simulation() -> None:
     errors = law_errors(16, 60)
     assert statistics.median(errors) <= 0.05
     assert errors[int(0.9 * len(errors))] <= 0.15
+
+
+@pytest.mark.parametrize("sigma", [0.6, 0.9])
+@pytest.mark.parametrize("prompt", [1000, 4000])
+@pytest.mark.parametrize("prefill", [8000, 20_000])
+def test_prompts_as_long_as_answers_or_longer_are_in_the_laws(sigma: float, prompt: int, prefill: int) -> None:
+    """The cache limits the batch, so that siblings cannot share the prefill of their prompt."""
+    shape = EngineShape(0.012, 0.0002, 64, kv_tokens=60_000, prefill_rate=prefill)
+    lengths, setting = Lengths(1000, sigma, 8000, 8), Setting(3, 1e9, 4, in_play=0, pause=1.0, shape=shape)
+    workload, sample = SimulatedWorkload(lengths.episodes(), 16, prompt), LengthSample.of(lengths.group)
+    found = simulate(workload, setting, 30, 8).tokens_per_s
+    assert predict(sample, workload, setting).tokens_per_s == pytest.approx(found, rel=0.1)
+    without = predict(sample, replace(workload, prompt=0.0), setting).tokens_per_s
+    assert without > 1.1 * found
 
 
 def test_a_law_that_allows_what_trainer_and_engines_do_has_no_limit() -> None:

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.launch.preflight.model_files import read_model
-from asyncrl.launch.preflight.shapes import layout_of
 from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
 from asyncrl.planner.activations import Recompute, Training, activations, layer_bytes
@@ -28,6 +27,7 @@ from asyncrl.planner.memory import (
     trainer_rank,
     turns,
 )
+from asyncrl.planner.settings import layout_of
 from asyncrl.planner.shapes import ParallelLayout, RankParameters, Shape, Weight, counted, held, of_stage, parameters
 from asyncrl.weights.names import FAMILIES
 from tests.fakes import tiny_config

@@ -20,6 +20,7 @@ STEP = {
     "time/step": 4.0,
     "time/wait_batch": 1.0,
     "time/pause": 0.5,
+    "prompt/length": 30.0,
     "completion/length": 20.0,
     "episodes/turns": 2.0,
     "samples/generated": 32,
@@ -64,7 +65,7 @@ def test_steps_groups_and_speeds_are_those_of_the_files_once_each(tmp_path: Path
     jsonl.append(tmp_path / "metrics.jsonl", STEP)
     (seen,) = observer.new()
     assert (seen.step, seen.time, seen.seconds, seen.waited, seen.paused) == (3, 50.0, 4.0, 1.0, 0.5)
-    assert (seen.engines, seen.lead, seen.turns) == (2, 1, 2.0)
+    assert (seen.engines, seen.lead, seen.turns, seen.prompt) == (2, 1, 2.0, 30.0)
     batch = config.rollout.batch_groups * 4  # of the groups, which a task's group_size may change
     assert seen.tokens == batch * 40.0
     assert seen.made == 32 / batch

@@ -48,9 +48,14 @@ ROWS = {  # engines, bound, lead, throughput over the synchronous run's
         (20, 8, 4, 7.14),
     ],
 }
-"""Rows that vary between draws are those of the same program with 12 or 24 steps and several seeds: of the heavy tail
-bound 4, lead 2 (published: 3.38) and bound 8, lead 4 (4.96), of the agent bounds 1 and 2 (1.69, 2.45) and bound 8, lead
-8 (6.46)."""
+"""Rows that vary between draws are those of the same program with 12 or 24 steps and several seeds."""
+PRINTED = {
+    "heavy tail": {(4, 2): 3.38, (8, 4): 4.96},
+    "agent": {(1, 1): 1.69, (2, 2): 2.45, (8, 8): 6.46},
+}
+"""What was published instead."""
+MISSED = {"short tail": {(2, 1): 0.11}, "agent": {(1, 1): 0.11, (2, 2): 0.13, (8, 8): 0.13}}
+"""Rows as published of which the laws are more than a tenth off, and how far."""
 BOUNDS = {"reasoning": 3.48, "short tail": 2.61, "heavy tail": 7.06, "agent": 10.32}
 """What no asynchronous run exceeds."""
 DRAINED = {"reasoning": (28, 1.15), "short tail": (26, 1.15), "heavy tail": (28, 1.11)}
@@ -81,13 +86,17 @@ def test_laws_give_the_published_ratios(name: str) -> None:
     assert 2048 * sample.mean / synchronous == pytest.approx(SECONDS[name], rel=0.1)
     most, _ = bottleneck_bound(32, SHAPE, 10_000.0, 6.0, 2048 * sample.mean)
     assert most / synchronous == pytest.approx(BOUNDS[name], rel=0.1)
+    missed = {}
     for engines, bound, lead, ratio in ROWS[name]:
         setting = apart(sample, engines, bound, lead)
+        found = predict(sample, workload, setting).tokens_per_s / synchronous
+        off = found / PRINTED.get(name, {}).get((bound, lead), ratio) - 1
+        if abs(off) > 0.1:
+            missed[bound, lead] = round(off, 2)
         if (name, bound, lead) in BY_SIMULATION:
             found = simulate(workload, setting, 12, 4).tokens_per_s / simulate(workload, TURNS, 6, 0).tokens_per_s
-        else:
-            found = predict(sample, workload, setting).tokens_per_s / synchronous
         assert found == pytest.approx(ratio, rel=0.1), (bound, lead)
+    assert missed == MISSED.get(name, {})
 
 
 @pytest.mark.campaign

@@ -25,7 +25,6 @@ from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
 from asyncrl.launch.preflight.model_files import check_model_files, read_model
-from asyncrl.launch.preflight.shapes import layout_of, served_adapters, training_of
 from asyncrl.launch.preflight.versions import (
     check_gpu_engines,
     check_gpu_trainers,
@@ -38,6 +37,7 @@ from asyncrl.launch.prepare import ROLES, Preparation
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.planner import memory as planner
+from asyncrl.planner.settings import layout_of, served_adapters, training_of
 from asyncrl.planner.shapes import Shape, Weight, counted, parameters, shape_of
 from asyncrl.sandbox import local
 from asyncrl.sandbox.protections import Protections

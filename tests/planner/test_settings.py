@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.launch.preflight.shapes import layout_of, training_of
+from asyncrl.planner.settings import layout_of, training_of
 from asyncrl.planner.shapes import ParallelLayout, Shape, shape_of
 from tests.fakes import tiny_config
 from tests.models.test_architectures import DEEPSEEK_V3, QWEN3_MOE
