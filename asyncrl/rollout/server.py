@@ -228,15 +228,22 @@ async def serve(
             port=url.port or 0,
             log_level="warning",
             access_log=False,
+            lifespan="off",
             ssl_certfile=signed.server if signed else None,
         )
     )
-    async with asyncio.TaskGroup() as group:
-        rolling = group.create_task(rolling_out)
-        failing = group.create_task(server.fail())
-        await group.create_task(listening.serve())  # SIGTERM ends it: uvicorn handles the signal
-        rolling.cancel()
-        failing.cancel()
+    try:
+        async with asyncio.TaskGroup() as group:
+            rolling = group.create_task(rolling_out)
+            failing = group.create_task(server.fail())
+            await group.create_task(listening.serve())  # SIGTERM ends it: uvicorn handles the signal
+            rolling.cancel()
+            failing.cancel()
+    finally:  # after an error, connections would report that the loop is closed, below the error
+        for listener in listening.servers if listening.started else ():
+            listener.close()
+        for connection in list(listening.server_state.connections):
+            connection.transport.abort()
 
 
 class Exited(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections.abc import Callable, Coroutine
@@ -15,6 +16,7 @@ import pytest
 
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import LedgerError
+from asyncrl.network.ports import free_ports
 from asyncrl.observability import intervals
 from asyncrl.observability.intervals import PUBLISH, QUEUED, REWARD, TOOL
 from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline, Record
@@ -111,6 +113,37 @@ def at(play: Callable[[Site], Coroutine[Any, Any, None]], **settings: Any) -> No
 @pytest.fixture(autouse=True)
 def _short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
+
+
+def test_an_error_of_the_rollouts_closes_all_connections() -> None:
+    """Those that stay open report, below the error in the log, that the event loop is closed."""
+    (port,) = free_ports("127.0.0.1", 1)
+
+    async def main(site: Site) -> None:
+        connected = asyncio.Event()
+
+        async def roll_out() -> None:
+            await connected.wait()
+            raise RuntimeError("of the rollouts")
+
+        url = f"http://127.0.0.1:{port}"
+        serving = asyncio.create_task(module.serve(site.server, url, roll_out(), None))
+        while True:  # until the server listens
+            try:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                break
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.05)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n")
+        connected.set()
+        with pytest.raises(ExceptionGroup, match="TaskGroup"):
+            await serving
+        with contextlib.suppress(ConnectionResetError):
+            await reader.read()  # until the connection ends
+        writer.close()
+
+    at(main)
 
 
 def test_batches_and_versions_alternate_and_admission_follows_the_version() -> None:
