@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from asyncrl.jsonl import Tail
 from asyncrl.planner.elastic import ElasticLimits
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.lengths import Lengths
@@ -175,7 +176,7 @@ def _stub_run(
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return Tail(path)()
 
 
 def measured(parts: Sequence[str], *, quick: bool) -> Iterator[tuple[str, float]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from asyncrl.jsonl import Tail
 from asyncrl.metrics.fields import unknown
 
 TIMEOUT = 600.0
@@ -64,8 +65,8 @@ def run(run_dir: Path, *overrides: str, timeout: float = TIMEOUT, experiment: st
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file; none if it does not exist."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Return the records of a JSONL file that may still be written; none if it does not exist."""
+    return Tail(path)()
 
 
 def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int, timeout: float = TIMEOUT) -> None:
