@@ -96,6 +96,17 @@ def processes_of(launcher: subprocess.Popen[str], run_dir: Path) -> dict[str, in
     return found
 
 
+def wait_for_process(launcher: subprocess.Popen[str], run_dir: Path, name: str, timeout: float = TIMEOUT) -> int:
+    """Wait until the launcher has started a process, and return its pid. By then, a resumed run has removed the lines of
+    the steps that it repeats."""
+    deadline = time.monotonic() + timeout
+    while name not in processes_of(launcher, run_dir):
+        assert launcher.poll() is None, f"the run ended before it started {name}:\n{evidence(run_dir)}"
+        assert time.monotonic() < deadline, f"no {name} within {timeout} s:\n{evidence(run_dir)}"
+        time.sleep(0.1)
+    return processes_of(launcher, run_dir)[name]
+
+
 def descendants(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
     """Return every process of a run, whatever its name or session."""
     return psutil.Process(launcher.pid).children(recursive=True)

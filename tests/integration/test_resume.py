@@ -33,6 +33,7 @@ from tests.integration.running import (
     processes_of,
     run,
     start,
+    wait_for_process,
     wait_for_step,
 )
 from tests.integration.test_replay import trained, weights
@@ -85,8 +86,9 @@ def go_on_to_the_end(run_dir: Path, *settings: str, victim: str = "", step: int 
     """Run the same command again. A process that is restarted may be killed behind a step."""
     with start(run_dir, *RUN, *settings) as launcher:
         if victim:
+            pid = wait_for_process(launcher, run_dir, victim)  # before that, the steps may be those of the killed run
             wait_for_step(launcher, run_dir, step)
-            os.kill(processes_of(launcher, run_dir)[victim], signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         code, text = finish(launcher, run_dir)
     assert code == 0, text
     nothing_is_left(run_dir)

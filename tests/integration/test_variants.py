@@ -48,6 +48,8 @@ RECOMPUTED = {
     "ep2": ["qwen3-moe"],
     "tp2-sp-ep2": ["qwen3-moe", "deepseek"],
 }
+UNCLIPPED = {"trainer.optimizer.clip_grad": 0.0}
+"""The norm is a sum over shards, which depend on the buckets: its last bits differ, and so would clipped weights."""
 OVERLAP: Variants = {
     "reduce": {"overlap_grad_reduce": True},
     "gather": {"overlap_grad_reduce": True, "overlap_param_gather": True},
@@ -106,18 +108,18 @@ def test_recomputation_changes_no_bit_of_figures_gradients_and_weights(layout: s
 @pytest.mark.parametrize("layout", repeated(OVERLAPPED, "cp2", "ep2"))
 def test_overlapped_communication_changes_no_bit_of_figures_and_weights(layout: str, tmp_path: Path) -> None:
     variants = dict.fromkeys(OVERLAPPED[layout], OVERLAP)
-    for counts in run(tmp_path, layout, variants, **{"algo.epochs": 2, "algo.kl.measure_every": 1}).values():
+    for counts in run(tmp_path, layout, variants, **UNCLIPPED, **{"algo.epochs": 2, "algo.kl.measure_every": 1}).values():
         assert min(count["reductions"] for count in counts.values()) > 0, counts
 
 
 def test_gradients_of_parts_are_reduced_once_with_overlapped_communication(tmp_path: Path) -> None:
     parts = {"trainer.batch_parts": 2, "algo.mini_batches": 1}
-    for counts in run(tmp_path, "dp2", {"llama-tied": OVERLAP}, **parts).values():
+    for counts in run(tmp_path, "dp2", {"llama-tied": OVERLAP}, **UNCLIPPED, **parts).values():
         assert min(count["reductions"] for count in counts.values()) > 0, counts
 
 
 def test_a_critic_is_trained_alike_with_overlapped_communication(tmp_path: Path) -> None:
-    run(tmp_path, "dp2", {"llama-tied": OVERLAP}, **{"algo.advantage": "gae"})
+    run(tmp_path, "dp2", {"llama-tied": OVERLAP}, **UNCLIPPED, **{"algo.advantage": "gae"})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
