@@ -43,6 +43,7 @@ class Setting:
 
 
 SETTINGS = {
+    "plain": Setting("qwen3", (), gap=DENSE),
     "experts": Setting("qwen3_moe", (TWO, EXPERTS), gpus=2),
     "replicas": Setting("qwen3_moe", (TWO, EXPERTS, REPLICAS), gpus=2),
     "stages": Setting("qwen3_moe", STAGES, gpus=2),

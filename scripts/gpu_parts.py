@@ -1,6 +1,7 @@
 """Parts of scripts/bench_gpu.py, each a program of its own: python scripts/gpu_parts.py PART [--quick] [--rehearse].
 
     mfu SHAPE        a trainer's step on random weights, one rank on each GPU: model FLOPs over the card's peak
+                     (--tokens: the length of a sample, which decides what attention costs)
     publish HOW      publishes to a real engine over ipc or nccl, against a copy on the device and over the link
     pause            tokens and pauses of running episodes while versions are published, by pause mode
     engine SETTING   publishes to engines of a setting, and their log-probabilities (scripts/gpu_engines.py)
@@ -81,7 +82,8 @@ TINY = {
 TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FILLED = 0.8
 """Fraction of a GPU's memory that the planned bytes of a rank may take; it gets as many layers as fit."""
-TOKENS, ROWS = 4096, 8192  # of a sample, of a micro-batch
+TOKENS, ROWS = 4096, 8192
+"""Tokens of a sample, unless --tokens says otherwise, and rows of a micro-batch, which holds at least one sample."""
 GiB = 1 << 30
 
 
@@ -97,16 +99,21 @@ def mfu(options: argparse.Namespace) -> dict[str, Any]:
     if tiny:
         hf |= TINY | (TINY_EXPERTS if "num_experts" in hf else {})
     else:
-        hf["num_hidden_layers"] = fitting(hf, ranks, torch.cuda.get_device_properties(0).total_memory * FILLED)
+        room = torch.cuda.get_device_properties(0).total_memory * FILLED
+        hf["num_hidden_layers"] = fitting(hf, ranks, room, max(ROWS, *options.tokens))
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "model", hf, "float32" if tiny else "bfloat16")
-        figures = on_ranks(ranks, ["mfu-rank", folder, *(["--rehearse"] if tiny else [])])
+        flags = [f"--{name}" for name in ("rehearse", "quick") if getattr(options, name)]
+        figures = {
+            f"{tokens}_tokens": on_ranks(ranks, ["mfu-rank", folder, "--tokens", str(tokens), *flags])
+            for tokens in options.tokens
+        }
     return {"layers": hf["num_hidden_layers"], "of_layers": whole, "gpus": 0 if tiny else ranks, **figures}
 
 
-def fitting(hf: dict[str, Any], ranks: int, room: float) -> int:
+def fitting(hf: dict[str, Any], ranks: int, room: float, rows: int) -> int:
     """Return the largest number of layers with which a rank of data parallelism fits, up to that of the model."""
-    training = Training("bfloat16", tokens=ROWS, logit_rows=1024, publishes=False, fused_norms=True)
+    training = Training("bfloat16", tokens=rows, logit_rows=1024, publishes=False, fused_norms=True)
     for layers in range(hf["num_hidden_layers"], 1, -1):
         cut = {**hf, "num_hidden_layers": layers}
         parts = memory.trainer_rank(weights_of(cut), shape_of(cut), ParallelLayout(data=ranks), training)
@@ -135,7 +142,7 @@ def write(folder: Path, hf: dict[str, Any], dtype: Any) -> None:
         tied=bool(hf.get("tie_word_embeddings")),
         seed=0,
         dtype=dtype,
-        max_positions=2 * TOKENS,
+        max_positions=1 << 17,
         fields=experts,
     )
 
@@ -179,7 +186,7 @@ def mfu_rank(options: argparse.Namespace) -> dict[str, Any]:
     from asyncrl.trainer.parallel import initialize
 
     tiny, ranks = options.rehearse, int(os.environ["WORLD_SIZE"])
-    tokens, rows = (16, 64) if tiny else (TOKENS, ROWS)
+    tokens, rows = (16, 64) if tiny else (options.tokens[0], max(ROWS, options.tokens[0]))
     dtype = "float32" if tiny else "bfloat16"
     settings = {"trainer.data_parallel": ranks, "trainer.dtype": dtype, "trainer.micro_batch_tokens": rows}
     trainer = tiny_config(**settings).trainer
@@ -197,7 +204,7 @@ def mfu_rank(options: argparse.Namespace) -> dict[str, Any]:
         network.train(network.packs(groups), visit)
         optimizer.step()
 
-    seconds = timed(step, warm=1 if tiny else 3, repeats=2 if tiny else 10)
+    seconds = timed(step, warm=1 if tiny else 2 if options.quick else 3, repeats=2 if tiny else 4 if options.quick else 10)
     operations = operations_of(network.hf)
     rate = sum(float(operations.of(pack)) for pack in network.packs(groups)) / seconds  # of this rank's replica
     peak = None if tiny else peak_rate(torch.cuda.get_device_name())
@@ -412,6 +419,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", default="")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[TOKENS], help="of a sample, for mfu")
     options = parser.parse_args()
     print(json.dumps(PARTS[options.part](options)), flush=True)
 

@@ -6,6 +6,7 @@ FlexAttention gets the rule of the pack as a block mask. On a CPU, backends/cpu/
 from __future__ import annotations
 
 from functools import cache
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,6 +39,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
 @cache
 def _flex_attention() -> Any:
     options: dict[str, Any] = {"dynamic": True, "fullgraph": True, "recompile_limit": MOST_GRAPHS}
+    if "recompile_limit" not in signature(torch.compile).parameters:  # before torch 2.12: one limit for the process
+        torch._dynamo.config.recompile_limit = options.pop("recompile_limit")
     return torch.compile(flex_attention, **options)  # torch's overloads lack the limit
 
 

@@ -57,7 +57,8 @@ def run_ranks(script: str, *arguments: str, world: int, timeout: float = 600.0) 
 def run_on_gpu(script: str, *arguments: str, timeout: float = 600.0) -> None:
     """Run tests/integration/SCRIPT as the only rank, on the first GPU. (A fork could not use CUDA.)"""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")), "PYTHONPATH": path}
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     done = subprocess.run(
         command,
