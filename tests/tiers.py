@@ -1,9 +1,9 @@
 """Which test runs when: `make test` on every change, `make test-all` at night and in parts, campaigns by hand.
 
-A test of tests/integration starts engines, trainers or whole runs. It runs in `make test` if its node id begins with an
-entry of DAILY, and is marked `nightly` otherwise: a new one costs nobody minutes until somebody adds it here, and every
-claim of README and docs should have one in DAILY. All other tests run in `make test`, unless they begin with an entry of
-NIGHTLY. CI runs a sixth of the nightly tests, by file, which its commit chooses (ASYNCRL_PART=2/6).
+A test of tests/integration starts engines, trainers or whole runs. It runs in `make test` if its node id begins with
+an entry of DAILY, and is marked `nightly` otherwise: a new one costs nobody minutes until somebody adds it here, and
+every claim of README and docs should have one in DAILY. All other tests run in `make test`, unless they begin with an
+entry of NIGHTLY. CI runs a sixth of the nightly tests, by file, which its commit chooses (ASYNCRL_PART=2/6).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ NIGHTLY = (
     "tests/planner/test_laws.py::",
     "tests/planner/test_published.py::",
     "tests/planner/test_documented.py::",
-    "tests/planner/test_sizes.py::",
+    "tests/test_sizes.py::",
     "tests/rollout/test_concurrency.py::test_it_is_as_fast",
     # imports in new processes, wheels
     "tests/test_packaging.py::test_wheel",
