@@ -3,6 +3,7 @@
 PYTHON ?= python3.11
 ARGS ?=
 BENCH_ARGS ?=
+BASE ?= HEAD
 TRIALS ?= 20
 BIN := .venv/bin
 READY := .venv/.stamp
@@ -17,7 +18,7 @@ export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup bubblewrap run test unit slurm prometheus integration campaign peers te-stub cuda-stub container fresh check bench clean
+.PHONY: docs help setup bubblewrap run test unit golden slurm prometheus integration campaign peers te-stub cuda-stub container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,6 +40,9 @@ test: unit integration  ## everything that needs no GPU
 
 unit: setup  ## the tests that start nothing
 	$(BIN)/pytest -q -n 3 tests --ignore=tests/integration -m "not integration and not campaign and not gpu and not multi_gpu"
+
+golden: setup  ## what this tree computes, sends and starts, to the last bit, against a commit (BASE=HEAD)
+	$(BIN)/python -m tests.golden $(BASE)
 
 slurm: setup  ## a Slurm for its tests, unpacked into .venv, where Debian's packages can be had
 	$(BIN)/python scripts/debian_tools.py slurm .venv/slurm
