@@ -3,6 +3,7 @@
 PYTHON ?= python3.11
 ARGS ?=
 BENCH_ARGS ?=
+BASE ?= HEAD
 TRIALS ?= 20
 PART ?=
 BIN := .venv/bin
@@ -18,7 +19,7 @@ export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup bubblewrap run test test-all nightly unit tools structure slurm prometheus campaign peers te-stub cuda-stub container fresh check bench clean
+.PHONY: docs help setup bubblewrap run test test-all nightly unit golden tools structure slurm prometheus campaign peers te-stub cuda-stub container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +56,9 @@ unit: setup  ## the tests that start nothing
 	$(PYTEST) -n 3 tests --ignore=tests/integration -m "$(FREE) and not nightly and not integration"
 
 tools: setup slurm bubblewrap prometheus
+
+golden: setup  ## what this tree computes, sends and starts, to the last bit, against a commit (BASE=HEAD)
+	$(BIN)/python -m tests.golden $(BASE)
 
 slurm: setup  ## a Slurm for its tests, unpacked into .venv, where Debian's packages can be had
 	$(BIN)/python scripts/debian_tools.py slurm .venv/slurm
