@@ -1,4 +1,4 @@
-"""Engines of every setting that has never run on a GPU: scripts/bench_gpu.py makes a part of each.
+"""Engines of many settings on GPUs: scripts/bench_gpu.py makes a part of each.
 
 `check` starts engines of a setting on a small model of random weights and publishes two versions by each transport,
 which the engines' checksums verify. The log-probabilities that the engines return for their own tokens must be those
