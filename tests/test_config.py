@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
+import pkgutil
 import re
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, get_args
 
 import pytest
 from omegaconf.errors import MissingMandatoryValue
@@ -21,7 +25,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_devices, check_model
 from asyncrl.launch.help import docstrings, recipe_confs
 from asyncrl.launch.main import CONF
-from asyncrl.settings import Choice
+from asyncrl.settings import Choice, Section
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import compose_values, tiny_config, tiny_values
 
@@ -810,26 +814,66 @@ def test_lead_unset_is_the_bound() -> None:
     assert tiny_config(**{"rollout.max_staleness": 5, "rollout.lead": 0}).rollout.effective_lead == 0
 
 
-# Every field says what it means, but for these, which every user of AdamW knows by name.
+def sections() -> Iterator[tuple[type[Section], ast.ClassDef]]:
+    """Yield every group of settings in asyncrl/config, with its source."""
+    for found in pkgutil.iter_modules(module.__path__):
+        imported = importlib.import_module(f"{module.__name__}.{found.name}")
+        yield from sections_of(imported)
+    yield from sections_of(module)
+
+
+def sections_of(imported: ModuleType) -> Iterator[tuple[type[Section], ast.ClassDef]]:
+    for node in ast.parse(Path(str(imported.__file__)).read_text()).body:
+        if isinstance(node, ast.ClassDef) and issubclass(section := getattr(imported, node.name), Section):
+            yield section, node
+
+
+def test_every_group_of_settings_is_looked_at() -> None:
+    """Those of the configuration, wherever they are defined."""
+    seen = {section for section, _ in sections()}
+    reached, queue = set[type[Section]](), [module.Config]
+    while queue:
+        reached.add(section := queue.pop())
+        queue += [one for one in nested(section) if one not in reached]
+    assert reached - {Choice} - seen == set()
+    assert len(seen) > 20
+
+
+def nested(section: type[Section]) -> list[type[Section]]:
+    """Return the groups of settings that are fields of a section, themselves or in lists and dicts."""
+    found, queue = [], [field.annotation for field in section.model_fields.values()]
+    while queue:
+        kind = queue.pop()
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found.append(kind)
+        queue += get_args(kind)
+    return found
+
+
 def test_every_field_says_what_it_means() -> None:
-    classes = [node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.ClassDef)]
-    silent = {
-        f"{section.name}.{name}"
-        for section in classes
-        for field in section.body
-        if isinstance(field, ast.AnnAssign)
-        if (name := ast.unparse(field.target)) not in docstrings(section)
-        if section.name != "Config" and ast.unparse(field.annotation) not in {one.name for one in classes}
-    }
-    assert silent == set()
-    assert all(section.body and ast.get_docstring(section) for section in classes)
+    """A group of settings says it as a class."""
+    silent = [
+        f"{section.__name__}.{name}"
+        for section, source in sections()
+        for name, field in section.model_fields.items()
+        if name in section.__annotations__ and name not in docstrings(source)
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
+    ]
+    assert silent == []
+    assert [section.__name__ for section, source in sections() if not ast.get_docstring(source)] == []
 
 
 def test_values_live_in_conf_alone() -> None:
-    tree = ast.parse(Path(module.__file__).read_text())
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    fields = [field for one in classes for field in one.body if isinstance(field, ast.AnnAssign)]
-    assert [ast.unparse(field) for field in fields if field.value is not None] == []
+    """But for the sections that no file of conf/ has, since their names are the user's."""
+    without_a_file = {"RoleConfig"}
+    own = [
+        f"{section.__name__}.{name}"
+        for section, _ in sections()
+        if section.__name__ not in without_a_file
+        for name, field in section.model_fields.items()
+        if not field.is_required()
+    ]
+    assert own == []
 
 
 def test_composed_values_are_json() -> None:
