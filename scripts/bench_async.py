@@ -6,10 +6,11 @@
 By default the engines are time-dilated stubs (scripts/dilated_run.py) with a published calibration, scaled down in
 state and time. There are 8 devices, each an engine or an eighth of the trainer, and 16 groups of 8 answers per batch.
 Lengths are those of reasoning models (log-normal, sigma 0.9), with a heavier tail (1.3), or of an agent with slow
-tools; with --full also with dynamic sampling that rejects half of the groups. Prefills take no time. The baseline is colocated: all
-devices generate, then all train, and switching costs time. Each mode uses the split of devices that is fastest in the
-simulation; all modes train on the same groups. Time is scaled down by --scale (default 80). The cost of asyncrl per
-request is not scaled, so it weighs more than in a real run. Each row is printed as soon as its run has ended. By
+tools; with --full also with dynamic sampling that rejects half of the groups. Prefills take no time. The baseline is
+colocated: all devices generate, then all train, and switching costs time. Each mode uses the split of devices that is
+fastest in the simulation; all modes train on the same groups. Time is scaled down by --scale (default 80). The cost of
+asyncrl per request is not scaled, so it weighs more than in a real run. Each row is printed as soon as its run has
+ended. By
 default there are few modes and steps, which take about ten minutes; --full runs all modes, for more than an hour.
 A second table says how long engines and trainer stand still for publishes, and what happens to the requests in flight;
 the modes `stream`, `full` and `overlap` publish a large model.

@@ -102,7 +102,7 @@ ONLY = {
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
-        *("engine.session", "engine.partial_completion", "engine.roles", "engine.migration"),
+        *("engine.session", "engine.partial_completion", "engine.roles"),
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},

@@ -23,6 +23,7 @@ from omegaconf.resolvers import oc
 
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import help
+from asyncrl.removed import why_removed
 
 
 class RecipeConfs(SearchPathPlugin):
@@ -156,7 +157,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _spelling(message: str) -> str:
-    """Return a hint with the field most similar to the one that Hydra did not find."""
+    """Return why the field that Hydra did not find is gone, or a hint with the most similar one."""
     quoted = re.search(r"'([\w.]+)'", message)
+    if quoted and (reason := why_removed(quoted[1])):
+        return reason
     near = difflib.get_close_matches(quoted[1], help.field_names(), n=1) if quoted else []
     return (f"Did you mean {near[0]}? " if near else "") + "asyncrl-train --help lists every field and group."

@@ -1,0 +1,19 @@
+"""Settings of earlier versions that are gone, and why. results/log.md has the figures."""
+
+from __future__ import annotations
+
+LAST = "0a760499"
+"""The last commit that has them."""
+REMOVED = {
+    "rollout.migrate_after": "Answers that move between engines gained 2.4 % at most",
+    "rollout.migrate_below": "Answers no longer move between engines",
+}
+"""Why a setting, or a whole section, is gone."""
+
+
+def why_removed(field: str) -> str | None:
+    """Return the remedy for a setting that is gone; None for any other field."""
+    for name, reason in REMOVED.items():
+        if field == name or field.startswith(f"{name}."):
+            return f"{reason}. It is gone: remove it, or use commit {LAST}, the last one that has it (results/log.md)."
+    return None
