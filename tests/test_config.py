@@ -8,6 +8,7 @@ import json
 import math
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,10 +22,12 @@ from pydantic import ValidationError
 from asyncrl import config as module
 from asyncrl.algo.loss import LOSSES
 from asyncrl.config import load, read
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch.checks import check_devices, check_model
+from asyncrl.launch.compose import compose
 from asyncrl.launch.help import docstrings, recipe_confs
 from asyncrl.launch.main import CONF
+from asyncrl.removed import LAST, REMOVED
 from asyncrl.settings import Choice, Section
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import compose_values, tiny_config, tiny_values
@@ -897,3 +900,21 @@ def test_fleet_without_engines_or_with_addresses_that_are_none_is_refused(change
 
 def test_engines_that_run_already_may_be_all_there_are() -> None:
     assert tiny_config(**{"engine.count": 0, "engine.urls": ["http://gpu1:30000"]}).engine.count == 0
+
+
+# --- what is gone -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", REMOVED)
+def test_setting_that_is_gone_is_refused_with_its_reason(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a command as in a file of values: with the last commit that has it."""
+    name, _, value = field.partition("=")
+    with pytest.raises(ConfigError, match=LAST) as refused:
+        load(tiny_values(**{name: value or 1}))
+    assert refused.value.field == name
+    assert REMOVED[field] in refused.value.remedy
+    if value:  # the setting itself is still there
+        return
+    monkeypatch.setattr(sys, "argv", ["asyncrl-train", f"{field}=1"])
+    with pytest.raises(CompositionError, match=re.escape(REMOVED[field])):
+        compose(CONF)
