@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from asyncrl import CONF
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import help
 
@@ -66,6 +67,14 @@ def compose(conf: Path) -> list[Composed]:
         return [Composed(plain(one), overrides) for one, overrides in composed]
     except (HydraException, OmegaConfBaseException) as error:
         raise CompositionError(f"{_first_line(error)}. {_spelling(str(error))}") from None
+
+
+def defaults() -> dict[str, Any]:
+    """Return the settings that no argument changes."""
+    with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
+        composed = hydra.compose("train")
+    found: Any = OmegaConf.to_container(composed, resolve=True)
+    return found
 
 
 CHOICES = ("algo.advantage", "algo.loss", "algo.correction")

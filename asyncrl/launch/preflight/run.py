@@ -68,7 +68,8 @@ def require(prepared: Preparation, run_dir: Path) -> None:
 
 def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     yield from refused(prepared.files, "task")
-    yield from refused(prepared.recording, "replay.from")
+    recording = refused(prepared.recording, "replay.from")
+    yield from recording
     yield from refused(prepared.attached, "engine.urls")
     yield from refused(prepared.plan, "cluster.plan")
     yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
@@ -82,6 +83,8 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     if {"model", "teacher"} <= prepared.hf.keys():
         folders_of_both = prepared.folders["model"], prepared.folders["teacher"]
         yield from refused(partial(check_teacher, config, *folders_of_both), "teacher.model")
+    if "model" in models and not recording:
+        yield from refused(prepared.vocabulary, "model.path")
     yield from refused(prepared.choose_checkpoint, "resume")
     assumed = precision.assumed(config, prepared.gpus)
     if config.weights.lora == "auto" and "model" in prepared.hf:
