@@ -329,12 +329,17 @@ def installed(package: str) -> bool:
 
 
 def check_files(config: Config) -> list[LocalSandboxes]:
-    """Refuse tasks that cannot be built, sinks without their package, and a missing chat template. Return the sandboxes
-    in which the tasks' code would run, not yet started."""
+    """Refuse tasks, rewards and agents that cannot be built, sinks without their package, and a missing chat template.
+    Return the sandboxes in which the tasks' code would run, not yet started."""
+    from asyncrl.rollout.agent import agents  # imports a web server
+
     check_sinks(config)
     check_tracing(config)
     with noted() as sandboxes:
-        rewards(config, tasks.build_all(config))
+        built = tasks.build_all(config)
+        rewards(config, built)
+        if config.mode != "replay":
+            agents(config, built, tell=print)
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")

@@ -151,6 +151,9 @@ def test_jobs_look_by_themselves_and_runs_on_this_machine_only_when_asked() -> N
         ({"model.chat_template": "/nowhere"}, "model.chat_template", "path of a jinja file"),
         ({"engine.max_total_tokens": 10**12}, "memory", "engine.max_total_tokens"),
         ({"mode": "replay", "replay.from": "/nowhere"}, "replay.from", "record=true"),
+        ({"agent": "asyncrl.agents.single_turn:Missing"}, "agent", "module:name"),
+        ({"task.agent": "no_such_module:Agent"}, "task.agent", "No module named"),
+        ({"agent": "asyncrl.agents.single_turn:SingleTurn.run"}, "agent", "module:name"),
     ],
 )
 def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
