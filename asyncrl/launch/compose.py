@@ -166,6 +166,11 @@ def _first_line(error: Exception) -> str:
 
 def _spelling(message: str) -> str:
     """Return a hint with the field most similar to the one that Hydra did not find."""
-    quoted = re.search(r"'([\w.]+)'", message)
-    near = difflib.get_close_matches(quoted[1], help.field_names(), n=1) if quoted else []
+    if choice := re.search(r"Could not find '([\w/]+)/([\w.-]+)'", message):
+        group, option = choice[1], choice[2]
+        files = (file for conf in (CONF, *help.recipe_confs()) for file in conf.glob(f"{group}/*.yaml"))
+        near = [f"{group}={one}" for one in difflib.get_close_matches(option, [file.stem for file in files], n=1)]
+    else:
+        quoted = re.search(r"'([\w.]+)'", message)
+        near = difflib.get_close_matches(quoted[1], help.field_names(), n=1) if quoted else []
     return (f"Did you mean {near[0]}? " if near else "") + "asyncrl-train --help lists every field and group."

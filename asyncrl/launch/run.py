@@ -58,6 +58,7 @@ def check(composed: list[tuple[Config, list[str]]]) -> int:
         wrong_here = [one.field for one in findings if one.level == "error"]
         if config.mode != "replay" and not any(field.startswith(("task", "model", "eval")) for field in wrong_here):
             findings += check_questions(config, prepared.folders["model"])
+        findings = list(dict.fromkeys(findings))
         print(rendered(findings), flush=True)
         wrong |= failed(findings)
     return int(wrong)

@@ -15,6 +15,7 @@ from asyncrl.config.speculation import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.migration import Migration
+from asyncrl.engine.partial_completion import StopStrings
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.errors import ConfigError
@@ -58,7 +59,13 @@ class ModelParts:
         hf = flat(json.loads((addresses.model / "config.json").read_text()))
         vision = vision_of(addresses.model, hf, config.rollout.images)
         cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
-        return cls(hf, ChatTemplate(tokenizer), stop_tokens(addresses.model, tokenizer), vision, cache)
+        return cls(
+            hf,
+            ChatTemplate(tokenizer, config.model.chat_template_kwargs),
+            stop_tokens(addresses.model, tokenizer),
+            vision,
+            cache,
+        )
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         vision=model.vision,
         trace=trace_header(config, addresses),
         requests=requests,
+        stop=StopStrings(config.rollout.stop, model.template.spell),
     )
 
 

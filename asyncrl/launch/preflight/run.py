@@ -54,7 +54,7 @@ class ModelFolder:
 
 def preflight(prepared: Preparation, run_dir: Path) -> list[Finding]:
     """Take the steps of the preparation, and run all checks that are possible before anything is started."""
-    return list(_all(prepared, run_dir))
+    return list(dict.fromkeys(_all(prepared, run_dir)))  # several steps may build the tasks and be refused alike
 
 
 def require(prepared: Preparation, run_dir: Path) -> None:

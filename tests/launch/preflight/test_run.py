@@ -167,6 +167,12 @@ def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
         require(Preparation(tiny_config(**changes), tmp_path / "run", None), tmp_path / "run")
 
 
+def test_an_error_that_several_steps_meet_is_told_once(tmp_path: Path) -> None:
+    config = tiny_config(**{"task.kind": "file", "task.reward": "exact", "task.train_file": "/nowhere.jsonl"})
+    findings = preflight(Preparation(config, tmp_path / "run", None), tmp_path / "run")
+    assert [one.field for one in findings if one.level == "error"] == ["task.train_file"]
+
+
 def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -> None:
     config = job(**{"cluster.gpus": 8, "trainer.data_parallel": 8, "engine.count": 8})
     findings = found(config, tmp_path)
