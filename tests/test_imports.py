@@ -37,7 +37,7 @@ ALLOWED = {
     "images": set(),
     "errors": set(),
     "parallel": set(),
-    "jsonl": set(),
+    "jsonl": {"errors"},
     "child": set(),
     "importing": set(),
     "network": {"errors"},
@@ -53,7 +53,7 @@ ALLOWED = {
     "models": set(),
     "launch": {
         *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox", "observability"),
-        *("install", "planner", "weights", "backends", "rollout"),  # the last four: for the preflight
+        *("install", "planner", "weights", "backends", "rollout", "settings"),  # planner to rollout: for the preflight
     },
     "engine": {"config", "backends", "observability"},
     "agents": {"envs"},
