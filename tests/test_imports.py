@@ -290,7 +290,7 @@ def test_no_file_is_longer_than_450_lines() -> None:
     assert {name: length for name, length in lengths.items() if length > 450} == {}
 
 
-MOST_CODE = 34_500
+MOST_CODE = 34_700
 """Most lines of code in the core, 2 % above what it had when this was last set. Lower it after a deletion or a move."""
 
 

@@ -22,7 +22,8 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str
-    """HF folder (config.json, safetensors, tokenizer), or builtin:smollm2-135m, builtin:tiny or builtin:tiny_vision."""
+    """HF folder (config.json, safetensors, tokenizer), builtin:smollm2-135m, builtin:tiny or builtin:tiny_vision, or
+    the name of a model of the Hugging Face Hub, as Qwen/Qwen3-0.6B, which is downloaded once."""
     chat_template: str | None
     """Jinja file that replaces the tokenizer's chat template."""
     chat_template_kwargs: Parameters
