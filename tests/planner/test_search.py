@@ -195,7 +195,7 @@ def test_a_model_with_experts_accepts_its_plans(tmp_path: Path) -> None:
         ),
         (["gpus=0", "mean=10", "longest=20"], "gpus: got 0. Expected int >= 1"),
         (["gpus=many", "mean=10", "longest=20"], "gpus: got 'many'"),
-        (["gpu=h100", "gpus=8", "mean=10", "longest=20"], "per_token, per_request, train_rate: got None. per_token: Set it"),
+        (["gpu=h100", "gpus=8", "mean=10", "longest=20"], "per_token, per_request, train_rate: got None. per_"),
         (["gpus=8", "mean=.nan", "longest=20"], "mean: got nan. Expected float"),
         (["speed=3"], "speed: got 3. No such field"),
         (["nowhere.yaml"], "INPUT: got 'nowhere.yaml'"),
