@@ -13,6 +13,19 @@ from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
 from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section
 
+OWN_FIELDS = {
+    "sampling_params": "asyncrl sets them: see rollout.temperature, rollout.max_new_tokens and rollout.stop. Other "
+    "sampling parameters would change the policy, and the trainer would not know of it: remove it.",
+    **dict.fromkeys(
+        (
+            *("rid", "text", "input_ids", "input_embeds", "image_data", "stream", "return_logprob", "extra_key"),
+            *("lora_path", "routed_experts_start_len", "routed_dp_rank"),
+        ),
+        "asyncrl sets it for each request: remove it.",
+    ),
+}
+"""Fields of requests that engine.request_fields cannot set, and why."""
+
 
 class EngineConfig(Section):
     """The fleet of SGLang servers and the router in front of it."""
@@ -60,7 +73,8 @@ class EngineConfig(Section):
     server_args: ServerArgs
     """Additional SGLang arguments, as name: value (true for a bare flag)."""
     request_fields: Parameters
-    """Additional fields of every request to /generate. The router forwards them unchanged."""
+    """Additional fields of every request to /generate, which the router forwards unchanged. Those that have a setting,
+    that asyncrl sets for each request or that SGLang does not know are refused."""
     metrics: bool
     """Start the engines with SGLang's counters (--enable-metrics), from which the run takes tokens per second, cache
     hits and preemptions of each. Engines of engine.urls that have them are asked, too."""
@@ -93,6 +107,9 @@ class EngineConfig(Section):
                 raise ConfigError("engine.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError("engine.urls", self.urls, "It lists an engine twice: remove one of the two.")
+        for name, value in self.request_fields.items():
+            if remedy := OWN_FIELDS.get(name):
+                raise ConfigError(f"engine.request_fields.{name}", value, remedy)
         self._check_shape()
         return self
 
@@ -226,6 +243,10 @@ class RolloutConfig(Section):
     number of questions are checked before the run. An endless task is checked as its questions are drawn, and so are
     images: refuse ends the run, skip continues with another question."""
     images: ImagesConfig
+    stop: list[str]
+    """Texts that end an answer, besides the model's own end-of-answer tokens. The answer ends with the token that
+    completes the first of them; its text holds it. The client looks for them, because engines know only token ids, and
+    samples then share no request (`coalesce`)."""
     temperature: Positive
     """Sampling temperature; the trainer divides its logits by the same number."""
     coalesce: bool
@@ -286,6 +307,12 @@ class RolloutConfig(Section):
     batch_timeout: Positive
     """Seconds that the trainer waits for a batch. After that the run ends and reports what the rollout side was
     doing."""
+
+    @model_validator(mode="after")
+    def _stops_at_something(self) -> RolloutConfig:
+        if "" in self.stop:
+            raise ConfigError("rollout.stop", self.stop, "Every text contains an empty one: remove it.")
+        return self
 
     @property
     def effective_lead(self) -> int:

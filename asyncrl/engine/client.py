@@ -22,7 +22,7 @@ from asyncrl.config.roles import AgentsConfig
 from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
 from asyncrl.engine.inflight import CacheKey, InFlight
-from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, joined
+from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, StopStrings, joined
 from asyncrl.engine.pending_sample import PendingSample
 from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
 from asyncrl.engine.session import GenerationSession, SavedCompletion, SiblingSpread, seed_of
@@ -44,6 +44,9 @@ validate_input_length)."""
 
 FORBIDDEN = -1e4
 """Bias of the logits of tokens that must not be sampled. Log-probabilities are those of the rest of the vocabulary."""
+
+
+NO_STOP = StopStrings([], lambda token_ids: "")
 
 
 class GenerationClient:
@@ -79,6 +82,7 @@ class GenerationClient:
         trace: Callable[[str, str, int], str] | None = None,
         http: Any = None,
         requests: str = "",
+        stop: StopStrings = NO_STOP,
     ) -> None:
         """Create a client of the router at `router`.
 
@@ -93,10 +97,12 @@ class GenerationClient:
         agents, past_versions: adapters of roles, and the past versions that play some (Config.past_versions)
         vision: how the model reads images, if it does
         http: replaces aiohttp's session
+        stop: texts that end an answer; samples then share no request, because each is aborted by itself
         trace, requests: make the header `traceparent` and the names of requests (engine/inflight.py)
         """
         self._http = GenerateEndpoint(router, access, timeout, http)
-        self._longest, self._context, self._stop = max_new_tokens, context, stop_token_ids
+        self._longest, self._context, self._stop_ids = max_new_tokens, context, stop_token_ids
+        self._stop = stop
         self.inflight = InFlight(
             self._http,
             run,
@@ -112,11 +118,16 @@ class GenerationClient:
             past_versions=past_versions,
             trace=trace,
             requests=requests,
+            stop=stop,
         )
         self.roles = RoleAdapters(agents, self.inflight, versions=names is not None, per=adapter_per)
         self._routing = routing
         self._vision = vision
-        self._coalesce, self.temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
+        self._coalesce, self.temperature, self._retry_timeout = (
+            coalesce and seed is None and not stop,
+            temperature,
+            retry_timeout,
+        )
         self._seed, self._spread = seed, SiblingSpread(spread)
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[_Asking]] = {}
@@ -353,7 +364,7 @@ class GenerationClient:
 
     def _ended(self, token_ids: list[int], limit: int) -> str | None:
         """Return the finish reason of an answer of these tokens, or None when it is not complete."""
-        if token_ids and token_ids[-1] in self._stop:
+        if (token_ids and token_ids[-1] in self._stop_ids) or self._stop.end(token_ids, len(token_ids)):
             return "stop"
         return "length" if len(token_ids) >= limit else None
 

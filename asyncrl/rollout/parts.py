@@ -14,6 +14,7 @@ from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.config.server_args import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.partial_completion import StopStrings
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.errors import ConfigError
@@ -57,7 +58,13 @@ class ModelParts:
         hf = flat(json.loads((addresses.model / "config.json").read_text()))
         vision = vision_of(addresses.model, hf, config.rollout.images)
         cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
-        return cls(hf, ChatTemplate(tokenizer), stop_tokens(addresses.model, tokenizer), vision, cache)
+        return cls(
+            hf,
+            ChatTemplate(tokenizer, config.model.chat_template_kwargs),
+            stop_tokens(addresses.model, tokenizer),
+            vision,
+            cache,
+        )
 
 
 @dataclass(frozen=True)
@@ -184,6 +191,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         vision=model.vision,
         trace=trace_header(config, addresses),
         requests=requests,
+        stop=StopStrings(config.rollout.stop, model.template.spell),
     )
 
 

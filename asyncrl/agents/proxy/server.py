@@ -15,6 +15,7 @@ on death      the next episode raises AsyncRLError when the server has ended
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -35,7 +36,7 @@ from asyncrl.agents.proxy.fields import Route as Kind
 from asyncrl.agents.proxy.messages import ApiError
 from asyncrl.agents.proxy.session import ProxySession, ProxyStats, gone
 from asyncrl.envs.tools import calls as tool_calls
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.schema import Generate
 
 MOST_BYTES = 32 << 20
@@ -176,9 +177,13 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(BACKLOG)  # from here on, connections wait until the server is up
-    except OSError:
+    except OSError as error:
         listening.close()
-        raise
+        remedy = (
+            f"The proxy cannot listen on {host}:{port} ({error.strerror}): choose another port, or 0 for a free one."
+        )
+        field, value = ("port", port) if error.errno == errno.EADDRINUSE else ("host", host)
+        raise ConfigError(f"agent_params.{field}", value, remedy) from None
     return listening
 
 

@@ -297,7 +297,8 @@ def test_answers_are_sent_at_once(proxy: Proxy, runner: asyncio.Runner) -> None:
 
 def test_address_that_is_taken_is_told(proxy: Proxy, runner: asyncio.Runner) -> None:
     async def main() -> None:
-        with pytest.raises(OSError, match="in use"):
+        told = r"agent_params.port: got \d+\. .*127\.0\.0\.1:\d+ .*in use.*: choose another port"
+        with pytest.raises(ConfigError, match=told):
             Proxy(port=httpx.URL(proxy.base_url).port or 0).start()
 
     runner.run(main())
