@@ -284,9 +284,9 @@ def functions() -> list[tuple[int, str]]:
     ]
 
 
-def test_no_file_is_longer_than_400_lines() -> None:
+def test_no_file_is_longer_than_450_lines() -> None:
     lengths = {str(file): len(file.read_text().splitlines()) for file in ALL_FILES}
-    assert {name: length for name, length in lengths.items() if length > 400} == {}
+    assert {name: length for name, length in lengths.items() if length > 450} == {}
 
 
 MOST_CODE = 34_500

@@ -19,15 +19,12 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from asyncrl.envs.env import Question, Step
-from asyncrl.envs.tools.calls import ToolCall, known, malformed_calls, parse
+from asyncrl.envs.tools.calls import MOST_NESTED, ToolCall, known, malformed_calls, nested_too_deep, parse
 from asyncrl.envs.tools.output import cut
 from asyncrl.envs.tools.tool import REPORTED, OnFault, Tool, ToolOutput
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.observability.intervals import TOOL, spent
 from asyncrl.schema import Message
-
-MOST_NESTED = 64
-"""Maximum nesting of lists and objects in a call's arguments, because their readers are recursive."""
 
 
 class ToolEnv:
@@ -155,7 +152,7 @@ class ToolEnv:
 def mismatch(arguments: dict[str, Any], tool: Tool) -> str:
     """Return how the arguments violate the tool's schema; empty if they do not. Raises EpisodeFailed for a schema with
     references to what it does not contain: nothing is fetched."""
-    if nested_beyond(MOST_NESTED, arguments):
+    if nested_too_deep(arguments):
         return f"the arguments are nested more than {MOST_NESTED} deep."
     try:
         error = best_match(Draft202012Validator(tool.parameters, registry=Registry()).iter_errors(arguments))
@@ -167,19 +164,6 @@ def mismatch(arguments: dict[str, Any], tool: Tool) -> str:
         return ""
     place = f"argument {'.'.join(map(str, error.absolute_path))}" if error.absolute_path else "arguments"
     return f"{place}: {error.message}. The schema is {json.dumps(tool.parameters, ensure_ascii=False)}"
-
-
-def nested_beyond(most: int, value: Any) -> bool:
-    """Return whether lists and objects are nested more than `most` levels deep."""
-    level = [value]
-    for _ in range(most):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    return any(isinstance(one, dict | list) for one in level)
 
 
 def _message(call: ToolCall, content: ToolOutput) -> Message:

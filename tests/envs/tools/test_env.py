@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.envs.env import Step
-from asyncrl.envs.tools.env import MOST_NESTED, ToolEnv, mismatch
+from asyncrl.envs.tools.calls import MOST_NESTED
+from asyncrl.envs.tools.env import ToolEnv, mismatch
 from asyncrl.envs.tools.functions import FunctionTool
 from asyncrl.envs.tools.tool import ToolError
 from asyncrl.errors import EpisodeFailed
