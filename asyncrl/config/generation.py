@@ -11,7 +11,7 @@ from asyncrl.config.secret_values import Parameters
 from asyncrl.config.server_args import ServerArgs
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
-from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section, Share
+from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section
 
 
 class EngineConfig(Section):
@@ -67,14 +67,6 @@ class EngineConfig(Section):
     router_policy: Literal["manual", "consistent_hashing", "cache_aware", "round_robin", "random"]
     """Load-balancing policy of the router (docs/router.md). manual: a new group goes to the engine with the fewest
     requests, and all of its requests and turns stay on that engine, which holds their shared prefix cache."""
-    speculative: Literal["none", "ngram", "eagle", "eagle3", "mtp"]
-    """Drafts of tokens, which the model verifies in one step, so that answers and log-probabilities remain its own
-    (docs/speculation.md). ngram (alone on CPUs): what followed the same tokens before in any answer of the engine;
-    eagle, eagle3: those of engine.draft_model; mtp: those of the model's layer of multi-token prediction."""
-    draft_model: str | None
-    """HF folder of the draft model of eagle and eagle3, which is not trained."""
-    draft_tokens: Count | None
-    """Tokens that a step verifies, including the last token before its drafts; unset: SGLang's choice."""
     hicache: Count | None
     """Gigabytes of host memory for prefix caches, for each rank of an engine on GPUs (SGLang's HiCache,
     --hicache-size); unset: none."""
@@ -243,12 +235,6 @@ class RolloutConfig(Section):
     they share the cache of their prompt (engine.router_policy=manual). auto: if answers are at least 4 times as long as
     their prompt, and there are several engines or replicas of attention. Siblings that are spread are not sent as one
     request."""
-    migrate_after: Count | None
-    """Tokens that an answer gets from its engine before it may move from there to the engine with the fewest requests,
-    which prefills its prompt and its tokens so far; null: answers stay with their engine (docs/rollouts.md, "The long
-    tail")."""
-    migrate_below: Share
-    """An answer moves only if that engine has fewer than this fraction of the requests of its own."""
     cache_key: Literal["version", "group"]
     """Which requests may share a prefix cache. version: requests with the same weights, so that a later turn is
     prefilled again after a publish; group: the turns of a group, whatever their weights, as in one long answer under

@@ -31,9 +31,9 @@ from asyncrl.observability.intervals import PUBLISH, QUEUED
 CacheKey = Literal["version", "group"]
 KNOWN_PUBLISHES = 64
 """Number of versions whose publish is remembered, for answers that several versions generated."""
-CAUSES = ("aborted", "broken", "overtaken", "moved")
-"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, a publish or the end
-of a loan overtook it, or it moved to another engine (migration.py)."""
+CAUSES = ("aborted", "broken", "overtaken")
+"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, or a publish or the
+end of a loan overtook it."""
 
 
 @dataclass
@@ -43,12 +43,6 @@ class EngineStats:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    drafted: int = 0
-    """Draft tokens that engines proposed under speculative decoding."""
-    accepted: int = 0
-    """Those of them that they accepted."""
-    verified: int = 0
-    """Steps in which they verified drafts of an answer."""
     seconds_busy: float = 0.0
     """Time with at least one request in flight."""
     continued: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(CAUSES, 0)))
@@ -57,16 +51,6 @@ class EngineStats:
     """Tokens prefilled again for these requests, or by the engine under pause_mode=retract."""
     inferred_tokens: int = 0
     """Tokens of broken streams, whose weight versions are inferred."""
-
-    def drafts(self) -> dict[str, float]:
-        """Return the metrics of speculative decoding; none if no drafts were verified."""
-        if not self.verified:
-            return {}
-        tokens = self.accepted + self.verified  # each step adds one token of the model itself
-        return {
-            "drafts/accepted": self.accepted / max(1, self.drafted),
-            "drafts/tokens_per_step": tokens / self.verified,
-        }
 
 
 class InFlight:
@@ -177,11 +161,6 @@ class InFlight:
         """Number of open requests."""
         return len(self._requests)
 
-    @property
-    def requests(self) -> list[OpenRequest]:
-        """Open requests, in the order in which they were sent."""
-        return list(self._requests)
-
     async def confirmed(self, seconds: float | None = None) -> bool:
         """Return True: what this object is told is done at once. Other processes confirm it (rollout/workers.py)."""
         return True
@@ -216,11 +195,10 @@ class InFlight:
                     await self._open.wait()
             for sample in waiting:
                 sample.begin()
-            sent = OpenRequest(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added, waiting)
+            sent = OpenRequest(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added)
             self._opened(sent)
             try:
                 request = self._request(waiting[0].exchange, sessions, token_ids, begun, routed_from)
-                sent.rid = request["rid"]
                 self._needed += _needed(sessions, request, begun) + waiting[0].exchange.added
                 async with sent.scope:
                     await self._read(sent, waiting, request)
@@ -274,9 +252,6 @@ class InFlight:
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
-            self.figures.drafted += answer.last.spec_num_proposed_drafts
-            self.figures.accepted += answer.last.spec_num_correct_drafts
-            self.figures.verified += answer.last.spec_verify_ct
         sample.end(answer.cut or "", self._changed, answer)
         sample.answered = True
         sample.exchange.live = None

@@ -44,9 +44,9 @@ from starlette.routing import Route
 
 from asyncrl.engine.inflight import InFlight
 from asyncrl.errors import AsyncRLError
+from asyncrl.network.addresses import metrics_key
 from asyncrl.network.tls import Signed
 from asyncrl.rollout.evaluation import Evaluations
-from asyncrl.rollout.exposition import metrics_key
 from asyncrl.rollout.groups import GroupLifecycle, WrongBatch
 from asyncrl.rollout.snapshot import GroupsState
 from asyncrl.schema import encode
