@@ -32,7 +32,7 @@ import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import msgspec
@@ -53,6 +53,13 @@ from asyncrl.schema import encode
 
 POLL_SECONDS = 2.0
 """Between two polls a waiting trainer checks for restarted engines and routers (Fleet.reconcile)."""
+
+
+class _Admission(msgspec.Struct):
+    """Body of POST /admission."""
+
+    lead: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_running_groups: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,8 +143,11 @@ class RolloutServer:
 
     async def admission(self, request: Request) -> Response:
         """Change the lead, or the fixed number of groups in flight."""
-        wanted = await request.json()
-        await self._groups.adjust(wanted.get("lead"), wanted.get("max_running_groups"))
+        try:
+            wanted = msgspec.json.decode(await request.body(), type=_Admission)
+            await self._groups.adjust(wanted.lead, wanted.max_running_groups)
+        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a lead above the staleness bound
+            return PlainTextResponse(f"/admission takes lead >= 0 and max_running_groups >= 1: {error}", 400)
         return Response()
 
     async def evaluate(self, _: Request) -> Response:

@@ -226,6 +226,9 @@ async def _body(request: Request) -> Body:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
+    if tool_calls.nested_too_deep(body):
+        most = tool_calls.MOST_NESTED
+        raise ApiError(400, f"the body nests lists and objects more than {most} deep: send it flatter")
     return body
 
 
