@@ -23,7 +23,7 @@ from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Access, Addresses
-from asyncrl.rollout.agent import Agent, agents, each, figures
+from asyncrl.rollout.agent import Agent, agents, close_all, close_one, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempts, played_here
 from asyncrl.rollout.group_player import GroupPlayer
@@ -73,6 +73,7 @@ class PlayingParts:
     player: EpisodePlayer
     groups: GroupPlayer
     start_timeout: float
+    warn: Warn
     migration: Migration | None = None
 
     @classmethod
@@ -101,7 +102,7 @@ class PlayingParts:
         groups = GroupPlayer(player, failures, load(rollout.accept, "rollout.accept"))
         migration = _migration(config, addresses, client)
         timeout = config.engine.start_timeout
-        return cls(client, playing, scores, teachers, teacher, player, groups, timeout, migration)
+        return cls(client, playing, scores, teachers, teacher, player, groups, timeout, warn, migration)
 
     @property
     def attempts(self) -> Attempts:
@@ -112,7 +113,7 @@ class PlayingParts:
         """Wait for the teacher, and start the agents."""
         if self.teachers:
             await self.teachers.wait_until_ready(self.start_timeout)
-        await each(self.agents.values(), "start")
+        await start_all(self.agents.values())
 
     async def migrate(self) -> None:
         """Move answers between engines until cancelled, if rollout.migrate_after is set."""
@@ -133,9 +134,9 @@ class PlayingParts:
 
     async def close(self) -> None:
         """Close everything."""
-        await each([*self.agents.values(), *self.rewards.values()], "close")
-        await close_shared()
-        await each([self.client, self.teachers, self.migration], "close")
+        await close_all([*self.agents.values(), *self.rewards.values()], self.warn)
+        await close_one(close_shared, "what the episodes share", self.warn)
+        await close_all([self.client, self.teachers, self.migration], self.warn)
 
 
 def allow_files(config: Config, warn: Warn) -> None:
