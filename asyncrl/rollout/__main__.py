@@ -24,12 +24,12 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.imports import load
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
-from asyncrl.progress import Progress
+from asyncrl.progress import Progress, failing
 from asyncrl.records.events import Began, Event
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
-from asyncrl.rollout.agent import each
+from asyncrl.rollout.agent import close_all
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import ComparingRecorder
 from asyncrl.rollout.concurrency import ConcurrencyWindow
@@ -132,11 +132,12 @@ async def main(run_dir: Path) -> None:
 
     following = asyncio.create_task(progress.follow())
     try:
-        await serve(server, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
+        with failing(run_dir, "rollout"):
+            await serve(server, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
     finally:
         following.cancel()
         progress.doing("ending", within=config.cluster.stop_grace)
-        await each([playing, loads], "close")
+        await close_all([playing, loads], reporter.warn)
         observer.close()
         if writer:
             writer.close()
@@ -227,4 +228,5 @@ def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
-    asyncio.run(main(Path(sys.argv[1])))
+    with failing(Path(sys.argv[1]), "rollout"):
+        asyncio.run(main(Path(sys.argv[1])))

@@ -144,7 +144,8 @@ class ToolEnv:
         except EpisodeFailed as failed:
             if failed.reason != "tool":
                 raise
-            raise EpisodeFailed("tool", f"{tool.name}: {failed.detail}", retry=failed.retry) from failed.__cause__
+            detail = f"{tool.name}: {failed.detail}"
+            raise EpisodeFailed("tool", detail, retry=failed.retry, where=failed.where) from failed.__cause__
         if not isinstance(found, str | list):
             raise EpisodeFailed("tool", f"{tool.name} returned {type(found).__name__} instead of a text or parts")
         return found
