@@ -108,7 +108,7 @@ class Worker:
             await self._fail(ticket, failed)
         else:
             self._failures_in_a_row = 0
-            self._mixer.record(group, prompt.index)
+            self._mixer.record(group)
             await self._hand_in(ticket, group, verdict)
 
     async def _hand_in(self, ticket: Ticket, group: Group, verdict: bool | str) -> None:
