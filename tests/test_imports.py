@@ -1,4 +1,4 @@
-"""Imports go one way, the launcher stays light, and files and functions stay small."""
+"""Imports go one way, the launcher stays light, and the core does not grow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "imports", "routing", "leases"),
-    *("importing", "network", "progress", "child", "images"),
+    *("importing", "network", "progress", "child", "images", "removed"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -48,6 +48,7 @@ ALLOWED = {
     "settings": set(),
     "config": {"errors", "settings", "algo"},
     "install": set(),
+    "removed": set(),
     "metrics": {"config"},
     "backends": {"models", "algo"},
     "models": set(),
@@ -275,44 +276,13 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-def functions() -> list[tuple[int, str]]:
-    return [
-        ((node.end_lineno or 0) - node.lineno + 1, f"{file.relative_to(PACKAGE.parent)}:{node.name}")
-        for file in ALL_FILES
-        for node in ast.walk(parsed(file))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-
-
-def test_no_file_is_longer_than_400_lines() -> None:
-    lengths = {str(file): len(file.read_text().splitlines()) for file in ALL_FILES}
-    assert {name: length for name, length in lengths.items() if length > 400} == {}
-
-
-MOST_CODE = 34_500
-"""Most lines of code in the core, 2 % above what it had when this was last set. Lower it after a deletion or a move."""
-
-
-def lines_of_code(file: Path) -> int:
-    """Count the lines that are neither blank, nor a comment, a docstring or an import."""
-    tree, lines = parsed(file), file.read_text().splitlines()
-    left = {number for number, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")}
-    for node in (one for one in ast.walk(tree) if isinstance(one, ast.stmt)):
-        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        if text or isinstance(node, ast.Import | ast.ImportFrom):
-            left -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(left)
+MOST_LINES = 57_400
+"""Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
+file or a function: such limits were met by folding lines."""
 
 
 def test_the_core_does_not_grow() -> None:
-    assert sum(map(lines_of_code, FILES)) <= MOST_CODE
-
-
-def test_no_function_is_longer_than_100_lines_and_few_than_60() -> None:
-    found = functions()
-    assert [name for length, name in found if length > 100] == []
-    long = [name for length, name in found if length > 60]
-    assert len(long) <= 0.02 * len(found), long
+    assert sum(len(file.read_text().splitlines()) for file in FILES) <= MOST_LINES
 
 
 def test_every_module_and_every_public_function_says_what_it_is_for() -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.session import SavedCompletion
 from asyncrl.errors import EngineError
-from asyncrl.metrics.fields import STEP_DRAFTS
 from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
@@ -109,6 +109,41 @@ def test_other_prompts_other_temperatures_and_greedy_answers_are_requests_of_the
     sent = sorted((r["input_ids"][1], r["sampling_params"]["temperature"]) for r in engine.requests)
     assert sent == [(p, t) for p in (1, 2) for t in (0.0, 0.0, 0.5, 1.0)]
     assert all(request["sampling_params"]["n"] == 1 for request in engine.requests)
+
+
+def test_siblings_with_other_limits_are_requests_of_their_own() -> None:
+    """A shared request has one limit, so that a sibling would get the first one's."""
+    engine = FakeEngine(echo())
+
+    async def play(client: GenerationClient) -> None:
+        generate = client.generate(group="g")
+        await asyncio.gather(*(generate(PROMPT, max_new_tokens=most) for most in (5, 7, 5, None)))
+
+    asked(engine, play)
+    sent = [
+        (request["sampling_params"]["max_new_tokens"], request["sampling_params"]["n"]) for request in engine.requests
+    ]
+    assert sorted(sent) == [(5, 2), (7, 1), (8, 1)]
+
+
+@pytest.mark.parametrize(
+    ("seed", "finish", "sent"),
+    [(None, "stop", []), (None, "", [[*PROMPT, 7, 8]]), (0, "stop", [PROMPT]), (0, "", [PROMPT])],
+)
+def test_answers_of_a_saved_run_are_kept_but_drawn_anew_with_seeds(
+    seed: int | None, finish: str, sent: list[list[int]]
+) -> None:
+    """The last bits of an engine's numbers depend on whether it prefills a token or generates it, so a deterministic
+    run draws each answer from its first token, as it did before it was saved."""
+    engine = FakeEngine(echo())
+    saved = SavedCompletion(PROMPT, Completion([7, 8], [-0.1, -0.2], [VersionSpan(0, 0, 2)], finish))
+
+    async def play(client: GenerationClient) -> Completion:
+        return await client.resume("g", "g 0", 0, 2, [saved])(PROMPT)
+
+    answer = asked(engine, play, seed=seed)
+    assert [request["input_ids"] for request in engine.requests] == sent
+    assert answer.token_ids[:2] == ([7, 8] if seed is None else [0, 1])
 
 
 def test_without_coalescing_every_sibling_is_a_request() -> None:
@@ -439,21 +474,3 @@ def test_what_must_be_prefilled_is_what_no_cache_can_hold() -> None:
         return [*needed, client.inflight.take_needed()]
 
     assert asked(engine, play) == [3 + 3, 2, 9, 0]
-
-
-def test_drafts_are_counted_as_the_engine_reports_them() -> None:
-    """Under speculative decoding SGLang reports drafts with the last chunk of each answer."""
-    counts = {"spec_num_proposed_drafts": 10, "spec_num_correct_drafts": 4, "spec_verify_ct": 2}
-    plain, drafting = (
-        FakeEngine(lambda _, meta=meta: [stream(pieces(completion(6), **meta))]) for meta in ({}, counts)
-    )
-
-    async def play(client: GenerationClient) -> dict[str, float]:
-        for _ in range(3):
-            await client.generate()(PROMPT)
-        return client.inflight.take_figures().drafts()
-
-    assert asked(plain, play) == {}
-    found = asked(drafting, play)
-    assert found == {"drafts/accepted": 0.4, "drafts/tokens_per_step": 3.0}
-    assert found.keys() == STEP_DRAFTS.keys()

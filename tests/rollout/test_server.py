@@ -449,8 +449,10 @@ def test_tokens_are_accounted_for_while_groups_run_and_when_they_come_too_late()
         site.client.tokens["training"] += 2  # a piece that was on its way: engine/inflight.py
         site.client.late_tokens += 2
         site.receive(site.client.generate(purpose="evaluation"), 5)
+        site.client.tokens["past"] += 4  # of a role that a past version plays
         assert site.groups.ledger().tokens == TokenCounts(generated=9, rejected=7, discarded=2)
         assert site.groups.ledger().events.evaluation_tokens == 5
+        assert site.groups.ledger().events.past_tokens == 4
         assert site.groups.ledger().prompts.rejected == {"judge": 1}
         assert site.groups.ledger().trajectories.rejected == {"judge": 2}
 
