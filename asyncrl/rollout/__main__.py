@@ -38,7 +38,6 @@ from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
-from asyncrl.rollout.order import StartOrder
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.recorder import Recorder
@@ -190,7 +189,7 @@ def _go_on(
 ) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
     """Restore the checkpointed state and return the groups that were running when it was saved."""
     prompts.go_on(resumed.cursor)
-    mixer.restore(resumed.mixer, prompts.again)
+    mixer.restore(resumed.mixer)
     return [
         (ticket, prompts.again(name.uid, name.task, name.index), sessions)
         for ticket, name, sessions in groups.restore(resumed.service)
@@ -215,14 +214,12 @@ def _concurrency_limiter(rollout: RolloutConfig) -> ConcurrencyLimiter:
 
 
 def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
-    rollout = config.rollout
     return Mixer(
         tasks,
         prompts.training,
         {name: task.weight for name, task in config.mixture.items()},
-        load(rollout.curriculum, "rollout.curriculum"),
+        load(config.rollout.curriculum, "rollout.curriculum"),
         config.run.seed,
-        StartOrder(rollout.start_order, rollout.batch_groups + rollout.oversample),
     )
 
 
