@@ -1,24 +1,24 @@
-"""Settings that asyncrl no longer has, and why; `results/log.md` says what each gave.
-
-This module imports nothing, so that the command can refuse them before it imports pydantic.
-"""
+"""Settings of earlier versions that are gone, and why. results/log.md has the figures."""
 
 from __future__ import annotations
 
 LAST = "0a760499"
-"""The last commit that has all of them."""
-
-_SPECULATION = "speculative decoding is set by SGLang's own engine.server_args.speculative_*"
+"""The last commit that has them."""
 REMOVED = {
-    "engine.speculative": _SPECULATION,
-    "engine.draft_model": _SPECULATION,
-    "engine.draft_tokens": _SPECULATION,
-    "trainer.mtp": "layers of multi-token prediction are no longer trained; exports contain them unchanged",
+    "rollout.migrate_after": "Answers that move between engines gained 2.4 % at most",
+    "rollout.migrate_below": "Answers no longer move between engines",
+    **dict.fromkeys(
+        ("engine.speculative", "engine.draft_model", "engine.draft_tokens"),
+        "Speculative decoding is set by SGLang's own engine.server_args.speculative_*",
+    ),
+    "trainer.mtp": "Layers of multi-token prediction are not trained; exports contain them unchanged",
 }
-"""Why a setting, or one of its values (as NAME=VALUE), was removed."""
+"""Why a setting, or a whole section, is gone."""
 
 
-def removal(field: str, value: object = None) -> str | None:
-    """Return the message for a removed setting or value; None for any other."""
-    reason = REMOVED.get(field) or REMOVED.get(f"{field}={value}")
-    return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, the last one that has it."
+def why_removed(field: str) -> str | None:
+    """Return the remedy for a setting that is gone; None for any other field."""
+    for name, reason in REMOVED.items():
+        if field == name or field.startswith(f"{name}."):
+            return f"{reason}. It is gone: remove it, or use commit {LAST}, the last one that has it (results/log.md)."
+    return None

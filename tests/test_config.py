@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from pydantic import ValidationError
 from asyncrl import config as module
 from asyncrl.algo.loss import LOSSES
 from asyncrl.config import load, read
-from asyncrl.errors import ConfigError
+from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch.checks import check_devices, check_model
+from asyncrl.launch.compose import compose
 from asyncrl.launch.help import docstrings, recipe_confs
 from asyncrl.launch.main import CONF
+from asyncrl.removed import LAST, REMOVED
 from asyncrl.settings import Choice
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import compose_values, tiny_config, tiny_values
@@ -195,8 +198,6 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
     [
         ("rollout.max_stalenes", 3, "No such field: check the spelling"),
         ("trainer.optimizer.learning_rate", 1e-3, "No such field: check the spelling"),
-        ("engine.speculative", "ngram", "It was removed: speculative decoding is set by SGLang's own"),
-        ("trainer.mtp", 0.1, "the last one that has it"),
         ("rollout.batch_groups", "8", "valid integer"),
         ("rollout.batch_groups", 0, "greater than or equal to 1"),
         ("rollout.batch_groups", 2.5, "valid integer"),
@@ -853,3 +854,17 @@ def test_fleet_without_engines_or_with_addresses_that_are_none_is_refused(change
 
 def test_engines_that_run_already_may_be_all_there_are() -> None:
     assert tiny_config(**{"engine.count": 0, "engine.urls": ["http://gpu1:30000"]}).engine.count == 0
+
+
+# --- what is gone -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", REMOVED)
+def test_setting_that_is_gone_is_refused_with_its_reason(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a command as in a file of values: with the last commit that has it."""
+    with pytest.raises(ConfigError, match=LAST) as refused:
+        load(tiny_values(**{field: 1}))
+    assert (refused.value.field, refused.value.remedy.startswith(REMOVED[field])) == (field, True)
+    monkeypatch.setattr(sys, "argv", ["asyncrl-train", f"{field}=1"])
+    with pytest.raises(CompositionError, match=re.escape(REMOVED[field])):
+        compose(CONF)

@@ -46,7 +46,7 @@ from asyncrl.config.server_args import check_server_args
 from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.removed import removal
+from asyncrl.removed import why_removed
 from asyncrl.settings import Choice, Name, Section
 
 __all__ = [
@@ -341,8 +341,8 @@ def _explained(error: ValidationError) -> ConfigError:
             continue
         field = ".".join(str(part) for part in item["loc"])
         value = None if item["type"] == "missing" else item["input"]
-        remedy = removal(field, value) or REMEDIES.get(item["type"], item["msg"] + ".")
-        problems.append(ConfigError(field, value, remedy))
+        remedy = why_removed(field) if item["type"] == "extra_forbidden" else None
+        problems.append(ConfigError(field, value, remedy or REMEDIES.get(item["type"], item["msg"] + ".")))
     first, *others = problems
     remedy = "\n".join([first.remedy, *map(str, others)])
     return ConfigError(first.field, first.value, remedy)

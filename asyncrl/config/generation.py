@@ -11,7 +11,7 @@ from asyncrl.config.secret_values import Parameters
 from asyncrl.config.server_args import ServerArgs
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
-from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section, Share
+from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section
 
 
 class EngineConfig(Section):
@@ -235,12 +235,6 @@ class RolloutConfig(Section):
     they share the cache of their prompt (engine.router_policy=manual). auto: if answers are at least 4 times as long as
     their prompt, and there are several engines or replicas of attention. Siblings that are spread are not sent as one
     request."""
-    migrate_after: Count | None
-    """Tokens that an answer gets from its engine before it may move from there to the engine with the fewest requests,
-    which prefills its prompt and its tokens so far; null: answers stay with their engine (docs/rollouts.md, "The long
-    tail")."""
-    migrate_below: Share
-    """An answer moves only if that engine has fewer than this fraction of the requests of its own."""
     cache_key: Literal["version", "group"]
     """Which requests may share a prefix cache. version: requests with the same weights, so that a later turn is
     prefilled again after a publish; group: the turns of a group, whatever their weights, as in one long answer under

@@ -22,7 +22,7 @@ from asyncrl.config.roles import AgentsConfig
 from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
 from asyncrl.engine.inflight import CacheKey, InFlight
-from asyncrl.engine.partial_completion import MOVED, Exchange, PartialCompletion, Purpose, joined
+from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, joined
 from asyncrl.engine.pending_sample import PendingSample
 from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
 from asyncrl.engine.session import GenerationSession, SavedCompletion, SiblingSpread, seed_of
@@ -337,9 +337,7 @@ class GenerationClient:
                 break
             with session.activity.spent(RETRY, reason):
                 await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
-            self.inflight.figures.continued[reason if reason in ("aborted", MOVED) else "broken"] += 1
-            if reason == MOVED:  # a new key, for which the router chooses the engine with the fewest requests
-                session.routing_key = f"{session.sample} moved {next(self._serial)}"
+            self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
             sequence = [*token_ids, *begun]
             await self.inflight.stream(
                 [PendingSample(session, exchange)], sequence, begun=len(begun), routed_from=routed.end

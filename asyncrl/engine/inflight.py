@@ -31,9 +31,9 @@ from asyncrl.observability.intervals import PUBLISH, QUEUED
 CacheKey = Literal["version", "group"]
 KNOWN_PUBLISHES = 64
 """Number of versions whose publish is remembered, for answers that several versions generated."""
-CAUSES = ("aborted", "broken", "overtaken", "moved")
-"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, a publish or the end
-of a loan overtook it, or it moved to another engine (migration.py)."""
+CAUSES = ("aborted", "broken", "overtaken")
+"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, or a publish or the
+end of a loan overtook it."""
 
 
 @dataclass
@@ -161,11 +161,6 @@ class InFlight:
         """Number of open requests."""
         return len(self._requests)
 
-    @property
-    def requests(self) -> list[OpenRequest]:
-        """Open requests, in the order in which they were sent."""
-        return list(self._requests)
-
     async def confirmed(self, seconds: float | None = None) -> bool:
         """Return True: what this object is told is done at once. Other processes confirm it (rollout/workers.py)."""
         return True
@@ -200,11 +195,10 @@ class InFlight:
                     await self._open.wait()
             for sample in waiting:
                 sample.begin()
-            sent = OpenRequest(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added, waiting)
+            sent = OpenRequest(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added)
             self._opened(sent)
             try:
                 request = self._request(waiting[0].exchange, sessions, token_ids, begun, routed_from)
-                sent.rid = request["rid"]
                 self._needed += _needed(sessions, request, begun) + waiting[0].exchange.added
                 async with sent.scope:
                     await self._read(sent, waiting, request)

@@ -49,8 +49,6 @@ class StreamChunk(msgspec.Struct):
     error: dict | None = None
 
 
-MOVED = "moved"
-"""Reason to continue an answer that moves to another engine (migration.py)."""
 decode_piece = msgspec.json.Decoder(StreamChunk).decode
 
 
@@ -68,7 +66,6 @@ class PartialCompletion:
     _ended: str | None = None
     _spans: list[VersionSpan] | None = None
     adapter: bool = False  # whether an adapter of version `asked_at` generates every token
-    moving: bool = False  # whether its engine was told to abort it, so that another one continues it
 
     def add(self, piece: StreamChunk) -> int:
         """Add the next chunk and return the number of new tokens in it.
@@ -125,8 +122,7 @@ class PartialCompletion:
     def cut(self) -> str | None:
         """Reason why the answer must be continued, or None when it is complete or was refused.
 
-        Either the stream broke, a weight update or the loss of the engine aborted it, the engine was overloaded, or
-        the answer moves to another engine.
+        Either the stream broke, a weight update or the loss of the engine aborted it, or the engine was overloaded.
         """
         if self._ended:
             return None
@@ -136,7 +132,7 @@ class PartialCompletion:
         if reason is None or reason.type != "abort":
             return None
         if reason.status_code is None:
-            return MOVED if self.moving else "aborted"
+            return "aborted"
         return f"{reason.status_code} {reason.message}" if reason.status_code in PASSING else None
 
     def end_with(self, reason: str) -> None:

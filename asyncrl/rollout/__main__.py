@@ -112,8 +112,6 @@ async def main(run_dir: Path) -> None:
             working.create_task(status.follow())
             if isinstance(playing, EpisodeWorkers):
                 working.create_task(playing.serve(run_dir, addresses.episodes))
-            else:
-                working.create_task(playing.migrate())
             await _until_ready(config, addresses)
             # what fits on a GPU may be less than the context, and on a trainer's less than on others
             for engine in [*await loads.ask(), *await loads.of(addresses.lent)] if model.cache is None else ():

@@ -14,7 +14,6 @@ from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.config.server_args import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.migration import Migration
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.errors import ConfigError
@@ -73,7 +72,6 @@ class PlayingParts:
     player: EpisodePlayer
     groups: GroupPlayer
     start_timeout: float
-    migration: Migration | None = None
 
     @classmethod
     def build(
@@ -99,9 +97,7 @@ class PlayingParts:
             playing, scores, model.template, timeouts, failures, retries=rollout.retries, teacher=teacher
         )
         groups = GroupPlayer(player, failures, load(rollout.accept, "rollout.accept"))
-        migration = _migration(config, addresses, client)
-        timeout = config.engine.start_timeout
-        return cls(client, playing, scores, teachers, teacher, player, groups, timeout, migration)
+        return cls(client, playing, scores, teachers, teacher, player, groups, config.engine.start_timeout)
 
     @property
     def attempts(self) -> Attempts:
@@ -113,11 +109,6 @@ class PlayingParts:
         if self.teachers:
             await self.teachers.wait_until_ready(self.start_timeout)
         await each(self.agents.values(), "start")
-
-    async def migrate(self) -> None:
-        """Move answers between engines until cancelled, if rollout.migrate_after is set."""
-        if self.migration:
-            await self.migration.run()
 
     def take_sums(self) -> Sums:
         """Return what was counted since the last call."""
@@ -135,7 +126,7 @@ class PlayingParts:
         """Close everything."""
         await each([*self.agents.values(), *self.rewards.values()], "close")
         await close_shared()
-        await each([self.client, self.teachers, self.migration], "close")
+        await each([self.client, self.teachers], "close")
 
 
 def allow_files(config: Config, warn: Warn) -> None:
@@ -193,21 +184,6 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         vision=model.vision,
         trace=trace_header(config, addresses),
         requests=requests,
-    )
-
-
-def _migration(config: Config, addresses: Addresses, client: GenerationClient) -> Migration | None:
-    if config.rollout.migrate_after is None:
-        return None
-    return Migration(
-        addresses.router,
-        addresses.access,
-        client.inflight,
-        after=config.rollout.migrate_after,
-        below=config.rollout.migrate_below,
-        interval=config.engine.stream_interval,
-        processes=config.rollout.processes,
-        lent=addresses.lent,
     )
 
 
