@@ -226,8 +226,6 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
     [
         ("rollout.max_stalenes", 3, "No such field: check the spelling"),
         ("trainer.optimizer.learning_rate", 1e-3, "No such field: check the spelling"),
-        ("engine.speculative", "ngram", "It was removed: speculative decoding is set by SGLang's own"),
-        ("trainer.mtp", 0.1, "the last one that has it"),
         ("rollout.batch_groups", "8", "valid integer"),
         ("rollout.batch_groups", 0, "greater than or equal to 1"),
         ("rollout.batch_groups", 2.5, "valid integer"),
