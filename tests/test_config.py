@@ -199,6 +199,8 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
     [
         ("rollout.max_stalenes", 3, "No such field: check the spelling"),
         ("trainer.optimizer.learning_rate", 1e-3, "No such field: check the spelling"),
+        ("engine.speculative", "ngram", "It was removed: speculative decoding is set by SGLang's own"),
+        ("trainer.mtp", 0.1, "the last one that has it"),
         ("rollout.batch_groups", "8", "valid integer"),
         ("rollout.batch_groups", 0, "greater than or equal to 1"),
         ("rollout.batch_groups", 2.5, "valid integer"),
@@ -748,7 +750,6 @@ def test_the_groups_of_an_engine_divide_its_ranks(field: str) -> None:
         ("ep_size", "expert_parallel"),
         ("dp_size", "data_parallel"),
         ("pp_size", "pipeline_parallel"),
-        ("speculative_algorithm", "speculative"),
         ("hicache_size", "hicache"),
         ("disaggregation_mode", "prefill_count"),
     ],

@@ -27,7 +27,7 @@ RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "imports", "routing", "leases"),
-    *("importing", "network", "progress", "child", "images"),
+    *("importing", "network", "progress", "child", "images", "removed"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -48,6 +48,7 @@ ALLOWED = {
     "settings": set(),
     "config": {"errors", "settings", "algo"},
     "install": set(),
+    "removed": set(),
     "metrics": {"config"},
     "backends": {"models", "algo"},
     "models": set(),

@@ -43,10 +43,10 @@ from asyncrl.config.running import (
 )
 from asyncrl.config.secret_values import Parameters, secrets
 from asyncrl.config.server_args import check_server_args
-from asyncrl.config.speculation import check_speculation
 from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.removed import removal
 from asyncrl.settings import Choice, Name, Section
 
 __all__ = [
@@ -184,7 +184,6 @@ class Config(Section):
         check_long_tail(self)
         check_roles(self)
         check_adapters(self)
-        check_speculation(self)
         check_quantization(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
@@ -342,7 +341,8 @@ def _explained(error: ValidationError) -> ConfigError:
             continue
         field = ".".join(str(part) for part in item["loc"])
         value = None if item["type"] == "missing" else item["input"]
-        problems.append(ConfigError(field, value, REMEDIES.get(item["type"], item["msg"] + ".")))
+        remedy = removal(field, value) or REMEDIES.get(item["type"], item["msg"] + ".")
+        problems.append(ConfigError(field, value, remedy))
     first, *others = problems
     remedy = "\n".join([first.remedy, *map(str, others)])
     return ConfigError(first.field, first.value, remedy)

@@ -67,14 +67,6 @@ class EngineConfig(Section):
     router_policy: Literal["manual", "consistent_hashing", "cache_aware", "round_robin", "random"]
     """Load-balancing policy of the router (docs/router.md). manual: a new group goes to the engine with the fewest
     requests, and all of its requests and turns stay on that engine, which holds their shared prefix cache."""
-    speculative: Literal["none", "ngram", "eagle", "eagle3", "mtp"]
-    """Drafts of tokens, which the model verifies in one step, so that answers and log-probabilities remain its own
-    (docs/speculation.md). ngram (alone on CPUs): what followed the same tokens before in any answer of the engine;
-    eagle, eagle3: those of engine.draft_model; mtp: those of the model's layer of multi-token prediction."""
-    draft_model: str | None
-    """HF folder of the draft model of eagle and eagle3, which is not trained."""
-    draft_tokens: Count | None
-    """Tokens that a step verifies, including the last token before its drafts; unset: SGLang's choice."""
     hicache: Count | None
     """Gigabytes of host memory for prefix caches, for each rank of an engine on GPUs (SGLang's HiCache,
     --hicache-size); unset: none."""

@@ -112,10 +112,6 @@ class TrainerConfig(Section):
     fp8: Fp8Config | None
     """FP8 recipe of TransformerEngine's layers; unset: products in dtype. Needs GPUs and bfloat16."""
     lora: LoraConfig
-    mtp: Positive | None
-    """Factor of the loss that trains the model's layer of multi-token prediction, by which engines draft tokens
-    (engine.speculative=mtp), on the trained tokens. It changes no other weight (trainer/mtp.py), and is published with
-    them. 0.1 is Megatron's default. unset: the layer keeps its weights."""
     vision: VisionConfig
     micro_batch_tokens: Count
     """Maximum number of packed tokens in one forward pass. A larger group forms a micro-batch of its own."""

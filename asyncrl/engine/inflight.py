@@ -43,12 +43,6 @@ class EngineStats:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    drafted: int = 0
-    """Draft tokens that engines proposed under speculative decoding."""
-    accepted: int = 0
-    """Those of them that they accepted."""
-    verified: int = 0
-    """Steps in which they verified drafts of an answer."""
     seconds_busy: float = 0.0
     """Time with at least one request in flight."""
     continued: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(CAUSES, 0)))
@@ -57,16 +51,6 @@ class EngineStats:
     """Tokens prefilled again for these requests, or by the engine under pause_mode=retract."""
     inferred_tokens: int = 0
     """Tokens of broken streams, whose weight versions are inferred."""
-
-    def drafts(self) -> dict[str, float]:
-        """Return the metrics of speculative decoding; none if no drafts were verified."""
-        if not self.verified:
-            return {}
-        tokens = self.accepted + self.verified  # each step adds one token of the model itself
-        return {
-            "drafts/accepted": self.accepted / max(1, self.drafted),
-            "drafts/tokens_per_step": tokens / self.verified,
-        }
 
 
 class InFlight:
@@ -274,9 +258,6 @@ class InFlight:
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
-            self.figures.drafted += answer.last.spec_num_proposed_drafts
-            self.figures.accepted += answer.last.spec_num_correct_drafts
-            self.figures.verified += answer.last.spec_verify_ct
         sample.end(answer.cut or "", self._changed, answer)
         sample.answered = True
         sample.exchange.live = None

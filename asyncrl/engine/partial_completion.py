@@ -36,9 +36,6 @@ class _Meta(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-    spec_num_proposed_drafts: int = 0  # under speculative decoding (engine.speculative), as the two below
-    spec_num_correct_drafts: int = 0
-    spec_verify_ct: int = 0  # steps in which drafts were verified
     queue_time: float | None = None  # seconds in the engine's queue, if the engine measures (--enable-metrics)
     routed_experts: bytes | None = None  # base64 on the wire; only the last chunk has them
 

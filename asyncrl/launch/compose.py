@@ -23,6 +23,7 @@ from omegaconf.resolvers import oc
 
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import help
+from asyncrl.removed import removal
 
 
 class RecipeConfs(SearchPathPlugin):
@@ -156,7 +157,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _spelling(message: str) -> str:
-    """Return a hint with the field most similar to the one that Hydra did not find."""
+    """Return why the field that Hydra did not find was removed, or a hint with the one most similar to it."""
     quoted = re.search(r"'([\w.]+)'", message)
+    if quoted and (removed := removal(quoted[1])):
+        return removed
     near = difflib.get_close_matches(quoted[1], help.field_names(), n=1) if quoted else []
     return (f"Did you mean {near[0]}? " if near else "") + "asyncrl-train --help lists every field and group."

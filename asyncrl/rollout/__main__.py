@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, RolloutConfig, read
-from asyncrl.config.speculation import draft_room
+from asyncrl.config.server_args import draft_room
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
 from asyncrl.engine.session import GenerationSession

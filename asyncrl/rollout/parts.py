@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
-from asyncrl.config.speculation import draft_room
+from asyncrl.config.server_args import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.migration import Migration

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import SavedCompletion
 from asyncrl.errors import EngineError
-from asyncrl.metrics.fields import STEP_DRAFTS
 from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
@@ -475,21 +474,3 @@ def test_what_must_be_prefilled_is_what_no_cache_can_hold() -> None:
         return [*needed, client.inflight.take_needed()]
 
     assert asked(engine, play) == [3 + 3, 2, 9, 0]
-
-
-def test_drafts_are_counted_as_the_engine_reports_them() -> None:
-    """Under speculative decoding SGLang reports drafts with the last chunk of each answer."""
-    counts = {"spec_num_proposed_drafts": 10, "spec_num_correct_drafts": 4, "spec_verify_ct": 2}
-    plain, drafting = (
-        FakeEngine(lambda _, meta=meta: [stream(pieces(completion(6), **meta))]) for meta in ({}, counts)
-    )
-
-    async def play(client: GenerationClient) -> dict[str, float]:
-        for _ in range(3):
-            await client.generate()(PROMPT)
-        return client.inflight.take_figures().drafts()
-
-    assert asked(plain, play) == {}
-    found = asked(drafting, play)
-    assert found == {"drafts/accepted": 0.4, "drafts/tokens_per_step": 3.0}
-    assert found.keys() == STEP_DRAFTS.keys()
