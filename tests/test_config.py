@@ -8,6 +8,7 @@ import json
 import math
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,10 +22,12 @@ from pydantic import ValidationError
 from asyncrl import config as module
 from asyncrl.algo.loss import LOSSES
 from asyncrl.config import load, read
-from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import check_devices, check_model
+from asyncrl.errors import CompositionError, ConfigError
+from asyncrl.launch.checks import check_devices, check_model, check_request_fields
+from asyncrl.launch.compose import compose
 from asyncrl.launch.help import docstrings, recipe_confs
 from asyncrl.launch.main import CONF
+from asyncrl.removed import LAST, REMOVED
 from asyncrl.settings import Choice, Section
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import compose_values, tiny_config, tiny_values
@@ -68,6 +71,30 @@ def refusal(**changes: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         tiny_config(**changes)
     return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("sampling_params", "rollout.stop"), ("rid", "asyncrl sets it"), ("stream", "asyncrl sets it")],
+)
+def test_fields_of_requests_that_would_be_replaced_in_silence_are_refused(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine.request_fields.{name}: got .*{remedy}"):
+        tiny_config(**{"engine.request_fields": {name: {"stop": "x"}}})
+
+
+def test_fields_of_requests_that_sglang_does_not_know_are_refused() -> None:
+    check_request_fields(tiny_config(**{"engine.request_fields": {"return_routed_experts": True, "priority": 1}}))
+    with pytest.raises(ConfigError, match=r"engine.request_fields.priorit: got 1. .*did you mean priority"):
+        check_request_fields(tiny_config(**{"engine.request_fields": {"priorit": 1}}))
+
+
+def test_stop_strings_and_variables_of_the_template_have_settings() -> None:
+    config = tiny_config(**{"rollout.stop": ["\n\n"], "model.chat_template_kwargs": {"enable_thinking": False}})
+    assert config.rollout.stop == ["\n\n"]
+    with pytest.raises(ConfigError, match=r"rollout\.stop"):
+        tiny_config(**{"rollout.stop": ["x", ""]})
+    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs\.tools"):
+        tiny_config(**{"model.chat_template_kwargs": {"tools": []}})
 
 
 def test_what_cannot_be_repeated_is_not_called_deterministic() -> None:
@@ -897,3 +924,21 @@ def test_fleet_without_engines_or_with_addresses_that_are_none_is_refused(change
 
 def test_engines_that_run_already_may_be_all_there_are() -> None:
     assert tiny_config(**{"engine.count": 0, "engine.urls": ["http://gpu1:30000"]}).engine.count == 0
+
+
+# --- what is gone -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", REMOVED)
+def test_setting_that_is_gone_is_refused_with_its_reason(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a command as in a file of values: with the last commit that has it."""
+    name, _, value = field.partition("=")
+    with pytest.raises(ConfigError, match=LAST) as refused:
+        load(tiny_values(**{name: value or 1}))
+    assert refused.value.field == name
+    assert REMOVED[field] in refused.value.remedy
+    if value:  # the setting itself is still there
+        return
+    monkeypatch.setattr(sys, "argv", ["asyncrl-train", f"{field}=1"])
+    with pytest.raises(CompositionError, match=re.escape(REMOVED[field])):
+        compose(CONF)

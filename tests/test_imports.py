@@ -37,7 +37,7 @@ ALLOWED = {
     "images": set(),
     "errors": set(),
     "parallel": set(),
-    "jsonl": set(),
+    "jsonl": {"errors"},
     "child": set(),
     "importing": set(),
     "network": {"errors"},
@@ -54,7 +54,7 @@ ALLOWED = {
     "models": set(),
     "launch": {
         *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox", "observability"),
-        *("install", "planner", "weights", "backends"),  # the last three: for the preflight
+        *("install", "planner", "weights", "backends", "rollout", "settings"),  # planner to rollout: for the preflight
     },
     "engine": {"config", "backends", "observability"},
     "agents": {"envs"},
@@ -96,6 +96,7 @@ ONLY = {
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "sandbox"): {"sandbox", "sandbox.cgroups", "sandbox.local", "sandbox.protections"},
     ("launch", "backends"): {"backends.cpu", "backends.cpu.probe"},
+    ("launch", "rollout"): {"rollout.agent"},
     ("engine", "backends"): {"backends.cpu", "backends.cpu.sglang_shim"},
     ("trainer", "backends"): {"backends.cpu", "backends.cpu.pack_attention"},
     ("backends", "models"): {"models.catalog"},
@@ -103,7 +104,7 @@ ONLY = {
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
-        *("engine.session", "engine.partial_completion", "engine.roles", "engine.migration"),
+        *("engine.session", "engine.partial_completion", "engine.roles"),
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},
@@ -117,7 +118,7 @@ ONLY = {
     ("planner", "observability"): {"observability.intervals", "observability.timeline"},
     ("rewards", "sandbox"): {"sandbox.protocol"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.cohorts", "rollout.concurrency"},
-    ("planner", "engine"): {"engine.loads", "engine.loans", "engine.migration"},
+    ("planner", "engine"): {"engine.loads", "engine.loans"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 

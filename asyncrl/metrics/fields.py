@@ -67,7 +67,6 @@ STEP = {
     "requests/broken": "number of requests that were continued after their stream broke",
     "requests/overtaken": "number of requests that were sent again because a publish, or the end of a loan, began "
     "before their first chunk arrived",
-    "requests/moved": "number of answers that moved to another engine (rollout.migrate_after)",
     "episodes/retried": "number of episodes and reward computations that were retried since the previous step "
     "(rollout.retries)",
     "bias/length": "mean length of the trained trajectories relative to all generated ones, minus 1 (closed cohorts "
