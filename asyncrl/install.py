@@ -44,21 +44,21 @@ LIBRARIES = (
 )
 """NVIDIA's packages whose libraries the CUDA build of torch loads when it is imported, with or without a GPU."""
 
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CPU_INDEX = "<address of PyTorch's CPU index, from its installation page>"
 
 CUDA_NOTICE = f"""\
 asyncrl-install: pip's indexes do not have the CPU build of {{torch}}. It installs the CUDA build and the libraries that
 this build loads, which take about 4 GB of disk; no GPU is needed. To save them, stop it, name PyTorch's index of CPU
 builds, and run the command again:
 
-    export PIP_EXTRA_INDEX_URL={CPU_INDEX}
+    export PIP_EXTRA_INDEX_URL="{CPU_INDEX}"
 """
 
 TORCH_REMEDY = f"""\
 asyncrl-install: torch is installed but does not import; Python's own message is above. Remove it, name PyTorch's index
 of CPU builds, and run the command again:
 
-    {shlex.quote(sys.executable)} -m pip uninstall -y torch && export PIP_EXTRA_INDEX_URL={CPU_INDEX}"""
+    {shlex.quote(sys.executable)} -m pip uninstall -y torch && export PIP_EXTRA_INDEX_URL="{CPU_INDEX}\""""
 
 
 def lock_file(name: str = "cpu.txt") -> Path:

@@ -12,6 +12,7 @@ _SPECULATION = "speculative decoding is set by SGLang's own engine.server_args.s
 REMOVED = {
     "rollout.migrate_after": "answers that move between engines gained 2.4 % at most",
     "rollout.migrate_below": "answers no longer move between engines",
+    "rollout.start_order": "another order of starts gained 1.3 % at most, with lengths known exactly",
     "engine.speculative": _SPECULATION,
     "engine.draft_model": _SPECULATION,
     "engine.draft_tokens": _SPECULATION,

@@ -28,7 +28,6 @@ from asyncrl.config.generation import (
     TeacherConfig,
 )
 from asyncrl.config.lending import check_lending
-from asyncrl.config.long_tail import check_long_tail
 from asyncrl.config.overlap import check_overlap
 from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
@@ -182,7 +181,6 @@ class Config(Section):
         check_colocated(self)
         check_disaggregated(self)
         check_lending(self)
-        check_long_tail(self)
         check_roles(self)
         check_adapters(self)
         check_quantization(self)

@@ -268,11 +268,6 @@ class RolloutConfig(Section):
     """Import path, module:function of (progress) -> task weights by name, for the next prompt; a task that is left out
     has weight 0. progress: asyncrl.rollout.curriculum.CurriculumInput (asyncrl.rollout.hooks:towards_half_solved
     prefers tasks that are solved about half of the time)."""
-    start_order: Literal["in_order", "shortest_first", "longest_first"]
-    """Order in which the prompts of a cohort (rollout.batch_groups) are started, which matters while groups queue
-    (rollout.max_running_groups): that of the draw, or that of the tokens that answers to the prompt took in the last
-    epoch, or else of recent answers of its task. The prompts of a cohort are then drawn together, with the same
-    progress for rollout.curriculum. Neither staleness nor the prompts of a batch depend on it."""
     accept: str
     """Import path, module:function of (group) -> True, False, or the reason of a rejection. A rejected group is counted
     and replaced by a group of another prompt (dynamic sampling: asyncrl.rollout.hooks:has_signal)."""

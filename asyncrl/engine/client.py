@@ -27,7 +27,7 @@ from asyncrl.engine.pending_sample import PendingSample
 from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
 from asyncrl.engine.session import GenerationSession, SavedCompletion, SiblingSpread, seed_of
 from asyncrl.engine.stream import GenerateEndpoint
-from asyncrl.errors import AsyncRLError, EngineError
+from asyncrl.errors import AsyncRLError, EngineError, PromptRefused
 from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
 from asyncrl.images.parts import images_in
@@ -74,6 +74,7 @@ class GenerationClient:
         lent: Collection[str] = (),
         seed: int | None = None,
         context: int | None = None,
+        vocabulary: int | None = None,
         names: AdapterName | None = None,
         adapter_per: Literal["completion", "episode"] = "completion",
         agents: AgentsConfig = ONE_ADAPTER,
@@ -93,6 +94,7 @@ class GenerationClient:
         lent: URLs of the engines on the trainers' GPUs (cluster.lend)
         seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
         context: maximum length of a sequence in an engine, in tokens
+        vocabulary: size of the model's vocabulary; prompts with other tokens are refused
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
         agents, past_versions: adapters of roles, and the past versions that play some (Config.past_versions)
         vision: how the model reads images, if it does
@@ -121,6 +123,7 @@ class GenerationClient:
             stop=stop,
         )
         self.roles = RoleAdapters(agents, self.inflight, versions=names is not None, per=adapter_per)
+        self._vocabulary = vocabulary
         self._routing = routing
         self._vision = vision
         self._coalesce, self.temperature, self._retry_timeout = (
@@ -189,12 +192,13 @@ class GenerationClient:
         role: str = "",
         images: Sequence[bytes] = (),
     ) -> asyncio.Future[Completion]:
-        """Submit a request and return the future of its completion. Raises ValueError if it has not an image for each
-        placeholder.
+        """Submit a request and return the future of its completion. Raises PromptRefused for a token that the model
+        does not have, and ImageRefused if there is not an image for each placeholder.
 
         Siblings that submit the same prompt in the same iteration of the event loop share one request.
         """
         loop = asyncio.get_running_loop()
+        self._check_tokens(token_ids)
         added = self._added(token_ids, images)
         limit = self._limit(len(token_ids) + added, most)
         if not session.routing_key:
@@ -219,6 +223,18 @@ class GenerationClient:
             self._waiting[key] = [(session, exchange, future)]
             loop.call_soon(self._start, key, token_ids)
         return future
+
+    def _check_tokens(self, token_ids: list[int]) -> None:
+        """Raise PromptRefused for a token that is not in the vocabulary: SGLang's embedding would raise IndexError,
+        which ends the engine, and then the next one that gets the request."""
+        if self._vocabulary is None or not token_ids:
+            return
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < self._vocabulary:
+                raise PromptRefused(
+                    f"the prompt has token {token}, but the model's vocabulary has {self._vocabulary} tokens: use ids "
+                    f"from 0 to {self._vocabulary - 1}"
+                )
 
     def _added(self, token_ids: list[int], images: Sequence[bytes]) -> int:
         """Return the number of tokens that images take beyond their placeholders. Raises ValueError if they do not fit

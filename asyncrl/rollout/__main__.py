@@ -24,12 +24,12 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.imports import load
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
-from asyncrl.progress import Progress
+from asyncrl.progress import Progress, failing
 from asyncrl.records.events import Began, Event
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
-from asyncrl.rollout.agent import each
+from asyncrl.rollout.agent import close_all
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import ComparingRecorder
 from asyncrl.rollout.concurrency import ConcurrencyWindow
@@ -38,7 +38,6 @@ from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
-from asyncrl.rollout.order import StartOrder
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.recorder import Recorder
@@ -132,11 +131,12 @@ async def main(run_dir: Path) -> None:
 
     following = asyncio.create_task(progress.follow())
     try:
-        await serve(server, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
+        with failing(run_dir, "rollout"):
+            await serve(server, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
     finally:
         following.cancel()
         progress.doing("ending", within=config.cluster.stop_grace)
-        await each([playing, loads], "close")
+        await close_all([playing, loads], reporter.warn)
         observer.close()
         if writer:
             writer.close()
@@ -189,7 +189,7 @@ def _go_on(
 ) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
     """Restore the checkpointed state and return the groups that were running when it was saved."""
     prompts.go_on(resumed.cursor)
-    mixer.restore(resumed.mixer, prompts.again)
+    mixer.restore(resumed.mixer)
     return [
         (ticket, prompts.again(name.uid, name.task, name.index), sessions)
         for ticket, name, sessions in groups.restore(resumed.service)
@@ -214,17 +214,16 @@ def _concurrency_limiter(rollout: RolloutConfig) -> ConcurrencyLimiter:
 
 
 def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
-    rollout = config.rollout
     return Mixer(
         tasks,
         prompts.training,
         {name: task.weight for name, task in config.mixture.items()},
-        load(rollout.curriculum, "rollout.curriculum"),
+        load(config.rollout.curriculum, "rollout.curriculum"),
         config.run.seed,
-        StartOrder(rollout.start_order, rollout.batch_groups + rollout.oversample),
     )
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
-    asyncio.run(main(Path(sys.argv[1])))
+    with failing(Path(sys.argv[1]), "rollout"):
+        asyncio.run(main(Path(sys.argv[1])))

@@ -23,7 +23,7 @@ from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Access, Addresses
-from asyncrl.rollout.agent import Agent, agents, each, figures
+from asyncrl.rollout.agent import Agent, agents, close_all, close_one, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempts, played_here
 from asyncrl.rollout.group_player import GroupPlayer
@@ -79,6 +79,7 @@ class PlayingParts:
     player: EpisodePlayer
     groups: GroupPlayer
     start_timeout: float
+    warn: Warn
 
     @classmethod
     def build(
@@ -104,7 +105,8 @@ class PlayingParts:
             playing, scores, model.template, timeouts, failures, retries=rollout.retries, teacher=teacher
         )
         groups = GroupPlayer(player, failures, load(rollout.accept, "rollout.accept"))
-        return cls(client, playing, scores, teachers, teacher, player, groups, config.engine.start_timeout)
+        timeout = config.engine.start_timeout
+        return cls(client, playing, scores, teachers, teacher, player, groups, timeout, warn)
 
     @property
     def attempts(self) -> Attempts:
@@ -115,7 +117,7 @@ class PlayingParts:
         """Wait for the teacher, and start the agents."""
         if self.teachers:
             await self.teachers.wait_until_ready(self.start_timeout)
-        await each(self.agents.values(), "start")
+        await start_all(self.agents.values())
 
     def take_sums(self) -> Sums:
         """Return what was counted since the last call."""
@@ -131,9 +133,9 @@ class PlayingParts:
 
     async def close(self) -> None:
         """Close everything."""
-        await each([*self.agents.values(), *self.rewards.values()], "close")
-        await close_shared()
-        await each([self.client, self.teachers], "close")
+        await close_all([*self.agents.values(), *self.rewards.values()], self.warn)
+        await close_one(close_shared, "what the episodes share", self.warn)
+        await close_all([self.client, self.teachers], self.warn)
 
 
 def allow_files(config: Config, warn: Warn) -> None:
@@ -184,6 +186,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         lent=addresses.lent,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - draft_room(config.engine) if model.cache else context),
+        vocabulary=int(model.hf["vocab_size"]),
         names=adapter_names(config, addresses.run_id),
         adapter_per=config.rollout.adapter_per,
         agents=config.agents,

@@ -25,7 +25,7 @@ def ask(task: Task, index: int, field: str) -> Question:
         with raised_by("question"):
             return task.question(index)
     except EpisodeFailed as failed:
-        raise ConfigError(field, index, f"question({index}) of the task raised {failed.detail}.") from failed
+        raise ConfigError(field, index, f"question({index}) of the task raised {failed.located}.") from failed
 
 
 class Task(Protocol):

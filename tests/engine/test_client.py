@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.partial_completion import StopStrings
 from asyncrl.engine.session import SavedCompletion
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, PromptRefused
 from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
@@ -63,6 +63,19 @@ def test_answers_are_bounded_by_the_cache_that_an_engine_turned_out_to_have() ->
 
     asked(engine, play, context=4096)
     assert engine.requests[0]["sampling_params"]["max_new_tokens"] == 5
+
+
+@pytest.mark.parametrize("token", [-1, 20, 1_000_000])
+def test_a_token_that_the_model_does_not_have_reaches_no_engine(token: int) -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: GenerationClient) -> None:
+        with pytest.raises(PromptRefused, match=f"has token {token}, but the model's vocabulary has 20 tokens"):
+            await siblings(client, token_ids=[*PROMPT, token])
+        await siblings(client, token_ids=[*PROMPT, 19])
+
+    asked(engine, play, vocabulary=20)
+    assert [request["input_ids"] for request in engine.requests] == [[*PROMPT, 19]]
 
 
 def test_siblings_become_one_request_of_n_samples() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.models import catalog
+from asyncrl.models.tiny import TOKENS
 from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.parts import ModelParts, _client
 from tests.fakes import tiny_config
@@ -34,3 +35,4 @@ def test_siblings_are_spread_where_there_are_several_engines_or_replicas(
     )
     client = _client(config, addresses, ModelParts.load(config, addresses), "")
     assert client._spread(1) is several
+    assert client._vocabulary == len(TOKENS)

@@ -210,7 +210,7 @@ def test_what_an_agent_raises_costs_its_group_and_is_told_with_its_traceback() -
         await site.run_until(lambda: site.ledger().groups.ready == 4)
         assert site.ledger().groups.rejected == {"agent_error": 1}
         ((text, trace),) = site.told
-        assert text == "g00000001a0000 failed: agent_error: ValueError: a typo"
+        assert text.startswith(f"g00000001a0000 failed: agent_error: ValueError: a typo ({__file__}:")
         assert trace
         assert trace.endswith("ValueError: a typo\n")
         assert "in run" in trace
@@ -223,8 +223,8 @@ def test_agent_that_raises_every_time_ends_the_worker() -> None:
         site = Site(Failing(lambda _: ValueError("a typo")), max_failures=5)
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)
-        text = "5 groups in a row failed, the last with: agent_error: ValueError: a typo"
-        assert text in [str(error) for error in leaves(caught.value)]
+        text = "5 groups in a row failed, the first with: agent_error: ValueError: a typo"
+        assert any(str(error).startswith(f"{text} ({__file__}:") for error in leaves(caught.value))
 
     asyncio.run(main())
 
@@ -264,14 +264,15 @@ def test_bug_beside_a_failed_sibling_still_surfaces() -> None:
     asyncio.run(main())
 
 
-def test_failures_in_a_row_end_the_worker_with_the_last_reason() -> None:
+@pytest.mark.parametrize(("then", "last"), [("down", ""), ("gone", "; the last with: judge: gone")])
+def test_failures_in_a_row_end_the_worker_with_the_first_reason_and_another_last_one(then: str, last: str) -> None:
     async def main() -> None:
-        site = Site(Failing(lambda _: EpisodeFailed("judge", "down")), max_failures=5)
+        site = Site(Failing(lambda n: EpisodeFailed("judge", "down" if n == 0 else then)), max_failures=5)
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)
         first = next(leaves(caught.value))
         assert type(first) is AsyncRLError
-        assert str(first) == "5 groups in a row failed, the last with: judge: down"
+        assert str(first) == f"5 groups in a row failed, the first with: judge: down{last}"
 
     asyncio.run(main())
 

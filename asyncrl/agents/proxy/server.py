@@ -18,8 +18,8 @@ import asyncio
 import errno
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -37,6 +37,7 @@ from asyncrl.agents.proxy.messages import ApiError
 from asyncrl.agents.proxy.session import ProxySession, ProxyStats, gone
 from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.network.serving import SignalFreeServer
 from asyncrl.schema import Generate
 
 MOST_BYTES = 32 << 20
@@ -74,7 +75,7 @@ class Proxy:
         listening = _listen(self._host, self._port)
         self._port = listening.getsockname()[1]
         settings: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
-        self._server = _Server(
+        self._server = SignalFreeServer(
             uvicorn.Config(
                 self._app(),
                 ws="none",
@@ -91,7 +92,7 @@ class Proxy:
         for session in self._sessions.values():
             session.close()
         if self._serving and self._server:
-            self._server.should_exit = True
+            self._server.end()
             await asyncio.wait({self._serving})
 
     @property
@@ -156,15 +157,6 @@ class Proxy:
         return _refusal(ApiError(500, f"a bug in the proxy: {error!r}"))
 
 
-class _Server(uvicorn.Server):
-    """Server that does not install signal handlers."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
-        yield
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket that is created with its protocol number.
 
@@ -226,6 +218,9 @@ async def _body(request: Request) -> Body:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
+    if tool_calls.nested_too_deep(body):
+        most = tool_calls.MOST_NESTED
+        raise ApiError(400, f"the body nests lists and objects more than {most} deep: send it flatter")
     return body
 
 
