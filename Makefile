@@ -3,7 +3,9 @@
 PYTHON ?= python3.11
 ARGS ?=
 BENCH_ARGS ?=
+BASE ?= HEAD
 TRIALS ?= 20
+PART ?=
 BIN := .venv/bin
 READY := .venv/.stamp
 PEERS := .venv/peers
@@ -17,7 +19,7 @@ export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup bubblewrap run test unit slurm prometheus integration campaign peers te-stub cuda-stub container fresh check bench clean
+.PHONY: docs help setup bubblewrap run test test-all nightly unit golden history tools structure slurm prometheus campaign peers te-stub cuda-stub container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,20 +37,37 @@ bubblewrap: setup  ## bubblewrap for sandboxes, unpacked into .venv, where it is
 run: setup bubblewrap  ## asyncrl-train ARGS="..."; without ARGS the embedded default
 	$(BIN)/asyncrl-train $(ARGS)
 
-test: unit integration  ## everything that needs no GPU
+FREE := not campaign and not gpu and not multi_gpu and not structure
+PYTEST := $(BIN)/pytest -q --durations=10
+# By file, since the tests of a file share what they start; unit tests fill the waits of runs.
+SESSION := $(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder tests
+
+test: tools  ## what a newcomer and CI run: every claim once, all unit tests; 10 minutes on 2 cores
+	$(SESSION) -m "$(FREE) and not nightly"
+
+test-all: tools te-stub peers history  ## everything that is deterministic (AGENTS.md)
+	$(SESSION) -m "$(FREE)"
+	set -e; for script in $(filter-out scripts/bench_gpu.py,$(wildcard scripts/bench_*.py)); do $(BIN)/python $$script --quick; done
+
+nightly: tools  ## the tests of test-all that test does not have; PART=2/6 is one part of them, by file
+	ASYNCRL_PART=$(PART) $(SESSION) -m "$(FREE) and nightly"
 
 unit: setup  ## the tests that start nothing
-	$(BIN)/pytest -q -n 3 tests --ignore=tests/integration -m "not integration and not campaign and not gpu and not multi_gpu"
+	$(PYTEST) -n 3 tests --ignore=tests/integration -m "$(FREE) and not nightly and not integration"
+
+history: setup bubblewrap  ## the curves of the tiny and the default run against results/history.json: 8 minutes
+	$(BIN)/python scripts/history.py $(ARGS)
+
+tools: setup slurm bubblewrap prometheus
+
+golden: setup  ## what this tree computes, sends and starts, to the last bit, against a commit (BASE=HEAD)
+	$(BIN)/python -m tests.golden $(BASE)
 
 slurm: setup  ## a Slurm for its tests, unpacked into .venv, where Debian's packages can be had
 	$(BIN)/python scripts/debian_tools.py slurm .venv/slurm
 
 prometheus: setup  ## a Prometheus for its tests, unpacked into .venv, where Debian's package can be had
 	$(BIN)/python scripts/debian_tools.py prometheus .venv/prometheus
-
-integration: setup slurm bubblewrap prometheus  ## the tests on the real engine, router and Megatron
-	$(BIN)/pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests/integration tests/envs tests/sandbox tests/rewards \
-	-m "integration and not campaign and not gpu and not multi_gpu"
 
 campaign: setup bubblewrap  ## many seeded trials, and many more examples of each property (TRIALS=20)
 	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q tests -m "campaign and not gpu and not multi_gpu"
@@ -92,8 +111,9 @@ container:  ## the image for CPUs: the Dockerfile's steps in a clean root (as ro
 fresh:  ## `make run` and `make test` on a clean Debian, as root and as another user (as root; ARGS="--bind FOLDER ...")
 	$(PYTHON) scripts/fresh.py $(ARGS)
 
-check: setup docs  ## format, lint, types, documentation
+check: setup docs  ## format, lint, types, documentation, and the shape of the code
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+	$(PYTEST) -n 2 tests/test_imports.py tests/test_names.py tests/test_docs.py -m structure
 
 DOCS := .venv/.docs
 $(DOCS): requirements/docs.txt $(READY)

@@ -14,6 +14,8 @@ AsyncRLError
 |-- RecordError        a recording or a checkpoint is damaged, or lacks what was requested
 `-- BadStep            a training step that must not be applied (not finite, or exploding), under the `stop` policy
 
+PromptRefused is a ValueError, because the code that made the prompt is at fault: it becomes EpisodeFailed there.
+
 Stopped and Paused also end a run but are not errors: a signal reached the launcher, or the run will be resumed later.
 
 Any other exception that escapes is a bug and ends the run with its traceback.
@@ -90,6 +92,10 @@ class EpisodeFailed(AsyncRLError):
     def located(self) -> str:
         """Return the detail with the line of user code."""
         return f"{self.detail} ({self.where})" if self.where else self.detail
+
+
+class PromptRefused(ValueError):
+    """Raised for a prompt that an engine would die of. It states why and what helps."""
 
 
 class LedgerError(AsyncRLError):

@@ -6,11 +6,11 @@
 By default the engines are time-dilated stubs (scripts/dilated_run.py) with a published calibration, scaled down in
 state and time. There are 8 devices, each an engine or an eighth of the trainer, and 16 groups of 8 answers per batch.
 Lengths are those of reasoning models (log-normal, sigma 0.9), with a heavier tail (1.3), or of an agent with slow
-tools; with --full also with dynamic sampling that rejects half of the groups, and with questions that come again
-every 8 batches, and whose answers then take as long as before. Prefills take no time. The baseline is colocated: all
-devices generate, then all train, and switching costs time. Each mode uses the split of devices that is fastest in the
-simulation; all modes train on the same groups. Time is scaled down by --scale (default 80). The cost of asyncrl per
-request is not scaled, so it weighs more than in a real run. Each row is printed as soon as its run has ended. By
+tools; with --full also with dynamic sampling that rejects half of the groups. Prefills take no time. The baseline is
+colocated: all devices generate, then all train, and switching costs time. Each mode uses the split of devices that is
+fastest in the simulation; all modes train on the same groups. Time is scaled down by --scale (default 80). The cost of
+asyncrl per request is not scaled, so it weighs more than in a real run. Each row is printed as soon as its run has
+ended. By
 default there are few modes and steps, which take about ten minutes; --full runs all modes, for more than an hour.
 A second table says how long engines and trainer stand still for publishes, and what happens to the requests in flight;
 the modes `stream`, `full` and `overlap` publish a large model.
@@ -46,7 +46,6 @@ from asyncrl.launch.machine import count_gpus
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.laws import bottleneck_bound
 from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.long_tail import LongTail, Order, simulate_long_tail
 from asyncrl.planner.simulation import Setting, SimulatedWorkload, SimulationResult, simulate
 from scripts import machine
 from scripts.dilated_run import DilatedRun, Measured
@@ -75,8 +74,7 @@ SHAPE = EngineShape(0.012, 0.00048, 64)
 RATE = 2500.0
 STREAM, FULL = {"pause": 16.76}, {"fill": 5.98, "pause": 16.71}
 """Seconds of a publish of Qwen3-235B-A22B on 1,024 GPUs, by weights.staging (docs/weights.md)."""
-WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools", "half rejected", "repeated")
-QUESTIONS = 8 * BATCH  # of "repeated"; the first batches of an epoch have ended when those of the next begin
+WORKLOADS = ("sigma 0.9", "sigma 1.3", "slow tools", "half rejected")
 
 
 def lengths(workload: str, scale: float) -> Lengths:
@@ -100,18 +98,12 @@ class Mode:
     spread: bool = True
     replacement: Literal["newest", "slot"] = "newest"
     in_play: int | None = 0
-    migrate: bool = False
-    start_order: Order = "in_order"
     fill: float = 0.0
     """Seconds in which the trainer fills buckets, before the engines pause."""
     pause: float = 3.0
     overlap: bool = False
     engines: int | None = None
     """Number of engines; None: that of the fastest split."""
-
-    def options(self, scale: float) -> LongTail:
-        """Return the options for the long tail. Answers may move after half of a mean answer."""
-        return LongTail(round(4000 / scale) if self.migrate else None, start_order=self.start_order)
 
     def setting(self, engines: int, scale: float) -> Setting:
         """Return the setting in which this many devices generate."""
@@ -149,11 +141,7 @@ MODES = [
     Mode("bound 4, drain", 4, drain=True),
     Mode("bound 4, together", 4, spread=False),  # the siblings of a group on one engine
     Mode("bound 8, together", 8, spread=False),
-    Mode("bound 4, migrate", 4, migrate=True),  # rollout.migrate_after
-    Mode("bound 4, together, migrate", 4, spread=False, migrate=True),
     Mode("bound 4, limited", 4, in_play=LIMIT),  # half of what admission allows: groups queue
-    Mode("bound 4, limited, shortest first", 4, in_play=LIMIT, start_order="shortest_first"),
-    Mode("bound 4, limited, longest first", 4, in_play=LIMIT, start_order="longest_first"),
     Mode("bound 4, in slots", 4, replacement="slot"),
     Mode("bound 8, auto", 8, in_play=None),  # rollout.max_running_groups
     Mode("bound 4, stream", 4, **STREAM),  # weights.staging
@@ -170,7 +158,7 @@ FEWER = ("bound 4", "bound 4, parts", "bound 8, parts")
 def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[str, dict[str, float]]:
     """Measure every mode on one workload, compare it with the baseline, the law and the simulation, and print it."""
     rejected = 0.5 if name == "half rejected" else 0.0
-    run = DilatedRun(lengths(name, scale), BATCH, rejected, QUESTIONS if name == "repeated" else None)
+    run = DilatedRun(lengths(name, scale), BATCH, rejected)
     try:
         workload = run.workload()
         tokens = [sum(one.tokens for one in workload.episodes(number)) for number in range(64 * BATCH)]
@@ -183,11 +171,10 @@ def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[
         rates: dict[str, tuple[Measured, SimulationResult]] = {}
         for mode in modes:
             # a synchronous step does not depend on those before, and takes several times as long; for the others the
-            # warm-up lasts until the engines are full, or the lengths of questions are known
-            filled = 12 if name == "repeated" else 6
-            warm, counted = (1, math.ceil(steps / 2)) if mode.max_staleness == 0 else (filled, steps)
+            # warm-up lasts until the engines are full
+            warm, counted = (1, math.ceil(steps / 2)) if mode.max_staleness == 0 else (6, steps)
             setting, expected = best_split(mode, workload, counted, warm, scale)
-            measured = run.run(setting, counted, warm, mode.options(scale), fill=mode.fill / scale)
+            measured = run.run(setting, counted, warm, fill=mode.fill / scale)
             if measured.staleness_max > mode.max_staleness:
                 sys.exit(f"{name}, {mode.name}: staleness {measured.staleness_max} exceeds the bound")
             rates[mode.name] = measured, expected
@@ -208,7 +195,6 @@ def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[
                 "in_flight": measured.in_flight,
                 "crossing": measured.crossing,
                 "repeated": measured.repeated,
-                **({"moved": measured.moved} if mode.migrate else {}),
             }
             if "lead 0" in rates:
                 found[mode.name]["async_over_lead0"] = measured.tokens_per_s / rates["lead 0"][0].tokens_per_s
@@ -252,14 +238,7 @@ def best_split(
     """Return the split of devices that is fastest in the simulation, and its result."""
     splits = [mode.engines] if mode.engines else range(1, 2 if mode.colocated else DEVICES)
     settings = [mode.setting(engines, scale) for engines in splits]
-    options = mode.options(scale)
-
-    def simulated(setting: Setting) -> SimulationResult:
-        if options == LongTail():
-            return simulate(workload, setting, steps, warm)
-        return simulate_long_tail(workload, setting, options, steps, warm)
-
-    outcomes = [simulated(setting) for setting in settings]
+    outcomes = [simulate(workload, setting, steps, warm) for setting in settings]
     best = max(range(len(settings)), key=lambda i: outcomes[i].tokens_per_s)
     return settings[best], outcomes[best]
 

@@ -43,7 +43,6 @@ from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
 from asyncrl.network.addresses import Addresses  # noqa: E402
 from asyncrl.planner.lengths import Lengths  # noqa: E402
-from asyncrl.planner.long_tail import LongTail  # noqa: E402
 from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402
 from asyncrl.schema import Batch, decode_batch  # noqa: E402
@@ -84,23 +83,14 @@ class Measured:
     """Number of requests that were continued after an interruption, over the whole run."""
     beside: int
     """Number of batches, over the whole run, whose training began while a version was being published."""
-    moved: int
-    """Number of answers that moved to another engine."""
 
 
 class DilatedRun:
     """Runs of one workload. Each `run` starts all processes again."""
 
-    def __init__(
-        self, lengths: Lengths, batch_groups: int, rejected: float = 0.0, questions: int | None = None
-    ) -> None:
-        """`rejected` is the fraction of groups that dynamic sampling rejects, `questions` the number of questions in an
-        epoch; unset: they never come again."""
+    def __init__(self, lengths: Lengths, batch_groups: int, rejected: float = 0.0) -> None:
+        """`rejected` is the fraction of groups that dynamic sampling rejects."""
         self._lengths, self._batch_groups, self._rejected = lengths, batch_groups, rejected
-        self._task = ["task.params.digits=8"]
-        if questions:
-            self._task = ["task=own", "task.kind=scripts.slow_tools:Repeated"]
-            self._task += ["+task.params.digits=8", f"+task.params.size={questions}"]
         self._agent = "scripts.slow_tools:SlowTools" if lengths.turns > 1 else "asyncrl.agents.single_turn:SingleTurn"
         self._folder = Path(tempfile.mkdtemp(prefix="dilated-"))
         self._model = self._folder / "model"
@@ -114,7 +104,7 @@ class DilatedRun:
 
     def workload(self) -> SimulatedWorkload:
         """Return the same groups in the same order, for the simulation."""
-        config = self._config(Setting(1, 1.0, 0, in_play=0), LongTail())
+        config = self._config(Setting(1, 1.0, 0, in_play=0))
         prompts = Prompts(config, _tasks(config), ChatTemplate(load_tokenizer(self._model, None)), 1 << 20)
         stream = next(iter(prompts.training.values()))
         numbers = [number_of(prompt.token_ids) for prompt in islice(stream, 4096)]
@@ -130,21 +120,18 @@ class DilatedRun:
             accepted=lambda number: accepted(numbers[number], self._rejected),
         )
 
-    def run(
-        self, setting: Setting, steps: int, warm: int, options: LongTail | None = None, *, fill: float = 0.0
-    ) -> Measured:
+    def run(self, setting: Setting, steps: int, warm: int, *, fill: float = 0.0) -> Measured:
         """Train `warm` + `steps` batches. `fill` is the part of `setting.train_fixed` in which buckets are filled.
         Raises RuntimeError if a trained answer has not the length of the workload."""
-        config = self._config(setting, options or LongTail())
+        config = self._config(setting)
         with self._processes(config, setting) as addresses:
             return DilatedTrainer(addresses, config, setting, fill, self._lengths).run(steps, warm)
 
-    def _config(self, setting: Setting, options: LongTail) -> Config:
+    def _config(self, setting: Setting) -> Config:
         groups = "auto" if setting.in_play is None else setting.in_play // self._lengths.group_size or "null"
-        after = options.migrate_after
         overrides = [
             "experiment=tiny",
-            *self._task,
+            "task.params.digits=8",
             "eval.questions=0",
             "cluster.tls=false",  # the stub engines speak http
             f"engine.count={setting.engines}",
@@ -157,10 +144,7 @@ class DilatedRun:
             f"rollout.spread_siblings={str(setting.spread).lower()}",
             "rollout.accept=scripts.slow_tools:accept",
             f"rollout.max_running_groups={groups}",
-            f"rollout.migrate_after={'null' if after is None else after}",
-            f"rollout.migrate_below={options.migrate_below}",
-            f"rollout.coalesce={str(after is None).lower()}",
-            f"rollout.start_order={options.start_order}",
+            "rollout.coalesce=true",
             f"rollout.max_new_tokens={self._lengths.longest}",
             f"agent={self._agent}",
             f"weights.pause_mode={'drain' if setting.drain else 'in_place'}",
@@ -238,7 +222,7 @@ class DilatedTrainer:
         self._run = config.run
         self._tokens = 0  # of the parts of a batch so far
         self._publishing = False
-        self._in_flight, self._moved, self._beside = list[int](), list[int](), 0
+        self._in_flight, self._beside = list[int](), 0
 
     def run(self, steps: int, warm: int) -> Measured:
         """Train `warm` + `steps` batches, and measure the latter."""
@@ -267,15 +251,11 @@ class DilatedTrainer:
             mean("staleness/mixed"),
             sum(retried.values()),
             self._beside,
-            sum(self._moved[warm:]),
         )
 
     def get(self, version: int, part: int = 0) -> Batch:
         """Wait for a part of a batch, as BatchFeed does."""
-        batch = decode_batch(self._source.batch(version, part, self._setting.parts, interrupt=lambda: False))
-        if batch.last:
-            self._moved.append(int(batch.rollout.get("requests/moved", 0.0)))
-        return batch
+        return decode_batch(self._source.batch(version, part, self._setting.parts, interrupt=lambda: False))
 
     def _update_weights(self, batch: Batch) -> dict[str, float]:
         """Sleep for as long as it takes to train a part of a batch."""

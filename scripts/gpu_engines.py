@@ -1,4 +1,4 @@
-"""Engines of every setting that has never run on a GPU: scripts/bench_gpu.py makes a part of each.
+"""Engines of many settings on GPUs: scripts/bench_gpu.py makes a part of each.
 
 `check` starts engines of a setting on a small model of random weights and publishes two versions by each transport,
 which the engines' checksums verify. The log-probabilities that the engines return for their own tokens must be those
@@ -22,8 +22,7 @@ DENSE, SPARSE, FP8, INT8 = 0.15, 0.25, 1.2, 0.45
 TWO, REPLICAS = "engine.tensor_parallel=2", "engine.data_parallel=2"
 EXPERTS, STAGES = "engine.expert_parallel=2", ("engine.pipeline_parallel=2", "weights.pause_mode=abort")
 PAIR = ("engine.count=0", "engine.prefill_count=1", "engine.decode_count=1", "rollout.coalesce=false")
-EAGLE, EAGLE3 = "engine.speculative=eagle", "engine.speculative=eagle3"
-MTP, CHAIN, CODES = "engine.speculative=mtp", "engine.draft_tokens=4", "engine.quantization"
+CODES = "engine.quantization"
 HICACHE = ("engine.hicache=1", "rollout.cache_key=version")
 SMALL_CACHE = "engine.max_total_tokens=1024"
 """Room for half of what is asked, so that prefixes must leave the GPU before they are asked for again."""
@@ -38,7 +37,6 @@ class Setting:
     gpus: int = 1  # of all its engines
     gap: float = SPARSE
     """Largest mean difference of log-probabilities between the engines on GPUs and transformers."""
-    draft: str = ""  # architecture of its draft model
     on_cpu: tuple[str, ...] | None = None  # in place of `overrides`, where a CPU cannot run them
 
 
@@ -48,10 +46,6 @@ SETTINGS = {
     "replicas": Setting("qwen3_moe", (TWO, EXPERTS, REPLICAS), gpus=2),
     "stages": Setting("qwen3_moe", STAGES, gpus=2),
     "all": Setting("qwen3_moe", (TWO, EXPERTS, REPLICAS, *STAGES), gpus=4),
-    "ngram": Setting("llama", ("engine.speculative=ngram", "engine.draft_tokens=6"), gap=DENSE),
-    "eagle": Setting("llama", (EAGLE,), gap=DENSE, draft="LlamaForCausalLMEagle", on_cpu=()),
-    "eagle3": Setting("llama", (EAGLE3, CHAIN), gap=DENSE, draft="LlamaForCausalLMEagle3", on_cpu=()),
-    "mtp": Setting("glm4_moe", (MTP, CHAIN), on_cpu=()),
     "hicache": Setting("qwen3", (*HICACHE, SMALL_CACHE), gap=DENSE, on_cpu=(SMALL_CACHE,)),
     "pair": Setting("qwen3", PAIR, gpus=2, gap=DENSE, on_cpu=()),
     "fp8": Setting("qwen3_moe", (f"{CODES}=fp8",), gap=FP8, on_cpu=(f"{CODES}=fp8_simulated",)),
@@ -59,7 +53,7 @@ SETTINGS = {
 }
 ON_CPU = 5e-4
 """The same on a CPU in float32, of any single token."""
-VOCAB, TEMPERATURE = 1024, 0.2  # low, so that some drafts are accepted
+VOCAB, TEMPERATURE = 1024, 0.2
 SIZES: dict[str, Any] = {"vocab": VOCAB, "hidden": 512, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 512}
 """Heads of 128, and whole blocks of fp8 in every part of two ranks."""
 FROM_HOST = 0.4
@@ -67,43 +61,11 @@ FROM_HOST = 0.4
 
 
 def write(folder: Path, setting: Setting) -> None:
-    """Write the model of a setting into the folder, and its draft model beside it."""
+    """Write the model of a setting into the folder."""
     from asyncrl.models.tiny import write_random_model
-    from tests.convert.models import add_drafts
 
     fields = {"moe_intermediate_size": 256} if setting.arch.endswith("moe") else {}
     write_random_model(folder, setting.arch, **SIZES, tied=False, seed=1, dtype="bfloat16", fields=fields)
-    if MTP in setting.overrides:
-        add_drafts(folder)
-    if setting.draft:
-        write_draft(folder.with_name("draft"), setting.draft)
-
-
-def write_draft(folder: Path, arch: str) -> None:
-    """Write a draft model with the names and shapes of published ones for EAGLE or EAGLE-3, and random weights."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    from asyncrl.models.tiny import write_random_model
-
-    write_random_model(folder, "llama", **{**SIZES, "layers": 1}, tied=False, seed=2, dtype="bfloat16")
-    third, hidden = arch.endswith("3"), SIZES["hidden"]
-    held = {name.removeprefix("model."): x for name, x in load_file(folder / "model.safetensors").items()}
-    fused = torch.Generator().manual_seed(3)
-    held["fc.weight"] = (0.02 * torch.randn(hidden, (2 + third) * hidden, generator=fused)).bfloat16()
-    if third:
-        held = {name.replace("layers.0", "midlayer"): x for name, x in held.items()}
-        for name in (f"midlayer.self_attn.{which}_proj.weight" for which in "qkv"):  # they read the embedding, too
-            held[name] = torch.cat([held[name], held[name]], 1)
-        held["midlayer.hidden_norm.weight"] = held["norm.weight"].flip(0)
-        held["d2t"] = torch.zeros(VOCAB, dtype=torch.int64)  # every token is a draft's
-    else:
-        held["fc.bias"] = torch.zeros(hidden, dtype=torch.bfloat16)
-        del held["norm.weight"], held["layers.0.input_layernorm.weight"], held["lm_head.weight"]
-    save_file(held, folder / "model.safetensors", {"format": "pt"})
-    hf = json.loads((folder / "config.json").read_text()) | {"architectures": [arch], "draft_vocab_size": VOCAB}
-    hf |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}} if third else {}
-    (folder / "config.json").write_text(json.dumps(hf))
 
 
 def overrides(setting: Setting, model: Path, *, rehearse: bool, spare: bool = False) -> list[str]:
@@ -112,10 +74,9 @@ def overrides(setting: Setting, model: Path, *, rehearse: bool, spare: bool = Fa
     if rehearse:
         own = setting.overrides if setting.on_cpu is None else setting.on_cpu
         return [*common, "engine.dtype=float32", *own]
-    draft = [f"engine.draft_model={model.with_name('draft')}"] if setting.draft else []
     common += [f"trainer.device={'auto' if spare else 'cpu'}", "engine.dtype=bfloat16"]
     common += ["+engine.server_args.mem_fraction_static=0.3"]
-    return [*common, *setting.overrides, *draft]
+    return [*common, *setting.overrides]
 
 
 def composed(name: str, folder: Path, *, spare: bool) -> list[Any]:
@@ -155,7 +116,6 @@ def check(name: str, folder: Path, *, rehearse: bool) -> dict[str, Any]:
                 told = publish(publisher, version)
                 assert (told["engines"], told["verify"] > 0) == (fleet.config.engine.started, True), told
                 answers, caches = ask(fleet, version)
-                assert ("drafts/accepted" in caches) == (fleet.config.engine.speculative != "none"), caches
                 assert not fleet.config.engine.hicache or caches["cached"] > FROM_HOST, caches
                 assert {span.version for _, found in answers for span in found.versions} == {version}
                 served = differences(answers, weights, config, version, folder)
@@ -169,7 +129,7 @@ def check(name: str, folder: Path, *, rehearse: bool) -> dict[str, Any]:
 
 
 def ask(fleet: Any, version: int) -> tuple[list[tuple[list[int], Any]], dict[str, float]]:
-    """Return prompts with their answers, and the figures of caches and drafts. Every prompt is asked twice, the second
+    """Return prompts with their answers, and the figures of caches. Every prompt is asked twice, the second
     time with a cache."""
     import torch
 
@@ -187,7 +147,7 @@ def ask(fleet: Any, version: int) -> tuple[list[tuple[list[int], Any]], dict[str
             found += zip(prompts, await asyncio.gather(*asked), strict=True)
         await made.close()
         told = made.inflight.figures
-        return found, {"cached": told.cached_tokens / told.prompt_tokens, **told.drafts()}
+        return found, {"cached": told.cached_tokens / told.prompt_tokens}
 
     return asyncio.run(answers())
 

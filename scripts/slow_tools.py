@@ -1,5 +1,5 @@
-"""Parts of bench_async.py: an agent with slow tools, whose turns and tool times follow the lengths of the workload,
-dynamic sampling that rejects a fraction of the groups, and a task whose questions come again."""
+"""Parts of bench_async.py: an agent with slow tools, whose turns and tool times follow the lengths of the workload, and
+dynamic sampling that rejects a fraction of the groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -28,24 +27,6 @@ def accepted(number: int, rejected: float) -> bool:
 def accept(group: Group) -> bool:
     """rollout.accept of the benchmark."""
     return accepted(number_of(group.prompt_ids), float(os.environ[REJECTED]))
-
-
-class Repeated:
-    """Task of `size` questions, which are numbers of `digits` digits. All answers are worth the same."""
-
-    inline = True
-
-    def __init__(self, digits: int, size: int) -> None:
-        self._digits, self.size = digits, size
-
-    def question(self, index: int) -> dict[str, Any]:
-        """Return a question."""
-        chance = random.Random(index)
-        return {"messages": [{"role": "user", "content": "".join(chance.choices("0123456789", k=self._digits))}]}
-
-    def score(self, answer: str, question: dict[str, Any]) -> float:
-        """Return the same for all."""
-        return 0.0
 
 
 class SlowTools:

@@ -1,5 +1,5 @@
 """One hypothesis profile for all tests: the same examples on every machine, and no deadlines on shared cores. And the
-schedule of the integration tests: which of them run in one process, and which start first."""
+schedule of the tests: which tier has them (tests/tiers.py), which run in one process, and which start first."""
 
 from asyncrl import importing
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.examples import examples
+from tests.tiers import chosen, tier
 
 settings.register_profile(
     "asyncrl",
@@ -25,9 +26,8 @@ settings.load_profile("asyncrl")
 
 SANDBOXES = ("tests/envs/", "tests/sandbox/", "tests/rewards/", "tests/integration/test_agents.py")
 """These tests look for what sandboxes have left anywhere on the machine, so they run one at a time."""
-FOLDERS = ("tests/integration/", "tests/envs/", "tests/sandbox/", "tests/rewards/")
-"""Where `make integration` collects; `make unit` collects everything but the first. (Collecting takes seconds.)"""
-STARTING = {"integration", "campaign", "gpu", "multi_gpu"}
+PART = os.environ.get("ASYNCRL_PART", "")
+"""Such as 2/6: of all files of tests, only those of this part run."""
 
 
 def _files(*names: str) -> tuple[str, ...]:
@@ -57,18 +57,18 @@ def pytest_collection_finish() -> None:
     importing.done()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the longest files first and keep the order of all others."""
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with its tier, sort the longest files first, and leave out what belongs to other parts."""
     place = {file: number for number, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(_file(item.nodeid), len(place)))
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if "integration" in marks and not item.nodeid.startswith(FOLDERS):
-            raise pytest.UsageError(f"{item.nodeid}: move it to one of {', '.join(FOLDERS)}, or make would not find it")
-        if item.nodeid.startswith(FOLDERS[0]) and not marks & STARTING:
-            raise pytest.UsageError(
-                f"{item.nodeid}: mark it integration or campaign, or move it: make would not find it"
-            )
+        if mark := tier(item.nodeid):
+            item.add_marker(mark)
+    others = [item for item in items if PART and not chosen(_file(item.nodeid), PART)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if chosen(_file(item.nodeid), PART)]
 
 
 def _file(nodeid: str) -> str:

@@ -1,4 +1,4 @@
-"""Imports go one way, the launcher stays light, and files and functions stay small."""
+"""Imports go one way, the launcher stays light, and the core does not grow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "imports", "routing", "leases"),
-    *("importing", "network", "progress", "child", "images"),
+    *("importing", "network", "progress", "child", "images", "removed"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -37,7 +37,7 @@ ALLOWED = {
     "images": set(),
     "errors": set(),
     "parallel": set(),
-    "jsonl": set(),
+    "jsonl": {"errors"},
     "child": set(),
     "importing": set(),
     "network": {"errors"},
@@ -48,12 +48,13 @@ ALLOWED = {
     "settings": set(),
     "config": {"errors", "settings", "algo"},
     "install": set(),
+    "removed": set(),
     "metrics": {"config"},
     "backends": {"models", "algo"},
     "models": set(),
     "launch": {
         *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox", "observability"),
-        *("install", "planner", "weights", "backends"),  # the last three: for the preflight
+        *("install", "planner", "weights", "backends", "rollout", "settings"),  # planner to rollout: for the preflight
     },
     "engine": {"config", "backends", "observability"},
     "agents": {"envs"},
@@ -95,6 +96,7 @@ ONLY = {
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "sandbox"): {"sandbox", "sandbox.cgroups", "sandbox.local", "sandbox.protections"},
     ("launch", "backends"): {"backends.cpu", "backends.cpu.probe"},
+    ("launch", "rollout"): {"rollout.agent"},
     ("engine", "backends"): {"backends.cpu", "backends.cpu.sglang_shim"},
     ("trainer", "backends"): {"backends.cpu", "backends.cpu.pack_attention"},
     ("backends", "models"): {"models.catalog"},
@@ -102,7 +104,7 @@ ONLY = {
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
-        *("engine.session", "engine.partial_completion", "engine.roles", "engine.migration"),
+        *("engine.session", "engine.partial_completion", "engine.roles"),
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},
@@ -116,7 +118,7 @@ ONLY = {
     ("planner", "observability"): {"observability.intervals", "observability.timeline"},
     ("rewards", "sandbox"): {"sandbox.protocol"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.cohorts", "rollout.concurrency"},
-    ("planner", "engine"): {"engine.loads", "engine.loans", "engine.migration"},
+    ("planner", "engine"): {"engine.loads", "engine.loans"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 
@@ -275,44 +277,13 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-def functions() -> list[tuple[int, str]]:
-    return [
-        ((node.end_lineno or 0) - node.lineno + 1, f"{file.relative_to(PACKAGE.parent)}:{node.name}")
-        for file in ALL_FILES
-        for node in ast.walk(parsed(file))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-
-
-def test_no_file_is_longer_than_420_lines() -> None:
-    lengths = {str(file): len(file.read_text().splitlines()) for file in ALL_FILES}
-    assert {name: length for name, length in lengths.items() if length > 420} == {}
-
-
-MOST_CODE = 34_500
-"""Most lines of code in the core, 2 % above what it had when this was last set. Lower it after a deletion or a move."""
-
-
-def lines_of_code(file: Path) -> int:
-    """Count the lines that are neither blank, nor a comment, a docstring or an import."""
-    tree, lines = parsed(file), file.read_text().splitlines()
-    left = {number for number, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#")}
-    for node in (one for one in ast.walk(tree) if isinstance(one, ast.stmt)):
-        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        if text or isinstance(node, ast.Import | ast.ImportFrom):
-            left -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return len(left)
+MOST_LINES = 57_400
+"""Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
+file or a function: such limits were met by folding lines."""
 
 
 def test_the_core_does_not_grow() -> None:
-    assert sum(map(lines_of_code, FILES)) <= MOST_CODE
-
-
-def test_no_function_is_longer_than_100_lines_and_few_than_60() -> None:
-    found = functions()
-    assert [name for length, name in found if length > 100] == []
-    long = [name for length, name in found if length > 60]
-    assert len(long) <= 0.02 * len(found), long
+    assert sum(len(file.read_text().splitlines()) for file in FILES) <= MOST_LINES
 
 
 def test_every_module_and_every_public_function_says_what_it_is_for() -> None:

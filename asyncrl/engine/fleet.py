@@ -297,7 +297,7 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
 
     restart = config.cluster.on_engine_death == "restart"
     # SGLang would load the policy's layers into the layers of the same names of a draft model
-    selector = "target" if config.engine.draft_model else "all"
+    selector = "target" if "speculative_draft_model_path" in config.engine.server_args else "all"
     return Fleet(
         addresses.lent if lent else addresses.engines,
         addresses.access,

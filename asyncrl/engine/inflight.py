@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_past
-from asyncrl.engine.partial_completion import Exchange, PartialCompletion
+from asyncrl.engine.partial_completion import Exchange, PartialCompletion, StopStrings
 from asyncrl.engine.pending_sample import Listener, OpenRequest, PendingSample
 from asyncrl.engine.session import seed_of
 from asyncrl.engine.stream import GenerateEndpoint, StreamBroken
@@ -31,9 +31,9 @@ from asyncrl.observability.intervals import PUBLISH, QUEUED
 CacheKey = Literal["version", "group"]
 KNOWN_PUBLISHES = 64
 """Number of versions whose publish is remembered, for answers that several versions generated."""
-CAUSES = ("aborted", "broken", "overtaken", "moved")
-"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, a publish or the end
-of a loan overtook it, or it moved to another engine (migration.py)."""
+CAUSES = ("aborted", "broken", "overtaken")
+"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, or a publish or the
+end of a loan overtook it."""
 
 
 @dataclass
@@ -43,12 +43,6 @@ class EngineStats:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    drafted: int = 0
-    """Draft tokens that engines proposed under speculative decoding."""
-    accepted: int = 0
-    """Those of them that they accepted."""
-    verified: int = 0
-    """Steps in which they verified drafts of an answer."""
     seconds_busy: float = 0.0
     """Time with at least one request in flight."""
     continued: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(CAUSES, 0)))
@@ -57,16 +51,6 @@ class EngineStats:
     """Tokens prefilled again for these requests, or by the engine under pause_mode=retract."""
     inferred_tokens: int = 0
     """Tokens of broken streams, whose weight versions are inferred."""
-
-    def drafts(self) -> dict[str, float]:
-        """Return the metrics of speculative decoding; none if no drafts were verified."""
-        if not self.verified:
-            return {}
-        tokens = self.accepted + self.verified  # each step adds one token of the model itself
-        return {
-            "drafts/accepted": self.accepted / max(1, self.drafted),
-            "drafts/tokens_per_step": tokens / self.verified,
-        }
 
 
 class InFlight:
@@ -89,6 +73,7 @@ class InFlight:
         past_versions: PastVersions = no_past,
         trace: Callable[[str, str, int], str] | None = None,
         requests: str = "",
+        stop: StopStrings,
     ) -> None:
         """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
         processes of the run. With `routing`, training requests return the experts of every token that is read. Each
@@ -96,9 +81,10 @@ class InFlight:
         that some engines only prefill, and others only decode; `lent` are the URLs of those on the trainers' GPUs. With
         `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles. `trace`
         makes the header `traceparent` of a request from its group, its first sample, and its number among the requests
-        of that sample."""
+        of that sample. `stop` are texts that end an answer; its request then has one sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
         self._named = f"{run}-{requests}"
+        self._stop = stop
         self._routing, self._names, self._trace, self._replicas = routing, names, trace, replicas
         self.adapters = AdapterUse(past_versions)
         self._cache_key, self._pause_mode, self._disaggregated = cache_key, pause_mode, disaggregated
@@ -177,11 +163,6 @@ class InFlight:
         """Number of open requests."""
         return len(self._requests)
 
-    @property
-    def requests(self) -> list[OpenRequest]:
-        """Open requests, in the order in which they were sent."""
-        return list(self._requests)
-
     async def confirmed(self, seconds: float | None = None) -> bool:
         """Return True: what this object is told is done at once. Other processes confirm it (rollout/workers.py)."""
         return True
@@ -216,11 +197,10 @@ class InFlight:
                     await self._open.wait()
             for sample in waiting:
                 sample.begin()
-            sent = OpenRequest(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added, waiting)
+            sent = OpenRequest(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added)
             self._opened(sent)
             try:
                 request = self._request(waiting[0].exchange, sessions, token_ids, begun, routed_from)
-                sent.rid = request["rid"]
                 self._needed += _needed(sessions, request, begun) + waiting[0].exchange.added
                 async with sent.scope:
                     await self._read(sent, waiting, request)
@@ -257,6 +237,9 @@ class InFlight:
                     sample.session.activity.heard(sample.doing)
                 sent.answered = True
                 sent.tokens += new
+                stopped = not answer.ended_early and self._stops(sample.exchange, answer, new)
+                if stopped and not answer.last and sent.engine:
+                    await self._http.abort(sent.engine, sent.rid)
                 if answer.last:
                     self._end(sample, answer, request)
         except StreamBroken as broken:
@@ -267,6 +250,15 @@ class InFlight:
                 answer.stop_at(why)
                 self._end(sample, answer, request)
 
+    def _stops(self, exchange: Exchange, answer: PartialCompletion, new: int) -> bool:
+        """End the answer at a stop string whose last token is among the `new` ones, and return whether it has one. The
+        text may have begun before the answer was interrupted."""
+        before = [token for part in exchange.parts for token in part.token_ids] if self._stop else []
+        end = self._stop.end([*before, *answer.token_ids], new) if self._stop else None
+        if end is not None:
+            answer.stop_after(end - len(before))
+        return end is not None
+
     def _end(self, sample: PendingSample, answer: PartialCompletion, request: dict[str, Any]) -> None:
         """End one sample, complete or not. The others may go on for much longer."""
         read = len(request["input_ids"]) + sample.exchange.added
@@ -274,9 +266,6 @@ class InFlight:
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
-            self.figures.drafted += answer.last.spec_num_proposed_drafts
-            self.figures.accepted += answer.last.spec_num_correct_drafts
-            self.figures.verified += answer.last.spec_verify_ct
         sample.end(answer.cut or "", self._changed, answer)
         sample.answered = True
         sample.exchange.live = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,8 +63,6 @@ class OpenRequest:
 
     scope: asyncio.Timeout
     tokens: int  # in its prompt, and received so far
-    samples: Sequence[PendingSample]
-    rid: str = ""  # its name in the engine
     answered: bool = False
     overtaken: bool = False  # a publish began before its first chunk arrived
     engine: str = ""  # URL, once the router has chosen one and that has taken the request

@@ -28,6 +28,9 @@ LISTED_SECONDS = 10.0
 """Seconds within which the router lists a worker that was added, or forgets one that was removed."""
 KEY_SECONDS = 3600
 """Seconds for which the router remembers the engine of an idle group."""
+UNREACHABLE = "224.0.0.1"
+"""Address of the router's own metrics, which it would serve to anyone, and which it cannot be told not to serve. The
+kernel binds a multicast address, and lets nobody connect to one."""
 ACCEPTED = (200, 201, 202, 409)
 """Status codes of success. 409 means that the router is already adding this engine."""
 
@@ -55,7 +58,7 @@ def router_argv(
         "--max-idle-secs",
         str(KEY_SECONDS),
         "--prometheus-host",
-        str(address.hostname),
+        UNREACHABLE,
         "--prometheus-port",
         str(metrics_port),
         "--worker-startup-check-interval",

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
 from asyncrl.config.adapters import adapter_targets, engine_slots
 from asyncrl.config.quantization import BLOCK
-from asyncrl.config.speculation import speculative_args
 from asyncrl.engine import warmup
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import EngineParallel
@@ -133,7 +132,6 @@ def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed:
             "stream_interval": engine.stream_interval,
             "random_seed": seed,
             "enable_metrics": engine.metrics,
-            **speculative_args(engine),
             "enable_hierarchical_cache": engine.hicache is not None,
             "hicache_size": engine.hicache,
             **quantization_args(engine),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import difflib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +14,7 @@ from asyncrl import tasks
 from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.config.lora import BLOCK
 from asyncrl.config.quantization import check_codes
+from asyncrl.config.server_args import speculates
 from asyncrl.errors import ConfigError
 from asyncrl.launch.engine_shape import check_shape
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
@@ -51,7 +54,6 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     _check_dispatcher(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)
     _check_vision(config, hf)
-    _check_drafts(config, hf)
     if config.mode == "train":
         gpu, sees = on_gpu(config.engine, gpus), image_shape(hf) is not None
         check_codes(config, {**hf, **family}, gpu=gpu, sees=sees)
@@ -76,26 +78,15 @@ def _check_engine(hf: dict[str, Any]) -> None:
         )
 
 
-def _check_drafts(config: Config, hf: dict[str, Any]) -> None:
-    """Refuse to draft with, or train, layers of multi-token prediction that the model does not have. SGLang and
-    trainer/mtp.py know models with one of them. And refuse a draft model that is not there."""
-    draft = config.engine.draft_model
-    if draft and not Path(draft).expanduser().joinpath("config.json").is_file():
-        raise ConfigError("engine.draft_model", draft, "It has no config.json: name a folder of HF.")
-    serves = config.engine.speculative == "mtp" and config.mode != "replay"
-    for field, value, wanted in (("engine.speculative", "mtp", serves), ("trainer.mtp", config.trainer.mtp, True)):
-        if wanted and value and (layers := hf.get("num_nextn_predict_layers") or 0) != 1:
-            remedy = f"The model has {layers} layers of multi-token prediction (num_nextn_predict_layers): remove it."
-            raise ConfigError(field, value, remedy)
-
-
 def check_gpu_features(config: Config, gpus: int) -> None:
-    """Refuse what SGLang has on GPUs only: attention of draft models, and copies of caches to host memory."""
+    """Refuse what SGLang has on GPUs only: speculative decoding at a temperature (its path for CPUs verifies greedily),
+    and copies of caches to host memory."""
     engine = config.engine
     if on_gpu(engine, gpus) or not engine.started or config.mode == "replay":
         return
-    if engine.speculative not in ("none", "ngram"):
-        raise ConfigError("engine.speculative", engine.speculative, "Engines on CPUs draft with ngram only.")
+    if speculates(engine):
+        algorithm, remedy = engine.server_args["speculative_algorithm"], "Engines on CPUs do not draft: remove it."
+        raise ConfigError("engine.server_args.speculative_algorithm", algorithm, remedy)
     if engine.hicache:
         raise ConfigError("engine.hicache", engine.hicache, "Engines on CPUs have one cache: raise max_total_tokens.")
 
@@ -320,6 +311,23 @@ def check_tracing(config: Config) -> None:
             raise ConfigError(field, value, f"{package} is not installed: pip install 'asyncrl[tracing]'.")
 
 
+def check_request_fields(config: Config) -> None:
+    """Refuse fields of requests that SGLang does not know, and would ignore. They are read from its source, since its
+    import takes seconds."""
+    spec = find_spec("sglang") if config.engine.request_fields else None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        tree = ast.parse(Path(folder, "srt/managers/io_struct.py").read_text())
+        (known,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "GenerateReqInput")
+        names = [ast.unparse(one.target) for one in known.body if isinstance(one, ast.AnnAssign)]
+        for name, value in config.engine.request_fields.items():
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                remedy = "Requests to SGLang's /generate have no such field" + (
+                    f": did you mean {near[0]}?" if near else "."
+                )
+                raise ConfigError(f"engine.request_fields.{name}", value, remedy)
+
+
 def installed(package: str) -> bool:
     """Return whether a package can be imported, without importing more than its parents."""
     try:
@@ -329,12 +337,18 @@ def installed(package: str) -> bool:
 
 
 def check_files(config: Config) -> list[LocalSandboxes]:
-    """Refuse tasks that cannot be built, sinks without their package, and a missing chat template. Return the sandboxes
-    in which the tasks' code would run, not yet started."""
+    """Refuse tasks, rewards and agents that cannot be built, sinks without their package, and a missing chat template.
+    Return the sandboxes in which the tasks' code would run, not yet started."""
+    from asyncrl.rollout.agent import agents  # imports a web server
+
     check_sinks(config)
     check_tracing(config)
+    check_request_fields(config)
     with noted() as sandboxes:
-        rewards(config, tasks.build_all(config))
+        built = tasks.build_all(config)
+        rewards(config, built)
+        if config.mode != "replay":
+            agents(config, built, tell=print)
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")

@@ -173,6 +173,8 @@ def roll_back(run_dir: Path, resume: Resume | None) -> None:
     aside.mkdir(parents=True)
     for name, field in FOLLOWED.items():
         lines = Tail(source / name)() if source else []  # only complete lines: the last one may be truncated
+        if without := [line for line in lines if not isinstance(line.get(field), int)]:
+            raise RecordError(f"{run_dir / name}: a line has no {field}: {str(without[0])[:80]}: repair or delete it")
         kept = [line for line in lines if line[field] <= version]
         if source == run_dir:
             _write(aside / name, [line for line in lines if line[field] > version])

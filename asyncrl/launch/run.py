@@ -23,7 +23,7 @@ from asyncrl.launch.checks import check_sandboxes
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.processes import Supervisor
-from asyncrl.launch.replay import differences
+from asyncrl.launch.replay import differences, settings
 from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.run_folder import ERRORS, full
 from asyncrl.launch.stalls import Stalls
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
     """Validate the settings of each run, and return them with its arguments. Raises ConfigError."""
-    return [(configuration.load(one.values), one.overrides) for one in composed]
+    from asyncrl.launch.compose import defaults  # imports Hydra, which has composed them
+
+    return [(configuration.load(settings(one.values, one.overrides, defaults)), one.overrides) for one in composed]
 
 
 def check(composed: list[tuple[Config, list[str]]]) -> int:
@@ -57,6 +59,7 @@ def check(composed: list[tuple[Config, list[str]]]) -> int:
         wrong_here = [one.field for one in findings if one.level == "error"]
         if config.mode != "replay" and not any(field.startswith(("task", "model", "eval")) for field in wrong_here):
             findings += check_questions(config, prepared.folders["model"])
+        findings = list(dict.fromkeys(findings))
         print(rendered(findings), flush=True)
         wrong |= failed(findings)
     return int(wrong)

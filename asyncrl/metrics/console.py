@@ -103,8 +103,10 @@ class Console:
         self._total += 1
         self._warned[kind] += 1
         if kind not in self._texts:
-            self._texts[kind] = record["warning"]
-            self._print(f"[yellow]warning[/]  version {record['version']}: {escape(record['warning'])}")
+            first, *more = record["warning"].splitlines() or [""]
+            first += " (more in warnings.jsonl)" if more else ""
+            self._texts[kind] = first
+            self._print(f"[yellow]warning[/]  version {record['version']}: {escape(first)}")
 
     def _tell_the_wait(self) -> None:
         """Say what the run waits for before its first step, whenever that changes."""

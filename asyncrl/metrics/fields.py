@@ -67,7 +67,6 @@ STEP = {
     "requests/broken": "number of requests that were continued after their stream broke",
     "requests/overtaken": "number of requests that were sent again because a publish, or the end of a loan, began "
     "before their first chunk arrived",
-    "requests/moved": "number of answers that moved to another engine (rollout.migrate_after)",
     "episodes/retried": "number of episodes and reward computations that were retried since the previous step "
     "(rollout.retries)",
     "bias/length": "mean length of the trained trajectories relative to all generated ones, minus 1 (closed cohorts "
@@ -123,12 +122,6 @@ STEP_QUANTIZATION = {
 
 # The same file, with algo.entropy_bonus: computing the entropy takes a pass over the logits
 STEP_ENTROPY = {"entropy": "mean entropy of the policy at the trained tokens"}
-
-# The same file, with trainer.mtp
-STEP_MTP = {
-    "mtp/loss": "mean cross-entropy of the layer of multi-token prediction at the trained tokens",
-    "mtp/grad_norm": "norm of the layer's gradient before clipping in the last optimizer step; not part of grad_norm",
-}
 
 # The same file, with algo.advantage=gae
 STEP_CRITIC = {
@@ -226,12 +219,6 @@ STEP_ENGINES = {
     "engines/running": "number of requests that the engines were processing",
     "engines/queued": "number of requests in the engines' queues",
     "engines/cache_use": "fraction of the engines' KV cache that running requests occupy",
-}
-
-# The same file, with engine.speculative; over the requests that ended since the previous step
-STEP_DRAFTS = {
-    "drafts/accepted": "fraction of the draft tokens that the engines accepted",
-    "drafts/tokens_per_step": "mean number of tokens that a verification of drafts added to an answer, at least 1",
 }
 
 # The same file, with engine.metrics; over the last two seconds or more

@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, RolloutConfig, read
-from asyncrl.config.speculation import draft_room
+from asyncrl.config.server_args import draft_room
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
 from asyncrl.engine.session import GenerationSession
@@ -38,7 +38,6 @@ from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
-from asyncrl.rollout.order import StartOrder
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.recorder import Recorder
@@ -113,8 +112,6 @@ async def main(run_dir: Path) -> None:
             working.create_task(status.follow())
             if isinstance(playing, EpisodeWorkers):
                 working.create_task(playing.serve(run_dir, addresses.episodes))
-            else:
-                working.create_task(playing.migrate())
             await _until_ready(config, addresses, lambda text: setattr(server, "starting", text))
             # what fits on a GPU may be less than the context, and on a trainer's less than on others
             for engine in [*await loads.ask(), *await loads.of(addresses.lent)] if model.cache is None else ():
@@ -195,7 +192,7 @@ def _go_on(
 ) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
     """Restore the checkpointed state and return the groups that were running when it was saved."""
     prompts.go_on(resumed.cursor)
-    mixer.restore(resumed.mixer, prompts.again)
+    mixer.restore(resumed.mixer)
     return [
         (ticket, prompts.again(name.uid, name.task, name.index), sessions)
         for ticket, name, sessions in groups.restore(resumed.service)
@@ -220,14 +217,12 @@ def _concurrency_limiter(rollout: RolloutConfig) -> ConcurrencyLimiter:
 
 
 def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
-    rollout = config.rollout
     return Mixer(
         tasks,
         prompts.training,
         {name: task.weight for name, task in config.mixture.items()},
-        load(rollout.curriculum, "rollout.curriculum"),
+        load(config.rollout.curriculum, "rollout.curriculum"),
         config.run.seed,
-        StartOrder(rollout.start_order, rollout.batch_groups + rollout.oversample),
     )
 
 

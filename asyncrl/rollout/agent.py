@@ -52,11 +52,26 @@ def load_agent(path: str, params: Mapping[str, Any], field: str = "agent") -> Ag
     """Load the agent at an import path, module:name, with its parameters. Raises ConfigError for that field."""
     found = load(path, field)
     if inspect.iscoroutinefunction(found):
+        _check_takes_prompt(found, path, field)
+        check_arguments(found, params, f"{field}_params", path, None, None)
         return FunctionAgent(found, params)
     if not isinstance(found, type) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
-        remedy = "Must be an async function of (prompt, generate), or a class with such a method, run."
-        raise ConfigError(field, path, remedy)
-    return _made(found, params, field)
+        raise ConfigError(field, path, FORMS)
+    agent = _made(found, params, field)
+    _check_takes_prompt(agent.run, path, field)
+    return agent
+
+
+FORMS = "Must be an async function of (prompt, generate), or a class with such a method, run."
+
+
+def _check_takes_prompt(function: Callable[..., Any], path: str, field: str) -> None:
+    """Raise ConfigError if the function cannot be called with a prompt and `generate`, whatever its other arguments."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind_partial(None, None)
+    except TypeError:
+        raise ConfigError(field, path, f"{FORMS} This one takes {signature}.") from None
 
 
 def _made(kind: Callable[..., Agent], params: Mapping[str, Any], field: str) -> Agent:

@@ -66,7 +66,6 @@ class EpisodeWorker:
         """Follow the commands until the connection ends. Raises ConnectionError."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._report_regularly())
-            tasks.create_task(self._parts.migrate())
             while True:
                 await self._follow(await self._channel.receive(), tasks)
 

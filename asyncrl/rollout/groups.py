@@ -356,7 +356,6 @@ class GroupLifecycle:
             "tokens/refilled": seen.refilled_tokens,
             "tokens/inferred": seen.inferred_tokens,
             **{f"requests/{cause}": count for cause, count in seen.continued.items()},
-            **seen.drafts(),
             **self._more_figures(),
         }
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
-from asyncrl.config.speculation import draft_room
+from asyncrl.config.server_args import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.migration import Migration
+from asyncrl.engine.partial_completion import StopStrings
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.errors import ConfigError
@@ -58,7 +58,13 @@ class ModelParts:
         hf = flat(json.loads((addresses.model / "config.json").read_text()))
         vision = vision_of(addresses.model, hf, config.rollout.images)
         cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
-        return cls(hf, ChatTemplate(tokenizer), stop_tokens(addresses.model, tokenizer), vision, cache)
+        return cls(
+            hf,
+            ChatTemplate(tokenizer, config.model.chat_template_kwargs),
+            stop_tokens(addresses.model, tokenizer),
+            vision,
+            cache,
+        )
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,6 @@ class PlayingParts:
     groups: GroupPlayer
     start_timeout: float
     warn: Warn
-    migration: Migration | None = None
 
     @classmethod
     def build(
@@ -100,9 +105,8 @@ class PlayingParts:
             playing, scores, model.template, timeouts, failures, retries=rollout.retries, teacher=teacher
         )
         groups = GroupPlayer(player, failures, load(rollout.accept, "rollout.accept"))
-        migration = _migration(config, addresses, client)
         timeout = config.engine.start_timeout
-        return cls(client, playing, scores, teachers, teacher, player, groups, timeout, warn, migration)
+        return cls(client, playing, scores, teachers, teacher, player, groups, timeout, warn)
 
     @property
     def attempts(self) -> Attempts:
@@ -114,11 +118,6 @@ class PlayingParts:
         if self.teachers:
             await self.teachers.wait_until_ready(self.start_timeout)
         await start_all(self.agents.values())
-
-    async def migrate(self) -> None:
-        """Move answers between engines until cancelled, if rollout.migrate_after is set."""
-        if self.migration:
-            await self.migration.run()
 
     def take_sums(self) -> Sums:
         """Return what was counted since the last call."""
@@ -136,7 +135,7 @@ class PlayingParts:
         """Close everything."""
         await close_all([*self.agents.values(), *self.rewards.values()], self.warn)
         await close_one(close_shared, "what the episodes share", self.warn)
-        await close_all([self.client, self.teachers, self.migration], self.warn)
+        await close_all([self.client, self.teachers], self.warn)
 
 
 def allow_files(config: Config, warn: Warn) -> None:
@@ -187,6 +186,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         lent=addresses.lent,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - draft_room(config.engine) if model.cache else context),
+        vocabulary=int(model.hf["vocab_size"]),
         names=adapter_names(config, addresses.run_id),
         adapter_per=config.rollout.adapter_per,
         agents=config.agents,
@@ -194,21 +194,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         vision=model.vision,
         trace=trace_header(config, addresses),
         requests=requests,
-    )
-
-
-def _migration(config: Config, addresses: Addresses, client: GenerationClient) -> Migration | None:
-    if config.rollout.migrate_after is None:
-        return None
-    return Migration(
-        addresses.router,
-        addresses.access,
-        client.inflight,
-        after=config.rollout.migrate_after,
-        below=config.rollout.migrate_below,
-        interval=config.engine.stream_interval,
-        processes=config.rollout.processes,
-        lent=addresses.lent,
+        stop=StopStrings(config.rollout.stop, model.template.spell),
     )
 
 

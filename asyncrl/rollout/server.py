@@ -33,7 +33,7 @@ import hmac
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import msgspec
@@ -45,10 +45,10 @@ from starlette.routing import Route
 
 from asyncrl.engine.inflight import InFlight
 from asyncrl.errors import AsyncRLError, described
+from asyncrl.network.addresses import metrics_key
 from asyncrl.network.serving import SignalFreeServer
 from asyncrl.network.tls import Signed
 from asyncrl.rollout.evaluation import Evaluations
-from asyncrl.rollout.exposition import metrics_key
 from asyncrl.rollout.groups import GroupLifecycle, WrongBatch
 from asyncrl.rollout.snapshot import GroupsState
 from asyncrl.schema import encode
@@ -57,6 +57,13 @@ CLOSE_SECONDS = 3
 """Seconds that open requests get at the end, after which they are cancelled: more than POLL_SECONDS."""
 POLL_SECONDS = 2.0
 """Between two polls a waiting trainer checks for restarted engines and routers (Fleet.reconcile)."""
+
+
+class _Admission(msgspec.Struct):
+    """Body of POST /admission."""
+
+    lead: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_running_groups: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,8 +149,11 @@ class RolloutServer:
 
     async def admission(self, request: Request) -> Response:
         """Change the lead, or the fixed number of groups in flight."""
-        wanted = await request.json()
-        await self._groups.adjust(wanted.get("lead"), wanted.get("max_running_groups"))
+        try:
+            wanted = msgspec.json.decode(await request.body(), type=_Admission)
+            await self._groups.adjust(wanted.lead, wanted.max_running_groups)
+        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a lead above the staleness bound
+            return PlainTextResponse(f"/admission takes lead >= 0 and max_running_groups >= 1: {error}", 400)
         return Response()
 
     async def evaluate(self, _: Request) -> Response:

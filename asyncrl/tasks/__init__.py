@@ -62,6 +62,7 @@ KINDS = {
     "copy": "asyncrl.tasks.copy_digits:CopyDigits",
     "squares": "asyncrl.tasks.squares:Squares",
     "file": "asyncrl.tasks.files:FileTask",
+    "hf": "asyncrl.tasks.hf:HfTask",
     "benchmark": "asyncrl.tasks.benchmarks:Benchmark",
     "gymnasium": "asyncrl.tasks.gymnasium:Gymnasium",
     "textarena": "asyncrl.tasks.textarena:TextArena",

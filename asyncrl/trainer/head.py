@@ -16,7 +16,7 @@ and the gradient of the hidden states, in one all-reduce.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,14 +45,6 @@ class Head:
     parallel: Parallel
     value_head: torch.nn.Module | None = None  # only in a critic, which has no vocabulary
     forbidden: Tensor | None = None  # this rank's columns of tokens that engines never sample
-    drafted: Tensor | None = None  # [U, H], what the layer of multi-token prediction gives for the same rows
-
-    @property
-    def drafts(self) -> Head:
-        """Return the head of the layer of multi-token prediction, which does not train the vocabulary's weight."""
-        assert self.drafted is not None
-        assert self.weight is not None
-        return replace(self, hidden=self.drafted, weight=self.weight.detach(), drafted=None)
 
     def values(self, pack: Pack) -> Tensor:
         """Return the values [T] of the states in which the targets were chosen, in float32 (or the model's float64)."""

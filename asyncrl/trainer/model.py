@@ -30,7 +30,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes
 from asyncrl.models.vision import deepstack, flat, image_shape
-from asyncrl.trainer import mtp, recompute
+from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
 from asyncrl.trainer.mlp import GatedMLP
@@ -154,12 +154,9 @@ class PredictingRows(ColumnParallelLinear):
     """Megatron's output layer, which holds the weight but computes no logits: trainer/head.py does."""
 
     rows: Tensor
-    drafts: bool = False  # whether mtp.py needs
-    seen: Tensor | None = None  # the hidden states of all rows
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """Select the rows that predict a token: [N (/ tp under sequence parallelism), 1, H] -> [U, 1, H]."""
-        self.seen = hidden.detach() if self.drafts else None
         if self.config.sequence_parallel:  # the head's gradient is summed over all ranks already
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden.index_select(0, self.rows), None
@@ -185,10 +182,9 @@ def build_model(
     vp_stage: int | None = None,
     *,
     adapted: bool = False,
-    drafts: bool = False,
 ) -> GPTModel:
     """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining. `adapted`
-    says that adapters will be added to its linear layers, `drafts` that it has a layer of multi-token prediction."""
+    says that adapters will be added to its linear layers."""
     te = config.transformer_impl == "transformer_engine"
     spec = transformer_engine_spec(config, vp_stage, adapted=adapted) if te else _local_spec(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -206,8 +202,6 @@ def build_model(
         rotary_percent=rope(hf)["partial_rotary_factor"],
         vp_stage=vp_stage,
     )
-    if drafts:
-        mtp.add(model, spec.layer_specs[-1], RMSNorm)
     axes = rope_axes(hf)
     model.ropes = [module for module in model.modules() if isinstance(module, RotaryEmbedding)]
     for module in model.modules():
@@ -223,7 +217,6 @@ def build_model(
             sum_rotary_gradients(module)
     if model.post_process:
         model.output_layer.__class__ = PredictingRows
-        model.output_layer.drafts = drafts
     if model.pre_process and image_shape(hf):
         model.embedding.__class__ = ImageEmbedding
         for layer in model.decoder.layers[: deepstack(hf)]:
@@ -282,9 +275,6 @@ def forward(
     with recompute.micro_batch(prepare):
         # The pack is passed as the attention mask.
         out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack, **precision)
-        if hasattr(model, "mtp") and torch.is_grad_enabled():
-            model.drafted = mtp.draft(model, model.output_layer.seen, pack)[:, 0]
-            model.output_layer.seen = None
     return out
 
 

@@ -110,8 +110,9 @@ class Network:
         self.vision = vision or (ImageEncoder(self.hf, folder, trainer, parallel) if sees else None)
         self._forbidden = self._columns(forbidden_ids(self.hf))
         stages = range(trainer.virtual_pipeline) if trainer.virtual_pipeline > 1 else [None]
-        of_model = {"adapted": bool(trainer.lora.rank), "drafts": bool(trainer.mtp) and not value_head}
-        chunks = [megatron.build_model(self.hf, self.config, stage, **of_model).to(parallel.device) for stage in stages]
+        adapted = bool(trainer.lora.rank)
+        built = (megatron.build_model(self.hf, self.config, stage, adapted=adapted) for stage in stages)
+        chunks = [chunk.to(parallel.device) for chunk in built]
         # A critic sees with the policy's tower, and does not train it.
         self._trains_tower = sees and vision is None and trainer.vision.tower == "trained"
         if self._trains_tower and chunks[0].pre_process and self.vision:
@@ -235,10 +236,6 @@ class Network:
         for chunk in self.wrapped:
             yield from chunk.parameters()
 
-    def draft_parameters(self) -> list[torch.nn.Parameter]:
-        """Return the parameters of the layer of multi-token prediction; none without trainer.mtp."""
-        return [one for chunk in self._inner.values() if hasattr(chunk, "mtp") for one in chunk.mtp.parameters()]
-
     def packed(self) -> list[Tensor]:
         """Return the codes and scales of a quantized base."""
         return [tensor for chunk in self.wrapped for tensor in packed_tensors(chunk)]
@@ -312,8 +309,7 @@ class Network:
         rows = self._trainer.logit_rows
         weight = None if hasattr(model, "value_head") else megatron.head_weight(model)
         values = getattr(model, "value_head", None)
-        drafted, model.drafted = getattr(model, "drafted", None), None
-        return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, values, self._forbidden, drafted)
+        return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, values, self._forbidden)
 
     def _columns(self, ids: list[int]) -> Tensor | None:
         """Return this rank's columns of the logits of some tokens."""

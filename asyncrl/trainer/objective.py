@@ -30,9 +30,7 @@ PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 class Objective:
     """The settings of `algo` as a loss over packs. `seen` collects what the step's statistics need."""
 
-    def __init__(self, algo: AlgoConfig, rollout: RolloutConfig, mtp: float | None = None) -> None:
-        """`mtp` is the factor of the loss of multi-token prediction (trainer.mtp)."""
-        self._mtp = mtp or 0.0
+    def __init__(self, algo: AlgoConfig, rollout: RolloutConfig) -> None:
         self._algo, self._longest, self._temperature = algo, rollout.max_new_tokens, rollout.temperature
         self._loss = LOSSES.find(algo.loss)
         algo.check_loss(self._loss.traits)
@@ -91,10 +89,6 @@ class Objective:
             losses = losses - algo.entropy_bonus * entropy
             seen.note(pack.table_rows, entropy=entropy)
         loss = (rows.weights * losses).sum()
-        if head.drafted is not None:
-            drafted, _ = head.drafts.score(pack, self._temperature)
-            seen.note(pack.table_rows, mtp=-drafted.detach())
-            loss = loss - self._mtp * (rows.weights * drafted).sum()
         noted = {"proximal": rows.proximal, "advantages": rows.advantages}
         seen.note(pack.table_rows, logprobs=logprobs, factor=factor, **noted)
         seen.add("loss", loss)
@@ -141,7 +135,7 @@ class Objective:
 
     def figures(self, table: TrainingTable, seen: TokenAccumulator) -> dict[str, float]:
         """Return the statistics of a batch's steps. Collective."""
-        columns, totals = seen.gather((*COLUMNS, *(["mtp"] if self._mtp else [])), TOTALS)
+        columns, totals = seen.gather(COLUMNS, TOTALS)
         ran = columns["seen"]
         start = columns["logprobs"] if table.proximal is None else table.proximal
         self.started = torch.where(ran, start, torch.nan)
@@ -155,16 +149,10 @@ class Objective:
             "tokens/packed": totals["packed"],
             "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
             **self._entropy(columns["entropy"][ran]),
-            **(_of_predictions(columns["mtp"][ran]) if self._mtp else {}),
             **_distances(start, table, ran, plain=self._temperature == 1.0),
             **gap_figures(table.with_proximal(start), ran),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=cap, clip=clip),
         }
-
-
-def _of_predictions(losses: Tensor) -> dict[str, float]:
-    """Return the mean loss of multi-token prediction, if there is one."""
-    return {"mtp/loss": float(losses.mean())} if losses.numel() else {}
 
 
 def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor, *, plain: bool) -> dict[str, float]:

@@ -4,8 +4,7 @@ resets."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +41,9 @@ class NetworkOptimizer:
 
     memory: DeviceMemory | None = None
     """Where its states are, if trainer.optimizer.offload keeps them in host memory between steps."""
-    draft_norm = 0.0
-    """Norm, before clipping, of the last gradient of the layer of multi-token prediction (trainer.mtp)."""
 
     def __init__(self, trainer: TrainerConfig, network: Network, max_steps: int) -> None:
         self._trainer, self._network = trainer, network
-        self._drafts = {id(parameter) for parameter in network.draft_parameters()}
         settings = trainer.optimizer
         arguments = {
             "optimizer": "adam",
@@ -106,11 +102,7 @@ class NetworkOptimizer:
 
     def step(self) -> tuple[float, bool]:
         """Apply the gradient, unless it is bad. Returns its norm before clipping, and whether it was applied. Raises
-        BadStep as configured.
-
-        The layer of multi-token prediction does not count: its gradient is clipped by its own norm, and dropped if that
-        is not finite, so that the policy takes the step that it would take without the layer.
-        """
+        BadStep as configured."""
         with self._network.meter.span("optimizer"):
             self._onload()
             found = self._step()
@@ -121,9 +113,7 @@ class NetworkOptimizer:
     def _step(self) -> tuple[float, bool]:
         trainer = self._trainer
         self._optimizer.prepare_grads()
-        policy, drafts = self._masters_by_use()
-        norm = self._norm(hidden=drafts)
-        self.draft_norm = self._norm(hidden=policy) if self._drafts else 0.0
+        norm = float(self._optimizer.get_grad_norm())
         bad = not math.isfinite(norm) or (trainer.bad_grad_norm is not None and norm > trainer.bad_grad_norm)
         if bad:
             self._bad_steps += 1
@@ -131,11 +121,8 @@ class NetworkOptimizer:
                 raise BadStep(self._describe(norm))
             return norm, False
         self._bad_steps = 0
-        if not math.isfinite(self.draft_norm):
-            for master in drafts:
-                master.grad.zero_()
         if trainer.optimizer.clip_grad > 0:
-            self._clip(norm, trainer.optimizer.clip_grad, policy, drafts)
+            self._clip(norm, trainer.optimizer.clip_grad)
         self._optimizer.step_with_ready_grads()
         self._schedule.step(increment=1)
         self._applied += 1
@@ -213,35 +200,14 @@ class NetworkOptimizer:
 
     # -- internals -----------------------------------------------------------------------------------------
 
-    def _masters_by_use(self) -> tuple[list[Any], list[Any]]:
-        """Return the masters of the policy, and those of the layer of multi-token prediction. Both are empty without
-        such a layer."""
-        found: tuple[list[Any], list[Any]] = [], []
-        for part in self._parts() if self._drafts else []:
-            for parameter, _, master in _masters(part):
-                found[id(parameter) in self._drafts].append(master)
-        return found
-
-    def _norm(self, *, hidden: Sequence[Any]) -> float:
-        """Return the norm of the whole model's gradient without that of the `hidden` masters."""
-        with _without_gradient(hidden):
-            return float(self._optimizer.get_grad_norm())
-
-    def _clip(self, norm: float, most: float, policy: Sequence[Any], drafts: Sequence[Any]) -> None:
-        """Clip the gradient as Megatron does, and that of the `drafts` by its own norm. torch's fused AdamW scales
-        gradients as it reads them, without an extra pass."""
-        if self._fused:
-            scale, own = (max(1.0, (each + 1e-6) / most) for each in (norm, self.draft_norm))
-            for part in self._parts():
-                part.optimizer.grad_scale = torch.tensor(scale)  # AdamW divides by it
-            for master in drafts:
-                master.grad.mul_(scale / own)
-            return
-        for each, hidden in ((norm, drafts), (self.draft_norm, policy)) if self._drafts else ((norm, ()),):
-            with _without_gradient(hidden):
-                for part in self._parts():
-                    if parameters := part.get_parameters():  # a stage may hold no expert
-                        clip_grad_by_total_norm_fp32(parameters, max_norm=most, total_norm=each)
+    def _clip(self, norm: float, most: float) -> None:
+        """Clip the gradient as Megatron does. torch's fused AdamW scales gradients as it reads them, without an extra
+        pass."""
+        for part in self._parts():
+            if self._fused:
+                part.optimizer.grad_scale = torch.tensor(max(1.0, (norm + 1e-6) / most))  # AdamW divides by it
+            elif parameters := part.get_parameters():  # a stage may hold no expert
+                clip_grad_by_total_norm_fp32(parameters, max_norm=most, total_norm=norm)
 
     def _parts(self) -> list[Any]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
@@ -280,19 +246,6 @@ def _of_moments(dtype: str) -> dict[str, Any]:
 def _is_torchs(optimizer: Any) -> bool:
     """Return whether an optimizer is torch's own, not that of Apex or TransformerEngine."""
     return isinstance(optimizer, torch.optim.AdamW | torch.optim.Adam)
-
-
-@contextmanager
-def _without_gradient(masters: Sequence[Any]) -> Iterator[None]:
-    """Hide the gradients of some masters inside the block. Megatron's norm and clipping skip those that have none."""
-    held = [master.grad for master in masters]
-    for master in masters:
-        master.grad = None
-    try:
-        yield
-    finally:
-        for master, gradient in zip(masters, held, strict=True):
-            master.grad = gradient
 
 
 def _masters(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:

@@ -56,7 +56,7 @@ class Policy:
         self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
         self._advantage = ADVANTAGES.find(algo.advantage)
         check_traits(config, self._advantage.traits, LOSSES.find(algo.loss).traits)
-        self._objective = Objective(algo, config.rollout, config.trainer.mtp)
+        self._objective = Objective(algo, config.rollout)
         self._critic = (
             Critic(config, folder, parallel, progress, self.network.meter, self.network.vision)
             if self._advantage.traits.critic
@@ -155,8 +155,6 @@ class Policy:
             return {}
         if self._routing:
             figures |= self._routing.figures()
-        if self.config.trainer.mtp:
-            figures["mtp/grad_norm"] = self._optimizer.draft_norm
         if self._critic:
             returns = step.column("values") + self._advantage.call(gae_raw, step)
             figures |= self._critic.train(groups, replace(step, weights=objective.shares(groups, step)), returns)

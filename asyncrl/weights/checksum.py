@@ -9,8 +9,6 @@ the parts that arrive early are kept.
 from __future__ import annotations
 
 import hashlib
-import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -153,7 +151,6 @@ class ExpectedChecksums:
         self, hf: dict[str, Any], shape: EngineParallel, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
     ) -> None:
         self._layout = EngineLayout(hf, shape, cpu=device == "cpu")
-        self._layers = hf.get("num_hidden_layers", math.inf)
         self._dtype, self._new_hash = dtype, HASHES[device]
         self._scales: dict[str, Tensor] = {}
         self._open: dict[str, _Parameter] = {}
@@ -173,8 +170,6 @@ class ExpectedChecksums:
             tensor = FP8.dequantize(tensor, self._scales.pop(name), torch.bfloat16)
         if name == HEAD and self._layout.tied:
             return  # the engine skips it and has no such parameter, or a copy of the embedding
-        if (layer := re.match(r"model\.layers\.(\d+)\.", name)) and int(layer[1]) >= self._layers:
-            return  # of multi-token prediction: the engine's draft model has it, which changes no token
         self._add(name, tensor)
         if name == EMBEDDING and self._layout.tied and self._layout.split.shape.pp > 1:
             self._add(HEAD, tensor)

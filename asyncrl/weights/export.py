@@ -103,8 +103,6 @@ def _kept(source: Path, *, but: set[str], described: bool = False) -> Iterator[t
         return
     with HFFolder(source) as given:
         drafts = set(given.mtp_names())
-        if any(name in but for name in drafts):  # the layer is trained; the rest are copies that nobody reads
-            drafts = set()
         for name in given.names():
             if name not in but and (name in drafts or (tower and name.startswith(tower))):
                 yield name, given.described(name) if described else given.read(name)

@@ -93,8 +93,8 @@ class HFFolder:
         return found.hexdigest()
 
     def mtp_names(self) -> list[str]:
-        """Return the tensors of multi-token prediction layers, which draft further tokens. The trainer loads them only
-        with trainer.mtp."""
+        """Return the tensors of multi-token prediction layers, which draft further tokens. The trainer does not load
+        them; exports contain them unchanged."""
         layers = tuple(found[1] for name in self._file_of if (found := MTP_LAYER.fullmatch(name)))
         return [name for name in self._file_of if name.startswith(layers)]
 

@@ -68,7 +68,6 @@ class Resharder:
         self._experts_here = self._num_experts // parallel.ep
         self._first_expert = parallel.ep_rank * self._experts_here
         self._layers_here = {number for chunk in chunks for number in _layers(chunk)}
-        self._drafts = any(hasattr(chunk, "mtp") for chunk in chunks)
 
     @cached_property
     def _found(self) -> list[tuple[int, str, Found]]:
@@ -86,7 +85,7 @@ class Resharder:
 
     def _named(self, wanted: Callable[[str], bool]) -> list[tuple[int, str, Found]]:
         return [
-            (number, name, self._mapping.find(_global_name(name, _layers(chunk), self._num_layers, self._first_expert)))
+            (number, name, self._mapping.find(_global_name(name, _layers(chunk), self._first_expert)))
             for number, chunk in enumerate(self._chunks)
             for name in weights_of(chunk)
             if wanted(name)
@@ -240,7 +239,7 @@ class Resharder:
                 full = [source.read(name, shape) for name, shape in zip(names, shapes, strict=True)]
                 self._fill(found, tensor, full)
             source.check_nothing_left(self._mapping, self._is_for_this_rank)
-            dropped = [] if self._drafts else source.mtp_names()
+            dropped = source.mtp_names()
         if dropped and self._parallel.is_first:
             warnings.warn(
                 f"{folder}: left out {len(dropped)} tensors of multi-token prediction: {dropped}", stacklevel=2
@@ -293,11 +292,8 @@ def _layers(chunk: GPTModel) -> list[int]:
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
 
 
-def _global_name(name: str, layers: Sequence[int], num_layers: int, first_expert: int) -> str:
-    """Rename from local numbers to those of the whole model: `layers` by local number, experts from `first_expert` on,
-    layers of multi-token prediction after all others, as HF counts them. The result is a name of the local spec."""
-    if drafts := re.fullmatch(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)", name):
-        name = f"decoder.layers.{num_layers + int(drafts[1])}.{drafts[2]}"
-    else:
-        name = re.sub(r"(?<=\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name, count=1)
+def _global_name(name: str, layers: Sequence[int], first_expert: int) -> str:
+    """Rename from local numbers to those of the whole model: `layers` by local number, experts from `first_expert` on.
+    The result is a name of the local spec."""
+    name = re.sub(r"(?<=\.layers\.)\d+", lambda found: str(layers[int(found[0])]), name, count=1)
     return re.sub(r"(?<=\.local_experts\.)\d+", lambda found: str(first_expert + int(found[0])), local_name(name))

@@ -12,10 +12,6 @@ from scripts.gpu_engines import SETTINGS, composed
 
 SHAPE = ("tp_size", "ep_size", "dp_size", "pp_size")
 EXPECTED: dict[str, dict[str, Any]] = {
-    "ngram": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6},
-    "eagle": {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
-    "eagle3": {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1, "speculative_num_steps": 3},
-    "mtp": {"speculative_algorithm": "EAGLE", "speculative_num_draft_tokens": 4},  # with the model's own layer
     "hicache": {"enable_hierarchical_cache": True, "hicache_size": 1, "disable_radix_cache": False},
     "pair": {"disaggregation_transfer_backend": "mooncake"},
     "fp8": {"load_format": "dummy"},

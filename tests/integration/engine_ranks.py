@@ -8,7 +8,6 @@ A job is {"args": of the server, "env": for it, "out": a file for the checksums 
                   other, bucket by bucket, as publishes are, before the checksums are taken. What latent attention
                   multiplies with is written to OUT.RANK.absorbed.
     "fused"       store the shared expert as the last of the routed ones, as on a GPU
-    "draft"       load the model of the layer of multi-token prediction, by which an engine drafts
 
 Imports once and forks a process for each rank, which takes a second or two where a server takes a minute. A job that
 fails says so on stderr and writes nothing; the others go on.
@@ -99,12 +98,12 @@ def receive(runner: ModelRunner, file: str) -> None:
 
 def load_rank(job: dict[str, Any], args: Any, ports: Any, rank: int, out: Path) -> None:
     """Compute the checksums of one rank and write them as JSON."""
-    published, draft = job.get("published", []), job.get("draft", False)
+    published = job.get("published", [])
     if published:
         as_on_a_gpu(fused=job.get("fused", False))
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=rank, gpu_id=rank))
     initialize_moe_config()
-    model = ModelConfig.from_server_args(args, is_draft_model=draft)
+    model = ModelConfig.from_server_args(args)
     bootstrap.init_parallel_runtime(server_args=args, device="cpu", dist_port=ports.nccl_port)
     bootstrap.init_layer_runtime(model_config=model)
     runner = ModelRunner(
@@ -113,7 +112,6 @@ def load_rank(job: dict[str, Any], args: Any, ports: Any, rank: int, out: Path) 
         gpu_id=rank,
         nccl_port=ports.nccl_port,
         server_args=args,
-        is_draft_worker=draft,
     )
     for file in published:
         receive(runner, file)

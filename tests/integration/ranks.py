@@ -59,7 +59,7 @@ def run_on_gpu(script: str, *arguments: str, timeout: float = 600.0) -> None:
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")), "PYTHONPATH": path}
-    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    command = [sys.executable, str(Path(__file__).parent / script), *arguments]
     done = subprocess.run(
         command,
         env={**os.environ, **rank, **meeting, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},

@@ -97,8 +97,8 @@ def processes_of(launcher: subprocess.Popen[str], run_dir: Path) -> dict[str, in
 
 
 def wait_for_process(launcher: subprocess.Popen[str], run_dir: Path, name: str, timeout: float = TIMEOUT) -> int:
-    """Wait until the launcher has started a process, and return its pid. By then, a resumed run has removed the lines of
-    the steps that it repeats."""
+    """Wait until the launcher has started a process, and return its pid. By then, a resumed run has removed the lines
+    of the steps that it repeats."""
     deadline = time.monotonic() + timeout
     while name not in processes_of(launcher, run_dir):
         assert launcher.poll() is None, f"the run ended before it started {name}:\n{evidence(run_dir)}"

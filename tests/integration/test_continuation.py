@@ -1,5 +1,4 @@
-"""Answers that lose their engine or router half-way, or move to another engine, equal undisturbed answers, token for
-token."""
+"""Answers that lose their engine or router half-way equal undisturbed answers, token for token."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from itertools import pairwise
 import pytest
 
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.migration import Migration
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.schema import Completion
 from tests.integration.fleet import START, Engines
@@ -148,42 +146,3 @@ def test_engine_is_stopped_then_killed_and_the_other_goes_on_from_what_was_strea
 
     figures = whole_again(fleet, hang, broken=1).inflight.figures
     assert 0 < figures.inferred_tokens < LENGTH * len(PROMPTS)
-
-
-async def greedy_and_moved(fleet: Engines) -> tuple[list[Completion], list[set[str]], int]:
-    """Return the greedy answers of one group, which move while they are written, the engines of each, and the number of
-    moves."""
-    client = client_of(fleet, [], coalesce=False)
-    migration = Migration(
-        fleet.addresses.router, fleet.addresses.access, client.inflight, after=4, below=0.5, processes=1
-    )
-    sessions = [client.generate(0.0, group="g", sample=f"g {number:02d}") for number in range(len(PROMPTS))]
-    used: dict[str, set[str]] = {session.sample: set() for session in sessions}
-    async with bit_by_bit(fleet):
-        asking = asyncio.gather(*[session(prompt) for session, prompt in zip(sessions, PROMPTS, strict=True)])
-        while not asking.done():
-            await migration.check()
-            for request in client.inflight.requests:
-                used[request.samples[0].session.sample] |= {request.engine} - {""}
-            await asyncio.sleep(0.005)
-    found = await asking
-    assert [session.received for session in sessions] == [len(one.token_ids) for one in found]
-    await migration.close()
-    await client.close()
-    return found, list(used.values()), client.inflight.figures.continued["moved"]
-
-
-@pytest.mark.integration
-def test_answers_move_to_the_idle_engine_while_they_are_written(fleet: Engines) -> None:
-    """The siblings of a group begin at one engine. (If the answers end too early, the test repeats.)"""
-    expected, _ = asyncio.run(greedy(fleet, None))
-    for _attempt in range(5):
-        found, used, moves = asyncio.run(greedy_and_moved(fleet))
-        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-        for one, other in zip(found, expected, strict=True):
-            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-            assert [(span.version, span.inferred) for span in one.versions] == [(0, False)]
-        assert sum(len(engines) == 2 for engines in used) <= moves
-        if moves >= 4:
-            return
-    pytest.fail("fewer than 4 answers moved")

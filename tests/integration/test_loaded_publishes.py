@@ -1,4 +1,4 @@
-"""SGLang's loaders hold what was published: checksums, the matrices that latent attention multiplies with, and drafts.
+"""SGLang's loaders hold what was published: checksums, and the matrices that latent attention multiplies with.
 
 Two versions of random weights are loaded by SGLang's model runner bucket by bucket (engine_ranks.py), from the buckets
 that a publisher plans.
@@ -25,7 +25,6 @@ from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.checksum import CpuHash, ExpectedChecksums, differing
 from asyncrl.weights.names import unit_of
 from asyncrl.weights.quantization import FORMATS
-from tests.convert.models import add_drafts
 from tests.integration.publisher import SeededWeights, quantized
 from tests.integration.test_checksum import (
     EVERYTHING,
@@ -55,7 +54,7 @@ WHOLE_BLOCKS = {
 }
 EVERY_SHAPE = EVERYTHING[1]
 WITH_SHARED = ("glm4_moe", "deepseek_v3")
-"""Models with a shared expert, and those that may have a layer of multi-token prediction."""
+"""Models with a shared expert."""
 
 
 @dataclass(frozen=True)
@@ -66,15 +65,14 @@ class Case:
     kind: str
     shape: EngineParallel
     fused: bool = False
-    draft: bool = False
 
     def __str__(self) -> str:
-        way = "-fused" * self.fused + "-draft" * self.draft
+        way = "-fused" * self.fused
         return f"{self.model}-{self.kind}-{named(self.shape)}{way}".replace(", ", "-").replace(" ", "-")
 
     @property
     def folder(self) -> str:
-        return f"{self.model}{'-blocks' * (self.kind != 'none')}{'-drafts' * self.draft}{'-256' * self.many}"
+        return f"{self.model}{'-blocks' * (self.kind != 'none')}{'-256' * self.many}"
 
     @property
     def many(self) -> bool:
@@ -88,7 +86,6 @@ FEW = [
     Case("mixtral", "int8", EngineParallel(tp=2, ep=2)),
     Case("deepseek_v3", "fp8", EngineParallel(2)),
     Case("glm4_moe", "none", EngineParallel(2), fused=True),
-    Case("glm4_moe", "none", EngineParallel(1), draft=True),
 ]
 DENSE = [EngineParallel(2), EngineParallel(tp=2, pp=2)]
 REPLICATED = [*DENSE, EngineParallel(tp=4, dp=2)]
@@ -110,7 +107,6 @@ MANY = [
     *(Case(name, kind, EngineParallel(2), fused=True) for name in WITH_SHARED for kind in ("none", *FORMATS)),
     *(Case("deepseek_v3", kind, EngineParallel(1)) for kind in ("none", *FORMATS)),
     Case("deepseek_v3", "none", EVERY_SHAPE),
-    *(Case(name, "none", EngineParallel(tp), draft=True) for name in WITH_SHARED for tp in (1, 2)),
 ]
 CASES = [*FEW, *(case for case in MANY if case not in FEW)]
 
@@ -123,18 +119,13 @@ def write(folder: Path, case: Case) -> None:
     if case.many:
         changes = {**changes, "n_routed_experts": 256, "hidden_size": 128, "moe_intermediate_size": 256}
     write_model(folder, model_type, changes)
-    if case.draft:
-        add_drafts(folder)
 
 
-def publishes(folder: Path, kind: str, *, draft: bool) -> list[Path]:
+def publishes(folder: Path, kind: str) -> list[Path]:
     """Write two versions as the trainers of this model publish them, as safetensors with the names of each bucket:
-    inseparable tensors one after the other, and no second embedding for the layer of multi-token prediction
-    (test_mtp.py)."""
+    inseparable tensors one after the other."""
     weights: Any = SeededWeights(folder)
     hf = json.loads((folder / "config.json").read_text())
-    if draft:
-        del weights._base[f"model.layers.{hf['num_hidden_layers']}.embed_tokens.weight"]
     weights._base = dict(sorted(weights._base.items(), key=lambda item: unit_of(item[0])))
     sent = weights if kind == "none" else quantized(weights, hf, kind, torch.bfloat16)
     size = sum(shape.numel() * dtype.itemsize for _, dtype, shape in sent.described())
@@ -181,16 +172,15 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         folder = base / case.folder
         if not folder.exists():
             write(folder, case)
-        changes = {"quantization": case.kind, "speculative": "mtp" if case.draft else "none"}
-        engine = engine_of(case.shape).engine.model_copy(update=changes)
-        files, out = publishes(folder, case.kind, draft=case.draft), base / f"{case}.json"
+        engine = engine_of(case.shape).engine.model_copy(update={"quantization": case.kind})
+        files, out = publishes(folder, case.kind), base / f"{case}.json"
         job = {
             "args": server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:],
             "env": server_env(engine, gpu=False),
             "out": str(out),
             "published": list(map(str, files)),
         }
-        jobs.append({**job, "fused": case.fused, "draft": case.draft})
+        jobs.append({**job, "fused": case.fused})
         with safe_open(files[-1], "pt") as file:
             names = [name for bucket in json.loads(file.metadata()["buckets"]) for name in bucket]
         tensors = load_file(files[-1])
@@ -205,7 +195,7 @@ def cases(chosen: Callable[[Case], bool]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", marked, ids=str)
 
 
-@cases(lambda case: not case.draft)
+@cases(lambda case: True)
 def test_checksums_of_a_second_publish_are_the_expected_ones(
     case: Case, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +228,7 @@ def check_absorbed(outcome: Outcome, case: Case, layer: int, found: dict[str, Te
     torch.testing.assert_close(found["w_vc"], heads[:, nope:].transpose(1, 2), **within)
 
 
-@cases(lambda case: case.model.startswith("deepseek_v3") and not case.draft)
+@cases(lambda case: case.model.startswith("deepseek_v3"))
 def test_latent_attention_multiplies_with_what_was_published_last(case: Case, loaded: Loaded) -> None:
     """With matrices that SGLang derives from a parameter when it loads it. No checksum covers them."""
     outcome = loaded[case]
@@ -250,30 +240,3 @@ def test_latent_attention_multiplies_with_what_was_published_last(case: Case, lo
             prefix = f"model.layers.{layer}.self_attn."
             own = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
             check_absorbed(outcome, case, layer, own, rank)
-
-
-@cases(lambda case: case.draft)
-def test_a_draft_holds_the_published_layer_of_multi_token_prediction(case: Case, loaded: Loaded) -> None:
-    """Like the last layer of a model with one more. It has embedding and output layer of the main model."""
-    outcome = loaded[case]
-    answered, hf = outcome.checksums(), outcome.hf
-    layer = hf["num_hidden_layers"]
-    prefix = f"model.layers.{layer}."
-    expected = ExpectedChecksums({**hf, "num_hidden_layers": layer + 1}, case.shape, dtype=torch.bfloat16)
-    own = {"eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"}
-    hashes = {}
-    for name, tensor in outcome.sent.items():
-        if name.removeprefix(prefix) in own:
-            hashed = CpuHash()
-            hashed.update(tensor)
-            hashes[f"model.{name.removeprefix(prefix)}"] = hashed.hexdigest()
-        elif name.startswith(prefix):
-            expected.add(name, tensor)
-    for rank, (mine, its) in enumerate(zip(expected.result(), answered, strict=True)):
-        layers = {name.replace(prefix, "model.decoder."): digest for name, digest in mine.items()}
-        assert len(layers) > 5
-        held = {name: digest for name, digest in its.items() if "embed_tokens" not in name and "lm_head" not in name}
-        assert held == {**layers, **hashes}
-        if case.model == "deepseek_v3":
-            found = {name.rpartition(".")[2]: tensor for name, tensor in outcome.absorbed(rank).items()}
-            check_absorbed(outcome, case, layer, found, rank)

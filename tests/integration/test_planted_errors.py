@@ -73,7 +73,12 @@ OVERRIDES = {
     "import": [*FILE, "task.reward=exact", "agent=mine:Agent"],
     "reward": [*FILE, "task.reward=mine:reward"],
     "agent": [*FILE, "task.reward=exact", "agent=mine:Agent"],
-    "environment": ["task=own", "task.kind=mine:Environment", "rollout.max_failures=20"],
+    "environment": [
+        "task=own",
+        "task.kind=mine:Environment",
+        "task.environments.patience=1",
+        "rollout.max_failures=20",
+    ],
     "loss": [*FILE, "task.reward=exact", "algo.loss=mine:loss"],
 }
 

@@ -76,8 +76,6 @@ class Bigrams:
 class Rows:
     """Replacement of trainer/head.py."""
 
-    drafted = None
-
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
 

@@ -163,3 +163,13 @@ def test_a_checkpoint_restores_every_bit(folder: Path, dtype: str, device: str) 
         assert more[0][name] == pytest.approx(figures[0][name], rel=tolerance, abs=tolerance)
     for name, tensor in weights.items():
         torch.testing.assert_close(more_weights[name], tensor, rtol=0, atol=tolerance and 1e-2, msg=name)
+
+
+@pytest.mark.integration
+def test_a_rank_finds_packages_of_its_parents_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages that were carried to a machine lie outside its site-packages."""
+    (tmp_path / "carried").mkdir()
+    (tmp_path / "carried" / "package.py").write_text("")
+    (tmp_path / "rank.py").write_text("import asyncrl, package, tests")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "carried"))
+    run_on_gpu(str(tmp_path / "rank.py"))

@@ -108,7 +108,9 @@ def test_recomputation_changes_no_bit_of_figures_gradients_and_weights(layout: s
 @pytest.mark.parametrize("layout", repeated(OVERLAPPED, "cp2", "ep2"))
 def test_overlapped_communication_changes_no_bit_of_figures_and_weights(layout: str, tmp_path: Path) -> None:
     variants = dict.fromkeys(OVERLAPPED[layout], OVERLAP)
-    for counts in run(tmp_path, layout, variants, **UNCLIPPED, **{"algo.epochs": 2, "algo.kl.measure_every": 1}).values():
+    for counts in run(
+        tmp_path, layout, variants, **UNCLIPPED, **{"algo.epochs": 2, "algo.kl.measure_every": 1}
+    ).values():
         assert min(count["reductions"] for count in counts.values()) > 0, counts
 
 

@@ -71,6 +71,14 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return forked(module.main, *arguments, cwd=cwd)
 
 
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("experiment=tinny", "experiment=tiny?"), ("task=gsm8", "task=gsm8k?"), ("rollout.stp=1", "rollout.stop?")],
+)
+def test_misspelt_option_or_field_is_answered_with_the_nearest(word: str, near: str, tmp_path: Path) -> None:
+    assert f"Did you mean {near}" in command(word, cwd=tmp_path).stderr
+
+
 def test_sweep_leaves_nothing_outside_of_its_own_folder(tmp_path: Path) -> None:
     slurm = ("cluster=slurm", "cluster.gpus=0", "cluster.submit=false")
     done = command("--multirun", "experiment=tiny", *slurm, "run.dir=sweep", "run.seed=1,2,3", cwd=tmp_path)
@@ -83,6 +91,7 @@ def test_sweep_leaves_nothing_outside_of_its_own_folder(tmp_path: Path) -> None:
     ("argument", "message"),
     [
         ("rollout.max_stalenes=1", "rollout.max_staleness"),
+        ("engine.speculative=ngram", "engine.speculative'. It was removed: speculative decoding is set by"),
         ("rollout.lead=9", "rollout.lead: got 9. Must not exceed rollout.max_staleness (2)"),
         ("model.path=/no/such/folder", "model.path: got '/no/such/folder'"),
         ("experiment=nothing", "nothing"),

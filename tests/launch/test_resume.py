@@ -137,6 +137,14 @@ def test_folder_with_the_checkpoint_is_not_emptied_for_the_run_that_needs_it(tmp
         resume.check_apart(tmp_path / "a", found)
 
 
+@pytest.mark.parametrize("line", ['{"version": 3, "lo', '{"step": 3}'])
+def test_damaged_line_of_the_figures_is_named(line: str, tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    (tmp_path / "metrics.jsonl").write_text(f'{{"version": 1}}\n{line}\n')
+    with pytest.raises(RecordError, match=r"metrics\.jsonl: .*repair"):
+        roll_back(tmp_path, chosen(tmp_path, "auto"))
+
+
 def test_checkpoint_that_was_moved_has_no_steps_before_it(tmp_path: Path) -> None:
     lines(tmp_path / "metrics.jsonl", version=[1, 2])  # of whoever lives there
     moved = save(tmp_path / "a", 4).rename(tmp_path / "moved")

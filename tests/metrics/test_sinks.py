@@ -151,6 +151,11 @@ def test_sink_that_fails_or_hangs_warns_once_and_delays_nothing(
     ]
 
 
+def test_settings_of_a_sink_that_is_off_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"metrics.wandb.project: got 'mine'. .*add it to metrics.sinks"):
+        tiny_config(**{"metrics.wandb": {"project": "mine"}})
+
+
 def test_trackio_gets_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read at its import
     monkeypatch.setattr(module, "CLOSE_SECONDS", 120.0)

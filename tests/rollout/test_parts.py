@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.errors import PeerFailed
 from asyncrl.models import catalog
+from asyncrl.models.tiny import TOKENS
 from asyncrl.network.addresses import Addresses
 from asyncrl.progress import failing, failures
 from asyncrl.rollout.agent import close_all
@@ -41,6 +42,7 @@ def test_siblings_are_spread_where_there_are_several_engines_or_replicas(
     )
     client = _client(config, addresses, ModelParts.load(config, addresses), "")
     assert client._spread(1) is several
+    assert client._vocabulary == len(TOKENS)
 
 
 def test_every_part_is_closed_once_and_an_error_of_one_is_a_warning() -> None:

@@ -311,6 +311,37 @@ def test_agent_that_cannot_be_loaded_names_field_value_and_remedy(path: str) -> 
     assert (caught.value.field, caught.value.value) == ("agent", path)
 
 
+async def _of_a_question(question: object) -> float:
+    return 0.0
+
+
+async def _of_a_limit(prompt: object, generate: object, *, limit: int) -> float:
+    return 0.0
+
+
+class _OfAQuestion:
+    async def run(self, question: object) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "field", "told"),
+    [
+        ("_of_a_question", {}, "task.agent", r"async function of \(prompt, generate\).* This one takes \(question"),
+        ("_OfAQuestion", {}, "task.agent", r"This one takes \(question"),
+        ("_of_a_limit", {}, "task.agent_params", "missing a required argument: 'limit'"),
+        ("_of_a_limit", {"limt": 3}, "task.agent_params", "limit|limt"),
+    ],
+)
+def test_agent_of_other_arguments_is_refused_before_its_first_episode(
+    name: str, params: dict[str, Any], field: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_agent(f"{__name__}:{name}", params, "task.agent")
+    assert caught.value.field == field
+    load_agent(f"{__name__}:_of_a_limit", {"limit": 3})
+
+
 def test_default_agent_loads() -> None:
     assert isinstance(load_agent("asyncrl.agents.single_turn:SingleTurn", {}), SingleTurn)
 

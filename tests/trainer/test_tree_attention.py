@@ -260,3 +260,15 @@ def test_each_part_of_a_pack_has_its_rows_of_the_whole(case: tuple, parts: int) 
         out.backward(grad[rows])
     for x, y in zip(apart, whole, strict=True):
         torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=1e-10)
+
+
+def test_old_torch_gets_the_limit_on_compiled_versions_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile takes the limit since torch 2.12. Without it, the ninth pack's attention would be dense scores."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    monkeypatch.setattr(torch, "compile", lambda function, *, dynamic, fullgraph: function)
+    tree_attention._flex_attention.cache_clear()
+    try:
+        assert tree_attention._flex_attention() is flex_attention
+        assert torch._dynamo.config.recompile_limit == MOST_GRAPHS
+    finally:
+        tree_attention._flex_attention.cache_clear()

@@ -15,6 +15,7 @@ on death      the next episode raises AsyncRLError when the server has ended
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -35,7 +36,7 @@ from asyncrl.agents.proxy.fields import Route as Kind
 from asyncrl.agents.proxy.messages import ApiError
 from asyncrl.agents.proxy.session import ProxySession, ProxyStats, gone
 from asyncrl.envs.tools import calls as tool_calls
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.network.serving import SignalFreeServer
 from asyncrl.schema import Generate
 
@@ -168,9 +169,13 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(BACKLOG)  # from here on, connections wait until the server is up
-    except OSError:
+    except OSError as error:
         listening.close()
-        raise
+        remedy = (
+            f"The proxy cannot listen on {host}:{port} ({error.strerror}): choose another port, or 0 for a free one."
+        )
+        field, value = ("port", port) if error.errno == errno.EADDRINUSE else ("host", host)
+        raise ConfigError(f"agent_params.{field}", value, remedy) from None
     return listening
 
 
@@ -213,6 +218,9 @@ async def _body(request: Request) -> Body:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
+    if tool_calls.nested_too_deep(body):
+        most = tool_calls.MOST_NESTED
+        raise ApiError(400, f"the body nests lists and objects more than {most} deep: send it flatter")
     return body
 
 

@@ -35,12 +35,11 @@ class PagedAttentionPlan:
     longer: list[tuple[int, int, Tensor, Tensor]]  # other requests: (first row, end, slots [K], visible [new, K])
 
 
-def make_plan(slots: Tensor, lengths: list[int], new: list[int], trees: Tensor | None = None) -> PagedAttentionPlan:
+def make_plan(slots: Tensor, lengths: list[int], new: list[int]) -> PagedAttentionPlan:
     """Plan the attention of one forward pass.
 
     `slots` [requests, longest] are the cache slots of each request's tokens. The last `new` of its `lengths` tokens are
-    queries. They attend to all tokens before them, or only to those of them that `trees`, bool [requests, new, new],
-    says.
+    queries, which attend to all tokens before them.
     """
     single: list[int] = []
     rows: list[int] = []
@@ -52,8 +51,6 @@ def make_plan(slots: Tensor, lengths: list[int], new: list[int], trees: Tensor |
             rows.append(row)
         else:
             visible = torch.ones(count, length, dtype=torch.bool).tril(length - count)
-            if trees is not None:
-                visible[:, length - count :] = trees[request]
             longer.append((row, row + count, slots[request, :length].long(), visible))
         row += count
     return PagedAttentionPlan(torch.tensor(rows, dtype=torch.int64), *_plan_runs(slots, lengths, single), longer)

@@ -22,16 +22,11 @@ class BatchedAttention(TorchNativeAttnBackend):
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Make the attention plan of a forward pass. SGLang calls this once before the layers of every pass."""
         super().init_forward_metadata(forward_batch)
-        lengths, trees = forward_batch.seq_lens.tolist(), None
-        if forward_batch.forward_mode.is_target_verify():  # of drafts, which the lengths do not include
-            drafts = forward_batch.spec_info.draft_token_num
-            trees = forward_batch.spec_info.custom_mask.view(-1, drafts, drafts)
-            lengths, new = [length + drafts for length in lengths], [drafts] * len(lengths)
-        else:
-            decoding = forward_batch.forward_mode.is_decode_or_idle()
-            new = [1] * len(lengths) if decoding else forward_batch.extend_seq_lens.tolist()
+        lengths = forward_batch.seq_lens.tolist()
+        decoding = forward_batch.forward_mode.is_decode_or_idle()
+        new = [1] * len(lengths) if decoding else forward_batch.extend_seq_lens.tolist()
         table = self.req_to_token_pool.req_to_token
-        self.plan = make_plan(table[forward_batch.req_pool_indices, : max(lengths, default=0)], lengths, new, trees)
+        self.plan = make_plan(table[forward_batch.req_pool_indices, : max(lengths, default=0)], lengths, new)
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
         """Return the length of the requests that SGLang adds so that all replicas of attention decode equally many."""

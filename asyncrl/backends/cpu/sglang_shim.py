@@ -56,9 +56,6 @@ def install() -> None:
     after_import("sglang.srt.lora.layers", _create_unpinned)
     after_import("sglang.srt.lora.backend.torch_backend", _create_unpinned)
     after_import("sglang.srt.utils.hf_transformers.processor", _process_with_pillow)
-    os.environ["SGLANG_NATIVE_MOVE_KV_CACHE"] = "1"  # accepted drafts are moved without a compiled kernel
-    after_import("sglang.kernels.ops.speculative.ngram_corpus", _match_in_python)
-    after_import("sglang.srt.speculative.eagle_utils", _sample_drafts)
     _name_operators(torch)
 
 
@@ -185,25 +182,8 @@ def _qwen_processor(folder: str, by_transformers: Any) -> Any:
     return kind(images, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
-def _match_in_python(module: Any) -> None:
-    """Replace SGLang's n-gram trie, which is compiled, with ours."""
-    from asyncrl.backends.cpu.speculation import NgramCorpus
-
-    module.get_ngram_corpus_cls = lambda: NgramCorpus
-
-
-def _sample_drafts(module: Any) -> None:
-    """Let SGLang draw the target's tokens where it would verify drafts greedily, as in its algorithm UNO."""
-    from asyncrl.backends.cpu import speculation
-
-    sys.modules["sglang.srt.speculative.uno_utils"] = speculation
-    module._verify_uses_greedy = lambda *, is_all_greedy, **_: is_all_greedy
-    module._can_use_sparse_uno_tree_target_sampling = lambda *_: True
-
-
 class _Absent:
-    """A name in a missing kernel package. It can be imported. A call raises NotImplementedError, unless there is a
-    function of this name for speculative decoding."""
+    """A name in a missing kernel package. It can be imported. A call raises NotImplementedError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -214,10 +194,6 @@ class _Absent:
         return _Absent(f"{self._name}.{attribute}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from asyncrl.backends.cpu import speculation
-
-        if stand_in := getattr(speculation, self._name.rpartition(".")[2], None):
-            return stand_in(*args, **kwargs)
         raise NotImplementedError(f"{self._name} is not available on this CPU-only machine")
 
 

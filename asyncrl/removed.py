@@ -1,0 +1,28 @@
+"""Settings that asyncrl no longer has, and why; `results/log.md` says what each gave.
+
+This module imports nothing, so that the command can refuse them before it imports pydantic.
+"""
+
+from __future__ import annotations
+
+LAST = "0a760499"
+"""The last commit that has all of them."""
+
+_SPECULATION = "speculative decoding is set by SGLang's own engine.server_args.speculative_*"
+REMOVED = {
+    "rollout.migrate_after": "answers that move between engines gained 2.4 % at most",
+    "rollout.migrate_below": "answers no longer move between engines",
+    "rollout.start_order": "another order of starts gained 1.3 % at most, with lengths known exactly",
+    "engine.speculative": _SPECULATION,
+    "engine.draft_model": _SPECULATION,
+    "engine.draft_tokens": _SPECULATION,
+    "trainer.mtp": "layers of multi-token prediction are no longer trained; exports contain them unchanged",
+}
+"""Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""
+
+
+def removal(field: str, value: object = None) -> str | None:
+    """Return the message for a removed setting or value; None for any other."""
+    sections = (name for name in REMOVED if field.startswith(f"{name}."))
+    reason = REMOVED.get(field) or REMOVED.get(f"{field}={value}") or REMOVED.get(next(sections, ""))
+    return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, the last one that has it."

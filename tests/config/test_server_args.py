@@ -1,0 +1,106 @@
+"""Tests of SGLang's own arguments, of speculative decoding by them, and of HiCache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config.server_args import MOST_DRAFTS, draft_room
+from asyncrl.engine.server import duty_args, expert_args, server_argv
+from asyncrl.errors import ConfigError
+from asyncrl.launch.checks import check_gpu_features
+from tests.fakes import tiny_config
+
+ARGS = "engine.server_args"
+NGRAM = {ARGS: {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 6}}
+EAGLE = {
+    ARGS: {"speculative-algorithm": "EAGLE", "speculative_draft_model_path": "/draft"},
+    "weights.transport": "tensor",
+}
+CACHED = {"engine.hicache": 64, "rollout.cache_key": "version"}
+
+
+@pytest.mark.parametrize(
+    ("base", "field", "value", "words"),
+    [
+        (NGRAM, "algo.routing_replay", "R3", "without their experts"),
+        (EAGLE, "weights.transport", "disk", "set auto, tensor or distributed"),
+        (CACHED, "rollout.cache_key", "group", "caches of old weights"),
+        (CACHED, ARGS, {"hicache_storage_backend": "file"}, "beyond their weights"),
+        (CACHED, "algo.routing_replay", "R3", "forgets which experts"),
+        (
+            NGRAM,
+            ARGS,
+            {**NGRAM[ARGS], "speculative-accept-threshold-acc": 0.5},
+            "would not be the model's",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(base: dict[str, Any], field: str, value: Any, words: str) -> None:
+    tiny_config(**base)
+    with pytest.raises(ConfigError, match=words) as caught:
+        tiny_config(**{**base, field: value})
+    assert caught.value.field.startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("field", "cluster"),
+    [
+        ("cluster.lend", {"cluster.elastic": "act", "rollout.max_running_groups": "auto", "cluster.lend": True}),
+        (
+            "cluster.placement",
+            {"cluster.placement": "colocated", "weights.pause_mode": "retract", "rollout.max_staleness": 1},
+        ),
+    ],
+)
+def test_engines_that_release_their_memory_have_no_host_caches(field: str, cluster: dict[str, Any]) -> None:
+    tiny_config(**cluster)
+    with pytest.raises(ConfigError, match="unset engine") as caught:
+        tiny_config(**{**CACHED, **cluster})
+    assert caught.value.field == field
+
+
+def test_deterministic_engines_draft_nothing_and_cache_in_one_place() -> None:
+    alone = {"deterministic": True, "rollout.max_staleness": 0}
+    for base in (NGRAM, CACHED):
+        with pytest.raises(ConfigError) as caught:
+            tiny_config(**base, **alone)
+        assert caught.value.field == "deterministic"
+
+
+def test_requests_leave_room_for_drafts() -> None:
+    assert draft_room(tiny_config().engine) == 0
+    assert draft_room(tiny_config(**NGRAM).engine) == 12
+    assert draft_room(tiny_config(**EAGLE).engine) == 2 * MOST_DRAFTS
+
+
+def test_engines_get_sglangs_arguments() -> None:
+    engine = tiny_config(**EAGLE, **CACHED).engine
+    argv = server_argv(engine, Path("/model"), "http://127.0.0.1:1", gpu=True, seed=0)
+    assert argv[argv.index("--speculative-algorithm") + 1] == "EAGLE"
+    assert argv[argv.index("--hicache-size") + 1] == "64"
+    assert "--enable-hierarchical-cache" in argv
+    decoding = duty_args(engine, "decode", 0)
+    assert "--hicache-size" not in server_argv(
+        engine, Path("/model"), "http://127.0.0.1:1", gpu=True, seed=0, **decoding
+    )
+
+
+def test_experts_on_gpus_run_on_kernels_that_leave_their_weights_as_they_were_loaded() -> None:
+    assert expert_args(tiny_config().engine, gpu=True) == {"moe_runner_backend": "triton"}
+    assert expert_args(tiny_config().engine, gpu=False) == {}
+    exchanged = {"engine.server_args": {"moe_a2a_backend": "deepep"}, "weights.verify": False}
+    assert expert_args(tiny_config(**exchanged).engine, gpu=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("base", "field"),
+    [(NGRAM, f"{ARGS}.speculative_algorithm"), (EAGLE, f"{ARGS}.speculative_algorithm"), (CACHED, "engine.hicache")],
+)
+def test_cpus_do_not_draft_and_have_one_cache(base: dict[str, Any], field: str) -> None:
+    check_gpu_features(tiny_config(**base), 1)
+    with pytest.raises(ConfigError, match="CPUs") as caught:
+        check_gpu_features(tiny_config(**base), 0)
+    assert caught.value.field == field

@@ -1,0 +1,143 @@
+"""Which test runs when: `make test` on every change, `make test-all` at night and in parts, campaigns by hand.
+
+A test of tests/integration starts engines, trainers or whole runs. It runs in `make test` if its node id begins with
+an entry of DAILY, and is marked `nightly` otherwise: a new one costs nobody minutes until somebody adds it here, and
+every claim of README and docs should have one in DAILY. All other tests run in `make test`, unless they begin with an
+entry of NIGHTLY. CI runs a sixth of the nightly tests, by file, which its commit chooses (ASYNCRL_PART=2/6).
+"""
+
+from __future__ import annotations
+
+import zlib
+
+INTEGRATION = "tests/integration/"
+DAILY = (
+    # whole runs: synchronous, replayed, resumed, with adapters, under Slurm, colocated; and one that loses an engine
+    "layouts::test_engine_and_trainer_agree_before_any_update_and_after_every_publish[tp2",
+    "replay::test_live_page_shows_every_batch_of_a_run_with_all_of_its_episodes",
+    "replay::test_replay_repeats_a_run_to_the_last_bit",
+    "replay::test_another_loss_some_batches_and_one_again_and_again_are_trained",
+    "replay::test_too_many_bad_steps_end_the_run_and_say_so",
+    "replay::test_batch_of_a_recording_is_the_one_that_was_trained",
+    "resume::test_run_that_publishes_beside_training_goes_on_as_well",
+    "quantized::test_engines_serve_the_dequantized_base_and_the_adapter_from_the_first_version_on",
+    "slurm::test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own",
+    "synchronous::test_recorded_answers_train_the_same_weights_through_the_machinery",
+    # runs over stub engines, with faults
+    "hangs::test_agent",
+    "rollout_faults",
+    "elastic_stubs",
+    "dilated",
+    # refusals, checks, programs beside a run
+    "isolation",
+    "preflight",
+    "tutorials",
+    "prometheus",
+    "slurm_tools",
+    "router",
+    # engines
+    "proxy",
+    "fleet",
+    "continuation",
+    "weight_faults",
+    "weights::test_what_is_served_is_what_was_sent[one-tensor-full",
+    "weights::test_what_is_served_is_what_was_sent[one-distributed-stream",
+    "weights::test_what_is_served_is_what_was_sent[one-disk",
+    "weights::test_request_in_flight_across_five_publishes_tells_truly_which_version_wrote_what",
+    "weights::test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_may_join_again",
+    "vision_engine",
+    "checksum::test_sglang_loads_what_is_expected_of_every_parameter[llama, tied-",
+    "checksum::test_sglang_loads_what_is_expected_of_every_parameter[qwen3-1",
+    "checksum::test_sglang_loads_what_is_expected_of_every_parameter[qwen3_moe-1",
+    "checksum::test_sglang_loads_what_is_expected_of_every_parameter[deepseek_v3-1",
+    "routing::test_an_engine_tells",
+    # ranks of Megatron
+    "step",
+    "policy",
+    "trainer::test_loss_gradient_and_new_weights_do_not_depend_on_the_layout[unshared",
+    "trainer::test_loss_gradient_and_new_weights_do_not_depend_on_the_layout[tp2-pp2",
+    "trainer::test_every_weight_is_trained",
+    "trainer::test_the_loss_is_that_of_transformers_and_plain_autograd",
+    "trainer_gpu::test_two_updates",
+    "trainer_gpu::test_a_rank_finds",
+    "losses::test_every_loss_and_correction_has_a_case",
+    "losses::test_figures_and_gradients_do_not_depend_on_the_layout[unshared",
+    "losses::test_figures_and_gradients_do_not_depend_on_the_layout[micro-batches",
+    "losses::test_figures_and_gradients_do_not_depend_on_the_layout[shuffled",
+    "losses::test_figures_and_gradients_do_not_depend_on_the_layout[tp2-",
+    "reshard::test_folder_comes_back_byte_for_byte_from_the_exporting_ranks_alone[4-tp2-pp2",
+    "reshard::test_folder_comes_back_byte_for_byte_from_the_exporting_ranks_alone[4-ep2-",
+    "reshard::test_stream_holds_one_parameter_at_a_time",
+    "convert::test_megatron_loads_the_converted_checkpoint_bit_for_bit[2-tp2-",
+    "convert::test_what_megatron_saved_becomes_the_folder_it_came_from[2-tp2-",
+    "convert::test_transformers_loads_the_result_and_answers_as_before[qwen3]",
+    "families::test_logits_and_gradients_are_those_of_transformers[single",
+    "lora::test_adapters_are_those_of_peft[single",
+    "lora::test_adapters_are_those_of_peft[tp2",
+    "vision::test_logprobs_and_gradients_are_those_of_transformers[single",
+    "vision::test_logprobs_and_gradients_are_those_of_transformers[tp2-sp-untied",
+    "checkpoint::test_training_goes_on_as_if_nothing_had_happened[llama-tied",
+    "checkpoint::test_disk_that_is_full",
+    "variants::test_recomputation_changes_no_bit_of_figures_gradients_and_weights[pp2-vpp2",
+    "variants::test_overlapped_communication_changes_no_bit_of_figures_and_weights[dp2",
+    "variants::test_a_critic",
+    "variants::test_an_optimizer_whose_states_leave_the_device_trains_the_same_bits[float32",
+    "variants::test_activations_in_host_memory_change_no_bit[single",
+    "algorithms",
+    "distillation",
+    "offload::test_offload_between_updates_changes_no_bit[dense-1",
+    "offload::test_offload_between_updates_changes_no_bit[experts-2-float32",
+    "head",
+    "memory::test_a_rank_holds_what_the_planner_says[llama",
+    "memory::test_a_rank_holds_what_the_planner_says[tensor parallel",
+    "publish::test_rank_whose_publish_fails_beside_training_ends[0",
+)
+"""Beginnings of node ids, without tests/integration/test_ and .py."""
+
+NIGHTLY = (
+    # simulations of the planner, and the figures of its pages
+    "tests/planner/test_elastic.py::",
+    "tests/planner/test_search.py::",
+    "tests/planner/test_laws.py::",
+    "tests/planner/test_published.py::",
+    "tests/planner/test_documented.py::",
+    "tests/test_sizes.py::",
+    "tests/rollout/test_concurrency.py::test_it_is_as_fast",
+    # imports in new processes, wheels
+    "tests/test_packaging.py::test_wheel",
+    "tests/test_packaging.py::test_sdist",
+    "tests/test_packaging.py::test_experiments_compose_where_they_are_installed",
+    "tests/models/test_catalog.py::test_two_resolves",
+    "tests/backends/test_compiler.py::",
+    "tests/backends/test_transformer_engine.py::",
+    # each case waits out a limit
+    "tests/launch/test_stalls.py::test_run_ends_and_says_what_each_was_doing[",
+    "tests/rewards/test_math_reward.py::test_no_answer_holds_it_up_or_fails_the_episode",
+)
+STRUCTURE = (
+    "tests/test_imports.py::",
+    "tests/test_names.py::",
+    "tests/test_docs.py::",
+)
+"""Tests of the shape of code and documentation: `make check` runs them."""
+
+
+def tier(nodeid: str) -> str | None:
+    """Return the mark of a test's tier: nightly, structure, or none for `make test`."""
+    if nodeid.startswith(STRUCTURE):
+        return "structure"
+    if nodeid.startswith(INTEGRATION):
+        return None if daily(nodeid) else "nightly"
+    return "nightly" if nodeid.startswith(NIGHTLY) else None
+
+
+def daily(nodeid: str) -> bool:
+    """Return whether `make test` has a test of tests/integration."""
+    name = nodeid.removeprefix(f"{INTEGRATION}test_").replace(".py", "", 1)
+    return any(name.startswith(entry if "::" in entry else f"{entry}::") for entry in DAILY)
+
+
+def chosen(file: str, part: str) -> bool:
+    """Return whether a file belongs to a part of all tests: chosen("tests/x.py", "2/6")."""
+    number, _, parts = part.partition("/")
+    return zlib.crc32(file.encode()) % int(parts) == int(number) % int(parts)
