@@ -117,10 +117,10 @@ def sweep_table(sweep: Sequence[tuple[str, Path]]) -> str:
     """Return one line for each run of a sweep: what differs, and what came of it."""
     names = ("steps", "reward/last", "accuracy/after", "samples_per_s")
     lines = [["run", "settings", *names]]
-    for number, (settings, folder) in enumerate(sweep):
+    for number, (differs, folder) in enumerate(sweep):
         file = folder / "summary.json"
         summary = json.loads(file.read_text()) if file.exists() else {}
-        lines.append([str(number), settings, *(_short(summary.get(name)) for name in names)])
+        lines.append([str(number), differs, *(_short(summary.get(name)) for name in names)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 

@@ -103,7 +103,7 @@ class Console:
         self._total += 1
         self._warned[kind] += 1
         if kind not in self._texts:
-            first, *more = record["warning"].splitlines() or [""]
+            first, *more = record["warning"].strip("\n").split("\n")
             first += " (more in warnings.jsonl)" if more else ""
             self._texts[kind] = first
             self._print(f"[yellow]warning[/]  version {record['version']}: {escape(first)}")
