@@ -110,6 +110,8 @@ def _tls(signed: Signed) -> list[str]:
     ]
 
 
+SHOWN = 4
+"""Number of engines that a message names."""
 Duties = Callable[[str], tuple[str, int]]
 """Maps an engine's URL to what it does, in the router's words, and the port at which one that prefills is met."""
 
@@ -227,12 +229,15 @@ class RouterWorkers:
         return response
 
 
-async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bool = False) -> None:
+async def wait_until_ready(
+    addresses: Addresses, timeout: float, *, attached: bool = False, tell: Callable[[str], None] = lambda text: None
+) -> None:
     """Register the engines as they come up, and wait until the router routes to all. Raises DeadlineExceeded.
 
     With `attached`, also wait for the engines that others started. Use this only when no trainer has to send them
-    weights first.
+    weights first. `tell` is told repeatedly what is waited for.
     """
+    began = time.monotonic()
     deadline = time.monotonic() + timeout
     engines = (*addresses.engines, *(addresses.attached if attached else ()))
     waiting = set(engines)
@@ -244,6 +249,10 @@ async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bo
                     waiting.discard(url)
                 if not waiting and await _healthy_workers(router) >= len(engines):
                     return
+            missing = [f"engine {number}" for number, url in enumerate(engines) if url in waiting]
+            named = ", ".join([*missing[:SHOWN], *(["..."] if len(missing) > SHOWN else [])])
+            does = f"{named} to load weights" if missing else "the router to find the engines healthy"
+            tell(f"{does}, {time.monotonic() - began:.0f} s")
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"{len(engines)} engines behind the router",
