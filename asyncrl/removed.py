@@ -11,6 +11,10 @@ REMOVED = {
         ("engine.speculative", "engine.draft_model", "engine.draft_tokens"),
         "Speculative decoding is set by SGLang's own engine.server_args.speculative_*",
     ),
+    **dict.fromkeys(
+        ("engine.prefill_count", "engine.decode_count", "engine.transfer_backend"),
+        "Engines that only prefill or only decode never ran on a GPU; every engine does both: set engine.count",
+    ),
     "trainer.mtp": "Layers of multi-token prediction are not trained; exports contain them unchanged",
 }
 """Why a setting, or a whole section, is gone."""

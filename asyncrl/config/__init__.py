@@ -18,7 +18,6 @@ from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
 from asyncrl.config.batch_parts import check_batch_parts
 from asyncrl.config.colocated import check_colocated
-from asyncrl.config.disaggregated import check_disaggregated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
@@ -179,7 +178,6 @@ class Config(Section):
         check_batch_parts(self)
         check_overlap(self)
         check_colocated(self)
-        check_disaggregated(self)
         check_lending(self)
         check_long_tail(self)
         check_roles(self)
@@ -244,11 +242,6 @@ class Config(Section):
         rules: list[Rule] = [
             ("mode", self.mode != "train", "Only a run that trains can be elastic"),
             ("cluster.placement", self.cluster.placement == "colocated", "Engines and trainers take turns"),
-            (
-                "engine.prefill_count",
-                self.engine.disaggregated,
-                "The controller does not know engines that only prefill or only decode: set engine.count",
-            ),
             ("metrics.timeline", not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
             ("cluster.min_engines", least > count, f"The run starts with {count} engines: lower it"),
             ("cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it"),
