@@ -15,14 +15,22 @@ REMOVED = {
         ("engine.prefill_count", "engine.decode_count", "engine.transfer_backend"),
         "Engines that only prefill or only decode never ran on a GPU; every engine does both: set engine.count",
     ),
+    "trainer.megatron.transformer.moe_hybridep_num_sms": "HybridEP is no longer a token dispatcher",
     "trainer.mtp": "Layers of multi-token prediction are not trained; exports contain them unchanged",
 }
 """Why a setting, or a whole section, is gone."""
+VALUES = {
+    ("trainer.token_dispatcher", "hybridep"): "HybridEP was never executed; deepep is the dispatcher with kernels",
+}
+"""Why a value of a setting that remains is gone."""
 
 
-def why_removed(field: str) -> str | None:
-    """Return the remedy for a setting that is gone; None for any other field."""
-    for name, reason in REMOVED.items():
+def why_removed(field: str, value: object = None) -> str | None:
+    """Return the remedy for a setting, or a value of it, that is gone; None for any other."""
+    gone = dict(REMOVED)
+    if isinstance(value, str) and (reason := VALUES.get((field, value))):
+        gone[field] = reason
+    for name, reason in gone.items():
         if field == name or field.startswith(f"{name}."):
             return f"{reason}. It is gone: remove it, or use commit {LAST}, the last one that has it (results/log.md)."
     return None

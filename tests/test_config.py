@@ -23,7 +23,7 @@ from asyncrl.launch.checks import check_devices, check_model
 from asyncrl.launch.compose import compose
 from asyncrl.launch.help import docstrings, recipe_confs
 from asyncrl.launch.main import CONF
-from asyncrl.removed import LAST, REMOVED
+from asyncrl.removed import LAST, REMOVED, VALUES
 from asyncrl.settings import Choice
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import compose_values, tiny_config, tiny_values
@@ -845,3 +845,11 @@ def test_setting_that_is_gone_is_refused_with_its_reason(field: str, monkeypatch
     monkeypatch.setattr(sys, "argv", ["asyncrl-train", f"{field}=1"])
     with pytest.raises(CompositionError, match=re.escape(REMOVED[field])):
         compose(CONF)
+
+
+@pytest.mark.parametrize(("field", "value"), VALUES)
+def test_value_that_is_gone_is_refused_with_its_reason(field: str, value: str) -> None:
+    listed = isinstance(compose_values("experiment=tiny").get("metrics", {}).get(field.rpartition(".")[2]), list)
+    with pytest.raises(ConfigError, match=LAST) as refused:
+        load(tiny_values(**{field: [value] if listed else value}))
+    assert (refused.value.value, refused.value.remedy.startswith(VALUES[field, value])) == (value, True)

@@ -334,7 +334,8 @@ def _explained(error: ValidationError) -> ConfigError:
             continue
         field = ".".join(str(part) for part in item["loc"])
         value = None if item["type"] == "missing" else item["input"]
-        remedy = why_removed(field) if item["type"] == "extra_forbidden" else None
+        named = ".".join(part for part in item["loc"] if isinstance(part, str))  # without places in a list
+        remedy = why_removed(named, value) if item["type"] in ("extra_forbidden", "literal_error") else None
         problems.append(ConfigError(field, value, remedy or REMEDIES.get(item["type"], item["msg"] + ".")))
     first, *others = problems
     remedy = "\n".join([first.remedy, *map(str, others)])
