@@ -21,7 +21,6 @@ REMOVED = {
     "engine.decode_count": _DUTIES,
     "engine.transfer_backend": _DUTIES,
     "trainer.token_dispatcher=hybridep": "HybridEP was never executed; deepep is the dispatcher with kernels",
-    "trainer.megatron.transformer.moe_hybridep_num_sms": "HybridEP is no longer a dispatcher of tokens",
     "trainer.mtp": "layers of multi-token prediction are no longer trained; exports contain them unchanged",
 }
 """Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""
