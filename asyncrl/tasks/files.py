@@ -56,7 +56,7 @@ class FileTask(Task):
         return len(self._rows)
 
     def question(self, index: int) -> Question:
-        """Return row `index` with its messages. A text becomes one user message; a list of messages is used as it is."""
+        """Return row `index` with its messages; a list of messages is used as it is, a text becomes one of the user."""
         row = self._rows[index]
         prompt = row[self._config.prompt_key]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
