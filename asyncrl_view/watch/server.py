@@ -28,6 +28,7 @@ import hmac
 import json
 import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -56,13 +57,15 @@ from asyncrl_view.inspection.rows import GroupFilter, bounds
 from asyncrl_view.watch import advice
 from asyncrl_view.watch.advice import WINDOW, Evidence
 from asyncrl_view.watch.anatomy import anatomy, begins
-from asyncrl_view.watch.runs import STATUS, RunFolder, WatchedRun
+from asyncrl_view.watch.runs import STATUS, RunFolder, WatchedRun, printable
 
 STATIC = Path(__file__).with_name("static")
 POLL_SECONDS = 0.4
 """Between two looks at the files, while a page is open."""
 BEAT_SECONDS = 15.0
 """Between two events of a connection on which nothing changes, so that a closed one is noticed."""
+UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What using a value raises that is not of the type that a run writes."""
 MOST_GROUPS = 200
 """Groups of one answer."""
 POLICY = (
@@ -83,7 +86,7 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[],
     connections that wait for events are closed."""
     endpoints: dict[str, Callable[[WatchedRun, Request], Any]] = {
         "metrics": _metrics,
-        "lines": lambda run, asked: _finite(run.rows(_one_of(asked, "file", ("eval", "warnings")))),
+        "lines": lambda run, asked: run.rows(_one_of(asked, "file", ("eval", "warnings"))),
         "recording": lambda run, _: run.episodes.overview(),
         "groups": _groups,
         "group": _group,
@@ -94,7 +97,7 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[],
     }
     routes = [
         Route("/", lambda _: Response((STATIC / "index.html").read_bytes(), media_type="text/html")),
-        Route("/api/runs", lambda _: JSONResponse([run.summary() for run in folder.runs().values()])),
+        Route("/api/runs", lambda _: Answer([run.summary() for run in folder.runs().values()])),
         Route("/api/events", lambda _: StreamingResponse(_events(folder, ended), media_type="text/event-stream")),
         Route("/api/settings", lambda asked: _settings(folder, asked)),
         Route("/api/image", lambda asked: _image(folder, asked)),
@@ -106,9 +109,21 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[],
         Middleware(Guard, token=token),
         Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3),
     ]
+    refused = dict.fromkeys((RecordError, OSError), _refused)
     return Starlette(
-        routes=routes, middleware=middleware, exception_handlers={RecordError: _refused, OSError: _refused}
+        routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(UNFORESEEN, _unforeseen) | refused
     )
+
+
+class Answer(JSONResponse):
+    """JSON that every browser reads and that can be sent, whatever the files of a run hold."""
+
+    def render(self, content: Any) -> bytes:
+        """Write NaN and infinities as null, and all but ASCII, such as lone surrogates, as escapes."""
+        try:
+            return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        except ValueError:
+            return json.dumps(_finite(content), allow_nan=False, separators=(",", ":")).encode()
 
 
 class Guard:
@@ -166,7 +181,7 @@ def _of_run(folder: RunFolder, endpoint: Callable[[WatchedRun, Request], Any]) -
         run = folder.run(asked.query_params.get("run", ""))
         with run.lock:
             run.refresh()
-            return JSONResponse(endpoint(run, asked))
+            return Answer(endpoint(run, asked))
 
     return answer
 
@@ -229,7 +244,7 @@ def _fleet(run: WatchedRun, _: Request) -> dict[str, Any]:
     processes = []
     for file in sorted((run.folder / PROGRESS).glob(f"*{SUFFIX}")):
         doing = run.document(f"{PROGRESS}/{file.name}") or {}
-        processes.append({"name": file.name.removesuffix(SUFFIX), **doing})
+        processes.append({"name": printable(file.name.removesuffix(SUFFIX)), **doing})
     run.timelines.refresh()
     restarts = [
         {"process": one.attributes.get("process", ""), "how": one.attributes.get("how", ""), "ended": one.end}
@@ -238,7 +253,7 @@ def _fleet(run: WatchedRun, _: Request) -> dict[str, Any]:
     status = run.document(STATUS)
     age = time.time() - status["time"] if status and "time" in status else None
     elastic = [{name: one.get(name) for name in ("step", "reason", "done")} for one in run.rows("elastic")]
-    return {"status": _finite(status), "age": age, "processes": processes, "restarts": restarts, "elastic": elastic}
+    return {"status": status, "age": age, "processes": processes, "restarts": restarts, "elastic": elastic}
 
 
 def _image(folder: RunFolder, asked: Request) -> Response:
@@ -252,7 +267,7 @@ def _settings(folder: RunFolder, asked: Request) -> Response:
     flat = [_flat(folder.run(name).config) for name in asked.query_params.getlist("run")]
     names = sorted({name for one in flat for name in one})
     rows = [[name, *(one.get(name) for one in flat)] for name in names]
-    return JSONResponse([row for row in rows if len(flat) < 2 or any(value != row[1] for value in row[2:])])
+    return Answer([row for row in rows if len(flat) < 2 or any(value != row[1] for value in row[2:])])
 
 
 async def _events(folder: RunFolder, ended: Callable[[], bool] = lambda: False) -> AsyncIterator[str]:
@@ -274,7 +289,16 @@ async def _events(folder: RunFolder, ended: Callable[[], bool] = lambda: False) 
 
 
 def _refused(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=404)
+    return Answer({"error": printable(str(error))}, status_code=404)
+
+
+def _unforeseen(_: Request, error: Exception) -> Response:
+    """Answer that a run's files hold something else than a run writes, where only their use shows it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{type(error).__name__}: {error!s:.200}, in {Path(place.filename).name}:{place.lineno}"
+    return Answer(
+        {"error": printable(f"a file of this run does not hold what a run writes ({where})")}, status_code=422
+    )
 
 
 # -- parameters and values ------------------------------------------------------------------------------------
@@ -302,7 +326,7 @@ def _finite(value: Any) -> Any:
     """Return JSON without NaN and infinities, which browsers refuse."""
     if isinstance(value, Mapping):
         return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
