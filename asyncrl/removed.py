@@ -15,11 +15,12 @@ REMOVED = {
         ("engine.prefill_count", "engine.decode_count", "engine.transfer_backend"),
         "Engines that only prefill or only decode never ran on a GPU; every engine does both: set engine.count",
     ),
-    "trainer.megatron.transformer.moe_hybridep_num_sms": "HybridEP is no longer a token dispatcher",
+    "metrics.trackio": "trackio needs an older pillow than asyncrl; use tensorboard, wandb or mlflow",
     "trainer.mtp": "Layers of multi-token prediction are not trained; exports contain them unchanged",
 }
 """Why a setting, or a whole section, is gone."""
 VALUES = {
+    ("metrics.sinks", "trackio"): "trackio needs an older pillow than asyncrl; use tensorboard, wandb or mlflow",
     ("trainer.token_dispatcher", "hybridep"): "HybridEP was never executed; deepep is the dispatcher with kernels",
 }
 """Why a value of a setting that remains is gone."""
