@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup bubblewrap run test test-all nightly unit golden tools structure slurm prometheus campaign peers te-stub cuda-stub container fresh check bench clean
+.PHONY: docs help setup bubblewrap run test test-all nightly unit golden history tools structure slurm prometheus campaign peers te-stub cuda-stub container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,9 @@ nightly: tools  ## the tests of test-all that test does not have; PART=2/6 is on
 
 unit: setup  ## the tests that start nothing
 	$(PYTEST) -n 3 tests --ignore=tests/integration -m "$(FREE) and not nightly and not integration"
+
+history: setup bubblewrap  ## the curves of the tiny and the default run against results/history.json: 8 minutes
+	$(BIN)/python scripts/history.py $(ARGS)
 
 tools: setup slurm bubblewrap prometheus
 

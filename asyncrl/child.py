@@ -10,11 +10,14 @@ leaves        nothing of the process group: it is killed when its leader exits, 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from subprocess import PIPE
 from typing import Any, Literal
 
 KEPT_BYTES = 64 << 10
@@ -143,3 +146,83 @@ def describe(status: int | None) -> str:
     if status is None:
         return f"did not die within {KILL_SECONDS:.0f} s of SIGKILL"
     return f"exited with status {status}" if status >= 0 else f"was killed by {signal.Signals(-status).name}"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Lines of a process in reply to a request, and its exit status if it ended."""
+
+    lines: list[dict[str, Any]]
+    exit_code: int | None = None  # negative: the signal number
+    late: bool = False
+
+
+class PoolWorker:
+    """Process of a pool."""
+
+    def __init__(self, child: ChildProcess, stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> None:
+        self._child, self._stdin, self._stdout = child, stdin, stdout
+
+    @classmethod
+    async def start(cls, command: Sequence[str]) -> PoolWorker:
+        """Start a process."""
+        child = ChildProcess(command, stdin=PIPE, stdout=PIPE)
+        async with child.ended_on_error():
+            return cls(child, await child.writer(), await child.reader())
+
+    async def ask(self, request: dict[str, Any], until: str, lines: list[dict[str, Any]]) -> Reply:
+        """Append the lines of the reply as they come. Returns the reply, which is complete if the process lives."""
+        with suppress(ConnectionError):  # it has ended: its exit code says why
+            self._stdin.write(json.dumps(request).encode() + b"\n")
+            await self._stdin.drain()
+        while line := await self._stdout.readline():
+            lines.append(json.loads(line))
+            if until in lines[-1]:
+                return Reply(lines)
+        return Reply(lines, exit_code=await self._child.wait())
+
+    async def end(self) -> None:
+        """Kill the process with all that it started."""
+        await self._child.end()
+        self._child.close()
+
+
+class WorkerPool:
+    """Pool of at most `count` processes of one command that answer one request at a time, for one event loop.
+
+    They start with the first request, because most runs do not need them. A process that does not answer within
+    `seconds` of wall-clock time is killed, also when the caller stops waiting; that time does not measure the work, for
+    which a worker has a limit of its own. One that has ended is replaced.
+    """
+
+    def __init__(self, command: Sequence[str], count: int) -> None:
+        self._command = command
+        self._room = asyncio.Semaphore(count)
+        self._idle: list[PoolWorker] = []
+        self._busy: set[PoolWorker] = set()
+
+    async def ask(self, request: dict[str, Any], until: str, seconds: float) -> Reply:
+        """Return the lines up to one with the field `until`, or up to the end of the process."""
+        async with self._room:
+            worker = self._idle.pop() if self._idle else await PoolWorker.start(self._command)
+            self._busy.add(worker)
+            lines: list[dict[str, Any]] = []
+            try:
+                async with asyncio.timeout(seconds):
+                    reply = await worker.ask(request, until, lines)
+                if reply.exit_code is None:
+                    self._idle.append(worker)
+                return reply
+            except TimeoutError:
+                return Reply(lines, late=True)
+            finally:
+                self._busy.discard(worker)
+                if worker not in self._idle:
+                    await worker.end()
+
+    async def close(self) -> None:
+        """Kill all processes."""
+        workers = [*self._idle, *self._busy]
+        self._idle.clear()
+        for worker in workers:
+            await worker.end()

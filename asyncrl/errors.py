@@ -14,6 +14,8 @@ AsyncRLError
 |-- RecordError        a recording or a checkpoint is damaged, or lacks what was requested
 `-- BadStep            a training step that must not be applied (not finite, or exploding), under the `stop` policy
 
+PromptRefused is a ValueError, because the code that made the prompt is at fault: it becomes EpisodeFailed there.
+
 Stopped and Paused also end a run but are not errors: a signal reached the launcher, or the run will be resumed later.
 
 Any other exception that escapes is a bug and ends the run with its traceback.
@@ -21,10 +23,13 @@ Any other exception that escapes is a bug and ends the run with its traceback.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
 
 
 class AsyncRLError(Exception):
@@ -75,12 +80,22 @@ class EpisodeFailed(AsyncRLError):
 
     `reason` is the name under which the ledger counts it. `retry` states whether another attempt may succeed. The
     default is False for errors of the agent or the reward function, which would be repeated, and True otherwise.
+    `where` is the line of user code that raised the error; `detail` is without it, because a model may be told that.
     """
 
-    def __init__(self, reason: str, detail: str = "", *, retry: bool | None = None) -> None:
-        self.reason, self.detail = reason, detail
+    def __init__(self, reason: str, detail: str = "", *, retry: bool | None = None, where: str = "") -> None:
+        self.reason, self.detail, self.where = reason, detail, where
         self.retry = reason not in ("agent_error", "reward_error") if retry is None else retry
-        super().__init__(f"{reason}: {detail}" if detail else reason)
+        super().__init__(f"{reason}: {self.located}" if detail else reason)
+
+    @property
+    def located(self) -> str:
+        """Return the detail with the line of user code."""
+        return f"{self.detail} ({self.where})" if self.where else self.detail
+
+
+class PromptRefused(ValueError):
+    """Raised for a prompt that an engine would die of. It states why and what helps."""
 
 
 class LedgerError(AsyncRLError):
@@ -100,6 +115,8 @@ class Stopped(Exception):
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.advice = ""
+        """How the run can go on, for the user."""
         super().__init__(signal.Signals(number).name)
 
 
@@ -111,14 +128,71 @@ class Paused(Exception):
 def raised_by(reason: str, *, retry: bool = False) -> Iterator[None]:
     """Turn exceptions of user code in this context into an EpisodeFailed with this reason.
 
-    This includes SystemExit. An AsyncRLError passes unchanged, because it is typed already.
+    This includes SystemExit, KeyboardInterrupt, and a CancelledError of something that the user's code waited for. An
+    AsyncRLError passes unchanged, because it is typed already.
     """
     try:
         yield
     except AsyncRLError:
         raise
-    except (Exception, SystemExit) as error:
-        raise EpisodeFailed(reason, f"{type(error).__name__}: {error}", retry=retry) from error
+    except BaseException as error:
+        if _is_the_loops(error):
+            raise
+        detail = f"{type(error).__name__}: {error}"
+        raise EpisodeFailed(reason, detail, retry=retry, where=place(error)) from error
+
+
+def _is_the_loops(error: BaseException) -> bool:
+    """Return whether the event loop ends the task with this error. In a thread without a loop, user code raised it."""
+    import asyncio  # at this place, because the launcher's --help does not need it
+
+    if not isinstance(error, GeneratorExit | asyncio.CancelledError):
+        return False
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        return False
+    return isinstance(error, GeneratorExit) or task is None or task.cancelling() > 0
+
+
+def described(error: BaseException) -> str:
+    """Return an exception of user code in one line: its type, its text, and the line of code that raised it."""
+    where = place(error)
+    return f"{type(error).__name__}: {error}" + (f" ({where})" if where else "")
+
+
+_OURS, _PYTHONS = f"{Path(__file__).parent}/", f"{Path(os.__file__).parent}/"
+_PACKAGES = ("/site-packages/", "/dist-packages/")
+
+
+def place(error: BaseException) -> str:
+    """Return the file, line and function of the user's code that raised an error, or else of an installed package's.
+    Empty if only asyncrl and Python were involved."""
+    found: BaseException | None = error
+    while found:
+        if isinstance(found, SyntaxError) and found.filename:
+            return f"{found.filename}:{found.lineno}"
+        frames = [(frame.f_code, line) for frame, line in walk_tb(found.__traceback__)]
+        others = [(code, line) for code, line in frames if not _is_ours(code.co_filename)]
+        users = [one for one in others if not any(part in one[0].co_filename for part in _PACKAGES)]
+        if others:
+            code, line = (users or others)[-1]
+            return f"{code.co_filename}:{line}, in {code.co_qualname}"
+        found = found.__cause__ or found.__context__
+    return ""
+
+
+def _is_ours(file: str) -> bool:
+    """Return whether a file belongs to asyncrl or to Python itself."""
+    installed = any(part in file for part in _PACKAGES)
+    return file.startswith((_OURS, "<")) or (file.startswith(_PYTHONS) and not installed)
+
+
+def first_of(error: BaseException) -> BaseException:
+    """Return the exception that a group of exceptions began with; the exception itself if it is none."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, described
 
 
 def load(path: str, field: str) -> Any:
@@ -18,9 +18,7 @@ def load(path: str, field: str) -> Any:
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
         raise ConfigError(field, path, f"Must be an import path, module:name ({error}).") from None
     except (Exception, SystemExit) as error:
-        remedy = (
-            f"The import of {module} raised {type(error).__name__}: {error}. Fix the module so that it can be imported."
-        )
+        remedy = f"The import of {module} raised {described(error)}. Fix the module so that it can be imported."
         raise ConfigError(field, path, remedy) from error
 
 
@@ -44,5 +42,5 @@ def made(kind: Callable[..., Any], params: Mapping[str, Any], field: str, path: 
     except AsyncRLError:
         raise
     except (Exception, SystemExit) as error:
-        remedy = f"Creating it with {dict(params)!r} raised {type(error).__name__}: {error}."
+        remedy = f"Creating it with {dict(params)!r} raised {described(error)}."
         raise ConfigError(field, path, remedy) from error

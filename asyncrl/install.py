@@ -2,20 +2,24 @@
 
 On a machine without a GPU this is the only command needed after `pip install asyncrl`. SGLang's own metadata requires
 several GB of CUDA packages. This command therefore installs SGLang from a complete lock with `--no-deps`, which the
-metadata of a wheel cannot request. It needs only the standard library, so it also runs after
-`pip install --no-deps asyncrl`.
+metadata of a wheel cannot request. It takes PyTorch's CPU build if pip's indexes have it; otherwise it takes the CUDA
+build, which PyPI has, with the libraries that this build loads. It needs only the standard library, so it also runs
+after `pip install --no-deps asyncrl`.
 
 usage: asyncrl-install [--cpu] [--dry-run] [any arguments of pip install, such as --extra-index-url URL]
 """
 
 import argparse
+import importlib
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
+
+PIP = (sys.executable, "-m", "pip", "install")
 
 REPLACED = ("sglang-router",)
 """Packages of an earlier lock that conflict with a package of this one: both install a program `smg`."""
@@ -34,20 +38,67 @@ and an index that pip is configured to reach. The command was:
 
     {command}"""
 
-TORCH_REMEDY = """\
-asyncrl-install: torch is installed but does not import. The usual reason is that the index offered the CUDA
-build, whose libraries --no-deps leaves out. Name PyTorch's CPU index (its install page has it), run again:
+LIBRARIES = (
+    *("cublas", "cuda-cupti", "cuda-nvrtc", "cuda-runtime", "cudnn-cu13", "cufft", "cufile", "curand", "cusolver"),
+    *("cusparse", "cusparselt-cu13", "nccl-cu13", "nvjitlink", "nvshmem-cu13"),
+)
+"""NVIDIA's packages whose libraries the CUDA build of torch loads when it is imported, with or without a GPU."""
 
-    pip uninstall -y torch && asyncrl-install --cpu --extra-index-url <PyTorch's CPU index>"""
+CPU_INDEX = "<address of PyTorch's CPU index, from its installation page>"
+
+CUDA_NOTICE = f"""\
+asyncrl-install: pip's indexes do not have the CPU build of {{torch}}. It installs the CUDA build and the libraries that
+this build loads, which take about 4 GB of disk; no GPU is needed. To save them, stop it, name PyTorch's index of CPU
+builds, and run the command again:
+
+    export PIP_EXTRA_INDEX_URL="{CPU_INDEX}"
+"""
+
+TORCH_REMEDY = f"""\
+asyncrl-install: torch is installed but does not import; Python's own message is above. Remove it, name PyTorch's index
+of CPU builds, and run the command again:
+
+    {shlex.quote(sys.executable)} -m pip uninstall -y torch && export PIP_EXTRA_INDEX_URL="{CPU_INDEX}\""""
 
 
-def lock_file() -> Path:
-    """Return the path of requirements/cpu.txt: inside the package in a wheel, beside it in a checkout."""
+def lock_file(name: str = "cpu.txt") -> Path:
+    """Return the path of a lock in requirements/: inside the package in a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parent
     for folder in (package, package.parent):
-        if (lock := folder / "requirements" / "cpu.txt").is_file():
+        if (lock := folder / "requirements" / name).is_file():
             return lock
-    raise SystemExit(f"asyncrl-install: no requirements/cpu.txt in {package} or beside it; reinstall asyncrl")
+    raise SystemExit(f"asyncrl-install: no requirements/{name} in {package} or beside it; reinstall asyncrl")
+
+
+def _pins(lock: str, names: Sequence[str]) -> list[str]:
+    """Return the lines of a lock that pin these packages."""
+    return [line for line in lock_file(lock).read_text().splitlines() if line.partition("==")[0] in names]
+
+
+def _torch() -> str:
+    (pin,) = _pins("cpu.txt", ["torch"])
+    return pin
+
+
+def libraries() -> list[str]:
+    """Return the pinned packages without which the CUDA build of torch does not import."""
+    return _pins("cuda.txt", [f"nvidia-{name}" for name in LIBRARIES])
+
+
+def cpu_build(pip_arguments: Sequence[str]) -> str | None:
+    """Return the requirement of torch's CPU build, or None if pip finds no such build with these arguments."""
+    wanted = f"{_torch()}+cpu"
+    ask = [*PIP, "--dry-run", "--quiet", "--no-deps", *pip_arguments, wanted]
+    return None if subprocess.run(ask, capture_output=True, check=False).returncode else wanted
+
+
+def needs_libraries() -> bool:
+    """Return whether the installed torch is a CUDA build, by what its metadata requires."""
+    importlib.invalidate_caches()
+    try:
+        return any(one.startswith("nvidia-") for one in requires("torch") or ())
+    except PackageNotFoundError:
+        return False
 
 
 def has_gpu() -> bool:
@@ -66,6 +117,14 @@ def _installed(name: str) -> bool:
     return True
 
 
+def _install(command: Sequence[str]) -> bool:
+    """Run pip. Returns whether it succeeded, and otherwise prints what it needs to stderr."""
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        print(PIP_REMEDY.format(status=status, command=shlex.join(command)), file=sys.stderr)
+    return not status
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run pip on the lock. Returns 0 when the environment is complete, otherwise 1 with a message on stderr."""
     parser = argparse.ArgumentParser(prog="asyncrl-install", description=(__doc__ or "").partition("\n\nusage")[0])
@@ -76,14 +135,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.cpu and has_gpu():
         print(GPU_REMEDY, file=sys.stderr)
         return 1
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "-r", str(lock_file()), *pip_arguments]
+    pip = [*PIP, "--no-deps", "-r", str(lock_file()), *pip_arguments]
     if options.dry_run:
         print(shlex.join(pip))
         return 0
+    if wanted := cpu_build(pip_arguments):
+        pip.append(wanted)
+    else:
+        print(CUDA_NOTICE.format(torch=_torch()), file=sys.stderr, flush=True)
     if old := [name for name in REPLACED if _installed(name)]:
         subprocess.run([sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *old], check=False)
-    if status := subprocess.run(pip, check=False).returncode:
-        print(PIP_REMEDY.format(status=status, command=shlex.join(pip)), file=sys.stderr)
+    if not _install(pip) or (needs_libraries() and not _install([*PIP, "--no-deps", *pip_arguments, *libraries()])):
         return 1
     if subprocess.run([sys.executable, "-c", "import torch"], check=False).returncode:
         print(TORCH_REMEDY, file=sys.stderr)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import RecordError
+
 
 def append(path: Path, record: dict[str, Any]) -> None:
     """Append an object as one line."""
@@ -33,11 +35,22 @@ class Tail:
         self._path, self._read = path, path.stat().st_size if new and path.exists() else 0
 
     def __call__(self) -> list[dict[str, Any]]:
-        """Return the new complete lines. A last line that the writer has not completed is left for a later call."""
+        """Return the new complete lines. A last line that the writer has not completed is left for a later call. Raises
+        RecordError for a line that is no object."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
             file.seek(self._read)
             whole, end, _ = file.read().rpartition(b"\n")
-        self._read += len(whole) + len(end)
-        return [json.loads(line) for line in whole.splitlines()]
+        start, self._read = self._read, self._read + len(whole) + len(end)
+        return [self._record(line, start, number) for number, line in enumerate(whole.split(b"\n"), 1)] if end else []
+
+    def _record(self, line: bytes, start: int, number: int) -> dict[str, Any]:
+        try:
+            if isinstance(record := json.loads(line), dict):
+                return record
+            problem = "it is no object"
+        except ValueError as error:
+            problem = str(error)
+        where = f"line {number}" if not start else f"line {number} after byte {start}"
+        raise RecordError(f"{self._path}: {where} is damaged ({problem}): repair the line, or delete it")

@@ -1,4 +1,5 @@
-"""Progress reports of a process: a file RUN/progress/NAME.lease that it renews while it runs.
+"""What a process tells the launcher: a file RUN/progress/NAME.lease that it renews while it runs, and a file
+RUN/progress/NAME.failure with the error that ends it.
 
 A process that hangs does not exit, so its parent notices nothing. The launcher reads these files (launch/stalls.py) and
 finds a process that has spent too long in one activity, or that has stopped renewing its file.
@@ -8,15 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import json
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+from asyncrl import jsonl
+from asyncrl.errors import AsyncRLError, PeerFailed, first_of, place
 from asyncrl.leases import SUFFIX, Lease
 
 FOLDER = "progress"
+FAILURE = ".failure"
+"""Suffix of the file with the error that ended a process."""
 DUMP_SIGNAL = signal.SIGUSR2
 """Signal on which a process that reports its progress writes the stacks of its threads to its log."""
 
@@ -84,3 +92,26 @@ class Progress:
         while not self._ended.wait(self._every):
             self.renew()
         self._lease.end()  # a renewal may have raced with end()
+
+
+@contextmanager
+def failing(run_dir: Path, name: str) -> Iterator[None]:
+    """Record the first error that leaves this context, for the launcher to show. A later one, for example of something
+    that is closed afterwards, does not replace it; the failure of a peer is the peer's to record."""
+    file = run_dir / FOLDER / f"{name}{FAILURE}"
+    try:
+        yield
+    except (Exception, SystemExit, KeyboardInterrupt) as raised:
+        error = first_of(raised)
+        if not file.exists() and not isinstance(error, PeerFailed):
+            text = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+            with suppress(OSError):  # the disk may be full, which must not hide the error in the log
+                file.parent.mkdir(exist_ok=True)
+                jsonl.replace(file, {"process": name, "time": time.time(), "error": text, "place": place(error)})
+        raise
+
+
+def failures(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the recorded errors, the first one first."""
+    found = [json.loads(file.read_text()) for file in (run_dir / FOLDER).glob(f"*{FAILURE}")]
+    return sorted(found, key=lambda one: float(one["time"]))

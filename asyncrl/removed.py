@@ -1,37 +1,36 @@
-"""Settings of earlier versions that are gone, and why. results/log.md has the figures."""
+"""Settings that asyncrl no longer has, and why; `results/log.md` says what each gave.
+
+This module imports nothing, so that the command can refuse them before it imports pydantic.
+"""
 
 from __future__ import annotations
 
 LAST = "0a760499"
-"""The last commit that has them."""
+"""The last commit that has all of them."""
+
+_SPECULATION = "speculative decoding is set by SGLang's own engine.server_args.speculative_*"
+_TRACKIO = "trackio needs an older pillow than asyncrl; use tensorboard, wandb or mlflow"
+_DUTIES = "engines that only prefill or only decode were never seen to gain; every engine does both: set engine.count"
 REMOVED = {
-    "rollout.migrate_after": "Answers that move between engines gained 2.4 % at most",
-    "rollout.migrate_below": "Answers no longer move between engines",
-    **dict.fromkeys(
-        ("engine.speculative", "engine.draft_model", "engine.draft_tokens"),
-        "Speculative decoding is set by SGLang's own engine.server_args.speculative_*",
-    ),
-    **dict.fromkeys(
-        ("engine.prefill_count", "engine.decode_count", "engine.transfer_backend"),
-        "Engines that only prefill or only decode never ran on a GPU; every engine does both: set engine.count",
-    ),
-    "metrics.trackio": "trackio needs an older pillow than asyncrl; use tensorboard, wandb or mlflow",
-    "trainer.mtp": "Layers of multi-token prediction are not trained; exports contain them unchanged",
+    "rollout.migrate_after": "answers that move between engines gained 2.4 % at most",
+    "rollout.migrate_below": "answers no longer move between engines",
+    "rollout.start_order": "another order of starts gained 1.3 % at most, with lengths known exactly",
+    "engine.speculative": _SPECULATION,
+    "engine.draft_model": _SPECULATION,
+    "engine.draft_tokens": _SPECULATION,
+    "engine.prefill_count": _DUTIES,
+    "engine.decode_count": _DUTIES,
+    "engine.transfer_backend": _DUTIES,
+    "trainer.token_dispatcher=hybridep": "HybridEP was never executed; deepep is the dispatcher with kernels",
+    "metrics.sinks=trackio": _TRACKIO,
+    "metrics.trackio": _TRACKIO,
+    "trainer.mtp": "layers of multi-token prediction are no longer trained; exports contain them unchanged",
 }
-"""Why a setting, or a whole section, is gone."""
-VALUES = {
-    ("metrics.sinks", "trackio"): "trackio needs an older pillow than asyncrl; use tensorboard, wandb or mlflow",
-    ("trainer.token_dispatcher", "hybridep"): "HybridEP was never executed; deepep is the dispatcher with kernels",
-}
-"""Why a value of a setting that remains is gone."""
+"""Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""
 
 
-def why_removed(field: str, value: object = None) -> str | None:
-    """Return the remedy for a setting, or a value of it, that is gone; None for any other."""
-    gone = dict(REMOVED)
-    if isinstance(value, str) and (reason := VALUES.get((field, value))):
-        gone[field] = reason
-    for name, reason in gone.items():
-        if field == name or field.startswith(f"{name}."):
-            return f"{reason}. It is gone: remove it, or use commit {LAST}, the last one that has it (results/log.md)."
-    return None
+def removal(field: str, value: object = None) -> str | None:
+    """Return the message for a removed setting or value; None for any other."""
+    sections = (name for name in REMOVED if field.startswith(f"{name}."))
+    reason = REMOVED.get(field) or REMOVED.get(f"{field}={value}") or REMOVED.get(next(sections, ""))
+    return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, the last one that has it."

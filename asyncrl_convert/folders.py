@@ -77,20 +77,32 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def copy_companions(source: Path, target: Path, changes: dict[str, Any]) -> None:
     """Copy the config (with `changes`), the tokenizer and everything else but weights. Without changes config.json
-    keeps its bytes.
+    keeps its bytes. Raises WeightsError for a link out of the folder: its target could be any file of the user.
 
     Modes are not copied, because a source may be read-only.
     """
-    target.mkdir(exist_ok=True)
-    for item in source.iterdir():
-        if any(item.match(pattern) for pattern in NOT_COPIED):
-            continue
-        if item.is_dir():
-            copy_companions(item, target / item.name, {})
-        else:
-            shutil.copyfile(item, target / item.name)
+    _copy_companions(source, target, _roots(source))
     if changes:
         hf = read_config(target)
         if "dtype" in changes:
             hf.pop("torch_dtype", None)  # the name before transformers 5
         (target / "config.json").write_text(json.dumps({**hf, **changes}, indent=2) + "\n")
+
+
+def _roots(source: Path) -> tuple[Path, ...]:
+    """Return the folders into which links of `source` may lead: itself, and the blobs of Hugging Face's cache."""
+    here = source.resolve()
+    return (here, here.parent.parent / "blobs") if here.parent.name == "snapshots" else (here,)
+
+
+def _copy_companions(source: Path, target: Path, roots: tuple[Path, ...]) -> None:
+    target.mkdir(exist_ok=True)
+    for item in source.iterdir():
+        if any(item.match(pattern) for pattern in NOT_COPIED):
+            continue
+        if item.is_symlink() and (item.is_dir() or not any(map(item.resolve().is_relative_to, roots))):
+            raise WeightsError(f"{item} is a link to {item.resolve()}: put the file itself there, or remove the link")
+        if item.is_dir():
+            _copy_companions(item, target / item.name, roots)
+        else:
+            shutil.copyfile(item, target / item.name)

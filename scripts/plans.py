@@ -20,7 +20,7 @@ from scripts import sizes
 
 DOCS = Path(__file__).parent.parent / "docs" / "planning.md"
 PLOT = DOCS.parent / "pictures" / "plan_8b_64.svg"
-BATCH = {"group_size": 8, "prompt": 300, "longest": 8192}
+BATCH = {"group_size": 8, "prompt": 300, "longest": 8192, "max_staleness": 8}
 EXAMPLES: dict[str, tuple[str, dict[str, Any], int]] = {
     "qwen3_8b": ("Qwen3-8B", {"gpus": 64, "batch_groups": 256, **BATCH, "mean": 2500}, 3),
     "llama3_70b": ("Llama-3.1-70B", {"gpus": 256, "batch_groups": 512, **BATCH, "mean": 2500}, 3),

@@ -89,7 +89,7 @@ def parts(engine: str, tokens: int, coalesce: bool, requests: str = "") -> Playi
     (name,) = _config(2).mixture
     scores: Any = {name: TaskScoreReward(template)}
     player = EpisodePlayer({name: SingleTurn()}, scores, template, EpisodeTimeouts(600.0, 600.0, None), failures)
-    return PlayingParts(client, {}, scores, None, None, player, GroupPlayer(player, failures), 60.0)
+    return PlayingParts(client, {}, scores, None, None, player, GroupPlayer(player, failures), 60.0, print)
 
 
 @cache

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
+import pkgutil
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, get_args
 
 import pytest
 from omegaconf.errors import MissingMandatoryValue
@@ -19,12 +23,12 @@ from asyncrl import config as module
 from asyncrl.algo.loss import LOSSES
 from asyncrl.config import load, read
 from asyncrl.errors import CompositionError, ConfigError
-from asyncrl.launch.checks import check_devices, check_model
+from asyncrl.launch.checks import check_devices, check_model, check_request_fields
 from asyncrl.launch.compose import compose
 from asyncrl.launch.help import docstrings, recipe_confs
 from asyncrl.launch.main import CONF
-from asyncrl.removed import LAST, REMOVED, VALUES
-from asyncrl.settings import Choice
+from asyncrl.removed import LAST, REMOVED
+from asyncrl.settings import Choice, Section
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import compose_values, tiny_config, tiny_values
 
@@ -67,6 +71,30 @@ def refusal(**changes: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         tiny_config(**changes)
     return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("sampling_params", "rollout.stop"), ("rid", "asyncrl sets it"), ("stream", "asyncrl sets it")],
+)
+def test_fields_of_requests_that_would_be_replaced_in_silence_are_refused(name: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=rf"engine.request_fields.{name}: got .*{remedy}"):
+        tiny_config(**{"engine.request_fields": {name: {"stop": "x"}}})
+
+
+def test_fields_of_requests_that_sglang_does_not_know_are_refused() -> None:
+    check_request_fields(tiny_config(**{"engine.request_fields": {"return_routed_experts": True, "priority": 1}}))
+    with pytest.raises(ConfigError, match=r"engine.request_fields.priorit: got 1. .*did you mean priority"):
+        check_request_fields(tiny_config(**{"engine.request_fields": {"priorit": 1}}))
+
+
+def test_stop_strings_and_variables_of_the_template_have_settings() -> None:
+    config = tiny_config(**{"rollout.stop": ["\n\n"], "model.chat_template_kwargs": {"enable_thinking": False}})
+    assert config.rollout.stop == ["\n\n"]
+    with pytest.raises(ConfigError, match=r"rollout\.stop"):
+        tiny_config(**{"rollout.stop": ["x", ""]})
+    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs\.tools"):
+        tiny_config(**{"model.chat_template_kwargs": {"tools": []}})
 
 
 def test_what_cannot_be_repeated_is_not_called_deterministic() -> None:
@@ -788,26 +816,66 @@ def test_lead_unset_is_the_bound() -> None:
     assert tiny_config(**{"rollout.max_staleness": 5, "rollout.lead": 0}).rollout.effective_lead == 0
 
 
-# Every field says what it means, but for these, which every user of AdamW knows by name.
+def sections() -> Iterator[tuple[type[Section], ast.ClassDef]]:
+    """Yield every group of settings in asyncrl/config, with its source."""
+    for found in pkgutil.iter_modules(module.__path__):
+        imported = importlib.import_module(f"{module.__name__}.{found.name}")
+        yield from sections_of(imported)
+    yield from sections_of(module)
+
+
+def sections_of(imported: ModuleType) -> Iterator[tuple[type[Section], ast.ClassDef]]:
+    for node in ast.parse(Path(str(imported.__file__)).read_text()).body:
+        if isinstance(node, ast.ClassDef) and issubclass(section := getattr(imported, node.name), Section):
+            yield section, node
+
+
+def test_every_group_of_settings_is_looked_at() -> None:
+    """Those of the configuration, wherever they are defined."""
+    seen = {section for section, _ in sections()}
+    reached, queue = set[type[Section]](), [module.Config]
+    while queue:
+        reached.add(section := queue.pop())
+        queue += [one for one in nested(section) if one not in reached]
+    assert reached - {Choice} - seen == set()
+    assert len(seen) > 20
+
+
+def nested(section: type[Section]) -> list[type[Section]]:
+    """Return the groups of settings that are fields of a section, themselves or in lists and dicts."""
+    found, queue = [], [field.annotation for field in section.model_fields.values()]
+    while queue:
+        kind = queue.pop()
+        if isinstance(kind, type) and issubclass(kind, Section):
+            found.append(kind)
+        queue += get_args(kind)
+    return found
+
+
 def test_every_field_says_what_it_means() -> None:
-    classes = [node for node in ast.parse(Path(module.__file__).read_text()).body if isinstance(node, ast.ClassDef)]
-    silent = {
-        f"{section.name}.{name}"
-        for section in classes
-        for field in section.body
-        if isinstance(field, ast.AnnAssign)
-        if (name := ast.unparse(field.target)) not in docstrings(section)
-        if section.name != "Config" and ast.unparse(field.annotation) not in {one.name for one in classes}
-    }
-    assert silent == set()
-    assert all(section.body and ast.get_docstring(section) for section in classes)
+    """A group of settings says it as a class."""
+    silent = [
+        f"{section.__name__}.{name}"
+        for section, source in sections()
+        for name, field in section.model_fields.items()
+        if name in section.__annotations__ and name not in docstrings(source)
+        if not (isinstance(field.annotation, type) and issubclass(field.annotation, Section))
+    ]
+    assert silent == []
+    assert [section.__name__ for section, source in sections() if not ast.get_docstring(source)] == []
 
 
 def test_values_live_in_conf_alone() -> None:
-    tree = ast.parse(Path(module.__file__).read_text())
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    fields = [field for one in classes for field in one.body if isinstance(field, ast.AnnAssign)]
-    assert [ast.unparse(field) for field in fields if field.value is not None] == []
+    """But for the sections that no file of conf/ has, since their names are the user's."""
+    without_a_file = {"RoleConfig"}
+    own = [
+        f"{section.__name__}.{name}"
+        for section, _ in sections()
+        if section.__name__ not in without_a_file
+        for name, field in section.model_fields.items()
+        if not field.is_required()
+    ]
+    assert own == []
 
 
 def test_composed_values_are_json() -> None:
@@ -839,17 +907,14 @@ def test_engines_that_run_already_may_be_all_there_are() -> None:
 @pytest.mark.parametrize("field", REMOVED)
 def test_setting_that_is_gone_is_refused_with_its_reason(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a command as in a file of values: with the last commit that has it."""
+    name, _, value = field.partition("=")
+    several = name == "metrics.sinks"
     with pytest.raises(ConfigError, match=LAST) as refused:
-        load(tiny_values(**{field: 1}))
-    assert (refused.value.field, refused.value.remedy.startswith(REMOVED[field])) == (field, True)
+        load(tiny_values(**{name: [value] if several else value or 1}))
+    assert refused.value.field == (f"{name}.0" if several else name)
+    assert REMOVED[field] in refused.value.remedy
+    if value:  # the setting itself is still there
+        return
     monkeypatch.setattr(sys, "argv", ["asyncrl-train", f"{field}=1"])
     with pytest.raises(CompositionError, match=re.escape(REMOVED[field])):
         compose(CONF)
-
-
-@pytest.mark.parametrize(("field", "value"), VALUES)
-def test_value_that_is_gone_is_refused_with_its_reason(field: str, value: str) -> None:
-    listed = isinstance(compose_values("experiment=tiny").get("metrics", {}).get(field.rpartition(".")[2]), list)
-    with pytest.raises(ConfigError, match=LAST) as refused:
-        load(tiny_values(**{field: [value] if listed else value}))
-    assert (refused.value.value, refused.value.remedy.startswith(VALUES[field, value])) == (value, True)

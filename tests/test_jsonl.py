@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.errors import RecordError
 from asyncrl.jsonl import Tail, append, replace
 
 
@@ -38,6 +40,14 @@ def test_wherever_the_writer_pauses(tmp_path_factory, cuts: list[int]) -> None:
         data = data[cut:]
         found += tail()
     assert found == records
+
+
+@pytest.mark.parametrize("line", ['{"a": ', "[1]", "\x00\x00", ""])
+def test_damaged_line_is_named_with_its_file(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"a": 1}}\n{line}\n{{"a": 2}}\n')
+    with pytest.raises(RecordError, match=r"a\.jsonl: line 2 is damaged .*: repair the line, or delete it"):
+        Tail(path)()
 
 
 def test_replaced_file_holds_the_last_record_and_leaves_nothing_beside_it(tmp_path: Path) -> None:

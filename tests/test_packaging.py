@@ -2,12 +2,15 @@
 
 import json
 import os
+import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -194,12 +197,12 @@ def test_install_failure_shows_the_command(monkeypatch, capfd):
 
 
 def test_install_tells_a_torch_without_its_libraries_from_a_failed_pip(monkeypatch, capsys):
-    def run(command, check):
+    def run(command, **_):
         return subprocess.CompletedProcess(command, returncode=0 if "pip" in command else 1)
 
     monkeypatch.setattr(install.subprocess, "run", run)
     assert install.main(["--cpu"]) == 1
-    assert "CPU index" in capsys.readouterr().err
+    assert "torch is installed but does not import" in capsys.readouterr().err
 
 
 def test_install_removes_a_replaced_package_before_its_successor_comes(monkeypatch):
@@ -212,9 +215,73 @@ def test_install_removes_a_replaced_package_before_its_successor_comes(monkeypat
     monkeypatch.setattr(install.subprocess, "run", note)
     monkeypatch.setattr(install, "_installed", lambda name: True)
     assert install.main(["--cpu"]) == 0
-    assert commands[0] == ["-m", "pip", "uninstall", "--quiet", "--yes", "sglang-router"]
-    assert commands[1][:3] == ["-m", "pip", "install"]
+    changes = [command for command in commands if command[:2] == ["-m", "pip"] and "--dry-run" not in command]
+    assert changes[0] == ["-m", "pip", "uninstall", "--quiet", "--yes", "sglang-router"]
+    assert changes[1][:3] == ["-m", "pip", "install"]
     assert not set(install.REPLACED) & lock("cpu.txt").keys()
+
+
+BUILT = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+TORCH_TAG = f"{BUILT}-{BUILT}-manylinux_2_28_{platform.machine()}"
+
+
+def write_wheel(
+    folder: Path, name: str, version: str, *, tag: str = "py3-none-any", code: str, requires: str = ""
+) -> None:
+    """Write a wheel that holds the module `name` with this code."""
+    stem = f"{name}-{version}"
+    needs = f"Requires-Dist: {requires}\n" if requires else ""
+    with zipfile.ZipFile(folder / f"{stem}-{tag}.whl", "w") as file:
+        file.writestr(f"{name}.py", code)
+        file.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+        file.writestr(f"{stem}.dist-info/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n")
+        file.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+@pytest.fixture(scope="module")
+def bare_environment(tmp_path_factory) -> Path:
+    """A Python with pip alone, and asyncrl/install.py beside locks that name torch only."""
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "asyncrl").mkdir()
+    (folder / "asyncrl" / "__init__.py").touch()
+    shutil.copy(install.__file__, folder / "asyncrl")
+    (folder / "requirements").mkdir()
+    shutil.copy(ROOT / "requirements" / "cuda.txt", folder / "requirements")
+    (folder / "requirements" / "cpu.txt").write_text(f"torch=={lock('cpu.txt')['torch']}\n")
+    venv.create(folder / "env", with_pip=True)
+    return folder
+
+
+@pytest.mark.parametrize("builds", [[""], ["", "+cu130", "+cpu", "+xpu"]], ids=["cuda alone", "cpu among others"])
+def test_install_ends_with_a_torch_that_imports(builds, bare_environment, tmp_path):
+    """PyPI has the CUDA build alone, whose import needs libraries of other packages. Where there is a CPU build it is
+    taken, although pip orders others after it, and none of the libraries come."""
+    pin = lock("cpu.txt")["torch"]
+    libraries = [line.partition("==") for line in install.libraries()]
+    modules = [name.replace("-", "_") for name, _, _ in libraries]
+    assert len(modules) == len(install.LIBRARIES)  # the lock of the CUDA build pins each
+    for module, (_, _, version) in zip(modules, libraries, strict=True):
+        write_wheel(tmp_path, module, version, code="")
+    for build in builds:
+        code = f"build = {build!r}\n" + ("" if build == "+cpu" else f"import {', '.join(modules)}\n")
+        needs = "" if build == "+cpu" else 'nvidia-nccl-cu13; platform_system == "Linux"'
+        write_wheel(tmp_path, "torch", f"{pin}{build}", tag=TORCH_TAG, code=code, requires=needs)
+    python = str(bare_environment / "env" / "bin" / "python")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+    index = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
+    subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "torch", *modules], env=clean, check=True)
+    command = [python, "-m", "asyncrl.install", "--cpu", "--quiet"]
+    done = subprocess.run(command, cwd=bare_environment, env=clean | index, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    chosen = subprocess.run(
+        [python, "-c", "import torch; print(torch.build)"], capture_output=True, text=True, check=True
+    )
+    listed = subprocess.run(
+        [python, "-m", "pip", "freeze"], env=clean, capture_output=True, text=True, check=True
+    ).stdout
+    has_cpu = "+cpu" in builds
+    assert chosen.stdout.strip() == ("+cpu" if has_cpu else "")
+    assert ("nvidia" in listed, "about 4 GB" in done.stderr) == (not has_cpu, not has_cpu)
 
 
 def test_install_imports_only_the_standard_library():

@@ -50,7 +50,7 @@ class ThroughTheProxy:
         return self._proxy.figures
 
     async def start(self) -> None:
-        """Start the server now rather than in the first episode. Raises OSError when the address is taken."""
+        """Start the server now rather than in the first episode. Raises ConfigError when the address is taken."""
         self._proxy.start()
 
     async def close(self) -> None:

@@ -13,9 +13,11 @@ it. (slime and miles call this token-in-token-out; TRL #5224 and verl #6719 show
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.errors import ConfigError
 from asyncrl.images.parts import without_images
 from asyncrl.schema import Message
 
@@ -29,8 +31,14 @@ PLACEHOLDER = "\u241ewritten\u241e"
 class ChatTemplate:
     """The chat template of one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, params: Mapping[str, Any] | None = None) -> None:
+        """`params` are variables of the template (model.chat_template_kwargs). Raises ConfigError for one that the
+        template does not mention, which Jinja would ignore."""
+        self._tokenizer, self._params = tokenizer, dict(params or {})
+        for name, value in self._params.items():
+            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                remedy = "The model's chat template does not mention it: check the spelling, or remove it."
+                raise ConfigError(f"model.chat_template_kwargs.{name}", value, remedy)
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> list[int]:
         """Return the tokens of a new chat up to the generation prompt. `tools` have the OpenAI API's format."""
@@ -40,6 +48,7 @@ class ChatTemplate:
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
+            **self._params,
         )
         return list(ids)
 
@@ -51,7 +60,11 @@ class ChatTemplate:
         """
         head: list[Any] = [{"role": "user", "content": "."}, {"role": "assistant", "content": PLACEHOLDER}]
         text: str = self._tokenizer.apply_chat_template(
-            [*head, *without_images(messages)], add_generation_prompt=True, tokenize=False, return_dict=False
+            [*head, *without_images(messages)],
+            add_generation_prompt=True,
+            tokenize=False,
+            return_dict=False,
+            **self._params,
         )
         _, found, after = text.partition(PLACEHOLDER)
         if not found:
@@ -74,6 +87,11 @@ class ChatTemplate:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def spell(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens as it is, with special tokens."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
 
     @property
     def end(self) -> str:

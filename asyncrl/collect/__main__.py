@@ -19,6 +19,7 @@ from asyncrl.engine.update import Update
 from asyncrl.metrics.record import StepLog
 from asyncrl.metrics.sinks import Sinks
 from asyncrl.network.addresses import Addresses
+from asyncrl.progress import failing
 from asyncrl.schema import decode_batch
 from asyncrl.trainer.batch_source import RolloutClient
 from asyncrl.trainer.stop import StopRule
@@ -66,4 +67,5 @@ def _warn(run_dir: Path, text: str, version: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
-    main(Path(sys.argv[1]))
+    with failing(Path(sys.argv[1]), "collect"):
+        main(Path(sys.argv[1]))

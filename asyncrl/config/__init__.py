@@ -8,6 +8,7 @@ default is written twice. `asyncrl-train --help` prints the docstrings below.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,6 @@ from asyncrl.config.generation import (
     TeacherConfig,
 )
 from asyncrl.config.lending import check_lending
-from asyncrl.config.long_tail import check_long_tail
 from asyncrl.config.overlap import check_overlap
 from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
@@ -45,7 +45,7 @@ from asyncrl.config.server_args import check_server_args
 from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.removed import why_removed
+from asyncrl.removed import removal
 from asyncrl.settings import Choice, Name, Section
 
 __all__ = [
@@ -179,7 +179,6 @@ class Config(Section):
         check_overlap(self)
         check_colocated(self)
         check_lending(self)
-        check_long_tail(self)
         check_roles(self)
         check_adapters(self)
         check_quantization(self)
@@ -190,8 +189,16 @@ class Config(Section):
                     "and train on other questions (task=file, gsm_symbolic, programs)."
                 )
                 raise ConfigError(f"{self.field_of(name)}.kind", "benchmark", remedy)
+            if task.kind == "hf" and re.search(r"(^|\W)test", task.train_split or "", re.IGNORECASE):
+                remedy = (
+                    "Training on a test set makes it useless for evaluation: name another split, and set eval_split, "
+                    "or add it as a set of eval.sets."
+                )
+                raise ConfigError(f"{self.field_of(name)}.train_split", task.train_split, remedy)
         for name, task in (self.mixture | self.eval.sets).items():
             asked = task.eval_file if name in self.eval.sets else None
+            if task.kind == "hf" and not (task.train_split or task.eval_split):
+                raise ConfigError(f"{self.field_of(name)}.train_split", None, "Name a split of the dataset, as train.")
             if task.kind == "file" and task.train_file is None and asked is None:
                 field = f"{self.field_of(name)}.train_file"
                 raise ConfigError(field, None, "task.kind=file needs the path of a .jsonl or .parquet file.")
@@ -335,8 +342,8 @@ def _explained(error: ValidationError) -> ConfigError:
         field = ".".join(str(part) for part in item["loc"])
         value = None if item["type"] == "missing" else item["input"]
         named = ".".join(part for part in item["loc"] if isinstance(part, str))  # without places in a list
-        remedy = why_removed(named, value) if item["type"] in ("extra_forbidden", "literal_error") else None
-        problems.append(ConfigError(field, value, remedy or REMEDIES.get(item["type"], item["msg"] + ".")))
+        remedy = removal(named, value) or REMEDIES.get(item["type"], item["msg"] + ".")
+        problems.append(ConfigError(field, value, remedy))
     first, *others = problems
     remedy = "\n".join([first.remedy, *map(str, others)])
     return ConfigError(first.field, first.value, remedy)

@@ -13,6 +13,19 @@ from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
 from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section
 
+OWN_FIELDS = {
+    "sampling_params": "asyncrl sets them: see rollout.temperature, rollout.max_new_tokens and rollout.stop. Other "
+    "sampling parameters would change the policy, and the trainer would not know of it: remove it.",
+    **dict.fromkeys(
+        (
+            *("rid", "text", "input_ids", "input_embeds", "image_data", "stream", "return_logprob", "extra_key"),
+            *("lora_path", "routed_experts_start_len", "routed_dp_rank"),
+        ),
+        "asyncrl sets it for each request: remove it.",
+    ),
+}
+"""Fields of requests that engine.request_fields cannot set, and why."""
+
 
 class EngineConfig(Section):
     """The fleet of SGLang servers and the router in front of it."""
@@ -54,7 +67,8 @@ class EngineConfig(Section):
     server_args: ServerArgs
     """Additional SGLang arguments, as name: value (true for a bare flag)."""
     request_fields: Parameters
-    """Additional fields of every request to /generate. The router forwards them unchanged."""
+    """Additional fields of every request to /generate, which the router forwards unchanged. Those that have a setting,
+    that asyncrl sets for each request or that SGLang does not know are refused."""
     metrics: bool
     """Start the engines with SGLang's counters (--enable-metrics), from which the run takes tokens per second, cache
     hits and preemptions of each. Engines of engine.urls that have them are asked, too."""
@@ -87,6 +101,9 @@ class EngineConfig(Section):
                 raise ConfigError("engine.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError("engine.urls", self.urls, "It lists an engine twice: remove one of the two.")
+        for name, value in self.request_fields.items():
+            if remedy := OWN_FIELDS.get(name):
+                raise ConfigError(f"engine.request_fields.{name}", value, remedy)
         self._check_shape()
         return self
 
@@ -210,6 +227,10 @@ class RolloutConfig(Section):
     number of questions are checked before the run. An endless task is checked as its questions are drawn, and so are
     images: refuse ends the run, skip continues with another question."""
     images: ImagesConfig
+    stop: list[str]
+    """Texts that end an answer, besides the model's own end-of-answer tokens. The answer ends with the token that
+    completes the first of them; its text holds it. The client looks for them, because engines know only token ids, and
+    samples then share no request (`coalesce`)."""
     temperature: Positive
     """Sampling temperature; the trainer divides its logits by the same number."""
     coalesce: bool
@@ -231,11 +252,6 @@ class RolloutConfig(Section):
     """Import path, module:function of (progress) -> task weights by name, for the next prompt; a task that is left out
     has weight 0. progress: asyncrl.rollout.curriculum.CurriculumInput (asyncrl.rollout.hooks:towards_half_solved
     prefers tasks that are solved about half of the time)."""
-    start_order: Literal["in_order", "shortest_first", "longest_first"]
-    """Order in which the prompts of a cohort (rollout.batch_groups) are started, which matters while groups queue
-    (rollout.max_running_groups): that of the draw, or that of the tokens that answers to the prompt took in the last
-    epoch, or else of recent answers of its task. The prompts of a cohort are then drawn together, with the same
-    progress for rollout.curriculum. Neither staleness nor the prompts of a batch depend on it."""
     accept: str
     """Import path, module:function of (group) -> True, False, or the reason of a rejection. A rejected group is counted
     and replaced by a group of another prompt (dynamic sampling: asyncrl.rollout.hooks:has_signal)."""
@@ -270,6 +286,12 @@ class RolloutConfig(Section):
     batch_timeout: Positive
     """Seconds that the trainer waits for a batch. After that the run ends and reports what the rollout side was
     doing."""
+
+    @model_validator(mode="after")
+    def _stops_at_something(self) -> RolloutConfig:
+        if "" in self.stop:
+            raise ConfigError("rollout.stop", self.stop, "Every text contains an empty one: remove it.")
+        return self
 
     @property
     def effective_lead(self) -> int:

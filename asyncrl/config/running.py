@@ -292,6 +292,15 @@ class MetricsConfig(Section):
                     raise ConfigError(f"metrics.{sink}.{name}", "a plain text", remedy)
         return self
 
+    @model_validator(mode="after")
+    def _sinks_are_on(self) -> MetricsConfig:
+        for sink in SINKS[1:]:
+            for name, value in getattr(self, sink).items() if sink not in self.sinks else ():
+                if value != "asyncrl":  # the defaults of conf/metrics
+                    remedy = f"Nothing is sent to {sink}: add it to metrics.sinks, or remove this."
+                    raise ConfigError(f"metrics.{sink}.{name}", value, remedy)
+        return self
+
 
 class TracingConfig(Section):
     """OpenTelemetry traces of episodes, across all processes (docs/timelines.md)."""

@@ -33,8 +33,9 @@ class TaskConfig(Section):
 
     kind: str
     """reasoning_gym (generated problems), copy (toy task of copying digits), squares (toy task with images), file (your
-    own questions), benchmark (public test sets, only in eval.sets: asyncrl/tasks/benchmarks.py), or the import path
-    module:name of your own class, which provides questions and scores or plays them (asyncrl/tasks/custom.py)."""
+    own questions), hf (a dataset of the Hugging Face Hub, or a folder that holds one), benchmark (public test sets,
+    only in eval.sets: asyncrl/tasks/benchmarks.py), or the import path module:name of your own class, which provides
+    questions and scores or plays them (asyncrl/tasks/custom.py)."""
     name: str
     """reasoning_gym, benchmark: name of the dataset; otherwise a label."""
     params: Parameters
@@ -60,10 +61,19 @@ class TaskConfig(Section):
     eval_file: str | None
     """file: JSONL or parquet file of the evaluation questions; unset: the first `eval.questions` of train_file are held
     out."""
+    dataset: str | None
+    """hf: name of a dataset, as openai/gsm8k, which needs asyncrl[hf] and is downloaded once; or a folder with files
+    named after splits (parquet, JSONL or arrow)."""
+    subset: str | None
+    """hf: configuration of the dataset, as main of openai/gsm8k, or a folder within the folder."""
+    train_split: str | None
+    """hf: split of the training questions, which is no test split; in an evaluation set, its questions."""
+    eval_split: str | None
+    """hf: split of the evaluation questions; unset: the first `eval.questions` of train_split are held out."""
     prompt_key: str
-    """file: field that holds the question (text, or a list of chat messages)."""
+    """file, hf: field that holds the question (text, or a list of chat messages)."""
     answer_key: str
-    """file: field that holds the reference answer."""
+    """file, hf: field that holds the reference answer."""
     image_key: str | None
     """file: field that holds the question's image, or a list of images: a path, the bytes of a file, base64, or Hugging
     Face's {bytes, path}. They take the places of <image> in a text, of parts of type image in messages, or, without

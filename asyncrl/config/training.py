@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.megatron import Fp8Config, MegatronConfig, PipelineSplitConfig, RecomputeConfig
+from asyncrl.config.secret_values import Parameters
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import PipelineSplit
 from asyncrl.settings import Count, Dtype, Natural, NonNegative, Positive, Section, Share
@@ -21,9 +22,20 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str
-    """HF folder (config.json, safetensors, tokenizer), or builtin:smollm2-135m, builtin:tiny or builtin:tiny_vision."""
+    """HF folder (config.json, safetensors, tokenizer), builtin:smollm2-135m, builtin:tiny or builtin:tiny_vision, or
+    the name of a model of the Hugging Face Hub, as Qwen/Qwen3-0.6B, which is downloaded once."""
     chat_template: str | None
     """Jinja file that replaces the tokenizer's chat template."""
+    chat_template_kwargs: Parameters
+    """Variables of the chat template, such as enable_thinking=false of Qwen3's."""
+
+    @model_validator(mode="after")
+    def _leaves_the_rest(self) -> ModelConfig:
+        for name in ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict"):
+            if name in self.chat_template_kwargs:
+                remedy = "asyncrl sets it for each chat: remove it."
+                raise ConfigError(f"model.chat_template_kwargs.{name}", self.chat_template_kwargs[name], remedy)
+        return self
 
 
 class OptimizerConfig(Section):

@@ -22,12 +22,12 @@ from asyncrl.config.roles import AgentsConfig
 from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
 from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
 from asyncrl.engine.inflight import CacheKey, InFlight
-from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, joined
+from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpose, StopStrings, joined
 from asyncrl.engine.pending_sample import PendingSample
 from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
 from asyncrl.engine.session import GenerationSession, SavedCompletion, SiblingSpread, seed_of
 from asyncrl.engine.stream import GenerateEndpoint
-from asyncrl.errors import AsyncRLError, EngineError
+from asyncrl.errors import AsyncRLError, EngineError, PromptRefused
 from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
 from asyncrl.images.parts import images_in
@@ -44,6 +44,9 @@ validate_input_length)."""
 
 FORBIDDEN = -1e4
 """Bias of the logits of tokens that must not be sampled. Log-probabilities are those of the rest of the vocabulary."""
+
+
+NO_STOP = StopStrings([], lambda token_ids: "")
 
 
 class GenerationClient:
@@ -70,6 +73,7 @@ class GenerationClient:
         lent: Collection[str] = (),
         seed: int | None = None,
         context: int | None = None,
+        vocabulary: int | None = None,
         names: AdapterName | None = None,
         adapter_per: Literal["completion", "episode"] = "completion",
         agents: AgentsConfig = ONE_ADAPTER,
@@ -78,6 +82,7 @@ class GenerationClient:
         trace: Callable[[str, str, int], str] | None = None,
         http: Any = None,
         requests: str = "",
+        stop: StopStrings = NO_STOP,
     ) -> None:
         """Create a client of the router at `router`.
 
@@ -87,14 +92,17 @@ class GenerationClient:
         lent: URLs of the engines on the trainers' GPUs (cluster.lend)
         seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
         context: maximum length of a sequence in an engine, in tokens
+        vocabulary: size of the model's vocabulary; prompts with other tokens are refused
         names: names of the adapters, if every version is one in the engines; adapter_per is what keeps one
         agents, past_versions: adapters of roles, and the past versions that play some (Config.past_versions)
         vision: how the model reads images, if it does
         http: replaces aiohttp's session
+        stop: texts that end an answer; samples then share no request, because each is aborted by itself
         trace, requests: make the header `traceparent` and the names of requests (engine/inflight.py)
         """
         self._http = GenerateEndpoint(router, access, timeout, http)
-        self._longest, self._context, self._stop = max_new_tokens, context, stop_token_ids
+        self._longest, self._context, self._stop_ids = max_new_tokens, context, stop_token_ids
+        self._stop = stop
         self.inflight = InFlight(
             self._http,
             run,
@@ -109,11 +117,17 @@ class GenerationClient:
             past_versions=past_versions,
             trace=trace,
             requests=requests,
+            stop=stop,
         )
         self.roles = RoleAdapters(agents, self.inflight, versions=names is not None, per=adapter_per)
+        self._vocabulary = vocabulary
         self._routing = routing
         self._vision = vision
-        self._coalesce, self.temperature, self._retry_timeout = coalesce and seed is None, temperature, retry_timeout
+        self._coalesce, self.temperature, self._retry_timeout = (
+            coalesce and seed is None and not stop,
+            temperature,
+            retry_timeout,
+        )
         self._seed, self._spread = seed, SiblingSpread(spread)
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[_Asking]] = {}
@@ -175,12 +189,13 @@ class GenerationClient:
         role: str = "",
         images: Sequence[bytes] = (),
     ) -> asyncio.Future[Completion]:
-        """Submit a request and return the future of its completion. Raises ValueError if it has not an image for each
-        placeholder.
+        """Submit a request and return the future of its completion. Raises PromptRefused for a token that the model
+        does not have, and ImageRefused if there is not an image for each placeholder.
 
         Siblings that submit the same prompt in the same iteration of the event loop share one request.
         """
         loop = asyncio.get_running_loop()
+        self._check_tokens(token_ids)
         added = self._added(token_ids, images)
         limit = self._limit(len(token_ids) + added, most)
         if not session.routing_key:
@@ -205,6 +220,18 @@ class GenerationClient:
             self._waiting[key] = [(session, exchange, future)]
             loop.call_soon(self._start, key, token_ids)
         return future
+
+    def _check_tokens(self, token_ids: list[int]) -> None:
+        """Raise PromptRefused for a token that is not in the vocabulary: SGLang's embedding would raise IndexError,
+        which ends the engine, and then the next one that gets the request."""
+        if self._vocabulary is None or not token_ids:
+            return
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < self._vocabulary:
+                raise PromptRefused(
+                    f"the prompt has token {token}, but the model's vocabulary has {self._vocabulary} tokens: use ids "
+                    f"from 0 to {self._vocabulary - 1}"
+                )
 
     def _added(self, token_ids: list[int], images: Sequence[bytes]) -> int:
         """Return the number of tokens that images take beyond their placeholders. Raises ValueError if they do not fit
@@ -350,7 +377,7 @@ class GenerationClient:
 
     def _ended(self, token_ids: list[int], limit: int) -> str | None:
         """Return the finish reason of an answer of these tokens, or None when it is not complete."""
-        if token_ids and token_ids[-1] in self._stop:
+        if (token_ids and token_ids[-1] in self._stop_ids) or self._stop.end(token_ids, len(token_ids)):
             return "stop"
         return "length" if len(token_ids) >= limit else None
 

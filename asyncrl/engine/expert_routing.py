@@ -62,7 +62,7 @@ class ExpertRoutingAssembler:
         if self._shape is None:
             return completion
         read = prompt + len(completion.token_ids) - 1
-        if self.end < read and not last.ended_when_cut:
+        if self.end < read and not last.ended_early:
             raise EngineError(
                 f"the engine reported the experts of {self.end} of {read} tokens: was it started with "
                 "--enable-return-routed-experts, and does its model report them?"

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_past
-from asyncrl.engine.partial_completion import Exchange, PartialCompletion
+from asyncrl.engine.partial_completion import Exchange, PartialCompletion, StopStrings
 from asyncrl.engine.pending_sample import Listener, OpenRequest, PendingSample
 from asyncrl.engine.session import seed_of
 from asyncrl.engine.stream import GenerateEndpoint, StreamBroken
@@ -72,15 +72,18 @@ class InFlight:
         past_versions: PastVersions = no_past,
         trace: Callable[[str, str, int], str] | None = None,
         requests: str = "",
+        stop: StopStrings,
     ) -> None:
         """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
         processes of the run. With `routing`, training requests return the experts of every token that is read. Each
         engine has `replicas` of attention; requests with the same routing key use the same one. `lent` are the URLs
         of those on the trainers' GPUs. With `names`, every version is a set of adapters in the engines;
         `past_versions` are those that play roles. `trace` makes the header `traceparent` of a request from its
-        group, its first sample, and its number among the requests of that sample."""
+        group, its first sample, and its number among the requests of that sample. `stop` are texts that end an answer;
+        its request then has one sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
         self._named = f"{run}-{requests}"
+        self._stop = stop
         self._routing, self._names, self._trace, self._replicas = routing, names, trace, replicas
         self.adapters = AdapterUse(past_versions)
         self._cache_key, self._pause_mode = cache_key, pause_mode
@@ -197,6 +200,7 @@ class InFlight:
             self._opened(sent)
             try:
                 request = self._request(waiting[0].exchange, sessions, token_ids, begun, routed_from)
+                sent.rid = request["rid"]
                 self._needed += _needed(sessions, request, begun) + waiting[0].exchange.added
                 async with sent.scope:
                     await self._read(sent, waiting, request)
@@ -233,6 +237,9 @@ class InFlight:
                     sample.session.activity.heard(sample.doing)
                 sent.answered = True
                 sent.tokens += new
+                stopped = not answer.ended_early and self._stops(sample.exchange, answer, new)
+                if stopped and not answer.last and sent.engine:
+                    await self._http.abort(sent.engine, sent.rid)
                 if answer.last:
                     self._end(sample, answer, request)
         except StreamBroken as broken:
@@ -242,6 +249,15 @@ class InFlight:
             if not sample.answered:
                 answer.stop_at(why)
                 self._end(sample, answer, request)
+
+    def _stops(self, exchange: Exchange, answer: PartialCompletion, new: int) -> bool:
+        """End the answer at a stop string whose last token is among the `new` ones, and return whether it has one. The
+        text may have begun before the answer was interrupted."""
+        before = [token for part in exchange.parts for token in part.token_ids] if self._stop else []
+        end = self._stop.end([*before, *answer.token_ids], new) if self._stop else None
+        if end is not None:
+            answer.stop_after(end - len(before))
+        return end is not None
 
     def _end(self, sample: PendingSample, answer: PartialCompletion, request: dict[str, Any]) -> None:
         """End one sample, complete or not. The others may go on for much longer."""

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from asyncrl.errors import EngineError
-from asyncrl.network.addresses import Access
+from asyncrl.network.addresses import Access, metrics_key
 
 TIMEOUT = 5.0
 """Deadline of a query in seconds. An engine that does not answer in time is left out."""
@@ -69,6 +69,7 @@ class Loads:
     ) -> None:
         """`metrics` says that the engines have counters (engine.metrics)."""
         self._router, self._metrics = router, metrics
+        self._key = {"Authorization": f"Bearer {metrics_key(access.key)}"}
         self._http = httpx.AsyncClient(**access.http, timeout=TIMEOUT, transport=transport)
         self._counters: dict[str, _Counters] = {}
         self._asked = -math.inf
@@ -115,7 +116,7 @@ class Loads:
         now, before = time.monotonic(), self._counters.get(url)
         if before and now - before.asked < SCRAPE_SECONDS * max(1.0, len(self.latest) / AT_ONCE):
             return
-        response = await self._http.get(f"{url}/metrics", follow_redirects=True)
+        response = await self._http.get(f"{url}/metrics", headers=self._key, follow_redirects=True)
         if response.status_code == 200:
             found = counters_of(response.text)
             rates = rates_of(before.found, found, now - before.asked) if before else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -49,6 +49,34 @@ class StreamChunk(msgspec.Struct):
     error: dict | None = None
 
 
+class StopStrings:
+    """Texts that end an answer (rollout.stop). Engines work without a tokenizer and cannot look for them, so the client
+    does, in the tokens that have arrived."""
+
+    def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+        """`decode` returns the text of tokens, special tokens included."""
+        self._texts, self._decode = texts, decode
+        self._most = max((len(text.encode()) for text in texts), default=0)  # tokens that a text may take
+
+    def __bool__(self) -> bool:
+        return bool(self._texts)
+
+    def end(self, token_ids: Sequence[int], new: int) -> int | None:
+        """Return the number of tokens up to the end of the first of these texts; None if there is none. Only a text
+        whose last token is among the last `new` ones is found."""
+        if not self._texts or not new:
+            return None
+        seen = len(token_ids) - new
+        start = max(0, seen - self._most)
+        if not self._found(token_ids[start:]):
+            return None
+        return next(end for end in range(seen + 1, len(token_ids) + 1) if self._found(token_ids[start:end]))
+
+    def _found(self, token_ids: Sequence[int]) -> bool:
+        text = self._decode(token_ids)
+        return any(one in text for one in self._texts)
+
+
 decode_piece = msgspec.json.Decoder(StreamChunk).decode
 
 
@@ -66,6 +94,7 @@ class PartialCompletion:
     _ended: str | None = None
     _spans: list[VersionSpan] | None = None
     adapter: bool = False  # whether an adapter of version `asked_at` generates every token
+    received: int = 0  # tokens that arrived, including those after a stop string
 
     def add(self, piece: StreamChunk) -> int:
         """Add the next chunk and return the number of new tokens in it.
@@ -75,11 +104,13 @@ class PartialCompletion:
         meta = piece.meta_info
         token_ids, entries = piece.output_ids, meta.output_token_logprobs or []
         if meta.finish_reason and meta.finish_reason.type == "abort":
-            new = max(0, meta.completion_tokens - len(self.token_ids))
+            new = max(0, meta.completion_tokens - self.received)
             entries = entries[len(entries) - new :]
             token_ids = [token for _, token, _ in entries]
-        self.token_ids += token_ids
-        self.logprobs += [logprob for logprob, _, _ in entries if logprob is not None]
+        self.received += len(token_ids)
+        if not self._ended:
+            self.token_ids += token_ids
+            self.logprobs += [logprob for logprob, _, _ in entries if logprob is not None]
         if meta.finish_reason:
             self.last = meta
             if not all(span.version.isdigit() for span in meta.weight_versions or []):
@@ -91,7 +122,7 @@ class PartialCompletion:
 
         Somebody restarted the engine, and the weights that generated the tokens are unknown.
         """
-        self.token_ids, self.logprobs, self.last = [], [], None
+        self.token_ids, self.logprobs, self.last, self._ended = [], [], None, None
         self.broken = "the engine has no weights of this run"
 
     @classmethod
@@ -136,12 +167,19 @@ class PartialCompletion:
         return f"{reason.status_code} {reason.message}" if reason.status_code in PASSING else None
 
     def end_with(self, reason: str) -> None:
-        """Mark an interrupted answer as complete, with this finish reason."""
+        """Mark an answer as complete, with this finish reason: an interrupted one, or one with a stop string."""
         self._ended = reason
 
+    def stop_after(self, tokens: int) -> None:
+        """End the answer after so many tokens, whatever else the engine sends before it has aborted the request. The
+        last chunk is still awaited, because it tells the versions of the tokens."""
+        del self.token_ids[tokens:], self.logprobs[tokens:]
+        self.end_with("stop")
+
     @property
-    def ended_when_cut(self) -> bool:
-        """True if the answer was complete when it was interrupted, although its last chunk did not arrive."""
+    def ended_early(self) -> bool:
+        """True if the answer is complete without the engine's word for it: it was when it was interrupted, although its
+        last chunk did not arrive, or it has a stop string."""
         return self._ended is not None
 
     @property
@@ -172,7 +210,8 @@ class PartialCompletion:
         told = self.last.weight_versions if self.last else None
         if told is None:
             raise EngineError("the engine reports no weight_versions: SGLang 0.5.19 or newer is needed")
-        return [VersionSpan(int(span.version), span.start, span.end) for span in told]
+        own = len(self.token_ids) if self._ended else max((span.end for span in told), default=0)
+        return [VersionSpan(int(one.version), one.start, min(one.end, own)) for one in told if one.start < own]
 
 
 PASSING = frozenset({408, 429, 500, 502, 503, 504})

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +28,9 @@ LISTED_SECONDS = 10.0
 """Seconds within which the router lists a worker that was added, or forgets one that was removed."""
 KEY_SECONDS = 3600
 """Seconds for which the router remembers the engine of an idle group."""
+UNREACHABLE = "224.0.0.1"
+"""Address of the router's own metrics, which it would serve to anyone, and which it cannot be told not to serve. The
+kernel binds a multicast address, and lets nobody connect to one."""
 ACCEPTED = (200, 201, 202, 409)
 """Status codes of success. 409 means that the router is already adding this engine."""
 
@@ -55,7 +58,7 @@ def router_argv(
         "--max-idle-secs",
         str(KEY_SECONDS),
         "--prometheus-host",
-        str(address.hostname),
+        UNREACHABLE,
         "--prometheus-port",
         str(metrics_port),
         "--worker-startup-check-interval",
@@ -98,6 +101,10 @@ def _tls(signed: Signed) -> list[str]:
         "--ca-cert-paths",
         str(signed.authority),
     ]
+
+
+SHOWN = 4
+"""Number of engines that a message names."""
 
 
 def _worker(url: str, api_key: str) -> dict[str, Any]:
@@ -191,12 +198,15 @@ class RouterWorkers:
         return response
 
 
-async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bool = False) -> None:
+async def wait_until_ready(
+    addresses: Addresses, timeout: float, *, attached: bool = False, tell: Callable[[str], None] = lambda text: None
+) -> None:
     """Register the engines as they come up, and wait until the router routes to all. Raises DeadlineExceeded.
 
     With `attached`, also wait for the engines that others started. Use this only when no trainer has to send them
-    weights first.
+    weights first. `tell` is told repeatedly what is waited for.
     """
+    began = time.monotonic()
     deadline = time.monotonic() + timeout
     engines = (*addresses.engines, *(addresses.attached if attached else ()))
     waiting = set(engines)
@@ -208,6 +218,10 @@ async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bo
                     waiting.discard(url)
                 if not waiting and await _healthy_workers(router) >= len(engines):
                     return
+            missing = [f"engine {number}" for number, url in enumerate(engines) if url in waiting]
+            named = ", ".join([*missing[:SHOWN], *(["..."] if len(missing) > SHOWN else [])])
+            does = f"{named} to load weights" if missing else "the router to find the engines healthy"
+            tell(f"{does}, {time.monotonic() - began:.0f} s")
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"{len(engines)} engines behind the router",

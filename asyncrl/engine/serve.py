@@ -2,10 +2,10 @@
 
 This is the stock server, with in-place pauses that complete the step in flight (overlap.py), adapters that can be
 unloaded after any request (unloading.py), quantized weights that can be published (quantized.py), publishes to stages
-and replicas (stages.py), a warm-up for GPUs (warmup.py), metrics that require the key as its other routes do (they name
-the model's folder), and the CPU shim where there is no CUDA. The run's API key and ports come from the environment,
-because every user of the machine can read a command line. The module is not a `__main__.py`, because multiprocessing
-would not re-import that in spawned children, which need the shim too.
+and replicas (stages.py), a warm-up for GPUs (warmup.py), a key for its metrics (they name the model's folder), and the
+CPU shim where there is no CUDA. The run's API key and ports come from the environment, because every user of the
+machine can read a command line. The module is not a `__main__.py`, because multiprocessing would not re-import that in
+spawned children, which need the shim too.
 """
 
 from asyncrl import importing
@@ -19,14 +19,22 @@ from typing import Any
 from asyncrl.backends.cpu.sglang_shim import install
 from asyncrl.engine import overlap, quantized, stages, unloading, warmup
 from asyncrl.network import stores
-from asyncrl.network.addresses import ARGUMENTS
+from asyncrl.network.addresses import ARGUMENTS, metrics_key
 from asyncrl.network.ports import REPLICA_PORTS, free_block
 
 
 def guard_metrics(module: Any) -> None:
-    """Patch SGLang's decision on requests, the only function that looks at this path."""
+    """Patch SGLang's decision on requests: metrics need a key of their own. The router hands the run's key on for
+    anyone who asks for its /engine_metrics, but does not have this one."""
     decide = module.decide_request_auth
-    module.decide_request_auth = lambda *, path, **given: decide(path=path.replace("/metrics", "/guarded"), **given)
+
+    def decision(*, path: str, api_key: str | None, **given: Any) -> Any:
+        if path.startswith("/metrics") and api_key:
+            key = metrics_key(api_key)
+            return decide(**given | {"path": "/guarded", "api_key": key, "admin_api_key": key})
+        return decide(path=path, api_key=api_key, **given)
+
+    module.decide_request_auth = decision
 
 
 if "--enable-trace" not in sys.argv:  # SGLang would import the exporters, which takes 0.1 s

@@ -5,7 +5,9 @@ Errors that may be retried raise StreamBroken; all others raise EngineError.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,9 @@ ROUTED_TO = "X-SMG-Routed-Worker-Id"
 NO_WORKER, STREAM_ERROR = "model_not_found", "stream_error"
 """Names of the router's own errors. The first means that it has no healthy engine (smg 1.13 answers 404), the second
 that the engine broke off the answer (smg then ends the stream with an error event)."""
+
+
+ABORT_SECONDS = 5.0
 
 
 class StreamBroken(Exception):
@@ -67,6 +72,18 @@ class GenerateEndpoint:
             raise StreamBroken(f"{type(error).__name__} {error}".strip()) from None
         except msgspec.DecodeError as error:
             raise StreamBroken(f"the stream of an engine has an invalid event: {error}") from None
+
+    async def abort(self, engine: str, request: str) -> None:
+        """Tell the engine at this URL to abort the request of this name. If that fails, the answer only takes longer,
+        to its own end."""
+        headers = {"Content-Type": "application/json", **self._access.headers}
+        body, url = msgspec.json.encode({"rid": request}), f"{engine}/abort_request"
+        with suppress(ClientError, TimeoutError):
+            async with (
+                asyncio.timeout(ABORT_SECONDS),
+                self._session.post(url, data=body, headers=headers, allow_redirects=False) as response,
+            ):
+                await response.read()
 
     async def close(self) -> None:
         """Close the connections."""

@@ -84,7 +84,7 @@ def _told(error: AsyncRLError) -> list[Any]:
         return ["environment_error", str(error), False]
     cause = error.__cause__
     trace = "\n" + "".join(traceback.format_exception(cause)) if cause else ""
-    return [error.reason, f"{error.detail}{trace}", error.retry]
+    return [error.reason, f"{error.located}{trace}", error.retry]
 
 
 def main(fd: int) -> None:

@@ -11,6 +11,7 @@ resumed run uses it again, and the summary compares its prediction with the run.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,6 +45,13 @@ ENGINE = ("engine.tensor_parallel", "engine.max_running_requests", "engine.max_t
 """Overrides of a plan for CPUs that are the configuration's own."""
 SHAPE = ("rollout.batch_groups", "rollout.group_size", "rollout.max_staleness")
 """Overrides of a plan that are the run's own."""
+ALSO = (
+    *("cluster.placement", "weights.pause_mode", "weights.overlap"),
+    *("trainer.batch_parts", "trainer.context_parallel"),
+)
+"""Other settings that a plan of asyncrl-plan chooses."""
+VALUE = re.compile(r"[A-Za-z0-9_.]+")
+"""Values that a plan gives its settings: numbers and words."""
 FEW, SEEDS = 3, 2
 """Number of plans that are simulated, and how often each is."""
 
@@ -111,13 +119,31 @@ def kept(arguments: Sequence[str], words: Sequence[str] = ()) -> set[str]:
 def recorded(config: Config, run_dir: Path) -> RunPlan | None:
     """Return the plan of the run that is resumed; None if there is none."""
     found = next((one / PLAN for one in origins(config, run_dir) if (one / PLAN).is_file()), None)
-    return RunPlan(**json.loads(found.read_text())) if found else None
+    if found is None:
+        return None
+    try:
+        plan = RunPlan(**json.loads(found.read_text()))
+        _check_names(plan.overrides)
+        return plan
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError("resume", config.resume, f"{found} is not the plan of a run ({error}): delete it.") from None
+
+
+def _check_names(words: Sequence[str]) -> None:
+    """Raise ValueError for an override of a setting that plans do not choose: a plan may come from somebody else."""
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in {*PLANNED, *SHAPE, *ALSO}:
+            raise ValueError(f"it sets {name}, which no plan chooses")
+        if not VALUE.fullmatch(value):
+            raise ValueError(f"it sets {name} to {value!r}, which no plan would")
 
 
 def of_file(path: str, arguments: Sequence[str] = ()) -> RunPlan:
     """Return the plan that `asyncrl-plan --json` wrote, without what the command line sets."""
     try:
         found = json.loads(Path(path).expanduser().read_text())
+        _check_names(found["overrides"])
         turns, keep = found["synchronous_is_better"], kept(arguments, found["overrides"])
         return RunPlan(
             f"{found['input']['gpus']} GPUs ({path})",
@@ -127,7 +153,7 @@ def of_file(path: str, arguments: Sequence[str] = ()) -> RunPlan:
             sorted(keep),
             found["input"],
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         remedy = f"Set auto, or name a file that asyncrl-plan --json wrote ({type(error).__name__}: {error})."
         raise ConfigError("cluster.plan", path, remedy) from None
 

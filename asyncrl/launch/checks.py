@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import difflib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -308,6 +310,23 @@ def check_tracing(config: Config) -> None:
             raise ConfigError(field, value, f"{package} is not installed: pip install 'asyncrl[tracing]'.")
 
 
+def check_request_fields(config: Config) -> None:
+    """Refuse fields of requests that SGLang does not know, and would ignore. They are read from its source, since its
+    import takes seconds."""
+    spec = find_spec("sglang") if config.engine.request_fields else None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        tree = ast.parse(Path(folder, "srt/managers/io_struct.py").read_text())
+        (known,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "GenerateReqInput")
+        names = [ast.unparse(one.target) for one in known.body if isinstance(one, ast.AnnAssign)]
+        for name, value in config.engine.request_fields.items():
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                remedy = "Requests to SGLang's /generate have no such field" + (
+                    f": did you mean {near[0]}?" if near else "."
+                )
+                raise ConfigError(f"engine.request_fields.{name}", value, remedy)
+
+
 def installed(package: str) -> bool:
     """Return whether a package can be imported, without importing more than its parents."""
     try:
@@ -317,12 +336,18 @@ def installed(package: str) -> bool:
 
 
 def check_files(config: Config) -> list[LocalSandboxes]:
-    """Refuse tasks that cannot be built, sinks without their package, and a missing chat template. Return the sandboxes
-    in which the tasks' code would run, not yet started."""
+    """Refuse tasks, rewards and agents that cannot be built, sinks without their package, and a missing chat template.
+    Return the sandboxes in which the tasks' code would run, not yet started."""
+    from asyncrl.rollout.agent import agents  # imports a web server
+
     check_sinks(config)
     check_tracing(config)
+    check_request_fields(config)
     with noted() as sandboxes:
-        rewards(config, tasks.build_all(config))
+        built = tasks.build_all(config)
+        rewards(config, built)
+        if config.mode != "replay":
+            agents(config, built, tell=print)
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")

@@ -21,9 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from asyncrl import CONF
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import help
-from asyncrl.removed import why_removed
+from asyncrl.removed import removal
 
 
 class RecipeConfs(SearchPathPlugin):
@@ -67,6 +68,14 @@ def compose(conf: Path) -> list[Composed]:
         return [Composed(plain(one), overrides) for one, overrides in composed]
     except (HydraException, OmegaConfBaseException) as error:
         raise CompositionError(f"{_first_line(error)}. {_spelling(str(error))}") from None
+
+
+def defaults() -> dict[str, Any]:
+    """Return the settings that no argument changes."""
+    with hydra.initialize_config_dir(version_base=None, config_dir=str(CONF)):
+        composed = hydra.compose("train")
+    found: Any = OmegaConf.to_container(composed, resolve=True)
+    return found
 
 
 CHOICES = ("algo.advantage", "algo.loss", "algo.correction")
@@ -157,9 +166,14 @@ def _first_line(error: Exception) -> str:
 
 
 def _spelling(message: str) -> str:
-    """Return why the field that Hydra did not find is gone, or a hint with the most similar one."""
-    quoted = re.search(r"'([\w.]+)'", message)
-    if quoted and (reason := why_removed(quoted[1])):
-        return reason
-    near = difflib.get_close_matches(quoted[1], help.field_names(), n=1) if quoted else []
+    """Return why the field that Hydra did not find was removed, or the option or field that is most similar."""
+    if choice := re.search(r"Could not find '([\w/]+)/([\w.-]+)'", message):
+        group, option = choice[1], choice[2]
+        files = (file for conf in (CONF, *help.recipe_confs()) for file in conf.glob(f"{group}/*.yaml"))
+        near = [f"{group}={one}" for one in difflib.get_close_matches(option, [file.stem for file in files], n=1)]
+    else:
+        quoted = re.search(r"'([\w.]+)'", message)
+        if quoted and (removed := removal(quoted[1])):
+            return removed
+        near = difflib.get_close_matches(quoted[1], help.field_names(), n=1) if quoted else []
     return (f"Did you mean {near[0]}? " if near else "") + "asyncrl-train --help lists every field and group."

@@ -30,7 +30,7 @@ asyncrl-train [field=value | group=option] ...
 Trains a language model with asynchronous RL: Megatron trainers and SGLang engines at the same time.
 
   asyncrl-train                                    the default run: SmolLM2-135M on CPU
-  asyncrl-train experiment=tiny                    0.13M parameters, a minute
+  asyncrl-train experiment=tiny                    0.13M parameters, one to two minutes
   asyncrl-train experiment=tiny trainer.tensor_parallel=2 engine.count=2 rollout.max_staleness=4
   asyncrl-train --cfg job                          print the composed settings without a run
   asyncrl-train --check ...                        report problems of a run without starting it

@@ -22,7 +22,7 @@ from asyncrl.launch.placement import Node, Placement, imagined, job_size, place,
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.versions import installed
-from asyncrl.launch.replay import check_recording
+from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.resume import Resume
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.teacher import check_teacher
@@ -72,6 +72,7 @@ class Preparation:
         for role in ROLES:
             self.find(role)
         self.models()
+        self.vocabulary()
         self.choose_checkpoint()
         self.precision()
         self.estimate()
@@ -186,6 +187,10 @@ class Preparation:
             self.read(role)
         if "teacher" in self.folders:
             check_teacher(self.config, self.folders["model"], self.folders["teacher"])
+
+    def vocabulary(self) -> None:
+        """Check that the recording that is replayed has the model's vocabulary."""
+        check_vocabulary(self.config, self.folders["model"], self.read("model"))
 
     def choose_checkpoint(self) -> None:
         """Choose the checkpoint to resume from."""

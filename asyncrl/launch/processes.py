@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import Paused, ProcessDied, Stopped
 from asyncrl.launch.leftovers import SHARED, Scratch, die_with_parent, signal_group
@@ -35,10 +36,12 @@ from asyncrl.launch.run_folder import full
 from asyncrl.launch.slurm.task import end_file
 from asyncrl.launch.stalls import ANSWER_SECONDS, STACK_SECONDS, Stalled, Stalls, stack_file, write_stack
 from asyncrl.network.addresses import PEER_FAILED, STOP, STOPPED
-from asyncrl.progress import DUMP_SIGNAL
+from asyncrl.progress import DUMP_SIGNAL, FAILURE, FOLDER, failures
 
 POLL_SECONDS = 0.1
 LAST_LINES = 20
+SHOWN_LINES = 5
+"""Lines of a recorded error that are shown: with a traceback in it, its first line says what and where."""
 COMPANION_SECONDS = 1.0  # wait this long after a death, to tell its cause from the deaths that it causes
 PEER_SECONDS = 15.0
 """Seconds within which a process ends after it has reported the failure of a peer: it closes its connections first."""
@@ -73,6 +76,8 @@ class Supervisor:
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_to_stop)
         self._scratch = Scratch(self._run_id)
+        for file in (self._run_dir / FOLDER).glob(f"*{FAILURE}"):  # left by an earlier launcher of this run
+            file.unlink()
         try:
             for name in self._specs:
                 self._start(name)
@@ -80,7 +85,9 @@ class Supervisor:
                 each_poll()
                 self._scratch.note(child.pid for child in self._children.values())
                 if self._stalls and (stalled := self._stalls.find()) and not self._replace(stalled):
-                    raise ProcessDied(self._describe(self._stalls, stalled))
+                    recorded = failures(self._run_dir)
+                    cause = [_first(recorded)] if recorded else []
+                    raise ProcessDied("\n".join([*cause, self._describe(self._stalls, stalled)]))
                 time.sleep(POLL_SECONDS)
             each_poll()
         finally:
@@ -93,6 +100,7 @@ class Supervisor:
     def _start(self, name: str) -> None:
         spec = self._specs[name]
         self._forget_stall(name)
+        (self._run_dir / FOLDER / f"{name}{FAILURE}").unlink(missing_ok=True)
         self._scratch.starts()
         # to a file instead of a pipe, which grandchildren may keep open for long
         with self._log(name).open("ab") as log:
@@ -204,8 +212,9 @@ class Supervisor:
         return self._run_dir / "logs" / f"{name}.log"
 
     def _diagnosis(self, first: dict[str, int]) -> str:
-        """Describe the first process that died, killed ones before failed ones, and list those that followed. If the
-        dead processes blame a peer and that peer dies soon, it is described instead."""
+        """Describe the first process that died, killed ones before failed ones, with the error that it recorded or the
+        last lines of its log, and list those that followed. Of several that recorded an error, the earliest was first.
+        If the dead processes blame a peer and that peer dies soon, it is described instead."""
         blaming = all(code == PEER_FAILED for code in first.values())
         deadline = time.monotonic() + (PEER_SECONDS if blaming else COMPANION_SECONDS)
         while time.monotonic() < deadline and (not blaming or self._ended().keys() <= first.keys()):
@@ -213,10 +222,15 @@ class Supervisor:
         ended = self._ended()
         own = {name: code for name, code in ended.items() if code != PEER_FAILED} if blaming else {}
         name, code = min((own or first).items(), key=lambda item: item[1] >= 0)
+        recorded = failures(self._run_dir) if code > 0 else []
+        if recorded and recorded[0]["process"] in ended:
+            name = recorded[0]["process"]
+            code = ended[name]
         others = [other for other in ended if other != name]
         who, end, log = self._first_of(name, code)
         lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
-        text = f"{who} died: {end}\nlast lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines or ["(empty)"])
+        said = f"last lines of {log}:\n" + "\n".join(f"  | {line}" for line in lines or ["(empty)"])
+        text = f"{who} died: {end}\n" + (f"{_first(recorded)}\nits log: {log}" if recorded else said)
         restarted = self._policy.count(name)
         text += f"\n{name} had been restarted {restarted} times (cluster.max_restarts)" if restarted else ""
         text += f"\nended afterwards: {', '.join(others)}" if others else ""
@@ -304,6 +318,15 @@ class Supervisor:
         for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _first(recorded: Sequence[dict[str, Any]]) -> str:
+    """Return the first recorded error, and where the user's code raised it."""
+    first, *_ = recorded
+    text = first["error"].splitlines() or [""]
+    short = "\n".join([*text[:SHOWN_LINES], *(["  ..."] if len(text) > SHOWN_LINES else [])])
+    where = first["place"] if first["place"] not in first["error"] else ""
+    return f"{first['process']}: {short}" + (f"\n  at {where}" if where else "")
 
 
 def _prepare(spec: ProcessSpec, cpus: set[int]) -> None:

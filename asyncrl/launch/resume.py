@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +138,15 @@ def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None
     return str(json.loads(summary.read_text())["reason"])
 
 
+def advice(run_dir: Path, arguments: Sequence[str]) -> str:
+    """Return the newest checkpoint of a stopped run, and the command that goes on from it."""
+    if not (versions := CheckpointStore(run_dir).versions()):
+        return "; it has no checkpoint (checkpoint.every), so it starts over"
+    kept = [one for one in arguments if not one.startswith(("resume=", "run.dir=", "run.overwrite="))]
+    command = shlex.join(["asyncrl-train", *kept, f"run.dir={run_dir}", "resume=auto"])
+    return f"; the newest checkpoint is version {max(versions)}. To go on: {command}"
+
+
 def made_progress(run_dir: Path, origin: Resume | None) -> bool:
     """Return whether the run that has just ended wrote a checkpoint."""
     return max(CheckpointStore(run_dir).versions(), default=-1) > (origin.version if origin else -1)
@@ -162,6 +173,8 @@ def roll_back(run_dir: Path, resume: Resume | None) -> None:
     aside.mkdir(parents=True)
     for name, field in FOLLOWED.items():
         lines = Tail(source / name)() if source else []  # only complete lines: the last one may be truncated
+        if without := [line for line in lines if not isinstance(line.get(field), int)]:
+            raise RecordError(f"{run_dir / name}: a line has no {field}: {str(without[0])[:80]}: repair or delete it")
         kept = [line for line in lines if line[field] <= version]
         if source == run_dir:
             _write(aside / name, [line for line in lines if line[field] > version])

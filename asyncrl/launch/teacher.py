@@ -20,7 +20,7 @@ def check_teacher(config: Config, model: Path, teacher: Path) -> None:
     id must mean the same token to both. Merges, templates and end-of-sequence ids may differ (a base model may be
     distilled from its instruct version)."""
     mine, its = _config(model), _config(teacher)
-    _check_vocabulary(str(config.teacher.model), model, teacher)
+    check_same_tokens(FIELD, str(config.teacher.model), model, teacher, "take a teacher of the same family")
     for what, name, own, theirs in (
         ("vocabulary", "vocab_size", mine["vocab_size"], its["vocab_size"]),
         ("context", "max_position_embeddings", *_contexts(config, mine, its)),
@@ -48,22 +48,19 @@ def _contexts(config: Config, mine: dict[str, Any], its: dict[str, Any]) -> tupl
     return own, other
 
 
-def _check_vocabulary(named: str, model: Path, teacher: Path) -> None:
-    mine, its = (_tokens(folder) for folder in (model, teacher))
+def check_same_tokens(field: str, named: str, model: Path, other: Path, remedy: str) -> None:
+    """Refuse the folder `other`, which the setting names, unless its token ids are those of `model`."""
+    mine, its = (_tokens(folder) for folder in (model, other))
     if mine is None or its is None:
-        folder = model if mine is None else teacher
+        folder = model if mine is None else other
         raise ConfigError(
-            FIELD, named, f"{folder} has no tokenizer.json, which is needed to compare the vocabularies: add it."
+            field, named, f"{folder} has no tokenizer.json, which is needed to compare the vocabularies: add it."
         )
     differing = sorted(number for number in mine.keys() | its.keys() if mine.get(number) != its.get(number))
     if differing:
         some = "; ".join(f"{n} is {mine.get(n)!r} and {its.get(n)!r}" for n in differing[:NAMED])
-        raise ConfigError(
-            FIELD,
-            named,
-            f"Its tokenizer.json must have the model's vocabulary, but {len(differing)} token ids differ ({some}): "
-            "take a teacher of the same family.",
-        )
+        problem = f"Its tokenizer.json must have the vocabulary of {model}, but {len(differing)} token ids differ"
+        raise ConfigError(field, named, f"{problem} ({some}): {remedy}.")
 
 
 def _tokens(folder: Path) -> dict[int, str] | None:

@@ -3,6 +3,8 @@ servers: the API key that they require, and the authority that signed their cert
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import os
 import ssl
@@ -40,6 +42,11 @@ ELASTIC = "elastic.jsonl"
 """File in which the launcher lists the decisions of cluster.elastic."""
 RESTARTED = "restart-"
 """Prefix of the version that an engine reports until it has weights of the run (engine/serve.py)."""
+
+
+def metrics_key(api_key: str) -> str:
+    """Return the key of /metrics of the rollout process and of the engines. It does not tell the run's API key."""
+    return hmac.new(api_key.encode(), b"metrics", hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True)

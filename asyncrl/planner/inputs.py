@@ -12,7 +12,7 @@ import msgspec
 from asyncrl.errors import ConfigError
 from asyncrl.planner.engine import EngineShape
 from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.model_splits import HARDWARE, of_model, overridden, shares
+from asyncrl.planner.model_splits import HARDWARE, of_model, overridden, read_model, shares
 from asyncrl.planner.search import GpuSplit
 from asyncrl.planner.simulation import SimulatedWorkload
 
@@ -64,8 +64,9 @@ class PlanInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Mean number of turns."""
     tool_seconds: NotNegative = 0.0
     """Mean seconds in the environment between two turns (log-normal)."""
-    max_staleness: Natural = 8
-    """Largest bound to consider."""
+    max_staleness: Natural = 2
+    """Largest bound to consider. A plan is about speed alone, and a higher bound also costs learning
+    (docs/algorithms.md)."""
     model: str | None = None
     """A config.json, the folder that holds it, or a built-in model (builtin:NAME)."""
     gpu: Literal["h100", "h200", "a100"] = "h100"
@@ -129,9 +130,9 @@ def parse(settings: dict[str, Any]) -> PlanInput:
     for name in settings:
         if name not in known:
             raise ConfigError(name, settings[name], f"No such field: choose from {', '.join(known)}.")
-    for name in ("gpus", "mean", "longest"):
-        if settings.get(name) is None:
-            raise ConfigError(name, None, f"It is needed: add {name}=NUMBER.")
+    wrong, speeds = list(_missing_or_unknown(settings)), list(_missing_speeds(settings))
+    if wrong:
+        raise _together([*wrong, *speeds])
     if isinstance(gpu := settings.get("gpu"), str):
         settings = settings | {"gpu": gpu.lower()}
     try:
@@ -146,10 +147,40 @@ def parse(settings: dict[str, Any]) -> PlanInput:
         raise ConfigError(
             "batch_groups", found.batch_groups, f"A batch has at most {MOST_EPISODES} episodes, not {batch}."
         )
-    needed = ("per_token", "per_request", "train_rate")
-    if found.model is None and (missing := [name for name in needed if getattr(found, name) is None]):
-        raise ConfigError(missing[0], None, "Set it, or model=FOLDER to compute it, or name a recorded run.")
+    if speeds:
+        raise _together(speeds)
     return found
+
+
+def _together(errors: list[ConfigError]) -> ConfigError:
+    """Return one error that tells all of these."""
+    if len(errors) == 1:
+        return errors[0]
+    return ConfigError(
+        ", ".join(one.field for one in errors), None, " ".join(f"{one.field}: {one.remedy}" for one in errors)
+    )
+
+
+def _missing_or_unknown(settings: dict[str, Any]) -> Iterator[ConfigError]:
+    """Yield an error for each field that is needed, and for a model or GPU that does not exist."""
+    for name in ("gpus", "mean", "longest"):
+        if settings.get(name) is None:
+            yield ConfigError(name, None, f"It is needed: add {name}=NUMBER.")
+    gpu, model = settings.get("gpu"), settings.get("model")
+    if isinstance(gpu, str) and gpu.lower() not in HARDWARE:
+        yield ConfigError("gpu", gpu, REMEDIES["gpu"])
+    if isinstance(model, str):
+        try:
+            read_model(model)
+        except ConfigError as error:
+            yield error
+
+
+def _missing_speeds(settings: dict[str, Any]) -> Iterator[ConfigError]:
+    """Yield an error for each speed that is needed where no model is named."""
+    for name in ("per_token", "per_request", "train_rate") if settings.get("model") is None else ():
+        if settings.get(name) is None:
+            yield ConfigError(name, None, "Set it, or model=FOLDER to compute it, or name a recorded run.")
 
 
 def splits(given: PlanInput, kept: Collection[str] = ()) -> list[GpuSplit]:

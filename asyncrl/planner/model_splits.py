@@ -61,7 +61,7 @@ def overridden(shape: EngineShape, given: PlanInput) -> EngineShape:
 
 def of_model(given: PlanInput) -> Iterator[GpuSplit]:
     """Yield the splits of a model. Raises ConfigError if it does not fit."""
-    hf, shape = _model(given)
+    hf, shape = read_model(str(given.model))
     weights, hardware = counted([Weight(name, size) for name, size in tensors(hf)], shape), HARDWARE[given.gpu]
     layouts = TrainerLayouts(hf, shape, weights, hardware)
     trainers = _trainers(given, hf, shape, layouts)
@@ -81,9 +81,8 @@ def of_model(given: PlanInput) -> Iterator[GpuSplit]:
                 break
 
 
-def _model(given: PlanInput) -> tuple[dict[str, Any], Shape]:
-    """Return config.json and the shape of the model."""
-    name = str(given.model)
+def read_model(name: str) -> tuple[dict[str, Any], Shape]:
+    """Return config.json and the shape of the model that `model` names. Raises ConfigError."""
     folder = catalog.resolve(name, "model") if name.startswith(catalog.PREFIX) else Path(name).expanduser()
     try:
         hf = json.loads((folder / "config.json" if folder.is_dir() else folder).read_text())
@@ -92,7 +91,7 @@ def _model(given: PlanInput) -> tuple[dict[str, Any], Shape]:
         remedy = f"Name a config.json or the folder that holds it, or a built-in model ({error.strerror})."
     except (ValueError, KeyError, TypeError) as error:
         remedy = f"It must be the config.json of a family that the trainer knows ({error})."
-    raise ConfigError("model", given.model, remedy)
+    raise ConfigError("model", name, remedy)
 
 
 def _trainers(given: PlanInput, hf: dict[str, Any], shape: Shape, layouts: TrainerLayouts) -> list[Trainer]:

@@ -44,7 +44,8 @@ class Hardware:
     mfu: float = 0.3
     """Attained fraction of the floating-point operations when training a dense model: an assumption."""
     sparse_mfu: float = 0.15
-    """The same with routed experts, which the trainer multiplies one by one: an assumption."""
+    """The same with routed experts, whose products are smaller: an assumption. It does not depend on whether they are
+    grouped (trainer.layers)."""
     call: float = 0.004
     """Overhead per bucket in seconds, besides its bytes: measured with one engine on a CPU (docs/weights.md)."""
     tensor: float = 30e-6

@@ -26,10 +26,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.child import Reply, WorkerPool
 from asyncrl.errors import EpisodeFailed
 from asyncrl.rewards.parameters import Count, Name, Seconds
 from asyncrl.rewards.reward import RewardInput, Score
-from asyncrl.rewards.workers import Reply, WorkerPool
 
 WORKER = Path(__file__).with_name("math_worker.py")
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.imports import load
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
-from asyncrl.progress import Progress
+from asyncrl.progress import Progress, failing
 from asyncrl.records.events import Began, Event
 from asyncrl.records.reading import RECORDS, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
-from asyncrl.rollout.agent import each
+from asyncrl.rollout.agent import close_all
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.compare import ComparingRecorder
 from asyncrl.rollout.concurrency import ConcurrencyWindow
@@ -38,7 +38,6 @@ from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
-from asyncrl.rollout.order import StartOrder
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.recorder import Recorder
@@ -103,6 +102,7 @@ async def main(run_dir: Path) -> None:
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
         metrics=observer.exposed.render,
     )
+    server.starting = "the engines to start"
     status = StatusFile(run_dir, server.state, groups, client.inflight, loads, addresses, observer.gpus)
     observer.exposed.now = status.now
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
@@ -112,11 +112,13 @@ async def main(run_dir: Path) -> None:
             working.create_task(status.follow())
             if isinstance(playing, EpisodeWorkers):
                 working.create_task(playing.serve(run_dir, addresses.episodes))
-            await _until_ready(config, addresses)
+            await _until_ready(config, addresses, lambda text: setattr(server, "starting", text))
             # what fits on a GPU may be less than the context, and on a trainer's less than on others
             for engine in [*await loads.ask(), *await loads.of(addresses.lent)] if model.cache is None else ():
                 client.narrow(int(engine.longest) - draft_room(config.engine))
+            server.starting = "the agents and environments to start"
             await playing.start()
+            server.starting = ""
             _ready(run_dir, observer, addresses)
             if _trainer_sends_first(config, addresses):
                 await groups.released()
@@ -132,11 +134,12 @@ async def main(run_dir: Path) -> None:
 
     following = asyncio.create_task(progress.follow())
     try:
-        await serve(server, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
+        with failing(run_dir, "rollout"):
+            await serve(server, addresses.rollout, roll_out(), signed(run_dir, addresses.rollout))
     finally:
         following.cancel()
         progress.doing("ending", within=config.cluster.stop_grace)
-        await each([playing, loads], "close")
+        await close_all([playing, loads], reporter.warn)
         observer.close()
         if writer:
             writer.close()
@@ -151,10 +154,10 @@ def _playing(
     return PlayingParts.build(config, addresses, model, tasks, warn)
 
 
-async def _until_ready(config: Config, addresses: Addresses) -> None:
+async def _until_ready(config: Config, addresses: Addresses, tell: Callable[[str], None]) -> None:
     """Wait until the engines of the policy and the judge can answer, also those that will sleep at first."""
     timeout = config.engine.start_timeout
-    await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only")
+    await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only", tell=tell)
     await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
     await wait_until_healthy(addresses.lent, addresses.access, timeout, "the engines on the trainers' GPUs")
 
@@ -189,7 +192,7 @@ def _go_on(
 ) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
     """Restore the checkpointed state and return the groups that were running when it was saved."""
     prompts.go_on(resumed.cursor)
-    mixer.restore(resumed.mixer, prompts.again)
+    mixer.restore(resumed.mixer)
     return [
         (ticket, prompts.again(name.uid, name.task, name.index), sessions)
         for ticket, name, sessions in groups.restore(resumed.service)
@@ -214,17 +217,16 @@ def _concurrency_limiter(rollout: RolloutConfig) -> ConcurrencyLimiter:
 
 
 def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
-    rollout = config.rollout
     return Mixer(
         tasks,
         prompts.training,
         {name: task.weight for name, task in config.mixture.items()},
-        load(rollout.curriculum, "rollout.curriculum"),
+        load(config.rollout.curriculum, "rollout.curriculum"),
         config.run.seed,
-        StartOrder(rollout.start_order, rollout.batch_groups + rollout.oversample),
     )
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
-    asyncio.run(main(Path(sys.argv[1])))
+    with failing(Path(sys.argv[1]), "rollout"):
+        asyncio.run(main(Path(sys.argv[1])))

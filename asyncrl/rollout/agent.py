@@ -12,17 +12,19 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from traceback import format_exception
+from typing import Any, Protocol, TypeVar
 
 from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.agents.proxied import ThroughTheProxy
 from asyncrl.config import Config
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, raised_by
 from asyncrl.imports import check_arguments, load, made
 from asyncrl.schema import Generate, Prompt, Trajectory
 from asyncrl.tasks import Task
 
+T = TypeVar("T")
 Played = Trajectory | float | None
 """Result of an agent's episode: a Trajectory (its reward is None if the task gives it); or the reward alone, or None,
 when every request that the agent made is to be trained.
@@ -50,11 +52,26 @@ def load_agent(path: str, params: Mapping[str, Any], field: str = "agent") -> Ag
     """Load the agent at an import path, module:name, with its parameters. Raises ConfigError for that field."""
     found = load(path, field)
     if inspect.iscoroutinefunction(found):
+        _check_takes_prompt(found, path, field)
+        check_arguments(found, params, f"{field}_params", path, None, None)
         return FunctionAgent(found, params)
     if not isinstance(found, type) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
-        remedy = "Must be an async function of (prompt, generate), or a class with such a method, run."
-        raise ConfigError(field, path, remedy)
-    return _made(found, params, field)
+        raise ConfigError(field, path, FORMS)
+    agent = _made(found, params, field)
+    _check_takes_prompt(agent.run, path, field)
+    return agent
+
+
+FORMS = "Must be an async function of (prompt, generate), or a class with such a method, run."
+
+
+def _check_takes_prompt(function: Callable[..., Any], path: str, field: str) -> None:
+    """Raise ConfigError if the function cannot be called with a prompt and `generate`, whatever its other arguments."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind_partial(None, None)
+    except TypeError:
+        raise ConfigError(field, path, f"{FORMS} This one takes {signature}.") from None
 
 
 def _made(kind: Callable[..., Agent], params: Mapping[str, Any], field: str) -> Agent:
@@ -95,14 +112,36 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
 def figures(agents: Iterable[Agent]) -> dict[str, float]:
     """Return the counters of agents that work through a proxy, under their names in metrics.jsonl."""
     counted = Counter[str]()
-    for agent in dict.fromkeys(agents):
+    for agent in distinct(agents):
         if isinstance(agent, ThroughTheProxy):
             counted.update({f"proxy/{name}": count for name, count in asdict(agent.figures).items()})
     return {name: float(count) for name, count in counted.items()}
 
 
-async def each(parts: Iterable[object], method: str) -> None:
-    """Call the method (`start` or `close`) once on every distinct part that has it."""
-    for part in dict.fromkeys(parts):
-        if call := getattr(part, method, None):
-            await call()
+def distinct(parts: Iterable[T]) -> list[T]:
+    """Return every object once. Objects of users need not be hashable: those of a dataclass are not."""
+    return list({id(part): part for part in parts}.values())
+
+
+async def start_all(parts: Iterable[object]) -> None:
+    """Call `start` once on every distinct part that has it."""
+    for part in distinct(parts):
+        if start := getattr(part, "start", None):
+            await start()
+
+
+async def close_all(parts: Iterable[object], warn: Callable[[str, str | None], None]) -> None:
+    """Call `close` once on every distinct part that has it."""
+    for part in distinct(parts):
+        if close := getattr(part, "close", None):
+            await close_one(close, type(part).__qualname__, warn)
+
+
+async def close_one(close: Callable[[], Awaitable[None]], what: str, warn: Callable[[str, str | None], None]) -> None:
+    """Call a function that closes something. Its error becomes a warning, which neither keeps the rest from being
+    closed nor hides the error that ended the process."""
+    try:
+        with raised_by("close"):
+            await close()
+    except AsyncRLError as error:
+        warn(f"{what} could not be closed: {error}", "".join(format_exception(error)))

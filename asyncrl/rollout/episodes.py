@@ -28,9 +28,9 @@ import msgspec
 
 from asyncrl.config import read
 from asyncrl.engine.session import GenerationSession
-from asyncrl.errors import AsyncRLError, EpisodeFailed
+from asyncrl.errors import AsyncRLError, EpisodeFailed, described, first_of
 from asyncrl.network.addresses import PEER_FAILED, Addresses
-from asyncrl.progress import Progress
+from asyncrl.progress import Progress, failing
 from asyncrl.records.events import compressed
 from asyncrl.rollout import wire
 from asyncrl.rollout.parts import ModelParts, PlayingParts
@@ -135,7 +135,7 @@ class EpisodeWorker:
                 figures = verdict, group.lengths, group.rewards, encode(group), content
                 answer = wire.Finished(play.group, self._ended(play, sessions), *figures)
         except EpisodeFailed as failed:
-            answer = wire.Failed(play.group, self._ended(play, sessions), failed.reason, failed.detail)
+            answer = wire.Failed(play.group, self._ended(play, sessions), failed.reason, failed.located)
         except asyncio.CancelledError:
             if play.group not in self._stopped:
                 raise
@@ -242,12 +242,10 @@ async def play_until_closed(channel: wire.Channel, worker: EpisodeWorker) -> Non
     try:
         await worker.run()
     except BaseExceptionGroup as raised:
-        cause: BaseException = raised
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
+        cause = first_of(raised)
         if isinstance(cause, ConnectionError):
             return
-        channel.send(wire.Broken(str(cause) or type(cause).__name__))
+        channel.send(wire.Broken(str(cause) if isinstance(cause, AsyncRLError) else described(cause)))
         await channel.flush()
         raise
     finally:
@@ -265,4 +263,6 @@ async def _connected(addresses: Addresses) -> wire.Channel:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
-    sys.exit(asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]))))
+    with failing(Path(sys.argv[1]), f"episodes-{sys.argv[2]}"):
+        code = asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(code)

@@ -11,8 +11,6 @@ Gauges and records are read when Prometheus asks.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import re
 from bisect import bisect_left
@@ -29,20 +27,15 @@ from prometheus_client.registry import Collector
 
 from asyncrl.jsonl import Tail
 from asyncrl.metrics import fields
-from asyncrl.network.addresses import Addresses
+from asyncrl.network.addresses import Addresses, metrics_key
 from asyncrl.observability.episodes import durations
 from asyncrl.observability.intervals import ENVIRONMENT, TOOL
 from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline, Record
 
 TOKEN = "prometheus.token"
-"""File in the run folder with the key of /metrics, for Prometheus. It opens no other route."""
+"""File in the run folder with the key of /metrics, for Prometheus. It opens no other route, but those of engines."""
 BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
 """Upper bounds of the histograms in seconds: an episode takes milliseconds in tests and an hour in practice."""
-
-
-def metrics_key(api_key: str) -> str:
-    """Return the key of /metrics. It does not tell the run's API key."""
-    return hmac.new(api_key.encode(), b"metrics", hashlib.sha256).hexdigest()
 
 
 class Durations:

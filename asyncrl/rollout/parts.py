@@ -14,6 +14,7 @@ from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.config.server_args import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.partial_completion import StopStrings
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.errors import ConfigError
@@ -22,7 +23,7 @@ from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Access, Addresses
-from asyncrl.rollout.agent import Agent, agents, each, figures
+from asyncrl.rollout.agent import Agent, agents, close_all, close_one, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempts, played_here
 from asyncrl.rollout.group_player import GroupPlayer
@@ -57,7 +58,13 @@ class ModelParts:
         hf = flat(json.loads((addresses.model / "config.json").read_text()))
         vision = vision_of(addresses.model, hf, config.rollout.images)
         cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
-        return cls(hf, ChatTemplate(tokenizer), stop_tokens(addresses.model, tokenizer), vision, cache)
+        return cls(
+            hf,
+            ChatTemplate(tokenizer, config.model.chat_template_kwargs),
+            stop_tokens(addresses.model, tokenizer),
+            vision,
+            cache,
+        )
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class PlayingParts:
     player: EpisodePlayer
     groups: GroupPlayer
     start_timeout: float
+    warn: Warn
 
     @classmethod
     def build(
@@ -97,7 +105,8 @@ class PlayingParts:
             playing, scores, model.template, timeouts, failures, retries=rollout.retries, teacher=teacher
         )
         groups = GroupPlayer(player, failures, load(rollout.accept, "rollout.accept"))
-        return cls(client, playing, scores, teachers, teacher, player, groups, config.engine.start_timeout)
+        timeout = config.engine.start_timeout
+        return cls(client, playing, scores, teachers, teacher, player, groups, timeout, warn)
 
     @property
     def attempts(self) -> Attempts:
@@ -108,7 +117,7 @@ class PlayingParts:
         """Wait for the teacher, and start the agents."""
         if self.teachers:
             await self.teachers.wait_until_ready(self.start_timeout)
-        await each(self.agents.values(), "start")
+        await start_all(self.agents.values())
 
     def take_sums(self) -> Sums:
         """Return what was counted since the last call."""
@@ -124,9 +133,9 @@ class PlayingParts:
 
     async def close(self) -> None:
         """Close everything."""
-        await each([*self.agents.values(), *self.rewards.values()], "close")
-        await close_shared()
-        await each([self.client, self.teachers], "close")
+        await close_all([*self.agents.values(), *self.rewards.values()], self.warn)
+        await close_one(close_shared, "what the episodes share", self.warn)
+        await close_all([self.client, self.teachers], self.warn)
 
 
 def allow_files(config: Config, warn: Warn) -> None:
@@ -175,6 +184,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         lent=addresses.lent,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - draft_room(config.engine) if model.cache else context),
+        vocabulary=int(model.hf["vocab_size"]),
         names=adapter_names(config, addresses.run_id),
         adapter_per=config.rollout.adapter_per,
         agents=config.agents,
@@ -182,6 +192,7 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         vision=model.vision,
         trace=trace_header(config, addresses),
         requests=requests,
+        stop=StopStrings(config.rollout.stop, model.template.spell),
     )
 
 

@@ -29,7 +29,8 @@ def look(config: Config, model: Path) -> Iterator[Told]:
     left_out: list[str] = []
     try:
         played = tasks.build_all(config)
-        template = ChatTemplate(load_tokenizer(model, config.model.chat_template))
+        tokenizer = load_tokenizer(model, config.model.chat_template)
+        template = ChatTemplate(tokenizer, config.model.chat_template_kwargs)
         hf = flat(json.loads((model / "config.json").read_text()))
         vision = vision_of(model, hf, config.rollout.images)
         prompts = Prompts(config, played, template, hf["max_position_embeddings"], left_out.append, vision)

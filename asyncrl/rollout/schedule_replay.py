@@ -32,6 +32,7 @@ from asyncrl.errors import RecordError
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
 from asyncrl.observability.intervals import Activity
+from asyncrl.progress import failing
 from asyncrl.records.events import Adjusted, Admitted, Began, Committed, PartTaken, Published, Rejected, Taken
 from asyncrl.records.reading import Recording
 from asyncrl.rollout.buffer import CohortBuffer
@@ -220,4 +221,5 @@ async def main(run_dir: Path) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
-    asyncio.run(main(Path(sys.argv[1])))
+    with failing(Path(sys.argv[1]), "rollout"):
+        asyncio.run(main(Path(sys.argv[1])))

@@ -91,7 +91,7 @@ class Scorer:
 
         def work() -> None:
             settled: tuple[Callable[[Any], None], Result | AsyncRLError]
-            try:
+            try:  # raised_by turns everything else, KeyboardInterrupt included, into an AsyncRLError
                 settled = found.set_result, _call(reward, answer)
             except AsyncRLError as error:
                 settled = found.set_exception, error

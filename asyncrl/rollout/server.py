@@ -21,18 +21,19 @@ batches, plus oversample.
 
 Each wait here is bounded by POLL_SECONDS and repeated by the trainer, which owns the deadline (rollout.batch_timeout).
 
-The event loop, and with it the process, ends when one of its tasks raises SystemExit. Tasks of this process also run
-user code (an agent, a reward, an environment, and tasks that these start), whose SystemExit `contain` turns into
-another exception.
+The event loop, and with it the process, ends when one of its tasks raises SystemExit or KeyboardInterrupt. Tasks of
+this process also run user code (an agent, a reward, an environment, and tasks that these start), for which `contain`
+turns them into another exception.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import msgspec
@@ -43,16 +44,26 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from asyncrl.engine.inflight import InFlight
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, described
+from asyncrl.network.addresses import metrics_key
+from asyncrl.network.serving import SignalFreeServer
 from asyncrl.network.tls import Signed
 from asyncrl.rollout.evaluation import Evaluations
-from asyncrl.rollout.exposition import metrics_key
 from asyncrl.rollout.groups import GroupLifecycle, WrongBatch
 from asyncrl.rollout.snapshot import GroupsState
 from asyncrl.schema import encode
 
+CLOSE_SECONDS = 3
+"""Seconds that open requests get at the end, after which they are cancelled: more than POLL_SECONDS."""
 POLL_SECONDS = 2.0
 """Between two polls a waiting trainer checks for restarted engines and routers (Fleet.reconcile)."""
+
+
+class _Admission(msgspec.Struct):
+    """Body of POST /admission."""
+
+    lead: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    max_running_groups: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,8 @@ class RolloutServer:
         self._metrics, self._receive = metrics, receive
         self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
         self._api_key, self._drain, self._save = api_key, drain, save
+        self.starting = ""
+        """What the start waits for; empty once rollouts run."""
         self._encoded: _Encoded | None = None
         self._error: Exception = AsyncRLError()
         self._failed = asyncio.Event()
@@ -136,8 +149,11 @@ class RolloutServer:
 
     async def admission(self, request: Request) -> Response:
         """Change the lead, or the fixed number of groups in flight."""
-        wanted = await request.json()
-        await self._groups.adjust(wanted.get("lead"), wanted.get("max_running_groups"))
+        try:
+            wanted = msgspec.json.decode(await request.body(), type=_Admission)
+            await self._groups.adjust(wanted.lead, wanted.max_running_groups)
+        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a lead above the staleness bound
+            return PlainTextResponse(f"/admission takes lead >= 0 and max_running_groups >= 1: {error}", 400)
         return Response()
 
     async def evaluate(self, _: Request) -> Response:
@@ -163,7 +179,7 @@ class RolloutServer:
         encoded = self._encoded
         return {
             "version": self._groups.published_version,
-            "waiting_for": self._groups.waiting_for(),
+            "waiting_for": self.starting or self._groups.waiting_for(),
             "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
             "ledger": asdict(self._groups.ledger()),
         }
@@ -210,7 +226,7 @@ class RolloutServer:
             except Exception as error:  # noqa: BLE001  an unforeseen error, too, ends this process with its traceback
                 self._error = error
                 self._failed.set()
-                text = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+                text = str(error) if isinstance(error, AsyncRLError) else described(error)
                 return PlainTextResponse(text, status_code=500)
 
         return guarded
@@ -221,7 +237,7 @@ async def serve(
 ) -> None:
     """Serve until the launcher sends SIGTERM. Raises the first error of the server or of the rollouts."""
     url = httpx.URL(address)
-    listening = uvicorn.Server(
+    listening = SignalFreeServer(
         uvicorn.Config(
             server.app(),
             host=url.host,
@@ -229,14 +245,16 @@ async def serve(
             log_level="warning",
             access_log=False,
             lifespan="off",
+            timeout_graceful_shutdown=CLOSE_SECONDS,
             ssl_certfile=signed.server if signed else None,
         )
     )
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, listening.end)
     try:
         async with asyncio.TaskGroup() as group:
             rolling = group.create_task(rolling_out)
             failing = group.create_task(server.fail())
-            await group.create_task(listening.serve())  # SIGTERM ends it: uvicorn handles the signal
+            await group.create_task(listening.serve())  # until SIGTERM
             rolling.cancel()
             failing.cancel()
     finally:  # after an error, connections would report that the loop is closed, below the error
@@ -247,16 +265,16 @@ async def serve(
 
 
 class Exited(Exception):
-    """User code called sys.exit."""
+    """User code called sys.exit, or raised KeyboardInterrupt."""
 
 
 def contain(loop: asyncio.AbstractEventLoop) -> None:
-    """Make tasks of this loop raise Exited where their code raises SystemExit."""
+    """Make tasks of this loop raise Exited where their code raises SystemExit or KeyboardInterrupt."""
     loop.set_task_factory(lambda loop, work, **named: asyncio.Task(_contained(work), loop=loop, **named))  # type: ignore[arg-type]
 
 
 async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
     try:
         return await work
-    except SystemExit as exit:
-        raise Exited(f"SystemExit: {exit}") from exit
+    except (SystemExit, KeyboardInterrupt) as exit:
+        raise Exited(described(exit)) from exit

@@ -50,6 +50,7 @@ class Worker:
         self._groups, self._client, self._player, self._mixer = groups, client, player, mixer
         self._limiter, self._patience, self._group_sizes = limiter, patience, group_sizes
         self._failures_in_a_row = self._rejections_in_a_row = 0
+        self._first_failure: EpisodeFailed | None = None  # of those in a row
         self._playing: dict[Ticket, asyncio.Task[None]] = {}
         self._stopped: dict[Ticket, str] = {}
 
@@ -108,7 +109,8 @@ class Worker:
             await self._fail(ticket, failed)
         else:
             self._failures_in_a_row = 0
-            self._mixer.record(group, prompt.index)
+            self._first_failure = None
+            self._mixer.record(group)
             await self._hand_in(ticket, group, verdict)
 
     async def _hand_in(self, ticket: Ticket, group: Group, verdict: bool | str) -> None:
@@ -131,5 +133,7 @@ class Worker:
         if failed.reason == LOST or ticket in self._stopped:
             return  # no fault of the group
         self._failures_in_a_row += 1
+        first = self._first_failure = self._first_failure or failed
         if self._failures_in_a_row >= self._patience.max_failures:
-            raise AsyncRLError(f"{self._failures_in_a_row} groups in a row failed, the last with: {failed}")
+            text = f"{self._failures_in_a_row} groups in a row failed, the first with: {first}"
+            raise AsyncRLError(text if str(first) == str(failed) else f"{text}; the last with: {failed}") from first

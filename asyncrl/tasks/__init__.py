@@ -25,7 +25,7 @@ def ask(task: Task, index: int, field: str) -> Question:
         with raised_by("question"):
             return task.question(index)
     except EpisodeFailed as failed:
-        raise ConfigError(field, index, f"question({index}) of the task raised {failed.detail}.") from failed
+        raise ConfigError(field, index, f"question({index}) of the task raised {failed.located}.") from failed
 
 
 class Task(Protocol):
@@ -62,6 +62,7 @@ KINDS = {
     "copy": "asyncrl.tasks.copy_digits:CopyDigits",
     "squares": "asyncrl.tasks.squares:Squares",
     "file": "asyncrl.tasks.files:FileTask",
+    "hf": "asyncrl.tasks.hf:HfTask",
     "benchmark": "asyncrl.tasks.benchmarks:Benchmark",
     "gymnasium": "asyncrl.tasks.gymnasium:Gymnasium",
     "textarena": "asyncrl.tasks.textarena:TextArena",

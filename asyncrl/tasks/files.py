@@ -18,19 +18,26 @@ from asyncrl.tasks.pictures import IMAGES, images_of, with_images
 class FileTask(Task):
     """Rows of a file; evaluation rows come first if they have a file of their own (see `held_out`)."""
 
+    SOURCES = ("eval_file", "train_file")
+    """Settings that name the evaluation rows and the training rows."""
+
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
-        evaluation = _rows("task.eval_file", config.eval_file) if config.eval_file else []
-        training = _rows("task.train_file", config.train_file) if config.train_file is not None else []
+        named = [(f"task.{name}", getattr(config, name)) for name in self.SOURCES]
+        evaluation, training = (self._read(field, source) if source else [] for field, source in named)
         self.held_out = len(evaluation)  # questions 0..held_out-1 are the evaluation file's
         self._rows = [*evaluation, *training]
-        for rows, field in ((evaluation, "task.eval_file"), (training, "task.train_file")):
-            folder = Path(config.image_folder or Path(getattr(config, field.removeprefix("task.")) or ".").parent)
+        for rows, (field, source) in zip((evaluation, training), named, strict=True):
+            folder = Path(config.image_folder or Path(source or ".").parent)
             for number, row in enumerate(rows):
                 self._check(row, f"Row {number} of {field}")
                 if config.image_key:
                     row[IMAGES] = images_of(row, config.image_key, folder.expanduser(), f"Row {number} of {field}")
         self._head = head(config.system)
+
+    def _read(self, field: str, source: str) -> list[dict[str, Any]]:
+        """Return the rows that a setting names. Raises ConfigError."""
+        return rows_of_file(field, source)
 
     def _check(self, row: dict[str, Any], where: str) -> None:
         """Raise ConfigError for a row that lacks a field, or whose prompt is invalid."""
@@ -63,17 +70,19 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
-def _rows(field: str, path: str) -> list[dict[str, Any]]:
+def rows_of_file(field: str, path: str) -> list[dict[str, Any]]:
     """Return the rows of a file. Raises ConfigError for whatever is wrong with it, with the line."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(field, path, "There is no such file.")
     if file.suffix == ".parquet":
         found = _of_parquet(field, path, file)
+    elif file.suffix == ".arrow":
+        found = _of_arrow(field, path, file)
     elif file.suffix in (".jsonl", ".json"):
         found = _of_json(field, path, file)
     else:
-        raise ConfigError(field, path, "Must end in .jsonl, .json or .parquet.")
+        raise ConfigError(field, path, "Must end in .jsonl, .json, .parquet or .arrow.")
     rows: list[dict[str, Any]] = []
     for where, row in found:
         if not isinstance(row, dict):
@@ -94,6 +103,20 @@ def _of_parquet(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
         rows = pyarrow.parquet.read_table(file).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ConfigError(field, path, f"Not a complete parquet file: {error}.") from None
+    for number, row in enumerate(rows):
+        yield f"{path}, row {number}", row
+
+
+def _of_arrow(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file of `datasets`."""
+    import pyarrow
+    import pyarrow.ipc
+
+    try:
+        with pyarrow.memory_map(str(file)) as stored:
+            rows = pyarrow.ipc.open_stream(stored).read_all().to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise ConfigError(field, path, f"Not a complete arrow file: {error}.") from None
     for number, row in enumerate(rows):
         yield f"{path}, row {number}", row
 

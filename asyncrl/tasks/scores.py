@@ -32,9 +32,11 @@ def rewards(config: Config, tasks: Mapping[str, Task]) -> dict[str, Reward]:
     found: dict[str, Reward] = {}
     for name, section in (config.mixture | config.eval_sets).items():
         field = config.field_of(name)
-        if section.reward is None and section.kind == "file":
+        if section.reward is None and section.kind in ("file", "hf"):
             raise ConfigError(
-                f"{field}.reward", None, "A task from a file has no reward of its own: set one, such as exact."
+                f"{field}.reward",
+                None,
+                "A task from a file or dataset has no reward of its own: set one, such as exact.",
             )
         found[name] = TaskScoreReward(tasks[name]) if section.reward is None else _named(section, field)
     return found
@@ -43,7 +45,7 @@ def rewards(config: Config, tasks: Mapping[str, Task]) -> dict[str, Reward]:
 def _named(section: TaskConfig, field: str) -> Reward:
     assert section.reward is not None
     params = dict(section.reward_params)
-    if section.kind == "file" and _takes_answer_key(section.reward):
+    if section.kind in ("file", "hf") and _takes_answer_key(section.reward):
         params = {"answer_key": section.answer_key, **params}
     try:
         return build(section.reward, params, "reward")

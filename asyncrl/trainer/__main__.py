@@ -41,7 +41,7 @@ from asyncrl.metrics.sinks import Sinks  # noqa: E402
 from asyncrl.network.addresses import MACHINE, PEER_FAILED, PLAN, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.observability.timeline import TimelineWriter  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.progress import Progress  # noqa: E402
+from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import checkpoint, packed_base  # noqa: E402
 from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_file  # noqa: E402
@@ -334,7 +334,8 @@ def _tell_the_end(config: Config, run_dir: Path, source: BatchSource, log: StepL
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher decides the order
     try:
-        main(Path(sys.argv[1]))
+        with failing(Path(sys.argv[1]), f"trainer-{os.environ['RANK']}"):
+            main(Path(sys.argv[1]))
     except PeerFailed:
         traceback.print_exc()
         sys.exit(PEER_FAILED)

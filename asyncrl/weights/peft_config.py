@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import regex
+
 from asyncrl.config.lora import LoraConfig
 from asyncrl.errors import ConfigError, WeightsError
 
@@ -24,6 +26,7 @@ CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """Transformers' parameters of a layer's routed experts."""
 PREFIX = "base_model.model."
+MATCH_SECONDS = 2.0
 INSIDE = ".language_model."
 """Part of the names of modules of a text model inside a model that sees."""
 _TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
@@ -120,8 +123,18 @@ def _pattern(file: Path, found: dict[str, Any], name: str, kind: Any) -> dict[st
 
 
 def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a module's name, as PEFT does."""
-    return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    """Return the value of the first pattern that matches the end of a module's name, as PEFT does. Raises WeightsError
+    for one that takes longer than MATCH_SECONDS: the patterns of a folder may be a stranger's."""
+    for key, value in patterns.items():
+        try:
+            if regex.match(rf"(.*\.)?({key})$", module, timeout=MATCH_SECONDS):
+                return value
+        except TimeoutError:
+            raise WeightsError(
+                f"{CONFIG}: the pattern {key!r:.200} was not matched with {module} within {MATCH_SECONDS:g} s: write "
+                "the names of modules instead"
+            ) from None
+    return default
 
 
 def adapter_folders(root: Path, names: Sequence[str]) -> dict[str, Path]:

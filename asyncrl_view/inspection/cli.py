@@ -30,6 +30,7 @@ import msgspec
 from rich.console import Console
 
 from asyncrl.errors import AsyncRLError, RecordError, visible
+from asyncrl.jsonl import Tail
 from asyncrl.observability import timeline
 from asyncrl.observability.spans import Span, TraceBuilder
 from asyncrl.records.reading import Recording
@@ -133,9 +134,7 @@ def _config(run: Path) -> dict[str, Any]:
 
 def _trained(run: Path) -> dict[int, dict[str, float]]:
     """Read metrics.jsonl, by step."""
-    metrics = run / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    return {int(line["step"]): line for line in map(json.loads, lines)}
+    return {int(line["step"]): line for line in Tail(run / "metrics.jsonl")()}
 
 
 def _bounds(text: str) -> Bounds:

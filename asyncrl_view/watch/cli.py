@@ -15,6 +15,7 @@ with one, which any host but loopback requires. Traffic is not encrypted: outsid
 from __future__ import annotations
 
 import argparse
+import errno
 import ipaddress
 import secrets
 import socket
@@ -64,7 +65,12 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((host, port))
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        remedy = f"Nothing can listen on {host}:{port} ({error.strerror}): choose another one."
+        raise ConfigError("--port" if error.errno == errno.EADDRINUSE else "--host", port, remedy) from None
     return listening
 
 

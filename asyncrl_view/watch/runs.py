@@ -65,7 +65,7 @@ class WatchedRun:
         """Return all lines of one of LINES."""
         try:
             self._rows[name] += self._tails[name]()
-        except ValueError:  # the run is being started again, so that another file continues in the middle of a line
+        except RecordError:  # the run is being started again, so that another file continues in the middle of a line
             self._start_anew()
             self._rows[name] += self._tails[name]()
         return self._rows[name]

@@ -9,6 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from asyncrl.agents.template import ChatTemplate
+from asyncrl.errors import ConfigError
 from asyncrl.models import tiny
 from asyncrl.rollout.prompts import load_tokenizer
 
@@ -80,6 +81,18 @@ def test_tools_stand_where_the_template_puts_them(tokenizer: Any) -> None:
     found = ChatTemplate(tokenizer).begin([user("1")], [{"type": "function", "function": {"name": "77"}}])
     tokenizer.chat_template = kept
     assert found == [7, 7, 12, 1, 11]
+
+
+def test_variables_of_the_template_are_set_in_every_turn_and_misspelt_ones_refused(tokenizer: Any) -> None:
+    kept = tokenizer.chat_template
+    tokenizer.chat_template = kept + "{% if enable_thinking %}77{% endif %}"
+    thinks, silent = (ChatTemplate(tokenizer, {"enable_thinking": on}) for on in (True, False))
+    with pytest.raises(ConfigError, match=r"model.chat_template_kwargs.enable_thinkin: got .* does not mention it"):
+        ChatTemplate(tokenizer, {"enable_thinkin": True})
+    found = [(one.begin([user("1")]), one.extend([user("5")], last=10)) for one in (thinks, silent)]
+    tokenizer.chat_template = kept
+    assert found[0] == tuple([*ids, 7, 7] for ids in found[1])
+    assert found[1][0] == ChatTemplate(tokenizer).begin([user("1")])
 
 
 def test_text_that_begins_a_context_begins_as_the_tokenizer_does_once(tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.algo.advantage import ADVANTAGES, EPSILON, WHITEN_EPSILON, gae_raw, whiten
 from asyncrl.algo.table import LossRows
 from asyncrl.errors import ConfigError
+from asyncrl.settings import Choice
 from tests.algo.tables import advantage, few, last_rows, make, numbers, quarters, reordered, tables, with_empty
 
 WHITENED = ["reinforce_pp", "reinforce_pp_baseline", "gae"]
@@ -65,6 +66,15 @@ HAND = {
 def test_numbers_by_hand(name: str) -> None:
     table = replace(TWO, values=torch.zeros(TWO.num_tokens, dtype=torch.float64))
     assert found(name, table, discount=0.5, k=2) == pytest.approx(HAND[name], abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_estimators_that_compare_groups_say_so(name: str) -> None:
+    """The others give a group the same numbers whatever the rewards of another are: it can be trained in parts."""
+    values = torch.zeros(TWO.num_tokens, dtype=torch.float64)
+    other = make([1, 2, 1, 1, 1, 3], [1.0, 0.0, 0.0, 0.0, 9.0, 1.0], [0, 0, 0, 0, 1, 1])
+    first = [found(name, replace(table, values=values), discount=0.5, k=2)[:5] for table in (TWO, other)]
+    assert (first[0] != first[1]) == ADVANTAGES.find(Choice(name=name)).traits.whole_batch
 
 
 def test_pass_at_k_beyond_the_group_asks_for_one_of_all() -> None:

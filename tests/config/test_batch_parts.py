@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
+from asyncrl.algo.advantage import AdvantageTraits
 from asyncrl.algo.loss import LossTraits
 from asyncrl.config.batch_parts import check_traits
 from asyncrl.errors import ConfigError
-from asyncrl.settings import Choice
 from tests.fakes import tiny_config
 
 PARTS = {"rollout.batch_groups": 4, "trainer.batch_parts": 4}
@@ -46,9 +44,3 @@ def test_own_estimator_that_compares_groups_is_refused_by_the_trainer() -> None:
     check_traits(config, AdvantageTraits(), LossTraits())
     with pytest.raises(ConfigError, match="needs the whole batch"):
         check_traits(config, AdvantageTraits(whole_batch=True), LossTraits())
-
-
-def test_estimators_that_whiten_over_the_batch_say_so() -> None:
-    for name in ADVANTAGES:
-        found = ADVANTAGES.find(Choice(name=name))
-        assert found.traits.whole_batch == ("whiten(" in inspect.getsource(found.function)), name

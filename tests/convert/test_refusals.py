@@ -204,6 +204,28 @@ def test_a_disk_that_fills_up_leaves_the_folder_that_was_there(
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
 
 
+@pytest.mark.parametrize("target", ["secret", "folder", "/dev/zero"])
+def test_a_link_out_of_the_folder_is_not_followed(
+    llama: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, target: str
+) -> None:
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (llama / "notes.txt").symlink_to(tmp_path / target)
+    line = refused(capsys, 1, ["to-megatron", str(llama), str(llama.with_name("out"))])
+    assert f"notes.txt is a link to {tmp_path / target}: put the file itself there" in line
+
+
+def test_links_into_the_blobs_of_hugging_faces_cache_are_followed(llama: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "0a"
+    blobs.mkdir(parents=True)
+    snapshot.parent.mkdir()
+    shutil.move(llama, snapshot)
+    for number, file in enumerate(sorted(file for file in snapshot.rglob("*") if file.is_file())):
+        file.rename(blobs / str(number))
+        file.symlink_to(blobs / str(number))
+    assert main(["to-megatron", str(snapshot), str(tmp_path / "out")]) == 0
+
+
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     llama: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

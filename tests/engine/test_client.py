@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.engine.client import GenerationClient
-from asyncrl.errors import EngineError
+from asyncrl.engine.partial_completion import StopStrings
+from asyncrl.engine.session import SavedCompletion
+from asyncrl.errors import EngineError, PromptRefused
 from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
@@ -63,6 +65,19 @@ def test_answers_are_bounded_by_the_cache_that_an_engine_turned_out_to_have() ->
     assert engine.requests[0]["sampling_params"]["max_new_tokens"] == 5
 
 
+@pytest.mark.parametrize("token", [-1, 20, 1_000_000])
+def test_a_token_that_the_model_does_not_have_reaches_no_engine(token: int) -> None:
+    engine = FakeEngine(echo())
+
+    async def play(client: GenerationClient) -> None:
+        with pytest.raises(PromptRefused, match=f"has token {token}, but the model's vocabulary has 20 tokens"):
+            await siblings(client, token_ids=[*PROMPT, token])
+        await siblings(client, token_ids=[*PROMPT, 19])
+
+    asked(engine, play, vocabulary=20)
+    assert [request["input_ids"] for request in engine.requests] == [[*PROMPT, 19]]
+
+
 def test_siblings_become_one_request_of_n_samples() -> None:
     engine = FakeEngine(echo())
     first, second, third = asked(engine, lambda client: siblings(client, 3))
@@ -108,6 +123,41 @@ def test_other_prompts_other_temperatures_and_greedy_answers_are_requests_of_the
     sent = sorted((r["input_ids"][1], r["sampling_params"]["temperature"]) for r in engine.requests)
     assert sent == [(p, t) for p in (1, 2) for t in (0.0, 0.0, 0.5, 1.0)]
     assert all(request["sampling_params"]["n"] == 1 for request in engine.requests)
+
+
+def test_siblings_with_other_limits_are_requests_of_their_own() -> None:
+    """A shared request has one limit, so that a sibling would get the first one's."""
+    engine = FakeEngine(echo())
+
+    async def play(client: GenerationClient) -> None:
+        generate = client.generate(group="g")
+        await asyncio.gather(*(generate(PROMPT, max_new_tokens=most) for most in (5, 7, 5, None)))
+
+    asked(engine, play)
+    sent = [
+        (request["sampling_params"]["max_new_tokens"], request["sampling_params"]["n"]) for request in engine.requests
+    ]
+    assert sorted(sent) == [(5, 2), (7, 1), (8, 1)]
+
+
+@pytest.mark.parametrize(
+    ("seed", "finish", "sent"),
+    [(None, "stop", []), (None, "", [[*PROMPT, 7, 8]]), (0, "stop", [PROMPT]), (0, "", [PROMPT])],
+)
+def test_answers_of_a_saved_run_are_kept_but_drawn_anew_with_seeds(
+    seed: int | None, finish: str, sent: list[list[int]]
+) -> None:
+    """The last bits of an engine's numbers depend on whether it prefills a token or generates it, so a deterministic
+    run draws each answer from its first token, as it did before it was saved."""
+    engine = FakeEngine(echo())
+    saved = SavedCompletion(PROMPT, Completion([7, 8], [-0.1, -0.2], [VersionSpan(0, 0, 2)], finish))
+
+    async def play(client: GenerationClient) -> Completion:
+        return await client.resume("g", "g 0", 0, 2, [saved])(PROMPT)
+
+    answer = asked(engine, play, seed=seed)
+    assert [request["input_ids"] for request in engine.requests] == sent
+    assert answer.token_ids[:2] == ([7, 8] if seed is None else [0, 1])
 
 
 def test_without_coalescing_every_sibling_is_a_request() -> None:
@@ -333,6 +383,73 @@ def test_sibling_has_its_answer_as_soon_as_that_is_whole() -> None:
         assert (figures.requests, figures.prompt_tokens) == (2, 12)
 
     asked(engine, play)
+
+
+def spelled(token_ids: Sequence[int]) -> str:
+    return "".join("abcdefgh"[token] for token in token_ids)
+
+
+@pytest.mark.parametrize(("text", "kept"), [("cd", 4), ("bc", 3), ("c", 3), ("a", 1)])
+@pytest.mark.parametrize("ending", ["abort", "broken", "refused"])
+def test_answer_ends_with_the_token_that_completes_a_stop_string(text: str, kept: int, ending: str) -> None:
+    """The engine is told to abort it, and what it sends until then is counted but not kept. Versions are those that its
+    last chunk tells, unless the stream breaks."""
+    versions, aborted = [VersionSpan(3, 0, 3), VersionSpan(4, 3, 6)], asyncio.Event()
+    *first, last = pieces(Completion([0, 1, 2, 3, 4, 5], [-0.5 * i for i in range(6)], versions, "abort"), size=2)
+    tokens = last["output_ids"]
+
+    async def answer() -> AsyncIterator[bytes]:
+        for event in first:
+            yield stream([event]).removesuffix(b"data: [DONE]\n\n")
+        if ending != "refused":
+            await aborted.wait()
+        if ending == "broken":
+            raise httpx.ReadError("reset")
+        if ending == "refused":
+            last["meta_info"]["finish_reason"] = {"type": "length"}
+        yield stream([{**last, "output_ids": tokens}])
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/abort_request":
+            assert (request.url.host, request.headers["authorization"]) == ("engine", "Bearer key0")
+            aborted.set()
+            return httpx.Response(500 if ending == "refused" else 200)
+        return httpx.Response(200, content=answer(), headers={"x-smg-routed-worker-id": "http://engine:1"})
+
+    async def play(client: GenerationClient) -> None:
+        found = await client.generate()(PROMPT)
+        spans = [VersionSpan(3, 0, min(3, kept))] + ([VersionSpan(4, 3, 4)] if kept == 4 else [])
+        if ending == "broken":
+            spans = [VersionSpan(0, 0, kept, inferred=True)]
+        logprobs = [-0.5 * i for i in range(kept)]
+        assert found == Completion(list(range(kept)), logprobs, spans, "stop")
+        assert client.inflight.tokens["training"] == (4 if ending == "broken" else 6)
+        assert aborted.is_set()
+
+    settings = {"stop": StopStrings([text], spelled), "http": FakeHttp(handle), "stop_token_ids": [7]}
+    asked(FakeEngine(echo()), play, **settings)
+
+
+def test_stop_string_may_begin_before_an_answer_is_interrupted() -> None:
+    """Also before the run was resumed, and at its very end."""
+    requests: list[list[int]] = []
+
+    def answer(request: dict[str, Any]) -> bytes | list[bytes | Exception]:
+        requests.append(request["input_ids"])
+        if len(request["input_ids"]) == len(PROMPT):
+            whole = stream(pieces(Completion([0, 1, 2], [-0.1] * 3, [VersionSpan(0, 0, 3)], "length"), size=1)[:2])
+            return [whole.removesuffix(b"data: [DONE]\n\n"), httpx.ReadError("reset")]
+        return stream(pieces(Completion([2, 3, 4], [-0.2] * 3, [VersionSpan(0, 0, 3)], "length"), size=1))
+
+    async def play(client: GenerationClient) -> None:
+        found = await client.generate()(PROMPT)
+        assert (found.token_ids, found.finish_reason) == ([0, 1, 2], "stop")
+        half = SavedCompletion(PROMPT, Completion([0, 1, 2], [-0.1] * 3, [VersionSpan(0, 0, 3)], ""))
+        again = await client.resume("g", "g 0", 0, 3, [half])(PROMPT)
+        assert (again.token_ids, again.finish_reason) == ([0, 1, 2], "stop")
+
+    asked(FakeEngine(answer), play, stop=StopStrings(["bc"], spelled), retry_timeout=5.0)
+    assert requests == [PROMPT, [*PROMPT, 0, 1]]
 
 
 def test_request_that_nobody_waits_for_is_closed() -> None:

@@ -101,8 +101,9 @@ def test_counters_of_real_engines_tell_what_they_generated_and_only_with_the_key
 
     asyncio.run(main())
     for engine in addresses.engines:
-        refused = httpx.get(f"{engine}/metrics", verify=addresses.access.context, trust_env=False)
-        assert (refused.status_code, "sglang" in refused.text) == (401, False)
+        for headers in ({}, addresses.access.headers):  # with the run's key, the router would ask for anyone
+            refused = httpx.get(f"{engine}/metrics", headers=headers, verify=addresses.access.context, trust_env=False)
+            assert (refused.status_code, "sglang" in refused.text) == (401, False)
 
 
 def test_engine_that_refuses_is_lost_with_its_own_words(addresses: Addresses) -> None:

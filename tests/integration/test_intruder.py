@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl.engine.router import UNREACHABLE
 from asyncrl.network.addresses import Addresses
 from asyncrl.network.ports import FIRST_PORT, LAST_PORT
 from tests.integration.running import descendants, finish, nothing_is_left, processes_of, start, wait_for_step
@@ -38,7 +39,10 @@ SETTINGS = (
     *("rollout.batch_groups=4", "rollout.group_size=2", "run.max_steps=100000", "eval.questions=0"),
 )
 ASKED = {  # of every server, whatever it is; what may be answered with 200 says nothing of the run
-    "GET": ("/batch", "/status", "/workers", "/server_info", "/get_server_info", "/get_model_info", "/v1/models"),
+    "GET": (
+        *("/batch", "/status", "/workers", "/server_info", "/get_server_info", "/get_model_info", "/v1/models"),
+        *("/loads", "/get_loads", "/engine_metrics"),
+    ),
     "POST": (
         *("/generate", "/hold", "/version", "/snapshot", "/evaluate", "/flush_cache", "/pause_generation"),
         *("/get_weights_by_name", "/update_weights_from_tensor", "/update_weights_from_disk", "/workers"),
@@ -104,7 +108,7 @@ def answers(ports: list[int], servers: set[int]) -> list[tuple[int, str, int, by
         ways = [kind for kind in kinds if answer(kind, port, "GET", "/health", {}, seconds=seconds)]
         for kind in ways:
             asked = [(method, path) for method, paths in ASKED.items() for path in paths]
-            asked += [("GET", "/metrics")] if port in servers else []
+            asked += [("GET", "/metrics")]
             for (method, path), headers in product(asked, KEYS):
                 if said := answer(kind, port, method, path, headers):
                     found.append((port, path, *said))
@@ -126,6 +130,15 @@ def answer(
         return None
     finally:
         connection.close()
+
+
+def met(places: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the addresses that accept a connection."""
+    found = []
+    for place in places:
+        with suppress(OSError), socket.create_connection(place, timeout=5.0):
+            found.append(place)
+    return found
 
 
 def listening(processes: list[psutil.Process]) -> Iterator[tuple[str, int]]:
@@ -197,7 +210,8 @@ def test_nothing_of_a_run_is_anybody_elses(public: Path) -> None:
         assert addresses.api_key not in told
         places = set(listening(processes))
         assert len(places) >= 5
-        assert {address for address, _ in places} == {"127.0.0.1"}
+        assert {address for address, _ in places} == {"127.0.0.1", UNREACHABLE}
+        assert as_nobody(met, [place for place in places if place[0] == UNREACHABLE]) == []
         assert not [port for _, port in places if str(port) in told]
 
         assert as_nobody(readable, shared_memory(processes)) == []
@@ -205,10 +219,20 @@ def test_nothing_of_a_run_is_anybody_elses(public: Path) -> None:
 
         given = sorted({port for _, port in places if FIRST_PORT <= port < LAST_PORT})  # the others are gloo's
         servers = {int(url.rpartition(":")[2]) for url in (*addresses.engines, addresses.router, addresses.rollout)}
+        router = int(addresses.router.rpartition(":")[2])
         told = as_nobody(answers, given, servers)
         assert servers <= {port for port, *_ in told}  # all of them have been asked
-        open_to_all = {"/v1/models"}  # of the router: the names of its models (docs/router.md)
+        open_to_all = {
+            "/v1/models",
+            "/loads",
+            "/engine_metrics",
+        }  # of the router: the names of its models, no loads, nothing
         assert [said for said in told if said[2] < 400 and said[1] not in open_to_all] == []
+        assert {port for port, path, status, _ in told if path == "/engine_metrics" and status < 400} <= {router}
+        assert {body for _, path, status, body in told if path == "/engine_metrics" and status < 400} <= {b""}
+        assert {
+            tuple(json.loads(body)["loads"]) for _, path, status, body in told if path == "/loads" and status < 400
+        } <= {()}
         assert not [body for *_, body in told if addresses.api_key.encode() in body or b"token" in body.lower()]
         assert process.poll() is None
         os.kill(processes_of(process, run_dir)["engine-0"], signal.SIGKILL)

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from asyncrl.models import catalog
 from asyncrl.observability.timeline import ProcessSpan, TimelineReader
 from asyncrl.records.events import PartTaken, Published, Taken, decode
 from asyncrl.records.frames import Frames, path_of
 from asyncrl.records.reading import Recording
+from asyncrl.rollout.prompts import load_tokenizer
 from asyncrl.schema import encode
 from asyncrl_view.watch.runs import RunFolder
 from asyncrl_view.watch.server import app
@@ -304,6 +306,23 @@ def test_run_is_compared_with_a_recorded_one_token_for_token(tmp_path: Path) -> 
     told = lines(again / "compare.jsonl")
     assert len(told) >= 2 * 3 * 4
     assert all(line["same"] and "token" not in line for line in told)
+
+
+def test_stop_strings_end_answers_with_exact_versions_and_log_probabilities(tmp_path: Path) -> None:
+    """Engines know no text; what they send until they have aborted an answer is dropped."""
+    run_dir = tmp_path / "stopped"
+    stream = ["engine.stream_interval=1", "rollout.max_new_tokens=16", "task.params.digits=8"]
+    steps = run(run_dir, *SMALL, *stream, "run.max_steps=3", "record=true", "rollout.stop=['7','34']")
+    recording, tokenizer = Recording(run_dir), load_tokenizer(catalog.resolve("builtin:tiny"), None)
+    groups = [group for step in range(3) for group in recording.batch(step).groups]
+    answers = [turn.completion for group in groups for one in group.trajectories for turn in one.turns]
+    texts = [tokenizer.decode(one.token_ids) for one in answers]
+    stopped = [text for text in texts if text.endswith(("7", "34"))]
+    assert len(stopped) > 10
+    assert not any("7" in text[:-1] or "34" in text[:-1] for text in texts)
+    assert not any(span.inferred for one in answers for span in one.versions)
+    assert all(one.finish_reason == "stop" for one, text in zip(answers, texts, strict=True) if text in stopped)
+    assert max(step["logprob_gap/lag0"] for step in steps if step.get("logprob_gap/lag0") is not None) < 1e-4
 
 
 def test_batch_of_a_recording_is_the_one_that_was_trained(live: Path, tmp_path: Path) -> None:

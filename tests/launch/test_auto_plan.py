@@ -4,6 +4,7 @@ when the run is resumed."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,23 @@ def test_a_file_of_asyncrl_plan_is_used_kept_and_compared(tmp_path: Path) -> Non
     made.write(tmp_path)
     again = recorded(tiny_config(resume=str(tmp_path)), tmp_path)
     assert again == made
+
+
+@pytest.mark.parametrize(
+    "word", ["agent=asyncrl.agents.proxied:Command", "task.reward=mine:reward", "engine.count={a: b}", "model.path=/x"]
+)
+def test_a_plan_of_somebody_else_sets_nothing_but_what_plans_choose(word: str, tmp_path: Path) -> None:
+    """Neither the file of cluster.plan nor the one beside a checkpoint."""
+    page = tmp_path / "theirs.json"
+    row = {"samples_per_s": 1.0}
+    plan = {"input": {"gpus": 1}, "synchronous_is_better": False, "best": row, "colocated": None}
+    page.write_text(json.dumps({**plan, "overrides": ["engine.count=1", word]}))
+    name = word.partition("=")[0]
+    with pytest.raises(ConfigError, match=rf"cluster\.plan: got .*it sets {re.escape(name)}"):
+        auto_plan.of_file(str(page))
+    RunPlan("1 GPU", ["engine.count=1", word], row).write(tmp_path)
+    with pytest.raises(ConfigError, match=rf"resume: got .*plan\.json .*it sets {re.escape(name)}"):
+        recorded(tiny_config(resume=str(tmp_path)), tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"input": {"gpus": 1}}'])

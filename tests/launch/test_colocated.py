@@ -43,6 +43,7 @@ def colocated(**changes: Any) -> Config:
         ("engine.urls", ["http://127.0.0.1:1"], "remove them"),
         ("engine.device", "cpu", r"trainer.device \(auto\)"),
         ("engine.server_args", {"enable_memory_saver": False}, "remove it"),
+        ("engine.server_args", {"weight_cache_mode": "host"}, "remove it"),
     ],
 )
 def test_what_cannot_take_turns_is_refused_by_name(field: str, value: Any, remedy: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.engine.router import UNREACHABLE
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
@@ -177,6 +178,7 @@ def test_server_args_win_and_take_flags_numbers_and_absence() -> None:
 def test_router_leaves_retries_to_the_client() -> None:
     found = flags(made(**{"engine.router_policy": "round_robin"})["router"])
     assert (found["host"], found["port"], found["prometheus-port"]) == ("127.0.0.1", "20000", "20001")
+    assert found["prometheus-host"] == UNREACHABLE  # it would show anyone who asks the engines' addresses
     assert found["policy"] == "round_robin"
     assert found["disable-retries"] is found["disable-circuit-breaker"] is True
 

@@ -17,7 +17,7 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.launch import resume
 from asyncrl.launch.replay import differing
-from asyncrl.launch.resume import Resume, choose, lock, roll_back
+from asyncrl.launch.resume import Resume, advice, choose, lock, roll_back
 from asyncrl.network.addresses import FILE, READY
 from tests.fakes import tiny_config
 
@@ -137,6 +137,14 @@ def test_folder_with_the_checkpoint_is_not_emptied_for_the_run_that_needs_it(tmp
         resume.check_apart(tmp_path / "a", found)
 
 
+@pytest.mark.parametrize("line", ['{"version": 3, "lo', '{"step": 3}'])
+def test_damaged_line_of_the_figures_is_named(line: str, tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    (tmp_path / "metrics.jsonl").write_text(f'{{"version": 1}}\n{line}\n')
+    with pytest.raises(RecordError, match=r"metrics\.jsonl: .*repair"):
+        roll_back(tmp_path, chosen(tmp_path, "auto"))
+
+
 def test_checkpoint_that_was_moved_has_no_steps_before_it(tmp_path: Path) -> None:
     lines(tmp_path / "metrics.jsonl", version=[1, 2])  # of whoever lives there
     moved = save(tmp_path / "a", 4).rename(tmp_path / "moved")
@@ -243,3 +251,13 @@ def test_changes_that_matter_to_training_are_listed_and_no_others() -> None:
         "model.path: builtin:tiny -> /other",
         "run.max_steps: 200 -> 7",
     ]
+
+
+def test_stopped_run_says_its_newest_checkpoint_and_the_command_that_goes_on(tmp_path: Path) -> None:
+    arguments = ["experiment=tiny", "run.name=a b", "run.dir=elsewhere", "run.overwrite=true"]
+    assert "no checkpoint" in advice(tmp_path, arguments)
+    for version in (2, 10):
+        save(tmp_path, version)
+    text = advice(tmp_path, arguments)
+    assert "newest checkpoint is version 10" in text
+    assert text.endswith(f"asyncrl-train experiment=tiny 'run.name=a b' run.dir={tmp_path} resume=auto")

@@ -130,6 +130,23 @@ def test_time_in_which_nobody_could_look_is_not_counted(ranks: Ranks) -> None:
     assert ranks.pass_time(PATIENCE, working=(1,)) != []
 
 
+def test_time_in_which_nobody_could_look_is_not_counted_before_the_first_report_either(
+    tmp_path: Path, clock: Clock
+) -> None:
+    stalls = Stalls(tmp_path, ["trainer-0"], PATIENCE, clock, begin=3 * PATIENCE)
+
+    def found_after(seconds: float) -> list:
+        clock.now += seconds
+        return stalls.find()
+
+    assert found_after(100 * PATIENCE) == []  # suspended
+    waited = 0.0
+    while not found_after(EVERY):
+        waited += EVERY
+        assert waited < 4 * PATIENCE
+    assert waited > 2 * PATIENCE
+
+
 def test_folder_that_cannot_be_read_is_nobodys_fault(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,11 @@ def test_sink_that_fails_or_hangs_warns_once_and_delays_nothing(
     ]
 
 
+def test_settings_of_a_sink_that_is_off_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"metrics.wandb.project: got 'mine'. .*add it to metrics.sinks"):
+        tiny_config(**{"metrics.wandb": {"project": "mine"}})
+
+
 def test_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(**{"metrics.sinks": ["tensorboard", "wandb"]})
     check_sinks(config)

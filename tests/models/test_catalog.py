@@ -228,3 +228,24 @@ def test_smollm2_folder_is_dense_and_names_no_place_on_this_machine(smollm2_fold
     assert "quantization_config" not in config
     assert (config["dtype"], config["rms_norm_eps"], config["eos_token_id"]) == ("bfloat16", 1e-5, 2)
     assert json.loads(texts["generation_config.json"])["eos_token_id"] == 2
+
+
+def test_model_of_the_hub_is_downloaded_or_says_the_command_that_does_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+    import huggingface_hub
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / name.replace("/", "-")))
+    assert catalog.resolve("Qwen/Qwen3-0.6B") == tmp_path / "Qwen-Qwen3-0.6B"
+
+    def refuse(name: str, **_: object) -> str:
+        raise httpx.ConnectError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(ConfigError, match=r"teacher.model: got 'Qwen/Qwen3-0.6B'. .*hf download Qwen/Qwen3-0.6B --loc"):
+        catalog.resolve("Qwen/Qwen3-0.6B", "teacher.model")
+    (tmp_path / "Qwen/Qwen3-0.6B").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"Give a folder with config.json"):  # a folder goes before the Hub
+        catalog.resolve("Qwen/Qwen3-0.6B")

@@ -42,6 +42,17 @@ def planned(**changes: Any) -> Plan:
     return search(inputs.splits(given), given.workload, Choices.up_to(given.max_staleness), few=3, seeds=2)
 
 
+def test_bound_is_one_that_costs_no_learning_unless_a_higher_one_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert inputs.parse({name: value for name, value in NUMBERS.items() if name != "max_staleness"}).max_staleness == 2
+    words = [f"{name}={value}" for name, value in (NUMBERS | {"max_staleness": 8}).items()]
+    assert main([*words, "--simulate", "0"]) == 0
+    assert "chosen for speed alone" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "max_staleness=2", "--simulate", "0"]) == 0
+    assert "chosen for speed alone" not in " ".join(capsys.readouterr().out.split())
+
+
 def test_no_other_split_is_faster_in_the_simulation() -> None:
     given, plan = inputs.parse(NUMBERS), planned()
     for split in inputs.splits(given):
@@ -177,10 +188,14 @@ def test_a_model_with_experts_accepts_its_plans(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gpus=8"], "mean: got None. It is needed: add mean=NUMBER"),
+        (["gpus=8", "longest=20", "model=builtin:tiny"], "mean: got None. It is needed: add mean=NUMBER"),
+        (
+            ["gpu=b300", "model=nowhere"],
+            "longest: It is needed: add longest=NUMBER. gpu: Choose h100, h200, a100. model: ",
+        ),
         (["gpus=0", "mean=10", "longest=20"], "gpus: got 0. Expected int >= 1"),
         (["gpus=many", "mean=10", "longest=20"], "gpus: got 'many'"),
-        (["gpu=h100", "gpus=8", "mean=10", "longest=20"], "per_token: got None. Set it, or model="),
+        (["gpu=h100", "gpus=8", "mean=10", "longest=20"], "per_token, per_request, train_rate: got None. per_"),
         (["gpus=8", "mean=.nan", "longest=20"], "mean: got nan. Expected float"),
         (["speed=3"], "speed: got 3. No such field"),
         (["nowhere.yaml"], "INPUT: got 'nowhere.yaml'"),
@@ -191,7 +206,7 @@ def test_a_model_with_experts_accepts_its_plans(tmp_path: Path) -> None:
             "gpus: got 64. Trainer and engines need GPUs of their own. No split has whole engines and copies with "
             "engines=10, trainers=60: add GPUs, or set less.",
         ),
-        (["gpus=8", "mean=10", "longest=20", "gpu=b200"], "gpu: got 'b200'. Choose h100, h200, a100."),
+        (["gpus=8", "mean=10", "longest=20", "gpu=b200"], "gpu: Choose h100, h200, a100."),
         (["gpus=8", "mean=10", "longest=20", "layout=4"], "layout: got 4. Give tensor, pipeline and expert"),
     ],
 )

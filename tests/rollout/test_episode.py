@@ -227,6 +227,10 @@ def test_slow_score_does_not_stop_the_loop() -> None:
     assert asyncio.run(main()) == 20
 
 
+def raising(error: BaseException) -> Any:
+    raise error
+
+
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize(
     ("fault", "text"),
@@ -242,12 +246,21 @@ def test_slow_score_does_not_stop_the_loop() -> None:
         ),
         (lambda: Score(1.0, [None]), "reward_error: the reward of a turn is None: it must be a finite number"),
         (lambda: sys.exit("no"), "reward_error: SystemExit: no"),
+        (lambda: raising(KeyboardInterrupt()), "reward_error: KeyboardInterrupt: "),
+        (lambda: raising(asyncio.CancelledError()), "reward_error: CancelledError: "),
     ],
 )
 def test_what_a_reward_raises_is_a_failed_episode(fault: Callable[[], Any], text: str, inline: bool) -> None:
     with pytest.raises(EpisodeFailed) as caught:
         scored(fault, inline=inline)
-    assert str(caught.value) == text
+    assert f"{caught.value.reason}: {caught.value.detail}" == text
+    assert not caught.value.where or caught.value.where.startswith(f"{__file__}:")
+
+
+def test_a_thread_that_ends_as_a_generator_does_is_a_failed_episode() -> None:
+    """In the event loop GeneratorExit closes a coroutine, and is none of the reward's."""
+    with pytest.raises(EpisodeFailed, match="reward_error: GeneratorExit"):
+        scored(lambda: raising(GeneratorExit()), inline=False)
 
 
 @pytest.mark.parametrize("inline", [True, False])

@@ -449,8 +449,10 @@ def test_tokens_are_accounted_for_while_groups_run_and_when_they_come_too_late()
         site.client.tokens["training"] += 2  # a piece that was on its way: engine/inflight.py
         site.client.late_tokens += 2
         site.receive(site.client.generate(purpose="evaluation"), 5)
+        site.client.tokens["past"] += 4  # of a role that a past version plays
         assert site.groups.ledger().tokens == TokenCounts(generated=9, rejected=7, discarded=2)
         assert site.groups.ledger().events.evaluation_tokens == 5
+        assert site.groups.ledger().events.past_tokens == 4
         assert site.groups.ledger().prompts.rejected == {"judge": 1}
         assert site.groups.ledger().trajectories.rejected == {"judge": 2}
 
@@ -664,6 +666,9 @@ def test_lead_and_concurrency_can_be_changed_and_more_groups_are_admitted_at_onc
         waiting = asyncio.ensure_future(site.groups.ticket())
         await asyncio.sleep(0.01)
         assert not waiting.done()
+        for wrong in (b'{"lead": -1}', b'{"lead": 2}', b'{"lead": "1"}', b'{"max_running_groups": 0}', b"[]", b"{"):
+            refused = await site.http.post("/admission", content=wrong)
+            assert (refused.status_code, refused.text[:24]) == (400, "/admission takes lead >=")
         changed = await site.http.post("/admission", json={"lead": 1})
         assert changed.status_code == 200
         assert (await asyncio.wait_for(waiting, 30)).cohort == 1

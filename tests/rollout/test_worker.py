@@ -210,7 +210,7 @@ def test_what_an_agent_raises_costs_its_group_and_is_told_with_its_traceback() -
         await site.run_until(lambda: site.ledger().groups.ready == 4)
         assert site.ledger().groups.rejected == {"agent_error": 1}
         ((text, trace),) = site.told
-        assert text == "g00000001a0000 failed: agent_error: ValueError: a typo"
+        assert text.startswith(f"g00000001a0000 failed: agent_error: ValueError: a typo ({__file__}:")
         assert trace
         assert trace.endswith("ValueError: a typo\n")
         assert "in run" in trace
@@ -223,8 +223,8 @@ def test_agent_that_raises_every_time_ends_the_worker() -> None:
         site = Site(Failing(lambda _: ValueError("a typo")), max_failures=5)
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)
-        text = "5 groups in a row failed, the last with: agent_error: ValueError: a typo"
-        assert text in [str(error) for error in leaves(caught.value)]
+        text = "5 groups in a row failed, the first with: agent_error: ValueError: a typo"
+        assert any(str(error).startswith(f"{text} ({__file__}:") for error in leaves(caught.value))
 
     asyncio.run(main())
 
@@ -264,14 +264,15 @@ def test_bug_beside_a_failed_sibling_still_surfaces() -> None:
     asyncio.run(main())
 
 
-def test_failures_in_a_row_end_the_worker_with_the_last_reason() -> None:
+@pytest.mark.parametrize(("then", "last"), [("down", ""), ("gone", "; the last with: judge: gone")])
+def test_failures_in_a_row_end_the_worker_with_the_first_reason_and_another_last_one(then: str, last: str) -> None:
     async def main() -> None:
-        site = Site(Failing(lambda _: EpisodeFailed("judge", "down")), max_failures=5)
+        site = Site(Failing(lambda n: EpisodeFailed("judge", "down" if n == 0 else then)), max_failures=5)
         with pytest.raises(BaseExceptionGroup) as caught:
             await site.run_until(lambda: False)
         first = next(leaves(caught.value))
         assert type(first) is AsyncRLError
-        assert str(first) == "5 groups in a row failed, the last with: judge: down"
+        assert str(first) == f"5 groups in a row failed, the first with: judge: down{last}"
 
     asyncio.run(main())
 
@@ -308,6 +309,37 @@ def test_agent_that_cannot_be_loaded_names_field_value_and_remedy(path: str) -> 
     with pytest.raises(ConfigError, match=r"Must be an import path, module:name") as caught:
         load_agent(path, {})
     assert (caught.value.field, caught.value.value) == ("agent", path)
+
+
+async def _of_a_question(question: object) -> float:
+    return 0.0
+
+
+async def _of_a_limit(prompt: object, generate: object, *, limit: int) -> float:
+    return 0.0
+
+
+class _OfAQuestion:
+    async def run(self, question: object) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "field", "told"),
+    [
+        ("_of_a_question", {}, "task.agent", r"async function of \(prompt, generate\).* This one takes \(question"),
+        ("_OfAQuestion", {}, "task.agent", r"This one takes \(question"),
+        ("_of_a_limit", {}, "task.agent_params", "missing a required argument: 'limit'"),
+        ("_of_a_limit", {"limt": 3}, "task.agent_params", "limit|limt"),
+    ],
+)
+def test_agent_of_other_arguments_is_refused_before_its_first_episode(
+    name: str, params: dict[str, Any], field: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_agent(f"{__name__}:{name}", params, "task.agent")
+    assert caught.value.field == field
+    load_agent(f"{__name__}:_of_a_limit", {"limit": 3})
 
 
 def test_default_agent_loads() -> None:

@@ -179,7 +179,7 @@ def test_unreadable_files_name_field_value_and_remedy(tmp_path: Path) -> None:
         "missing.jsonl": "There is no such file",
         "broken.jsonl": "Not JSON",
         "empty.jsonl": "The file has no rows",
-        "rows.csv": "Must end in .jsonl, .json or .parquet",
+        "rows.csv": "Must end in .jsonl, .json, .parquet or .arrow",
     }.items():
         path = str(tmp_path / name)
         for field, files in (

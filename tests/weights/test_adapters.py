@@ -52,6 +52,8 @@ class AdapterServer:
     def __init__(self, label: str = "0") -> None:
         self.label, self.held, self.faults = label, dict[str, bool](), set[str]()
         self.calls: list[str] = []
+        self.compared: list[str] = []
+        """Adapters whose checksums it was told to compare."""
         self.paused = False
 
     def answer(self, request: httpx.Request) -> httpx.Response:
@@ -74,6 +76,8 @@ class AdapterServer:
             if name in self.held:
                 return httpx.Response(400, json={"error_message": f"{name} is already loaded"})
             self.held[name] = True
+            if body.get("expected_checksums"):
+                self.compared.append(name)
         elif path.startswith("/unload") and not self.held.pop(name, False):
             return httpx.Response(400, json={"error_message": f"{name} is not loaded"})
         return httpx.Response(200, json={"success": True})
@@ -162,6 +166,18 @@ def test_every_engine_has_an_adapter_before_it_is_announced_and_nothing_is_pause
         *(f"{load} {v1}", "/update_weight_version 1", f"{load} {v2}", "/update_weight_version 2"),
         *(f"{load} {v3}", "/update_weight_version 3", f"/unload_lora_adapter {v1}", f"/unload_lora_adapter {v2}"),
     ]
+
+
+def test_an_engine_that_joins_compares_the_checksums_of_what_it_loads() -> None:
+    """However rarely the others compare them (weights.verify_every)."""
+    with served() as servers:
+        made = publisher(servers, lambda version: InUse([1], {}), verify_every=100)
+        made.publish(1)
+        made.publish(2)
+        assert [engine.compared for engine in servers.engines.values()] == [["run0-v1"]] * 2
+        servers.restart("http://engine-1", "restart-1")
+        made.publish(3)
+        assert set(servers.engines["http://engine-1"].compared) == {"run0-v1", "run0-v2", "run0-v3"}
 
 
 def test_a_restarted_engine_gets_every_live_adapter_before_it_joins_the_router() -> None:

@@ -56,6 +56,10 @@ def test_a_difference_on_any_rank_and_what_one_side_lacks_are_named_once() -> No
     assert differing([same, same], [same, {"a": "1", "b": "3"}]) == ["b"]
     assert differing([same, {"a": "1"}], [{"b": "2"}, same]) == ["a", "b"]
     assert differing([same], [{**same, "visual.patch_embed.proj.weight": "3"}]) == []  # frozen, and not sent
+    tower = {**same, "visual.patch_embed.proj.weight": "3"}  # trained, and sent
+    assert differing([tower], [tower]) == []
+    assert differing([tower], [{**tower, "visual.patch_embed.proj.weight": "4"}]) == ["visual.patch_embed.proj.weight"]
+    assert differing([tower], [same]) == ["visual.patch_embed.proj.weight"]
     axes = "model.layers.0.self_attn.rotary_emb.axis_map"  # SGLang computes it
     assert differing([same], [{**same, axes: "3"}]) == []
     assert differing([same], [{**same, f"{axes}.other": "3"}]) == [f"{axes}.other"]

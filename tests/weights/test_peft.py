@@ -16,6 +16,7 @@ from torch import Tensor
 
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import AsyncRLError, ConfigError, WeightsError
+from asyncrl.weights import peft_config
 from asyncrl.weights.peft import PeftFolder, write_peft
 from asyncrl.weights.peft_config import check_start, parsed, user_config
 from tests.convert.models import written
@@ -121,6 +122,14 @@ def test_what_is_not_plain_lora_is_refused_by_field_value_and_remedy(llama: Path
     file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
     with pytest.raises(ConfigError, match=rf"adapter_config\.json: {field}.*: got .*\. \w.*\."):
         read(folder)
+
+
+def test_a_pattern_that_backtracks_forever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft_config, "MATCH_SECONDS", 0.1)
+    config = peft_config.AdapterConfig(8, 16.0, rank_pattern={"(a|aa)+_": 4, "q_proj": 2})
+    with pytest.raises(WeightsError, match=r"the pattern '\(a\|aa\)\+_' was not matched with a{60} within 0\.1 s"):
+        config.rank_of("a" * 60)
+    assert config.rank_of("model.layers.0.q_proj") == 2
 
 
 def test_a_pickle_is_not_read(llama: Path) -> None:

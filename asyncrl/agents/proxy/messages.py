@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.envs.tools.calls import ToolCall
+from asyncrl.envs.tools.calls import ToolCall, nested_too_deep
 from asyncrl.errors import AsyncRLError
 from asyncrl.images import ImageRefused
 from asyncrl.images.parts import images_in
@@ -112,15 +112,15 @@ def _calls(calls: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _value(arguments: Any) -> Any:
-    """Return the value of a call's arguments, or their text if it is not valid JSON."""
+    """Return the value of a call's arguments, or their text if it is not valid JSON or nested too deep, because
+    templates that write a value (`tojson`) are recursive."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
-        return msgspec.json.decode(arguments) if arguments else {}
-    except ValueError:
+        value = msgspec.json.decode(arguments) if arguments else {}
+    except (ValueError, RecursionError):
         return arguments
-    except RecursionError:
-        raise ApiError(400, "a tool call's arguments are nested too deep", param="messages") from None
+    return arguments if nested_too_deep(value) else value
 
 
 TYPES = {401: "authentication_error", 410: "session_closed", 503: "engine_error"}

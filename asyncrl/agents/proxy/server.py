@@ -15,10 +15,11 @@ on death      the next episode raises AsyncRLError when the server has ended
 from __future__ import annotations
 
 import asyncio
+import errno
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -35,7 +36,8 @@ from asyncrl.agents.proxy.fields import Route as Kind
 from asyncrl.agents.proxy.messages import ApiError
 from asyncrl.agents.proxy.session import ProxySession, ProxyStats, gone
 from asyncrl.envs.tools import calls as tool_calls
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.network.serving import SignalFreeServer
 from asyncrl.schema import Generate
 
 MOST_BYTES = 32 << 20
@@ -62,7 +64,7 @@ class Proxy:
         self._tool_format = tool_calls.known(tool_format, "agent_params.tool_format")
         self._secret = secrets.token_urlsafe(12)
         self._sessions: dict[str, ProxySession] = {}
-        self._server: uvicorn.Server | None = None
+        self._server: SignalFreeServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.figures = ProxyStats()
 
@@ -73,7 +75,7 @@ class Proxy:
         listening = _listen(self._host, self._port)
         self._port = listening.getsockname()[1]
         settings: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
-        self._server = _Server(
+        self._server = SignalFreeServer(
             uvicorn.Config(
                 self._app(),
                 ws="none",
@@ -90,7 +92,7 @@ class Proxy:
         for session in self._sessions.values():
             session.close()
         if self._serving and self._server:
-            self._server.should_exit = True
+            self._server.end()
             await asyncio.wait({self._serving})
 
     @property
@@ -155,15 +157,6 @@ class Proxy:
         return _refusal(ApiError(500, f"a bug in the proxy: {error!r}"))
 
 
-class _Server(uvicorn.Server):
-    """Server that does not install signal handlers."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture no signals."""
-        yield
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """Return a listening socket that is created with its protocol number.
 
@@ -176,9 +169,13 @@ def _listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(BACKLOG)  # from here on, connections wait until the server is up
-    except OSError:
+    except OSError as error:
         listening.close()
-        raise
+        remedy = (
+            f"The proxy cannot listen on {host}:{port} ({error.strerror}): choose another port, or 0 for a free one."
+        )
+        field, value = ("port", port) if error.errno == errno.EADDRINUSE else ("host", host)
+        raise ConfigError(f"agent_params.{field}", value, remedy) from None
     return listening
 
 
@@ -221,6 +218,9 @@ async def _body(request: Request) -> Body:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object")
+    if tool_calls.nested_too_deep(body):
+        most = tool_calls.MOST_NESTED
+        raise ApiError(400, f"the body nests lists and objects more than {most} deep: send it flatter")
     return body
 
 

@@ -31,7 +31,7 @@ from asyncrl.agents.proxy.histories import ChatHistories, TextHistories
 from asyncrl.agents.proxy.messages import ApiError, bad_field
 from asyncrl.agents.proxy.rewards import Rewards
 from asyncrl.envs.tools import calls as tool_calls
-from asyncrl.errors import AsyncRLError, EpisodeFailed
+from asyncrl.errors import AsyncRLError, EpisodeFailed, PromptRefused
 from asyncrl.images import ImageRefused, image_name
 from asyncrl.images.parts import images_in
 from asyncrl.schema import Completion, Generate, Message, Template, Trajectory
@@ -218,8 +218,9 @@ class ProxySession:
             if isinstance(completion, AsyncRLError):
                 self.fail(completion)
                 raise ApiError(503, f"the engines cannot answer, and the episode is over: {completion}")
-            if isinstance(completion, ImageRefused):
-                raise ApiError(400, f"the request is refused: {completion}", param="messages")
+            if isinstance(completion, ImageRefused | PromptRefused):
+                field = "messages" if isinstance(completion, ImageRefused) else "prompt"
+                raise ApiError(400, f"the request is refused: {completion}", param=field)
             if isinstance(completion, BaseException):
                 raise completion
             answered.append((number, CompletedRequest(context, completion, images=names)))

@@ -22,6 +22,9 @@ from typing import Any, NoReturn
 
 from asyncrl.errors import ConfigError
 
+MOST_NESTED = 64
+"""Maximum nesting of lists and objects in what a model or an agent sends, because their readers are recursive."""
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -123,6 +126,19 @@ _FORMATS: dict[str, Callable[[str], tuple[str, list[_Call]]]] = {
     "llama3_json": _llama3_json,
     "pythonic": _pythonic,
 }
+
+
+def nested_too_deep(value: Any) -> bool:
+    """Return whether lists and objects are nested more than MOST_NESTED levels deep."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MOST_NESTED):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
 
 
 _JSON_CALL = re.compile(r"\A\s*(?:<\|python_tag\|>)?\s*\{.*\"name\"\s*:.*\"(?:parameters|arguments)\"\s*:", re.DOTALL)

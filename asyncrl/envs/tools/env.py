@@ -10,24 +10,26 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
-from referencing import Registry
-from referencing.exceptions import Unresolvable
-
+from asyncrl.child import WorkerPool, describe
 from asyncrl.envs.env import Question, Step
-from asyncrl.envs.tools.calls import ToolCall, known, malformed_calls, parse
+from asyncrl.envs.tools import schemas
+from asyncrl.envs.tools.calls import MOST_NESTED, ToolCall, known, malformed_calls, nested_too_deep, parse
 from asyncrl.envs.tools.output import cut
+from asyncrl.envs.tools.shared import shared
 from asyncrl.envs.tools.tool import REPORTED, OnFault, Tool, ToolOutput
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.observability.intervals import TOOL, spent
 from asyncrl.schema import Message
 
-MOST_NESTED = 64
-"""Maximum nesting of lists and objects in a call's arguments, because their readers are recursive."""
+CHECKERS = 2
+"""Number of processes that check arguments against schemas whose check can take long."""
+CHECK_SECONDS = 60.0
+"""Wall-clock limit of such a check, which a busy machine needs; its limit of CPU time is schemas.CPU_SECONDS."""
 
 
 class ToolEnv:
@@ -108,7 +110,7 @@ class ToolEnv:
         if tool is None:
             names = ", ".join(sorted(self._tools))
             return self._refuse(f"there is no tool {call.name!r}; there are: {names}.")
-        if wrong := mismatch(call.arguments, tool):
+        if wrong := await _mismatch(call.arguments, tool):
             return self._refuse(wrong)
         try:
             return self._shown(await self._call(tool, call.arguments))
@@ -142,7 +144,8 @@ class ToolEnv:
         except EpisodeFailed as failed:
             if failed.reason != "tool":
                 raise
-            raise EpisodeFailed("tool", f"{tool.name}: {failed.detail}", retry=failed.retry) from failed.__cause__
+            detail = f"{tool.name}: {failed.detail}"
+            raise EpisodeFailed("tool", detail, retry=failed.retry, where=failed.where) from failed.__cause__
         if not isinstance(found, str | list):
             raise EpisodeFailed("tool", f"{tool.name} returned {type(found).__name__} instead of a text or parts")
         return found
@@ -152,34 +155,28 @@ class ToolEnv:
         return cut(f"Error: {why}", self._output_chars)
 
 
-def mismatch(arguments: dict[str, Any], tool: Tool) -> str:
-    """Return how the arguments violate the tool's schema; empty if they do not. Raises EpisodeFailed for a schema with
-    references to what it does not contain: nothing is fetched."""
-    if nested_beyond(MOST_NESTED, arguments):
+async def _mismatch(arguments: dict[str, Any], tool: Tool) -> str:
+    """Return how the arguments violate the tool's schema; empty if they do not. Raises EpisodeFailed for a schema that
+    cannot be used."""
+    if nested_too_deep(arguments):
         return f"the arguments are nested more than {MOST_NESTED} deep."
-    try:
-        error = best_match(Draft202012Validator(tool.parameters, registry=Registry()).iter_errors(arguments))
-    except Unresolvable as unresolved:
-        raise EpisodeFailed(
-            "tool", f"the schema of {tool.name} has an unknown reference: {unresolved}", retry=False
-        ) from None
-    if error is None:
-        return ""
-    place = f"argument {'.'.join(map(str, error.absolute_path))}" if error.absolute_path else "arguments"
-    return f"{place}: {error.message}. The schema is {json.dumps(tool.parameters, ensure_ascii=False)}"
-
-
-def nested_beyond(most: int, value: Any) -> bool:
-    """Return whether lists and objects are nested more than `most` levels deep."""
-    level = [value]
-    for _ in range(most):
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    return any(isinstance(one, dict | list) for one in level)
+    if schemas.is_linear(tool.parameters):
+        found = schemas.check(arguments, tool.parameters)
+    else:
+        pool = shared("schemas", None, lambda: WorkerPool([sys.executable, "-P", "-m", schemas.__name__], CHECKERS))
+        request = {"arguments": arguments, "schema": tool.parameters}
+        reply = await pool.ask(request, "wrong", CHECK_SECONDS)
+        if reply.late:
+            raise EpisodeFailed("tool", f"the arguments of {tool.name} were not checked within {CHECK_SECONDS:g} s")
+        if reply.exit_code == -signal.SIGPROF:
+            return f"checking the arguments took more than {schemas.CPU_SECONDS:g} s of CPU time: shorten them."
+        if reply.exit_code is not None:
+            raise EpisodeFailed("tool", f"the process that checks arguments {describe(reply.exit_code)}")
+        found = reply.lines[-1]
+    if found["schema"]:
+        raise EpisodeFailed("tool", f"the schema of {tool.name} cannot be used: {found['schema']}", retry=False)
+    wrong: str = found["wrong"]
+    return wrong and f"{wrong}. The schema is {json.dumps(tool.parameters, ensure_ascii=False)}"
 
 
 def _message(call: ToolCall, content: ToolOutput) -> Message:

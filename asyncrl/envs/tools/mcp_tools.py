@@ -140,7 +140,7 @@ async def ask(spec: McpSpec, field: str) -> list[mcp_types.Tool]:
         await session.start(spec.start_timeout)
         found = {tool.name: tool for tool in await session.tools()}
     except EpisodeFailed as failed:
-        raise ConfigError(field, spec.name, f"Its tools could not be listed: {failed.detail}") from None
+        raise ConfigError(field, spec.name, f"Its tools could not be listed: {failed.located}") from None
     finally:
         await session.end("its tools are known")
     if missing := [name for name in spec.only if name not in found]:

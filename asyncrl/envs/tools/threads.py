@@ -33,8 +33,8 @@ class ThreadRunner:
         self.hanging = 0
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Return the function's result. Its exceptions become EpisodeFailed("tool", ...), unless they are asyncrl's
-        own."""
+        """Return the function's result. Its exceptions, KeyboardInterrupt included, become EpisodeFailed("tool", ...),
+        unless they are asyncrl's own."""
         if self.hanging >= MOST_HANGING:
             raise AsyncRLError(
                 f"{self.hanging} calls of the tool {self._name} have not returned in time and are still running: "

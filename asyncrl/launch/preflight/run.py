@@ -54,7 +54,7 @@ class ModelFolder:
 
 def preflight(prepared: Preparation, run_dir: Path) -> list[Finding]:
     """Take the steps of the preparation, and run all checks that are possible before anything is started."""
-    return list(_all(prepared, run_dir))
+    return list(dict.fromkeys(_all(prepared, run_dir)))  # several steps may build the tasks and be refused alike
 
 
 def require(prepared: Preparation, run_dir: Path) -> None:
@@ -68,7 +68,8 @@ def require(prepared: Preparation, run_dir: Path) -> None:
 
 def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     yield from refused(prepared.files, "task")
-    yield from refused(prepared.recording, "replay.from")
+    recording = refused(prepared.recording, "replay.from")
+    yield from recording
     yield from refused(prepared.attached, "engine.urls")
     yield from refused(prepared.plan, "cluster.plan")
     yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
@@ -82,6 +83,8 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     if {"model", "teacher"} <= prepared.hf.keys():
         folders_of_both = prepared.folders["model"], prepared.folders["teacher"]
         yield from refused(partial(check_teacher, config, *folders_of_both), "teacher.model")
+    if "model" in models and not recording:
+        yield from refused(prepared.vocabulary, "model.path")
     yield from refused(prepared.choose_checkpoint, "resume")
     assumed = precision.assumed(config, prepared.gpus)
     if config.weights.lora == "auto" and "model" in prepared.hf:

@@ -56,6 +56,11 @@ def test_another_message_has_another_key(one: dict[str, Any], other: dict[str, A
     assert read(one).key != read(other).key
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[" * 900 + "]" * 900, "[" * 65 + "]" * 65])
+def test_arguments_that_are_no_json_or_too_deep_stay_text(text: str) -> None:
+    assert read(called(text)).rendered["tool_calls"][0]["function"]["arguments"] == text
+
+
 def test_templates_get_texts_and_values() -> None:
     rendered = read(json.loads(json.dumps(SAID))).rendered
     assert rendered["content"] == ""
@@ -79,7 +84,6 @@ def test_templates_get_texts_and_values() -> None:
         [{"role": "assistant", "tool_calls": [{}]}],
         [{"role": "assistant", "tool_calls": [7]}],
         [{"role": "assistant", "tool_calls": {"a": 1}}],
-        [called("[" * 100_000)],
         [{"role": "assistant", "function_call": {"name": "f", "arguments": ""}}],
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import signal
 import socket
@@ -18,8 +19,10 @@ from asyncrl.agents.proxy.session import ProxySession
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError
 from asyncrl.network.addresses import Access
+from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from tests.agents.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, Blocking, Raising, soon, template, user
 from tests.agents.talking import Talking, written
+from tests.fakes import FakeEngine, echo
 
 ASK = {"messages": [user("1")]}
 FIRST = [BOS_ID, 1, ASKS]
@@ -92,6 +95,55 @@ def test_garbage_is_refused_and_the_episode_goes_on(proxy: Proxy, runner: asynci
             assert (await http.post("/chat/completions", json=ASK)).status_code == 200
 
     runner.run(main())
+
+
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(900), [])
+TOJSON = "{% for message in messages %}{{ message | tojson }}{% endfor %}="
+
+
+@pytest.mark.parametrize(
+    ("call", "status"),
+    [(DEEP, 400), (json.dumps(DEEP), 200), ({"a": [1]}, 200)],
+    ids=["deep", "deep-text", "flat"],
+)
+def test_deep_arguments_end_no_episode(proxy: Proxy, runner: asyncio.Runner, call: Any, status: int) -> None:
+    async def main() -> None:
+        called = {"id": "call00000", "function": {"name": "7", "arguments": call}}
+        asks = {"messages": [user("1"), {"role": "assistant", "tool_calls": [called]}]}
+        generate = Talking([written(3, EOS_ID)], template(TOJSON))
+        async with proxy.session(generate) as session, client(proxy, session.key) as http:
+            assert (await http.post("/chat/completions", json=asks)).status_code == status
+
+    runner.run(main())
+
+
+def test_a_deep_body_is_refused_and_the_episode_goes_on(proxy: Proxy, runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        generate = Talking([written(3, EOS_ID)], template())
+        async with proxy.session(generate) as session, client(proxy, session.key) as http:
+            for asks in (ASK | {"extra": DEEP}, {"messages": DEEP}, {"messages": [user(DEEP)]}, ASK | {"tools": DEEP}):
+                refused = error(await http.post("/chat/completions", json=asks))
+                assert refused == (400, "the body nests lists and objects more than 64 deep: send it flatter")
+            assert (await http.post("/chat/completions", json=ASK)).status_code == 200
+
+    runner.run(main())
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(proxy: Proxy, runner: asyncio.Runner) -> None:
+    engine = FakeEngine(echo())
+
+    async def main() -> None:
+        client_of_engines = engine.client(vocabulary=20)
+        episode = Episode(client_of_engines.generate(), EpisodeTimeouts(60.0, 60.0, None), template())
+        async with proxy.session(episode) as session, client(proxy, session.key) as http:
+            status, message = error(await http.post("/completions", json={"prompt": [1_000_000]}))
+            assert status == 400
+            assert "token 1000000, but the model's vocabulary has 20 tokens" in message
+            assert (await http.post("/completions", json={"prompt": [1]})).status_code == 200
+        await client_of_engines.close()
+
+    runner.run(main())
+    assert [request["input_ids"] for request in engine.requests] == [[1]]
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -297,7 +349,8 @@ def test_answers_are_sent_at_once(proxy: Proxy, runner: asyncio.Runner) -> None:
 
 def test_address_that_is_taken_is_told(proxy: Proxy, runner: asyncio.Runner) -> None:
     async def main() -> None:
-        with pytest.raises(OSError, match="in use"):
+        told = r"agent_params.port: got \d+\. .*127\.0\.0\.1:\d+ .*in use.*: choose another port"
+        with pytest.raises(ConfigError, match=told):
             Proxy(port=httpx.URL(proxy.base_url).port or 0).start()
 
     runner.run(main())

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from asyncrl.envs.env import Step
-from asyncrl.envs.tools.env import MOST_NESTED, ToolEnv, mismatch
+from asyncrl.envs.tools import schemas
+from asyncrl.envs.tools.calls import MOST_NESTED
+from asyncrl.envs.tools.env import ToolEnv
 from asyncrl.envs.tools.functions import FunctionTool
+from asyncrl.envs.tools.shared import close_shared
+from asyncrl.envs.tools.threads import ThreadRunner
 from asyncrl.envs.tools.tool import ToolError
 from asyncrl.errors import EpisodeFailed
 
@@ -43,8 +48,11 @@ async def echo(arguments: dict[str, Any]) -> str:
 
 def run(script: Callable[[], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        async with asyncio.timeout(60):
-            return await script()
+        try:
+            async with asyncio.timeout(60):
+                return await script()
+        finally:
+            await close_shared()
 
     return asyncio.run(main())
 
@@ -138,8 +146,48 @@ def nested(levels: int) -> Any:
 
 def test_deep_arguments_reach_no_tool() -> None:
     tool = Acts("echo", echo)
-    assert mismatch(nested(MOST_NESTED), tool) == ""
-    assert mismatch(nested(MOST_NESTED + 1), tool) == f"the arguments are nested more than {MOST_NESTED} deep."
+    (called_it,) = told(called("echo", **nested(MOST_NESTED)), tool)
+    assert called_it.startswith("[[")
+    (refused,) = told(called("echo", **nested(MOST_NESTED + 1)), tool)
+    assert refused == f"Error: the arguments are nested more than {MOST_NESTED} deep."
+
+
+TAKES_LONG = "Error: checking the arguments took more than 2 s of CPU time: shorten them."
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"pattern": "^(a+)+$"}, "a" * 40 + "b", TAKES_LONG),
+        ({"uniqueItems": True}, [{"n": n} for n in range(6000)], TAKES_LONG),
+        ({"multipleOf": 0.1}, int("7" * 400), "Error: arguments: a number is too large"),
+        ({"pattern": "^a+$"}, "b", "Error: argument text: 'b' does not match '^a+$'. The schema is {"),
+        ({"pattern": "^a+$"}, "a", "a"),
+        ({"pattern": "^a+$"}, "b" * 100_000, "Error: argument text: 'bbb"),
+    ],
+    ids=["backtracks", "compares", "overflows", "differs", "fits", "long"],
+)
+def test_arguments_are_checked_in_bounded_time_beside_the_event_loop(
+    schema: dict[str, Any], value: Any, expected: str
+) -> None:
+    """The loop itself computes less than the check may take."""
+    tool = Acts("echo", echo, parameters={"type": "object", "properties": {"text": schema}})
+
+    async def script() -> list[str]:
+        env, text, before = ToolEnv([tool]), called("echo", text=value), time.thread_time()
+        outputs = [(await env.step(text)).messages[0]["content"] for _ in range(2)]  # type: ignore[index]
+        assert time.thread_time() - before < schemas.CPU_SECONDS / 2
+        return outputs
+
+    assert [text[: len(expected)] for text in run(script)] == [expected] * 2
+
+
+@pytest.mark.parametrize("schema", [{"pattern": "("}, {"$ref": "#"}], ids=["pattern", "circle"])
+def test_schema_that_cannot_be_used_is_a_fault_of_the_tool(schema: dict[str, Any]) -> None:
+    tool = Acts("echo", echo, parameters={"type": "object", "properties": {"text": schema}, **schema})
+    with pytest.raises(EpisodeFailed, match="tool: the schema of echo cannot be used: ") as failed:
+        step(called("echo", text="a"), tool)
+    assert not failed.value.retry
 
 
 def test_calls_beyond_the_limit_are_not_run_and_the_turn_after_is_the_last() -> None:
@@ -262,7 +310,8 @@ def test_schema_that_refers_elsewhere_is_a_fault_and_fetches_nothing(monkeypatch
     monkeypatch.setattr("urllib.request.urlopen", fetched.append)
     tool = Acts("t", echo, parameters={"$ref": "http://127.0.0.1:1/schema.json"})
     with pytest.raises(
-        EpisodeFailed, match=r"tool: the schema of t has an unknown reference: .*127.0.0.1:1/schema.json"
+        EpisodeFailed,
+        match=r"tool: the schema of t cannot be used: it has an unknown reference: .*127.0.0.1:1/schema.json",
     ):
         step(called("t"), tool)
     assert fetched == []
@@ -365,3 +414,14 @@ def test_tools_are_opened_and_all_of_them_closed_even_if_one_does_not() -> None:
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="several tools have the same name"):
         ToolEnv([Acts("a", echo), Acts("a", echo)])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_whatever_ends_the_thread_of_a_tool_is_a_failure(error: type[BaseException]) -> None:
+    """An error that ends the thread without a word would leave its caller waiting."""
+
+    def raises() -> None:
+        raise error
+
+    with pytest.raises(EpisodeFailed, match=f"tool: {error.__name__}"):
+        asyncio.run(asyncio.wait_for(ThreadRunner("t").call(raises), 10.0))

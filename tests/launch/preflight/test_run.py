@@ -151,6 +151,9 @@ def test_jobs_look_by_themselves_and_runs_on_this_machine_only_when_asked() -> N
         ({"model.chat_template": "/nowhere"}, "model.chat_template", "path of a jinja file"),
         ({"engine.max_total_tokens": 10**12}, "memory", "engine.max_total_tokens"),
         ({"mode": "replay", "replay.from": "/nowhere"}, "replay.from", "record=true"),
+        ({"agent": "asyncrl.agents.single_turn:Missing"}, "agent", "module:name"),
+        ({"task.agent": "no_such_module:Agent"}, "task.agent", "No module named"),
+        ({"agent": "asyncrl.agents.single_turn:SingleTurn.run"}, "agent", "module:name"),
     ],
 )
 def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
@@ -162,6 +165,12 @@ def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
     assert findings["versions"].level == findings["run.dir"].level == "ok"
     with pytest.raises(LaunchError, match=field):
         require(Preparation(tiny_config(**changes), tmp_path / "run", None), tmp_path / "run")
+
+
+def test_an_error_that_several_steps_meet_is_told_once(tmp_path: Path) -> None:
+    config = tiny_config(**{"task.kind": "file", "task.reward": "exact", "task.train_file": "/nowhere.jsonl"})
+    findings = preflight(Preparation(config, tmp_path / "run", None), tmp_path / "run")
+    assert [one.field for one in findings if one.level == "error"] == ["task.train_file"]
 
 
 def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -> None:

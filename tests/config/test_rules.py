@@ -1,0 +1,212 @@
+"""Each rule between settings has a case that breaks it, and a broken rule is refused with field, value and remedy."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+import asyncrl
+from asyncrl.config import Config, rules
+from asyncrl.config.rules import Rule, require
+from asyncrl.errors import ConfigError
+from asyncrl.launch.auto_plan import Devices, make
+from asyncrl.launch.engine_shape import check_shape
+from tests.fakes import tiny_config
+from tests.launch.test_generations import AMPERE, BLACKWELL, HOPPER, check
+
+LEAVING = {"lending", "long_tail", "disaggregated"}
+"""Modules of settings that are being removed."""
+LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
+ROLE: dict[str, Any] = {"adapter": "judge", "past": None}
+ROLES: dict[str, Any] = {**LORA, "agents.roles": {"judge": ROLE, "other": {**ROLE, "adapter": "other"}}}
+CODES: dict[str, Any] = {"engine.quantization": "fp8", "engine.dtype": "bfloat16"}
+
+BASES: dict[str, list[dict[str, Any]]] = {
+    "config": [{"cluster.elastic": "act", "metrics.timeline": True, "cluster.max_engines": 4}],
+    "server_args": [{}, {"engine.server_args": {"speculative_algorithm": "EAGLE"}}, {"engine.hicache": 64}],
+    "batch_parts": [{"trainer.batch_parts": 2}],
+    "overlap": [{"weights.overlap": True, "rollout.max_staleness": 2}, {"weights.overlap": True, **LORA}],
+    "colocated": [
+        {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"},
+    ],
+    "adapters": [LORA, {**LORA, "trainer.lora.targets": ["q_a_proj"]}, {**LORA, "trainer.lora.targets": ["q_proj"]}],
+    "roles": [ROLES],
+    "quantization": [CODES, {**CODES, "engine.server_args": {"load_format": "auto"}}],
+    "engine_shape": [
+        base | {"engine.tensor_parallel": 2, f"engine.{size}_parallel": 2}
+        for base in ({}, LORA)
+        for size in ("expert", "data", "pipeline")
+    ],
+    "auto_plan": [{}],
+}
+"""Settings by the module whose rules hold under them. Every field of a rule is then set to values of its type."""
+
+CAUSES: dict[str, list[dict[str, Any]]] = {
+    "config": [{"cluster.min_engines": 3}, {"engine.count": 3, "cluster.max_engines": 2}],
+    "server_args": [
+        *({"engine.server_args": {name: value}} for name, value in (("tp", 2), ("load_format", "dummy"))),
+        *({"engine.server_args": {name: True}} for name in ("torchao_config", "enable_dp_lm_head")),
+        {"engine.server_args": {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.5}},
+        {"engine.server_args": {"hicache_storage_backend": "file"}},
+        {"rollout.cache_key": "group", "weights.pause_mode": "in_place"},
+    ],
+    "batch_parts": [ROLES],
+    "overlap": [{"rollout.max_staleness": 0}, {"rollout.max_staleness": 2, "rollout.lead": 0}],
+    "adapters": [CODES],
+    "roles": [{"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True}],
+    "engine_shape": [{"algo.routing_replay": "R3"}],
+    "auto_plan": [
+        {"engine.count": 0, "engine.prefill_count": 1, "engine.decode_count": 1},
+        {"cluster.launcher": "slurm", "cluster.trainer_nodes": 1},
+    ],
+}
+"""Settings by module that break rules whose cause is in other fields than the one that they name."""
+EVERYWHERE: list[dict[str, Any]] = [
+    {"mode": "rollout_only", "record": True},
+    {"mode": "replay", "replay.from": "/runs/a"},
+    {"deterministic": True, "rollout.max_staleness": 0},
+]
+
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "tie_word_embeddings": True}
+SEEING: dict[str, Any] = {
+    "architectures": ["SomeForConditionalGeneration"],
+    "num_hidden_layers": 1,
+    "vision_config": {},
+}
+
+Place = tuple[str, int, str, int]
+"""A rule: the module and the line that require it, its field, and which of the rules of this field."""
+
+
+class Recorded(Exception):
+    """Ends a check outside the configuration behind its rules."""
+
+
+class Rules:
+    """The rules that were looked at, and those that were broken."""
+
+    def __init__(self) -> None:
+        self.seen, self.broken = set[Place](), set[Place]()
+
+    def note(self, module: str, line: int, prefix: str, found: Iterable[Rule]) -> None:
+        counts: dict[str, int] = {}
+        for field, *_, broken, _ in found:
+            counts[field] = counts.get(field, 0) + 1
+            # rules about each argument of SGLang that was given are the same for all arguments
+            name = re.sub(r"(?<=server_args\.)\w+", "*", field) if module in ("server_args", "quantization") else field
+            place = module, line, prefix + name, counts[field]
+            self.seen.add(place)
+            if broken:
+                self.broken.add(place)
+
+    @contextmanager
+    def recorded(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Record every rule of every module, and refuse nothing."""
+        with monkeypatch.context() as patched:
+            for module in with_rules():
+                imported = importlib.import_module(module)
+                patched.setattr(imported, "require", self._instead(module))
+            yield
+
+    def _instead(self, module: str) -> Any:
+        def note(section: Any, found: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
+            self.note(module.rpartition(".")[2], sys._getframe(1).f_lineno, prefix, found)
+            if not module.startswith("asyncrl.config"):
+                raise Recorded
+
+        return note
+
+
+def with_rules() -> list[str]:
+    """Return the modules that state rules."""
+    root = Path(asyncrl.__file__).parent
+    files = [file for file in root.rglob("*.py") if "asyncrl.config.rules import" in file.read_text()]
+    return [".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__") for file in files]
+
+
+def values(field: str) -> list[Any]:
+    """Return values of a field's type."""
+    kind: Any = Config
+    for name in field.split("."):
+        fields = getattr(kind, "model_fields", {})
+        named = {one.alias or own: one for own, one in fields.items()}
+        if name not in named:
+            return ["x", True, 2]  # arguments of SGLang
+        kind = named[name].annotation
+    return list(of_kind(kind))
+
+
+def of_kind(kind: Any) -> Iterator[Any]:
+    some: dict[Any, list[Any]] = {
+        bool: [True, False],
+        int: [0, 1, 2, 40],
+        float: [0.5, 2.0],
+        str: ["http://127.0.0.1:1"],
+        list: [["http://127.0.0.1:1"]],
+        type(None): [None],
+    }
+    yield from some.get(get_origin(kind) or kind, [])
+    for one in get_args(kind):
+        if get_origin(kind) is Literal:
+            yield one
+        elif get_origin(kind) not in (list, dict):
+            yield from of_kind(one)
+
+
+def tried(changes: dict[str, Any]) -> Config | None:
+    with suppress(ConfigError):  # of checks that are not rules
+        return tiny_config(**changes)
+    return None
+
+
+def outside(module: str, config: Config | None) -> None:
+    """Run the checks of a module that looks at more than the configuration."""
+    if config is None:
+        return
+    if module == "engine_shape":
+        for hf, experts in ((LLAMA, 0), (SEEING, 3)):
+            with suppress(Recorded):
+                check_shape(config, hf, experts)
+    if module == "auto_plan":
+        with suppress(Recorded):
+            make(config, [], Path(), {}, Devices())
+
+
+def test_each_rule_has_a_case_that_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Rules()
+    with found.recorded(monkeypatch):
+        for module, bases in BASES.items():
+            for base in bases:
+                outside(module, tried(base))
+                of_module = {field for name, _, field, _ in found.seen if name == module}
+                cases = [base | {field: value} for field in of_module for value in values(field)]
+                for case in cases + [base | cause for cause in CAUSES.get(module, []) + EVERYWHERE]:
+                    outside(module, tried(case))
+        for gpu in (AMPERE, BLACKWELL, HOPPER):
+            for kind in ("fp8", "int8"):
+                with suppress(Recorded):
+                    check(gpu, quantization=kind)
+    assert {module.rpartition(".")[2] for module in with_rules()} - LEAVING == BASES.keys() | {"generations"}
+    assert {module for module, *_ in found.broken} >= BASES.keys()
+    assert {place for place in found.seen - found.broken if place[0] not in LEAVING} == set()
+
+
+def test_rules_are_refused_in_order_with_field_value_and_remedy() -> None:
+    config = tiny_config()
+    passes: Rule = ("mode", False, "never")
+    require(config, [passes])
+    broken: list[Rule] = [passes, ("rollout.lead", True, "Lower it"), ("mode", True, "later")]
+    with pytest.raises(ConfigError) as caught:
+        require(config, broken, ", or not.")
+    assert (caught.value.field, caught.value.value) == ("rollout.lead", config.rollout.lead)
+    assert caught.value.remedy == "Lower it, or not."
+    with pytest.raises(ConfigError) as caught:
+        rules.require(config.engine, [("count", "shown", True, "Raise it")], prefix="engine.")
+    assert (caught.value.field, caught.value.value) == ("engine.count", "shown")
