@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoints.manifest import ROLLOUT
-from asyncrl.config import Config, RolloutConfig, read
+from asyncrl.config import Config, read
 from asyncrl.config.server_args import draft_room
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
@@ -74,7 +74,7 @@ async def main(run_dir: Path) -> None:
     evaluations = Evaluations(
         *(playing.attempts, client, tasks, prompts.held_out, config.eval, reporter.evaluated, observer.timelines)
     )
-    limiter = _concurrency_limiter(rollout)
+    limiter = _concurrency_limiter(config)
     writer, resumed = _writer(config, run_dir), _resumed(addresses)
     recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
     groups = GroupLifecycle(
@@ -210,9 +210,12 @@ def _recorder(
     return Recorder(writer, reporter.warn)
 
 
-def _concurrency_limiter(rollout: RolloutConfig) -> ConcurrencyLimiter:
+def _concurrency_limiter(config: Config) -> ConcurrencyLimiter:
+    rollout = config.rollout
     if rollout.max_running_groups == "auto":
-        return AdaptiveConcurrency(ConcurrencyWindow(rollout.max_new_tokens))
+        named = {config.agent, *(task.agent for task in config.mixture.values())} - {None}
+        programs = any(getattr(load(name, "agent"), "runs_programs", False) for name in named if name)
+        return AdaptiveConcurrency(ConcurrencyWindow(rollout.max_new_tokens), programs=programs)
     return FixedConcurrency(rollout.max_running_groups) if rollout.max_running_groups else ConcurrencyLimiter()
 
 
