@@ -27,7 +27,7 @@ from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.run_folder import ERRORS, full
 from asyncrl.launch.stalls import Stalls
 from asyncrl.metrics.console import Console
-from asyncrl.network.addresses import LEND, STOP, STOPPED, TRAINING, Addresses
+from asyncrl.network.addresses import END, LEND, STOP, STOPPED, TRAINING, Addresses
 from asyncrl.network.tls import Authority
 
 if TYPE_CHECKING:
@@ -131,9 +131,10 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         return
     if goes_on or origin:
         resume.roll_back(run_dir, origin)
-    for mark in (STOP, STOPPED, TRAINING, LEND):
+    for mark in (STOP, STOPPED, TRAINING, LEND, END):
         (run_dir / mark).unlink(missing_ok=True)
     (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+    run_folder.record_overrides(config, run_dir, arguments)
     forecast.write(run_dir, chosen, expected)
     if prepared.planned:
         prepared.planned.write(run_dir)
@@ -177,10 +178,17 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
 
             pilot = ElasticPilot(config, run_dir, addresses, placement)
         supervise(config, run_dir, addresses, specs, job, console, stalls, pilot)
-    except ProcessDied as error:
-        if not (config.cluster.requeues and resume.made_progress(run_dir, origin)):
-            raise
-        raise Paused(str(error)) from None  # without progress it is no machine failure
+    except BaseException as error:
+        requeued = (
+            isinstance(error, ProcessDied)
+            and config.cluster.requeues
+            and resume.made_progress(run_dir, origin)  # without progress it is no machine failure
+        )
+        paused = Paused(str(error)) if requeued else None
+        run_folder.record_end(run_dir, paused or error)
+        if paused:
+            raise paused from None
+        raise
     finally:
         console.end()
         if job:
