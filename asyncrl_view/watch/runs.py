@@ -16,15 +16,19 @@ from typing import Any
 
 from asyncrl.errors import RecordError
 from asyncrl.jsonl import Tail
+from asyncrl.network.addresses import END
 from asyncrl.observability.timeline import FOLDER as TIMELINE
 from asyncrl.records import frames
 from asyncrl.records.reading import TRAINER, folder_of
 from asyncrl_view.watch.anatomy import BatchFacts
+from asyncrl_view.watch.ending import Ending, ending
 from asyncrl_view.watch.episodes import EpisodeIndex
 from asyncrl_view.watch.timelines import TimelineIndex
 
 Row = dict[str, Any]
 CONFIG, STATUS, SUMMARY = "config.json", "status.json", "summary.json"
+LEASE = "leases/run.lease"
+"""The launcher's lease, which it renews every few seconds."""
 LINES = ("metrics", "eval", "warnings", "elastic")
 """Files of lines that grow with the run, without .jsonl."""
 DEPTH = 4
@@ -32,7 +36,7 @@ DEPTH = 4
 DISCOVER_SECONDS = 5.0
 """Between two searches for new runs."""
 SILENT_SECONDS = 60.0
-"""A run that has neither ended nor written for so long is shown as silent."""
+"""A run that has neither ended nor written for so long has died, or is silent if no launcher has been seen."""
 MOST_EPISODES = 20_000
 """Episodes of the latest batches that advice looks at, which takes a second."""
 LAST_BYTES = 1 << 15
@@ -70,13 +74,13 @@ class WatchedRun:
             self._rows[name] += self._tails[name]()
         return self._rows[name]
 
-    def latest_batches(self, most: int) -> list[BatchFacts]:
-        """Return what happened in the latest batches, the oldest first: at most this many, and fewer of many episodes.
-        Each batch is read once. Raises RecordError on damage."""
+    def latest_batches(self, most: int, since: int = 0) -> list[BatchFacts]:
+        """Return what happened in the latest batches from number `since` on, the oldest first: at most this many, and
+        fewer of many episodes. Each batch is read once. Raises RecordError on damage."""
         self.timelines.refresh()
         kept: dict[tuple[int, float], BatchFacts] = {}
         episodes = 0
-        for step in sorted(self.timelines.batches, reverse=True)[:most]:
+        for step in sorted((one for one in self.timelines.batches if one >= since), reverse=True)[:most]:
             batch = self.timelines.batches[step]
             key = step, batch.taken
             facts = self._facts.get(key) or BatchFacts.of(batch, self.timelines.groups(batch))
@@ -107,21 +111,28 @@ class WatchedRun:
             return None
         return found
 
+    def written(self) -> float:
+        """Return the time of the last sign of life."""
+        return max(_size(self.folder / name)[1] for name in ("metrics.jsonl", STATUS, CONFIG, LEASE))
+
+    def ending(self) -> Ending:
+        """Return whether the run goes on, and how it ended if not."""
+        silent = time.time() - self.written()
+        return ending(self.document, self.folder, silent if silent > SILENT_SECONDS else 0.0)
+
     def summary(self) -> Row:
         """Return what the list of runs shows."""
-        config, ended = self.config, self.document(SUMMARY)
+        config, ended = self.config, self.ending()
         last = _last_line(self.folder / "metrics.jsonl")
-        written = max(_size(self.folder / name)[1] for name in ("metrics.jsonl", STATUS, CONFIG))
-        silent = time.time() - written > SILENT_SECONDS
         return {
             "name": self.name,
             "title": config.get("run", {}).get("name", ""),
-            "state": "ended" if ended else "silent" if silent else "running",
-            "reason": str(ended.get("reason", "")) if ended else "",
+            "state": ended.state,
+            "reason": ended.reason,
             "step": last.get("step", 0),
             "steps": config.get("run", {}).get("max_steps"),
             "reward": last.get("reward/mean"),
-            "written": written,
+            "written": self.written(),
         }
 
     def marks(self) -> dict[str, float]:
@@ -136,7 +147,8 @@ class WatchedRun:
         marks["timeline"] = float(sum(map(_newest_bytes, (self.folder / TIMELINE).glob("*"))))
         marks["status"] = _size(self.folder / STATUS)[1]
         marks["config"] = _size(self.folder / CONFIG)[1]
-        marks["summary"] = _size(self.folder / SUMMARY)[1]
+        marks["summary"] = max(_size(self.folder / name)[1] for name in (SUMMARY, END))
+        marks["silent"] = float(time.time() - self.written() > SILENT_SECONDS)
         self._marks, self._marked = marks, now
         return marks
 
