@@ -17,6 +17,7 @@ from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import LaunchError, Paused, ProcessDied
+from asyncrl.jsonl import replace_text
 from asyncrl.launch import forecast, resume, run_folder
 from asyncrl.launch.checks import check_sandboxes
 from asyncrl.launch.plan import ProcessSpec, plan
@@ -133,7 +134,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         resume.roll_back(run_dir, origin)
     for mark in (STOP, STOPPED, TRAINING, LEND, END):
         (run_dir / mark).unlink(missing_ok=True)
-    (run_dir / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+    replace_text(run_dir / "config.json", config.model_dump_json(indent=2) + "\n")  # others may be reading it
     run_folder.record_overrides(config, run_dir, arguments)
     forecast.write(run_dir, chosen, expected)
     if prepared.planned:

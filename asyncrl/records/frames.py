@@ -22,6 +22,7 @@ import msgspec
 import pyarrow
 
 from asyncrl.errors import RecordError
+from asyncrl.jsonl import opened
 
 MAGIC = b"asyncrl records 1\n"
 FILE_BYTES = 64 << 20
@@ -62,7 +63,7 @@ def path_of(folder: Path, file: int) -> Path:
 
 def files(folder: Path) -> list[int]:
     """Return the numbers of the existing files, ascending."""
-    return sorted(int(path.stem) for path in folder.glob("*.frames") if path.stem.isdigit())
+    return sorted(int(path.stem) for path in folder.glob("*.frames") if path.stem.isdecimal())
 
 
 def compress(data: bytes) -> Compressed:
@@ -96,7 +97,7 @@ def read(folder: Path, place: FramePosition) -> Frame:
     """Read the frame that begins there. Raises RecordError if none does."""
     path = path_of(folder, place.file)
     try:
-        with path.open("rb") as file:
+        with opened(path, folder) as file:
             return _read(file, path, place.file, place.offset)
     except OSError as error:
         raise RecordError(f"{path}: {error.strerror}") from None
@@ -114,7 +115,7 @@ class Frames:
         numbers = [number for number in files(self._folder) if number >= self._start.file]
         for number in numbers:
             path = path_of(self._folder, number)
-            with path.open("rb") as file:
+            with opened(path, self._folder) as file:
                 yield from self._of(file, path, number, last=number == numbers[-1])
 
     def _of(self, file: BinaryIO, path: Path, number: int, *, last: bool) -> Iterator[Frame]:

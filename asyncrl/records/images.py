@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.errors import RecordError
 from asyncrl.images import image_name
+from asyncrl.jsonl import opened
 
 FOLDER = "images"
 _NAME = re.compile("[0-9a-f]{64}")
@@ -37,7 +38,8 @@ def read(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
         if not _NAME.fullmatch(name):
             raise RecordError(f"{folder} names an image {name!r:.80}, which is not the SHA-256 of a file")
         try:
-            found[name] = path.read_bytes()
+            with opened(path, folder) as file:
+                found[name] = file.read()
         except OSError as error:
             raise RecordError(f"the image {path} of the recording cannot be read: {error.strerror}") from None
         if image_name(found[name]) != name:

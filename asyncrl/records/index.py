@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import RecordError
+from asyncrl.jsonl import opened
 from asyncrl.records import frames
 from asyncrl.records.events import Began, Committed, Event, Published, Rejected, Scored, Taken
 from asyncrl.records.frames import FramePosition
@@ -57,7 +58,8 @@ def _read(folder: Path) -> list[IndexEntry]:
     """Return the lines that are consistent with each other, up to the first that is not."""
     lines: list[IndexEntry] = []
     try:
-        data = index_path(folder).read_bytes()
+        with opened(index_path(folder), folder) as file:
+            data = file.read()
     except FileNotFoundError:
         return lines
     for raw in data.splitlines():

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -30,7 +31,7 @@ import msgspec
 from rich.console import Console
 
 from asyncrl.errors import AsyncRLError, RecordError, visible
-from asyncrl.jsonl import Tail
+from asyncrl.jsonl import Tail, read_object, section
 from asyncrl.observability import timeline
 from asyncrl.observability.spans import Span, TraceBuilder
 from asyncrl.records.reading import Recording
@@ -120,21 +121,28 @@ def _overview(recording: Recording, options: argparse.Namespace, console: Consol
 
 def _adapters(run: Path) -> str:
     """Return a line with the adapter of each role; empty if roles share one."""
-    roles = _config(run).get("agents", {}).get("roles", {})
-    plays = (f"{name} {one['adapter']}{', past versions' if one['past'] else ''}" for name, one in roles.items())
+    config = _config(run)
+    roles = {name: section(config, "agents", "roles", name) for name in section(config, "agents", "roles")}
+    plays = (
+        f"{name} {one.get('adapter')}{', past versions' if one.get('past') else ''}" for name, one in roles.items()
+    )
     return "adapters: " + "; ".join(plays) if roles else ""
 
 
 def _config(run: Path) -> dict[str, Any]:
     """Read config.json; empty if there is none."""
-    file = run / "config.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return found
+    return read_object(run / "config.json") or {}
 
 
 def _trained(run: Path) -> dict[int, dict[str, float]]:
-    """Read metrics.jsonl, by step."""
-    return {int(line["step"]): line for line in Tail(run / "metrics.jsonl")()}
+    """Read the figures in metrics.jsonl, by step."""
+    found = {}
+    for number, line in enumerate(Tail(run / "metrics.jsonl")(), 1):
+        figures = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        if not math.isfinite(figures.get("step", math.nan)):
+            raise RecordError(f"{run / 'metrics.jsonl'}: line {number} has no step: repair the line, or delete it")
+        found[int(figures["step"])] = figures
+    return found
 
 
 def _bounds(text: str) -> Bounds:

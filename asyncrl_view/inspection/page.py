@@ -6,10 +6,11 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.jsonl import section
 from asyncrl.records.reading import Recording
 from asyncrl.schema import Completion, Group, Trajectory
 from asyncrl_view.inspection.render import Decode, heading
@@ -91,9 +92,9 @@ def group_content(
     }
 
 
-def estimator_of(config: Mapping[str, Any]) -> str:
-    """Return the run's advantage estimator."""
-    return str(config.get("algo", {}).get("advantage", {}).get("name", "grpo"))
+def estimator_of(config: dict[str, Any]) -> str:
+    """Return the run's advantage estimator. Raises RecordError for settings that have none because they are damaged."""
+    return str(section(config, "algo", "advantage").get("name", "grpo"))
 
 
 def advantages(rewards: Sequence[float], estimator: str) -> tuple[list[float], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.errors import visible
+from asyncrl.errors import RecordError, visible
 from asyncrl.images import png_size
+from asyncrl.jsonl import read_object
 from asyncrl.schema import Completion, Group, Trajectory, Turn
 from asyncrl_view.inspection.rows import GroupRow, StepRow
 
@@ -24,16 +24,23 @@ GAPS = ((0.01, "default"), (0.1, "green"), (0.5, "yellow"), (2.0, "red"))
 COLOURS, SURPRISE = ((-0.05, "default"), (-0.7, "green"), (-2.3, "yellow"), (-5.0, "red")), "bold red"
 """Colours by a token's log-probability: how much it surprised the engine that wrote it."""
 
+MOST_BYTES = 256 << 20
+"""Size of a tokenizer's file, above which it is refused."""
+
 
 def decoder(run: Path) -> Decode:
     """Return a decoder of single tokens that uses the run's tokenizer, or shows token ids if there is none."""
-    addresses = run / "addresses.json"
-    file = Path(json.loads(addresses.read_text())["model"]) / "tokenizer.json" if addresses.is_file() else None
-    if file is None or not file.is_file():
+    model = (read_object(run / "addresses.json") or {}).get("model")
+    if not isinstance(model, str) or not (file := Path(model) / "tokenizer.json").is_file():
         return lambda token: f" {token}"
     from tokenizers import Tokenizer  # imported late, because tables do not need it
 
-    tokenizer = Tokenizer.from_file(str(file))
+    if (size := file.stat().st_size) > MOST_BYTES:
+        raise RecordError(f"{file}: it has {size} bytes, and a tokenizer has at most {MOST_BYTES}")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # noqa: BLE001 - the library raises nothing more specific
+        raise RecordError(f"{file}: it is no tokenizer: {error}") from None
     return lambda token: visible(str(tokenizer.decode([token], skip_special_tokens=False)))
 
 

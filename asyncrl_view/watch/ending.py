@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import visible
+from asyncrl.errors import RecordError, visible
+from asyncrl.jsonl import opened
 from asyncrl.network.addresses import END
 from asyncrl.progress import FAILURE
 from asyncrl.progress import FOLDER as PROGRESS
@@ -19,6 +21,8 @@ Document = Callable[[str], dict[str, Any] | None]
 LOGS = "logs"
 LOG_BYTES = 1 << 16
 """Bytes at the end of a log in which lines that matter are looked for."""
+ERROR_CHARACTERS = 20_000
+"""Length of an error."""
 MOST_LINES = 24
 """Lines of one log."""
 MOST_LOGS, MOST_SHOWN = 64, 3
@@ -47,18 +51,21 @@ def ending(document: Document, folder: Path, silent: float) -> Ending:
     if (summary := document("summary.json")) is not None:
         return Ending("ended", str(summary.get("reason", "")))
     if told := document(END):
-        return Ending(str(told.get("state", "died")), str(told.get("error", "")))
+        state = told.get("state")
+        return Ending(
+            state if state in ("paused", "stopped") else "died", str(told.get("error", ""))[:ERROR_CHARACTERS]
+        )
     if not silent:
         return Ending("running")
     if not (folder / "leases").is_dir():
         return Ending("silent")
     # The launcher could not record its end: it was killed, or the disk was full.
     causes = [
-        f"{one['process']}: {one['error']}\n  at {one['place'] or 'asyncrl'}" for one in _failures(document, folder)
+        f"{one.get('process')}: {one.get('error')}\n{one.get('place', '')}" for one in _failures(document, folder)
     ]
     for_long = f"{silent / 60:.0f} min" if silent < 7200 else f"{silent / 3600:.0f} h"
     lost = f"no sign of its launcher for {for_long}: it was killed, or its machine was lost"
-    return Ending("died", "\n".join([*causes[:1], lost]))
+    return Ending("died", "\n".join([*(cause[:ERROR_CHARACTERS].rstrip() for cause in causes[:1]), lost]))
 
 
 def log_lines(folder: Path, error: str) -> list[str]:
@@ -69,7 +76,7 @@ def log_lines(folder: Path, error: str) -> list[str]:
     found = list[str]()
     shown = 0
     for file in files:
-        lines = _that_matter(_last_lines(file), anyway=bool(named))
+        lines = _that_matter(_last_lines(file, folder), anyway=bool(named))
         if all(line.strip() in error for line in lines):
             continue
         found += [f"{LOGS}/{file.name}:", *(f"  {visible(line)}" for line in lines)]
@@ -81,9 +88,9 @@ def log_lines(folder: Path, error: str) -> list[str]:
 
 def _failures(document: Document, folder: Path) -> list[dict[str, Any]]:
     """Return the errors that processes recorded, the first one first."""
-    files = sorted((folder / PROGRESS).glob(f"*{FAILURE}"))
+    files = sorted((folder / PROGRESS).glob(f"*{FAILURE}"))[:MOST_LOGS]
     found = [one for file in files if (one := document(f"{PROGRESS}/{file.name}"))]
-    return sorted(found, key=lambda one: float(one["time"]))
+    return sorted(found, key=lambda one: float(one.get("time", 0.0)))
 
 
 def _that_matter(lines: list[str], *, anyway: bool) -> list[str]:
@@ -102,10 +109,9 @@ def _ends_traceback(line: str) -> bool:
     return bool(line.strip()) and not line.startswith((" ", "\t", "+", "|"))
 
 
-def _last_lines(file: Path) -> list[str]:
-    """Return the lines at the end of a log; nothing if it is no regular file."""
-    if file.is_symlink() or not file.is_file():
-        return []
-    with file.open("rb") as log:
+def _last_lines(file: Path, folder: Path) -> list[str]:
+    """Return the lines at the end of a log; nothing if it cannot be read, or is no file of the run."""
+    with suppress(OSError, RecordError), opened(file, folder) as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - LOG_BYTES))
         return log.read(LOG_BYTES).decode(errors="replace").splitlines()
+    return []

@@ -28,6 +28,7 @@ import hmac
 import json
 import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -60,7 +61,7 @@ from asyncrl_view.watch import advice
 from asyncrl_view.watch.advice import WINDOW, Evidence
 from asyncrl_view.watch.anatomy import anatomy, begins
 from asyncrl_view.watch.ending import log_lines
-from asyncrl_view.watch.runs import STATUS, RunFolder, WatchedRun
+from asyncrl_view.watch.runs import MOST_CHARACTERS, STATUS, RunFolder, WatchedRun, printable
 
 STATIC = Path(__file__).with_name("static")
 POLL_SECONDS = 0.4
@@ -71,6 +72,8 @@ MOST_DIFFERENT = 4
 """Settings by which a run of the list is told apart."""
 OTHER_ANYWAY = ("run.dir", "run.name", "run.overwrite", "resume")
 """Settings that do not tell runs apart."""
+UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What using a value raises that is not of the type that a run writes."""
 MOST_GROUPS = 200
 """Groups of one answer."""
 POLICY = (
@@ -91,7 +94,7 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[],
     connections that wait for events are closed."""
     endpoints: dict[str, Callable[[WatchedRun, Request], Any]] = {
         "metrics": _metrics,
-        "lines": lambda run, asked: _finite(run.rows(_one_of(asked, "file", ("eval", "warnings")))),
+        "lines": lambda run, asked: run.rows(_one_of(asked, "file", ("eval", "warnings"))),
         "recording": lambda run, _: run.episodes.overview(),
         "groups": _groups,
         "group": _group,
@@ -102,7 +105,7 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[],
     }
     routes = [
         Route("/", lambda _: Response((STATIC / "index.html").read_bytes(), media_type="text/html")),
-        Route("/api/runs", lambda _: JSONResponse(_listed(folder))),
+        Route("/api/runs", lambda _: Answer(_listed(folder))),
         Route("/api/events", lambda _: StreamingResponse(_events(folder, ended), media_type="text/event-stream")),
         Route("/api/settings", lambda asked: _settings(folder, asked)),
         Route("/api/image", lambda asked: _image(folder, asked)),
@@ -114,9 +117,21 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[],
         Middleware(Guard, token=token),
         Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3),
     ]
+    refused = dict.fromkeys((RecordError, OSError), _refused)
     return Starlette(
-        routes=routes, middleware=middleware, exception_handlers={RecordError: _refused, OSError: _refused}
+        routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(UNFORESEEN, _unforeseen) | refused
     )
+
+
+class Answer(JSONResponse):
+    """JSON that every browser reads and that can be sent, whatever the files of a run hold."""
+
+    def render(self, content: Any) -> bytes:
+        """Write NaN and infinities as null, and all but ASCII, such as lone surrogates, as escapes."""
+        try:
+            return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+        except ValueError:
+            return json.dumps(_finite(content), allow_nan=False, separators=(",", ":")).encode()
 
 
 class Guard:
@@ -181,7 +196,7 @@ def _of_run(folder: RunFolder, endpoint: Callable[[WatchedRun, Request], Any]) -
         run = folder.run(asked.query_params.get("run", ""))
         with run.lock:
             run.refresh()
-            return JSONResponse(endpoint(run, asked))
+            return Answer(endpoint(run, asked))
 
     return answer
 
@@ -244,7 +259,7 @@ def _fleet(run: WatchedRun, _: Request) -> dict[str, Any]:
     processes = []
     for file in sorted((run.folder / PROGRESS).glob(f"*{SUFFIX}")):
         doing = run.document(f"{PROGRESS}/{file.name}") or {}
-        processes.append({"name": file.name.removesuffix(SUFFIX), **doing})
+        processes.append({"name": printable(file.name.removesuffix(SUFFIX)), **doing})
     run.timelines.refresh()
     restarts = [
         {"process": one.attributes.get("process", ""), "how": one.attributes.get("how", ""), "ended": one.end}
@@ -256,7 +271,7 @@ def _fleet(run: WatchedRun, _: Request) -> dict[str, Any]:
     age = time.time() - status["time"] if status and "time" in status else None
     elastic = [{name: one.get(name) for name in ("step", "reason", "done")} for one in run.rows("elastic")]
     told = {"processes": processes, "restarts": restarts, "elastic": elastic}
-    return {"state": state, "status": _finite(status), "age": age, **told}
+    return {"state": state, "status": status, "age": age, **told}
 
 
 def _image(folder: RunFolder, asked: Request) -> Response:
@@ -282,13 +297,18 @@ def _differences(runs: Mapping[str, WatchedRun]) -> dict[str, list[list[Any]]]:
     lines set come first."""
     flat, first = dict[str, dict[str, Any]](), dict[str, None]()
     for name, run in runs.items():
-        with suppress(RecordError):  # its own line says so
+        with suppress(RecordError, OSError, *UNFORESEEN):  # its own line says so
             flat[name] = _flat(run.config)
             first |= dict.fromkeys(_overridden(run))
     every = {setting for one in flat.values() for setting in one} - {*OTHER_ANYWAY}
     other = [one for one in sorted(every) if len({json.dumps(own.get(one)) for own in flat.values() if own}) > 1]
     set_first = sorted(other, key=lambda one: one not in first)[:MOST_DIFFERENT]
-    return {name: [[setting, own.get(setting)] for setting in set_first] for name, own in flat.items() if own}
+    return {name: [[one, _brief(own.get(one))] for one in set_first] for name, own in flat.items() if own}
+
+
+def _brief(value: Any) -> Any:
+    """Return a setting for the list of runs: long texts and lists as the beginning of their JSON."""
+    return value if isinstance(value, bool | int | float | None) else json.dumps(value)[:MOST_CHARACTERS].strip('"')
 
 
 def _overridden(run: WatchedRun) -> list[str]:
@@ -309,7 +329,7 @@ def _settings(folder: RunFolder, asked: Request) -> Response:
     names = list(dict.fromkeys([*top, *every]))
     rows = [[name, *(one.get(name) for one in flat)] for name in names]
     shown = [row for row in rows if len(flat) < 2 or any(value != row[1] for value in row[2:])]
-    return JSONResponse({"rows": shown, "overridden": sum(row[0] in set(top) for row in shown)})
+    return Answer({"rows": shown, "overridden": sum(row[0] in set(top) for row in shown)})
 
 
 async def _events(folder: RunFolder, ended: Callable[[], bool] = lambda: False) -> AsyncIterator[str]:
@@ -331,7 +351,16 @@ async def _events(folder: RunFolder, ended: Callable[[], bool] = lambda: False) 
 
 
 def _refused(_: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=404)
+    return Answer({"error": printable(str(error))}, status_code=404)
+
+
+def _unforeseen(_: Request, error: Exception) -> Response:
+    """Answer that a run's files hold something else than a run writes, where only their use shows it."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{type(error).__name__}: {error!s:.200}, in {Path(place.filename).name}:{place.lineno}"
+    return Answer(
+        {"error": printable(f"a file of this run does not hold what a run writes ({where})")}, status_code=422
+    )
 
 
 # -- parameters and values ------------------------------------------------------------------------------------
@@ -359,7 +388,7 @@ def _finite(value: Any) -> Any:
     """Return JSON without NaN and infinities, which browsers refuse."""
     if isinstance(value, Mapping):
         return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

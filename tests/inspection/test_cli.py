@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,3 +115,60 @@ def test_mistakes_are_told_in_a_line(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         main([str(tmp_path), "--reward", "high"])
     assert "write 0.5:1" in capsys.readouterr().err
+
+
+def _fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "settings that are a list": ("config.json", lambda path: path.write_text("[1]"), "it is no object"),
+    "settings with a list": ("config.json", lambda path: path.write_text('{"agents": [1]}'), "agents: got [1]"),
+    "a role that is a list": (
+        "config.json",
+        lambda path: path.write_text('{"agents": {"roles": {"a": [1]}}}'),
+        "agents.roles.a: got [1]",
+    ),
+    "settings nested without end": (
+        "config.json",
+        lambda path: path.write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}"),
+        "config.json is damaged",
+    ),
+    "a FIFO for the settings": ("config.json", _fifo, "no regular file"),
+    "a FIFO for the metrics": ("metrics.jsonl", _fifo, "no regular file"),
+    "a FIFO for the recording": ("records/000000.frames", _fifo, "no regular file"),
+    "a FIFO for the index": ("records/index.jsonl", _fifo, "no regular file"),
+    "a line that is a list": ("metrics.jsonl", lambda path: path.write_text("[1]\n"), "line 1 is damaged"),
+    "a line without a step": ("metrics.jsonl", lambda path: path.write_text('{"loss": 1}\n'), "line 1 has no step"),
+    "a step that is none": ("metrics.jsonl", lambda path: path.write_text('{"step": NaN}\n'), "line 1 has no step"),
+    "addresses that are a list": ("addresses.json", lambda path: path.write_text("[1]"), "it is no object"),
+    "a FIFO for the addresses": ("addresses.json", _fifo, "no regular file"),
+    "a tokenizer that is none": (
+        "tokenizer.json",
+        lambda path: (path.write_text("[]"), path.with_name("addresses.json").write_text(_model(path.parent))),
+        "tokenizer.json: it is no tokenizer",
+    ),
+}
+
+
+def _model(folder: Path) -> str:
+    return json.dumps({"model": str(folder)})
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_damaged_or_hostile_files_are_told_in_a_line_with_their_name(
+    kind: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, harm, reason = BAD[kind]
+    harm(run / name)
+    codes = [main([str(run), *options]) for options in ([], ["--text"], ["--html", str(run / "page.html")])]
+    lines = capsys.readouterr().err.splitlines()
+    assert 1 in codes
+    assert all(line.startswith("asyncrl-inspect: ") and reason in line for line in lines), lines
+
+
+def test_text_for_a_figure_is_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": "high", "logprob_gap/mean": 0.25}\n')
+    first = next(line for line in shown(capsys, run).splitlines() if line.startswith("│ 0 "))
+    assert cells(first)[-2:] == ["", "0.2500"]

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +305,7 @@ def test_a_run_whose_launcher_was_killed_has_died_and_one_that_loads_for_long_go
         assert [one["state"] for one in client.get("/api/runs").json()] == ["died", "running"]
         told = get(client, "advice", run="killed")[0]["lines"]
         assert told[0] == "engine-0: CUDA error: lost"
-        assert "no sign of its launcher for 10 min" in told[2]
+        assert "no sign of its launcher for 10 min" in told[1]
         assert RunFolder(tmp_path).run("killed").marks()["silent"] == 1.0
 
 
@@ -358,3 +360,130 @@ def test_changes_are_told_within_two_seconds_and_once(tmp_path: Path) -> None:
 
     asyncio.run(follow())
     run.close()
+
+
+# -- strangers' folders ---------------------------------------------------------------------------------------
+
+
+def _nested(depth: int) -> str:
+    return '{"run": ' + "[" * depth + "]" * depth + "}"
+
+
+def _sparse(path: Path, size: int) -> None:
+    path.unlink(missing_ok=True)
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def _instead(path: Path, make: Callable[[Path], object]) -> None:
+    """Put something else in the place of a file or folder."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    make(path)
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a list for an object": (lambda run: (run / "config.json").write_text("[1]"), "config.json is damaged"),
+    "a list in an object": (lambda run: (run / "config.json").write_text('{"run": [1]}'), "run: got [1]"),
+    "no JSON": (lambda run: (run / "summary.json").write_text("{"), "summary.json is damaged"),
+    "a list for the state": (lambda run: (run / "status.json").write_text("[]"), "status.json is damaged"),
+    "nesting without end": (lambda run: (run / "config.json").write_text(_nested(100_000)), "config.json is damaged"),
+    "a number of many digits": (
+        lambda run: (run / "config.json").write_text('{"run": {"max_steps": ' + "9" * 5000 + "}}"),
+        "config.json is damaged",
+    ),
+    "a list for the end": (lambda run: (run / "end.json").write_text("[1]"), "end.json is damaged"),
+    "a text for a number": (lambda run: (run / "metrics.jsonl").write_text('{"step": "x"}\n'), "step: got 'x'"),
+    "a last line that is no object": (lambda run: (run / "metrics.jsonl").write_text("[1]\n"), "the last line"),
+    "a link to a device": (
+        lambda run: _instead(run / "status.json", lambda path: path.symlink_to("/dev/zero")),
+        "no regular file",
+    ),
+    "a link out of the folder": (
+        lambda run: _instead(run / "config.json", lambda path: path.symlink_to("/proc/self/status")),
+        "a link out of",
+    ),
+    "a folder elsewhere": (
+        lambda run: _instead(run / "records", lambda path: path.symlink_to("/usr/share")),
+        "a link out of",
+    ),
+    "a FIFO": (lambda run: _instead(run / "metrics.jsonl", os.mkfifo), "no regular file"),
+    "a FIFO for the settings": (lambda run: _instead(run / "config.json", os.mkfifo), "no regular file"),
+    "a folder for the settings": (lambda run: _instead(run / "config.json", os.mkdir), "no regular file"),
+    "a file without end": (lambda run: _sparse(run / "status.json", 3 << 30), "more than"),
+}
+ODD: dict[str, Callable[[Path], object]] = {
+    "NaN": lambda run: (run / "metrics.jsonl").write_text('{"step": NaN, "reward/mean": Infinity}\n'),
+    "half a character": lambda run: (run / "config.json").write_text('{"run": {"name": "\\ud800"}}'),
+    "bytes that are no text": lambda run: run.rename(os.fsdecode(os.fsencode(run.parent) + b"/bad\xff")),
+    "a number of overrides": lambda run: (run / "overrides.json").write_text('{"names": 3}'),
+    "lines without end": lambda run: _sparse(run / "metrics.jsonl", 3 << 30),
+    "a FIFO for a frame": lambda run: _instead(run / "records" / "000000.frames", os.mkfifo),
+    "a number that is none": lambda run: (run / "records" / "².frames").touch(),
+}
+"""What does not damage the list of runs, although the run itself cannot be shown, or looks odd."""
+ENDPOINTS = ("metrics", "lines", "recording", "groups", "batches", "fleet", "advice", "settings")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("template") / "run", Plan(steps=1))
+
+
+@pytest.mark.parametrize("kind", [*BAD, *ODD])
+def test_bad_run_among_good_ones_is_shown_with_a_reason_and_harms_no_other(
+    kind: str, template: Path, tmp_path: Path
+) -> None:
+    """Whatever is asked is answered: nothing is waited for, and at most some MiB are read."""
+    for name in ("bad", "good"):
+        shutil.copytree(template, tmp_path / name)
+    harm, reason = BAD.get(kind) or (ODD[kind], "")
+    harm(tmp_path / "bad")
+    watched = RunFolder(tmp_path)
+    with TestClient(
+        app(watched, TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}, raise_server_exceptions=False
+    ) as client:
+        tracemalloc.start()
+        good, bad = sorted(client.get("/api/runs").json(), key=lambda one: one["name"].startswith("bad"))
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 100 << 20
+        assert (good["name"], good["step"], good["state"]) == ("good", 1, "running")
+        assert (bad["state"], reason in bad["reason"]) == ("bad" if reason else "running", True), bad
+        for path in ENDPOINTS:
+            answer = client.get(f"/api/{path}", params={"run": bad["name"], "file": "eval"})
+            assert answer.status_code in (200, 404, 422), (path, answer.text)
+            assert path == "settings" or answer.status_code == 200 or answer.json()["error"]
+        assert get(client, "metrics", run="good")["columns"] == {"step": [1]}
+    first = asyncio.run(anext(aiter(_events(watched))))
+    assert set(json.loads(first.removeprefix("data: "))) == {"good", bad["name"]}
+
+
+def test_logs_of_a_strangers_run_that_died_are_read_within_its_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("KeyError: the secret\n")
+    logs = make(tmp_path / "runs" / "run", Plan(steps=1)) / "logs"
+    logs.mkdir()
+    os.mkfifo(logs / "a.log")
+    (logs / "b.log").symlink_to(tmp_path / "secret")
+    _sparse(logs / "c.log", 3 << 30)
+    error = "/logs/a.log /logs/b.log /logs/c.log /logs/..log /logs/missing.log"
+    (logs.parent / "end.json").write_text(json.dumps({"state": "<b>", "error": error, "time": []}))
+    watched = RunFolder(tmp_path / "runs")
+    with TestClient(app(watched, TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        assert client.get("/api/runs").json()[0]["state"] == "died"
+        first = get(client, "advice")[0]
+        assert (first["rule"], first["lines"][0]) == ("died", error)
+        assert len(json.dumps(first)) < 1 << 20
+        assert "the secret" not in json.dumps(first)
+
+
+def test_files_through_links_of_a_strangers_run_are_not_shown(template: Path, tmp_path: Path) -> None:
+    """Its owner could otherwise make the page read what only the page's owner may read."""
+    secret = tmp_path / "secret.jsonl"
+    secret.write_text('{"step": 1, "version_max": 1, "accuracy": 0.25}\n')
+    shutil.copytree(template, tmp_path / "runs" / "run")
+    _instead(tmp_path / "runs" / "run" / "eval.jsonl", lambda path: path.symlink_to(secret))
+    with TestClient(
+        app(RunFolder(tmp_path / "runs"), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}
+    ) as client:
+        answer = client.get("/api/lines", params={"run": "run", "file": "eval"})
+        assert (answer.status_code, "a link out of" in answer.json()["error"]) == (404, True)
