@@ -42,7 +42,7 @@ SETTINGS = set(field_names()) | {
 }
 FREE = {name for name in SETTINGS if name.rsplit(".")[-1].endswith("params")} | {
     *("engine.server_args", "engine.request_fields", "teacher.server_args", "judge.server_args", "cluster.sbatch"),
-    *("eval.sets", "tasks", "task", "metrics.wandb", "metrics.trackio", "metrics.mlflow"),
+    *("eval.sets", "tasks", "task", "metrics.wandb", "metrics.mlflow"),
 }
 """Settings whose keys are the user's own, or those of another program."""
 SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}

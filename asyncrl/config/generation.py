@@ -31,13 +31,7 @@ class EngineConfig(Section):
     """The fleet of SGLang servers and the router in front of it."""
 
     count: Natural
-    """Number of engines to start; 0 is only allowed with `urls`, or with `prefill_count` and `decode_count`."""
-    prefill_count: Natural
-    """Number of engines that only prefill; 0: off. The KV caches of their prompts travel to engines that decode."""
-    decode_count: Natural
-    """Number of engines that only decode."""
-    transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl"]
-    """How KV caches travel to engines that decode (--disaggregation-transfer-backend)."""
+    """Number of engines to start; 0 is only allowed with `urls`."""
     urls: list[str]
     """Engines that are already running elsewhere, used in addition: this run sends them its weights and requests. They
     accept the run's API key, which must then be set as ASYNCRL_API_KEY in the environment (docs/engines.md)."""
@@ -123,19 +117,9 @@ class EngineConfig(Section):
             raise ConfigError("engine.pipeline_parallel", self.pipeline_parallel, remedy)
 
     @property
-    def disaggregated(self) -> bool:
-        """Return whether engines only prefill or only decode."""
-        return self.prefill_count + self.decode_count > 0
-
-    @property
-    def duties(self) -> list[str]:
-        """Return what each engine that the launcher starts does, in the router's words."""
-        return ["regular"] * self.count + ["prefill"] * self.prefill_count + ["decode"] * self.decode_count
-
-    @property
     def started(self) -> int:
         """Return the number of engines that the launcher starts."""
-        return len(self.duties)
+        return self.count
 
     @property
     def parallel(self) -> EngineParallel:
