@@ -215,17 +215,14 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
             pilot = ElasticPilot(config, run_dir, addresses, placement)
         supervise(config, run_dir, addresses, specs, job, console, stalls, pilot)
     except BaseException as error:
-        requeued = (
-            isinstance(error, ProcessDied)
-            and config.cluster.requeues
-            and resume.made_progress(run_dir, origin)  # without progress it is no machine failure
-        )
-        if isinstance(error, Stopped):
+        ended = error
+        if isinstance(error, ProcessDied) and config.cluster.requeues and resume.made_progress(run_dir, origin):
+            ended = Paused(str(error))  # without progress it is no machine failure
+        elif isinstance(error, Stopped):
             error.advice = resume.advice(run_dir, arguments)
-        paused = Paused(str(error)) if requeued else None
-        run_folder.record_end(run_dir, paused or error)
-        if paused:
-            raise paused from None
+        run_folder.record_end(run_dir, ended)
+        if ended is not error:
+            raise ended from None
         raise
     finally:
         console.end()

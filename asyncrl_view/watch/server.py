@@ -117,7 +117,7 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[],
         Middleware(Guard, token=token),
         Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3),
     ]
-    handlers: dict[type[Exception], Any] = dict.fromkeys(UNFORESEEN, _unforeseen)
+    handlers: dict[Any, Any] = dict.fromkeys(UNFORESEEN, _unforeseen)
     handlers |= dict.fromkeys((RecordError, OSError), _refused)
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
