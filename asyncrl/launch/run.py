@@ -214,8 +214,8 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
 
             pilot = ElasticPilot(config, run_dir, addresses, placement)
         supervise(config, run_dir, addresses, specs, job, console, stalls, pilot)
-    except BaseException as error:
-        ended = error
+    except (Exception, KeyboardInterrupt, Paused, Stopped) as error:  # every one is raised again
+        ended: BaseException = error
         if isinstance(error, ProcessDied) and config.cluster.requeues and resume.made_progress(run_dir, origin):
             ended = Paused(str(error))  # without progress it is no machine failure
         elif isinstance(error, Stopped):

@@ -28,6 +28,10 @@ MOST_LINES = 24
 MOST_LOGS, MOST_SHOWN = 64, 3
 """Logs that are looked at, and those that are shown."""
 TRACEBACK = "Traceback (most recent call last)"
+CHAINED = "above exception"
+"""Part of the lines with which Python joins tracebacks of causes."""
+IN_GROUP = re.compile(r"^\s*\| ?")
+"""What Python puts before the lines of exceptions in a group."""
 MATTERS = re.compile(r"\b(?:\w*Error|\w*Exception|error|fatal|killed|out of memory|no space left)\b", re.IGNORECASE)
 NAMED = re.compile(rf"/{LOGS}/([\w.-]+)\.log\b")
 
@@ -94,12 +98,17 @@ def _failures(document: Document, folder: Path) -> list[dict[str, Any]]:
 
 
 def _that_matter(lines: list[str], *, anyway: bool) -> list[str]:
-    """Return the last traceback, or else the lines with an error, or else, if wanted `anyway`, the last lines."""
-    begins = max((place for place, line in enumerate(lines) if TRACEBACK in line), default=None)
-    if begins is not None:
-        after = (place for place in range(begins + 1, len(lines)) if _ends_traceback(lines[place]))
-        ends = next(after, len(lines) - 1)
-        return [lines[begins], *lines[begins + 1 : ends + 1][-MOST_LINES + 1 :]]
+    """Return the last traceback with those of its causes, or else the lines with an error, or else, if wanted `anyway`,
+    the last lines. Of a long traceback the beginning, which is the first cause, and the end are returned."""
+    lines = [IN_GROUP.sub("", line) for line in lines]
+    begins = [place for place, line in enumerate(lines) if TRACEBACK in line]
+    if begins:
+        ends = next((place for place in range(begins[-1] + 1, len(lines)) if _ends_traceback(lines[place])), len(lines))
+        first = begins.pop()
+        while begins and any(CHAINED in line for line in lines[begins[-1] : first]):
+            first = begins.pop()
+        whole, half = lines[first : ends + 1], MOST_LINES // 2
+        return whole if len(whole) <= MOST_LINES else [*whole[:half], "...", *whole[-half:]]
     found = [line for line in lines if MATTERS.search(line)]
     return found[-MOST_LINES:] or (lines[-MOST_LINES // 2 :] if anyway else [])
 

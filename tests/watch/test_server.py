@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from asyncrl import jsonl
 from asyncrl.records.reading import Recording
 from asyncrl_view.watch.cli import main
+from asyncrl_view.watch.ending import MOST_LINES, log_lines
 from asyncrl_view.watch.runs import RunFolder
 from asyncrl_view.watch.server import POLICY, POLL_SECONDS, _events, app, evidence
 from scripts.synthetic_run import Plan, SyntheticRun, make
@@ -262,6 +263,45 @@ TRACEBACK = """Traceback (most recent call last):
     return {"right": 1}[answer]
 KeyError: 'wrong'
 """
+
+
+CHAIN = """Traceback (most recent call last):
+  unrelated
+OSError: earlier
+INFO: goes on
+  + Exception Group Traceback (most recent call last):
+  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "mine.py", line 3, in reward
+    | KeyError: 'wrong'
+    |
+    | The above exception was the direct cause of the following exception:
+    |
+    | Traceback (most recent call last):
+    |   File "asyncrl/rollout/worker.py", line 139, in _fail
+    | AsyncRLError: 2 groups in a row failed
+    +------------------------------------
+"""
+
+
+def test_causes_of_the_last_traceback_matter_and_earlier_ones_do_not(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rollout.log").write_text(CHAIN)
+    (tmp_path / "logs" / "trainer-0.log").write_text("step 1\n")
+    lines = [line.strip() for line in log_lines(tmp_path, "the launcher was killed")]
+    assert lines[:3] == [
+        "logs/rollout.log:",
+        "Traceback (most recent call last):",
+        'File "mine.py", line 3, in reward',
+    ]
+    assert lines[-1] == "AsyncRLError: 2 groups in a row failed"
+    (tmp_path / "logs" / "rollout.log").write_text("  File\n".join(["Traceback (most recent call last):\n"] * 2))
+    assert log_lines(tmp_path, f"see {tmp_path}/logs/trainer-0.log") == ["logs/trainer-0.log:", "  step 1"]
+    deep = "Traceback (most recent call last):\n" + "  File\n" * 100 + "RecursionError: deep\n"
+    (tmp_path / "logs" / "rollout.log").write_text(deep)
+    found = log_lines(tmp_path, "")
+    assert (len(found), found[-1]) == (MOST_LINES + 2, "  RecursionError: deep")
 
 
 def died(folder: Path) -> None:
