@@ -24,6 +24,7 @@ REMOVED = {
     "trainer.token_dispatcher=hybridep": "HybridEP was never executed; deepep is the dispatcher with kernels",
     "metrics.sinks=trackio": _TRACKIO,
     "metrics.trackio": _TRACKIO,
+    "cluster.lend": "loans of the trainers' GPUs gained 0 to 34 % in simulation, and none ran on a GPU",
     "trainer.mtp": "layers of multi-token prediction are no longer trained; exports contain them unchanged",
 }
 """Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""

@@ -1,12 +1,10 @@
 """Benchmark of elastic runs: the controller of cluster.elastic against the best fixed split in hindsight.
 
-    python scripts/bench_elastic.py [--quick] [--parts drift stationary engines lend stubs]
+    python scripts/bench_elastic.py [--quick] [--parts drift stationary engines stubs]
 
 drift        8 devices, answers that grow fourfold; devices move between engines and trainer, which then stands still
 stationary   the same devices, lengths that do not change
 engines      answers that grow fourfold; the trainer keeps its devices, and engines join and leave
-lend         answers that grow fourfold; trainer and engines keep their devices, and the trainer lends its own while it
-             waits: throughput with loans over that without, by number of engines and growth
 stubs        asyncrl-train with stub engines and a trainer that sleeps: one engine, four, and cluster.elastic=act, where
              engines join as processes
 
@@ -17,7 +15,6 @@ the lengths of the start. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -25,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +43,6 @@ TRAIN_RATE = 900.0
 """Tokens per second and device of the trainer."""
 MOVE, JOIN = 60.0, 60.0
 """Seconds for which the trainer stands still when devices move, and until an engine that is added serves."""
-LENDER, HAND_OVER = 4, 10.0
-"""Devices of a trainer that lends them, and seconds for handing them over and back."""
 STUBS = 4
 """Most stub engines."""
 GROWTH = {"drift": 4.0, "stationary": 1.0, "engines": 4.0}
@@ -85,26 +80,6 @@ def compared(part: str, steps: int, seed: int) -> dict[str, float]:
         "decisions": len(moved.decisions),
         "staleness_max": moved.staleness_max,
     }
-
-
-def lending(steps: int, seed: int) -> dict[str, float]:
-    """Return the throughput with loans of the trainer's devices over that without, under the same controller."""
-    found: dict[str, float] = {}
-    cases = ((4.0, 2), (4.0, 3), (4.0, 4), (1.0, 2))
-    for (growth, engines), hand_over in itertools.product(cases, (HAND_OVER, 3 * HAND_OVER)):
-        setting = Setting(engines, TRAIN_RATE * LENDER, BOUND, train_fixed=1.0, pause=1.0, in_play=None, shape=SHAPE)
-        limits = ElasticLimits(engines, engines, lendable=LENDER, hand_over=hand_over)
-        results = []
-        for lends in (False, True):
-            lengths = Lengths(1000, 0.9, 32_000, 8, growth=growth, growth_groups=steps * BATCH, seed=seed)
-            workload = SimulatedWorkload(lengths.episodes(), BATCH, longest=32_000)
-            results.append(simulate_elastic(workload, setting, steps, replace(limits, lends=lends)))
-        without, with_loans = results
-        name = f"growth{growth:g}_engines{engines}_hand_over{hand_over:g}"
-        found[name] = with_loans.tokens_per_s / without.tokens_per_s
-        found[f"{name}_lent"] = with_loans.lent_seconds / with_loans.seconds / LENDER
-        found[f"{name}_staleness_max"] = with_loans.staleness_max
-    return found
 
 
 def stubs(steps: int) -> dict[str, float]:
@@ -187,20 +162,19 @@ def measured(parts: Sequence[str], *, quick: bool) -> Iterator[tuple[str, float]
             yield from ((f"stubs_{name}", value) for name, value in stubs(16 if quick else 120).items())
             continue
         steps, seeds = (100, 1) if quick else (200, 5)
-        rows = [lending(steps, seed) if part == "lend" else compared(part, steps, seed) for seed in range(seeds)]
+        rows = [compared(part, steps, seed) for seed in range(seeds)]
         for name in rows[0]:
             values = [row[name] for row in rows]
             print(f"  {name}: {', '.join(f'{value:.3g}' for value in values)}", flush=True)
             yield f"{part}_{name}", statistics.fmean(values)
-        if part in GROWTH:
-            yield f"{part}_of_best_lowest", min(row["of_best"] for row in rows)
+        yield f"{part}_of_best_lowest", min(row["of_best"] for row in rows)
 
 
 def main() -> None:
     """Measure, and print a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, half the steps; stubs: 16 steps")
-    names = [*GROWTH, "lend", "stubs"]
+    names = [*GROWTH, "stubs"]
     parser.add_argument("--parts", nargs="+", choices=names, default=names, help="parts to run (default: all)")
     options = parser.parse_args()
     this = machine.report()

@@ -82,7 +82,7 @@ def parts(*, quick: bool, rehearse: bool) -> list[Part]:
         *(measured(f"engine-{name}", 15, "engine", name, gpus=one.gpus) for name, one in SETTINGS.items()),
         measured("colocated", 30),
         measured("run", 30, gpus=2),
-        *(measured(f"run-{what}", 30, "run", what, gpus=2) for what in ("overlap", "lend")),
+        measured("run-overlap", 30, "run", "overlap", gpus=2),
     ]
 
 

@@ -7,7 +7,7 @@
     engine SETTING   publishes to engines of a setting, and their log-probabilities (scripts/gpu_engines.py)
     colocated        a run whose engines and trainers take turns on all GPUs
     run [WHAT]       a run whose engines and trainers have GPUs of their own; with WHAT, a batch is trained during each
-                     publish (overlap), or the trainers lend their GPUs (lend)
+                     publish (overlap)
 
 The last line is JSON. With --rehearse everything is tiny and runs on the CPU, over shared memory and gloo.
 """
@@ -42,7 +42,6 @@ from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.algo.samples import Sample  # noqa: E402
 from asyncrl.models.tensors import tensors  # noqa: E402
 from asyncrl.models.tiny import write_random_model  # noqa: E402
-from asyncrl.network.addresses import LEND  # noqa: E402
 from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.planner import memory  # noqa: E402
 from asyncrl.planner.activations import Training  # noqa: E402
@@ -338,23 +337,9 @@ def engine(options: argparse.Namespace) -> dict[str, Any]:
 # -- whole runs ------------------------------------------------------------------------------------------------
 
 
-LENDING = [
-    *("cluster.lend=true", "cluster.elastic=act", "rollout.max_staleness=2", "rollout.max_running_groups=4"),
-    *("agent=tests.integration.patient:answer", "rollout.batch_groups=12", "rollout.group_size=2"),
-]
-"""Batches that take three times an agent's two seconds."""
-
 GAP = 0.2
 """Bound of the mean difference of log-probabilities between trainers and engines, which is 0.05 in bfloat16, and more
 where tokens are older. Other weights give 1 and more."""
-
-
-def allow_loans(process: subprocess.Popen[bytes], run_dir: Path) -> None:
-    """Allow loans after the first step, as the controller does once it has decided that they pay."""
-    metrics = run_dir / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.read_text()):
-        time.sleep(0.1)
-    (run_dir / LEND).touch()
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -369,39 +354,21 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if turns:
         overrides += ["cluster.placement=colocated", "weights.pause_mode=retract", "weights.staging=stream"]
         overrides += ["rollout.max_staleness=0"]
-    if lends := options.what == "lend":
-        overrides += [*LENDING, f"+agent_params.file={__file__}"]
     overrides += ["weights.overlap=true", "weights.verify_every=1"] if options.what == "overlap" else []
     if not options.rehearse:
         trainers = gpus if turns else gpus // 2
         overrides += [f"trainer.data_parallel={trainers}", f"engine.count={gpus if turns else gpus - trainers}"]
         overrides += ["model=smollm2-135m", "trainer.dtype=bfloat16", "engine.dtype=bfloat16"]
-    elif not lends:
+    else:
         overrides += ["rollout.batch_groups=4"]
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "asyncrl.launch.main", *overrides, f"run.dir={folder}/run"]
-        process = subprocess.Popen(command)
-        if lends:
-            allow_loans(process, Path(folder) / "run")
-        if process.wait():
-            raise subprocess.CalledProcessError(process.returncode, command)
+        subprocess.run(command, check=True)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
     last = [json.loads(line) for line in lines[1:]]
-    spans = (
-        "step",
-        "wait_batch",
-        "release",
-        "train",
-        "publish",
-        "pause",
-        "publish_background",
-        "lend",
-        "lent",
-        "take_back",
-    )
+    spans = ("step", "wait_batch", "release", "train", "publish", "pause", "publish_background")
     times = {f"time/{name}": [step[f"time/{name}"] for step in last if f"time/{name}" in step] for name in spans}
-    assert not lends or times.get("time/lent"), "no loan"
     assert summary["logprob_gap/mean"] < GAP, summary["logprob_gap/mean"]
     kept = ("steps", "tokens_per_s/generated", "tokens_per_s/trained", "logprob_gap/mean", "transport")
     return {

@@ -37,7 +37,7 @@ def _files(*names: str) -> tuple[str, ...]:
 ONE_FLEET = _files("proxy", "fleet", "continuation", "weight_faults")
 """Files that share the engines of tests/integration/conftest.py. The order matters: the last ones kill engines."""
 LONGEST = _files(
-    "slurm", "resume", "resume_environments", "elastic", "colocated", "lending", "adapter_runs", "ends", "weights",
+    "slurm", "resume", "resume_environments", "elastic", "colocated", "adapter_runs", "ends", "weights",
     "proxy", "fleet", "continuation", "weight_faults", "bench_gpu", "leftovers", "vision_run", "survival", "layouts",
     "vision_engine", "teacher", "precision", "variants", "hangs", "experiments", "checksum", "quantized", "replay",
     "loaded_publishes", "agents", "adapters", "lora", "first_steps", "synchronous", "intruder", "rollout_faults",
@@ -46,7 +46,7 @@ LONGEST = _files(
 """Files that start whole runs or engines, the longest first: a long file that starts last leaves the other processes
 without work."""
 SEPARATE = _files(
-    "resume", "elastic", "colocated", "lending", "adapter_runs", "ends", "bench_gpu", "leftovers", "survival",
+    "resume", "elastic", "colocated", "adapter_runs", "ends", "bench_gpu", "leftovers", "survival",
     "layouts", "teacher", "precision", "hangs", "rollout_faults", "deaths",
 )  # fmt: skip
 """Files whose tests share nothing, so that each test can run in any process."""

@@ -112,13 +112,13 @@ ONLY = {
     ("envs", "observability"): {"observability.intervals"},
     ("trainer", "models"): {"models.architectures", "models.vision"},
     ("weights", "models"): {"models.vision"},
-    ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.loans", "engine.update"},
+    ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.update"},
     ("planner", "config"): {"config", "config.lora", "config.adapters"},
     ("planner", "models"): {"models.architectures", "models.catalog", "models.tensors", "models.vision"},
     ("planner", "observability"): {"observability.intervals", "observability.timeline"},
     ("rewards", "sandbox"): {"sandbox.protocol"},
     ("planner", "rollout"): {"rollout.buffer", "rollout.cohorts", "rollout.concurrency"},
-    ("planner", "engine"): {"engine.loads", "engine.loans"},
+    ("planner", "engine"): {"engine.loads"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 
@@ -277,7 +277,7 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-MOST_LINES = 57_700
+MOST_LINES = 57_050
 """Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
 file or a function: such limits were met by folding lines."""
 

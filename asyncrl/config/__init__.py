@@ -26,7 +26,6 @@ from asyncrl.config.generation import (
     RolloutConfig,
     TeacherConfig,
 )
-from asyncrl.config.lending import check_lending
 from asyncrl.config.overlap import check_overlap
 from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
@@ -178,7 +177,6 @@ class Config(Section):
         check_batch_parts(self)
         check_overlap(self)
         check_colocated(self)
-        check_lending(self)
         check_roles(self)
         check_adapters(self)
         check_quantization(self)

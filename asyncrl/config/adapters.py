@@ -64,11 +64,6 @@ def _rules(config: Config) -> list[Rule]:
             f"An engine that releases its memory loses its adapters ({VERSIONS}): {otherwise}.",
         ),
         (
-            "cluster.lend",
-            config.cluster.lend,
-            f"An engine that releases its memory loses its adapters ({VERSIONS}): set false, or {otherwise}.",
-        ),
-        (
             "engine.quantization",
             config.engine.holds_codes,
             f"Adapters on quantized weights were not tried ({VERSIONS}): set "

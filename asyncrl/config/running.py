@@ -173,9 +173,6 @@ class ClusterConfig(Section):
     """Smallest number of engines that cluster.elastic leaves."""
     max_engines: Count | None
     """Largest number of engines that cluster.elastic adds up to; unset: none are added beyond engine.count."""
-    lend: bool
-    """With cluster.elastic=act: start further engines on the trainers' GPUs, without memory. They get weights and serve
-    while the trainers wait for a batch, if such waits are long enough (docs/elastic.md)."""
     launcher: Literal["local", "slurm"]
     """local: everything runs on this machine; slurm: as a Slurm job, or inside of one (docs/slurm.md)."""
     nodes: Count | None

@@ -123,10 +123,9 @@ def _cache_rules(config: Config) -> Iterator[Rule]:
         return
     why = "A group's later turns would find caches of old weights in host memory (engine.hicache): set version."
     yield "rollout.cache_key", config.rollout.cache_key == "group" and not flushes, why
-    off, replay, cluster = "unset engine.hicache", config.algo.routing_replay, config.cluster
+    off, replay = "unset engine.hicache", config.algo.routing_replay
     yield "deterministic", config.deterministic, f"It needs whole prefills: {off}."
     why = f"SGLang forgets which experts a token had when its cache moves to host memory: {off}, or set none or R2."
     yield "algo.routing_replay", replay == "R3", why
     why = f"Host caches of engines that release their memory were not tried: {off}."
-    yield "cluster.placement", cluster.placement == "colocated", why
-    yield "cluster.lend", cluster.lend, why
+    yield "cluster.placement", config.cluster.placement == "colocated", why

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 from asyncrl.config.roles import AgentsConfig
@@ -70,7 +70,6 @@ class GenerationClient:
         fields: Mapping[str, Any] | None = None,
         routing: RoutingShape | None = None,
         replicas: int = 1,
-        lent: Collection[str] = (),
         seed: int | None = None,
         context: int | None = None,
         vocabulary: int | None = None,
@@ -89,7 +88,6 @@ class GenerationClient:
         spread: send siblings to different engines (rollout.spread_siblings)
         routing: make engines return the experts of every token in requests for training
         replicas: number of replicas of attention in each engine
-        lent: URLs of the engines on the trainers' GPUs (cluster.lend)
         seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
         context: maximum length of a sequence in an engine, in tokens
         vocabulary: size of the model's vocabulary; prompts with other tokens are refused
@@ -112,7 +110,6 @@ class GenerationClient:
             fields=dict(fields or {}),
             routing=routing is not None,
             replicas=replicas,
-            lent=lent,
             names=names,
             past_versions=past_versions,
             trace=trace,

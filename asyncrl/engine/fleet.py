@@ -22,7 +22,7 @@ import httpx
 from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
-from asyncrl.engine.router import RouterDown, RouterWorkers
+from asyncrl.engine.router import RouterWorkers
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
 from asyncrl.network.addresses import LOST, Access, Addresses
 
@@ -221,16 +221,6 @@ class Fleet:
                 with suppress(EngineError):  # a router that is restarting is told by `reconcile`
                     self._router.add(url)
 
-    def suspend(self) -> None:
-        """Stop routing requests to the engines. They serve again after the next publish to this fleet."""
-        for url in list(self.serving):
-            self.serving.remove(url)
-            self.joining.append(url)
-            if self._router:
-                with suppress(RouterDown):  # it knows none of them when it is back
-                    self._router.remove(url)
-        self.changes += 1
-
     def lose(self, url: str, reason: str, *, restarted: bool = False) -> None:
         """Remove an engine from the fleet. Raises EngineError when it was the last one and none is started again.
 
@@ -278,8 +268,8 @@ class Fleet:
         self._http.close()
 
 
-def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides: bool, lent: bool = False) -> Fleet:
-    """Build the fleet of one process, or that of the engines on the trainers' GPUs (`lent`, cluster.lend).
+def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides: bool) -> Fleet:
+    """Build the fleet of one process.
 
     Exactly one process `decides`: only it talks to the router, and only it asks the launcher to restart lost engines.
     """
@@ -296,12 +286,12 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
     # SGLang would load the policy's layers into the layers of the same names of a draft model
     selector = "target" if "speculative_draft_model_path" in config.engine.server_args else "all"
     return Fleet(
-        addresses.lent if lent else addresses.engines,
+        addresses.engines,
         addresses.access,
         timeout,
-        attached=() if lent else addresses.attached,
+        attached=addresses.attached,
         router=router,
-        register=registry if decides and not lent else None,
+        register=registry if decides else None,
         on_lost=note if restart else None,
         selector=selector,
     )

@@ -1,5 +1,4 @@
-"""Hand-over of the GPUs between engines and trainers, which use them in turns (cluster.placement=colocated, or the
-engines of cluster.lend).
+"""Hand-over of the GPUs between engines and trainers, which use them in turns (cluster.placement=colocated).
 
 An engine goes through these phases, in this order only. Each step is a call that every engine must answer:
 

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -32,8 +32,8 @@ CacheKey = Literal["version", "group"]
 KNOWN_PUBLISHES = 64
 """Number of versions whose publish is remembered, for answers that several versions generated."""
 CAUSES = ("aborted", "broken", "overtaken")
-"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, or a publish or the
-end of a loan overtook it."""
+"""Causes of a repeated request: an update or the loss of its engine aborted it, its stream broke, or a publish
+overtook it."""
 
 
 @dataclass
@@ -67,7 +67,6 @@ class InFlight:
         fields: dict[str, Any],
         routing: bool = False,
         replicas: int = 1,
-        lent: Collection[str] = (),
         names: AdapterName | None = None,
         past_versions: PastVersions = no_past,
         trace: Callable[[str, str, int], str] | None = None,
@@ -76,18 +75,16 @@ class InFlight:
     ) -> None:
         """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
         processes of the run. With `routing`, training requests return the experts of every token that is read. Each
-        engine has `replicas` of attention; requests with the same routing key use the same one. `lent` are the URLs
-        of those on the trainers' GPUs. With `names`, every version is a set of adapters in the engines;
-        `past_versions` are those that play roles. `trace` makes the header `traceparent` of a request from its
-        group, its first sample, and its number among the requests of that sample. `stop` are texts that end an answer;
-        its request then has one sample."""
+        engine has `replicas` of attention; requests with the same routing key use the same one. With `names`, every
+        version is a set of adapters in the engines; `past_versions` are those that play roles. `trace` makes
+        the header `traceparent` of a request from its group, its first sample, and its number among the requests of
+        that sample. `stop` are texts that end an answer; its request then has one sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
         self._named = f"{run}-{requests}"
         self._stop = stop
         self._routing, self._names, self._trace, self._replicas = routing, names, trace, replicas
         self.adapters = AdapterUse(past_versions)
         self._cache_key, self._pause_mode = cache_key, pause_mode
-        self._lent = frozenset(lent)
         self._serial = itertools.count()
         self._requests: dict[OpenRequest, None] = {}  # in the order in which they were sent
         self._open, self._idle = asyncio.Event(), asyncio.Event()
@@ -109,7 +106,7 @@ class InFlight:
     # -- a publish -----------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Hold back new requests because the weights are about to change, or a loan of engines is about to end."""
+        """Hold back new requests because the weights are about to change."""
         if not self.holding:
             self.held = time.time()
         self._open.clear()
@@ -124,9 +121,6 @@ class InFlight:
         under the new weights and find its prompt in the cache of the old ones. Or its first token was on its way to the
         engine that decodes, which would record it under the new version. Such a request is sent again.
         """
-        if version == self.version and self._lent:
-            self._end_loan()
-            return
         self.version, self.held = version, 0.0
         self._changed[version] = time.time()
         self._changed.pop(version - KNOWN_PUBLISHES, None)
@@ -137,15 +131,6 @@ class InFlight:
             for sent in self._requests:
                 if sent.overtaken:
                     _send_again(sent)
-
-    def _end_loan(self) -> None:
-        """Send requests again after a loan, in which the version stays the same. Requests that had no token go to
-        another engine, because a lent one keeps those that reach it late until it is lent again."""
-        self.held = 0.0
-        self._open.set()
-        for sent in self._requests:
-            if sent.overtaken and not sent.answered and (not sent.engine or sent.engine in self._lent):
-                _send_again(sent)
 
     def restore(self, version: int, tokens: Mapping[str, int], late: int) -> None:
         """Restore the saved version and token counts. Requests wait until every engine serves that version."""

@@ -91,11 +91,6 @@ class Loads:
         self.latest, self._asked = [load for load in found if load], time.monotonic()
         return self.latest
 
-    async def of(self, urls: Sequence[str]) -> list[Load]:
-        """Return the loads of those of these engines that answer, also if the router does not know them."""
-        found = await asyncio.gather(*[self._ask(url, None) for url in urls])
-        return [load for load in found if load]
-
     async def _ask(self, url: str, kind: str | None) -> Load | None:
         try:
             response = await self._http.get(f"{url}/v1/loads", params={"include": "core"})

@@ -124,10 +124,6 @@ async def register(http: httpx.AsyncClient, engine_url: str, api_key: str) -> No
         raise EngineError(f"the router refused the engine {engine_url}: {response.status_code} {response.text[:300]}")
 
 
-class RouterDown(EngineError):
-    """Raised when the router has ended. The launcher starts it again, and then it knows no worker."""
-
-
 class RouterWorkers:
     """The router's list of workers, which the trainer changes while the run goes on.
 
@@ -188,10 +184,9 @@ class RouterWorkers:
         """Send a request. With `gone`, an unknown worker is no error."""
         try:
             response = self._http.request(method, path, **content)
-        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
-            self._awaited.clear()
-            raise RouterDown(f"the router does not answer {path}: {type(error).__name__} {error}") from None
         except httpx.HTTPError as error:
+            if isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError):  # it has ended, and will know none
+                self._awaited.clear()
             raise EngineError(f"the router does not answer {path}: {type(error).__name__} {error}") from None
         if response.status_code not in ACCEPTED and not (gone and response.status_code == 404):
             raise EngineError(f"the router refused {method} {path}: {response.status_code} {response.text[:300]}")

@@ -5,7 +5,6 @@ lead or concurrency.
     engines that join     by `asyncrl-engines add`, on free GPUs of this machine or as a job of its own under Slurm
     engines that leave    by the request of `asyncrl-engines remove`; their requests continue elsewhere
     lead, concurrency     by POST /admission of the rollout process
-    the trainers' GPUs    by a file, with which the trainers lend them in long waits (trainer/lending.py)
 
 waits for     nothing that takes long, because its caller renews the lease of the run: sbatch is started, and asked for
               later; POST /admission has ANSWER seconds. The next decision waits until the last one has taken effect
@@ -33,15 +32,12 @@ from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, LaunchError
 from asyncrl.launch.leftovers import die_with_parent
 from asyncrl.launch.placement import Placement, Seat
-from asyncrl.network.addresses import ELASTIC, LEND, Addresses
+from asyncrl.network.addresses import ELASTIC, Addresses
 
 if TYPE_CHECKING:
     from asyncrl.planner.elastic import ElasticDecision
 
 COMMAND = [sys.executable, "-m", "asyncrl.launch.engines"]
-GPU_HAND_OVER, CPU_HAND_OVER = 30.0, 2.0
-"""Seconds that handing the trainers' GPUs over and back is assumed to take when the controller decides. Whether a
-single wait is long enough, the trainers decide by what their loans took (engine/loans.py)."""
 ANSWER = 5.0
 """Deadline of a request to the rollout process."""
 SECONDS = 60.0
@@ -140,7 +136,7 @@ class ElasticPilot:
         self._gpu = on_gpu(engine, addresses.gpus)
         here = placement.rollout.node
         self._gpus_of = {one[0].url: _gpus(one) for one in placement.engines if one[0].node == here}
-        self._free, self._lent = free_gpus(placement), len(placement.lent)
+        self._free = free_gpus(placement)
         first = setting_of(config)
         self._unit = _unit(config, gpu=self._gpu)
         limits = ElasticLimits(
@@ -148,9 +144,6 @@ class ElasticPilot:
             cluster.max_engines or first.engines,
             unit=self._unit,
             settle_seconds=engine.start_timeout,
-            lendable=self._lent or (config.trainer.world_size // engine.ranks if self._gpu else 0),
-            lends=cluster.lend,
-            hand_over=GPU_HAND_OVER if self._gpu else CPU_HAND_OVER,
         )
         self._acts = cluster.elastic == "act"
         self._controller = ElasticController(first, config.rollout.batch_groups, limits, acts=self._acts)
@@ -190,8 +183,6 @@ class ElasticPilot:
                     return self._add_engines(change)
                 case "remove_engine":
                     return self._remove(change)
-                case "lend_trainer":
-                    return self._lend() if self._config.cluster.lend else "advice only: set cluster.lend=true"
                 case "raise_lead" | "lower_lead":
                     return self._admission(lead=round(decision.after))
                 case _:
@@ -263,11 +254,6 @@ class ElasticPilot:
         for url in asked:
             self._registry.ask_to_leave(url)
         return f"asked to leave: {', '.join(asked)}"
-
-    def _lend(self) -> str:
-        """Allow the trainers to lend their GPUs from now on: in each wait that is long enough (trainer/lending.py)."""
-        (self._run_dir / LEND).touch()
-        return f"allowed the trainers to lend their GPUs to {self._lent} engines"
 
     def _admission(self, **changes: int) -> str:
         """Change lead or concurrency in the rollout process."""

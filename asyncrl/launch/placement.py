@@ -63,13 +63,11 @@ class Placement:
     judges: list[Seat] = field(default_factory=list)
     episodes: list[Seat] = field(default_factory=list)  # processes that play episodes; none if the rollout process does
     meeting: Seat | None = None  # where the rollout process listens for them
-    lent: list[list[Seat]] = field(default_factory=list)  # engines on the trainers' GPUs (cluster.lend)
 
     def urls(self) -> dict[str, Any]:
         """Return the URLs of the servers, as fields of Addresses."""
         return {
             "engines": tuple(seats[0].url for seats in self.engines),
-            "lent": tuple(seats[0].url for seats in self.lent),
             "router": self.router.url,
             "rollout": self.rollout.url,
             "teachers": tuple(seat.url for seat in self.teachers),
@@ -80,7 +78,7 @@ class Placement:
     def listening(self) -> list[str]:
         """Return the URLs of all seats with a listening process, including those of an engine's further ranks."""
         alone = (self.router, self.rollout, *self.teachers, *self.judges)
-        return [seat.url for seat in (*alone, *(seat for seats in (*self.engines, *self.lent) for seat in seats))]
+        return [seat.url for seat in (*alone, *(seat for seats in self.engines for seat in seats))]
 
     def local_rank(self, rank: int) -> int:
         """Return the local rank of a trainer rank: its index among the ranks of its node."""
@@ -112,8 +110,7 @@ def ports_wanted(config: Config) -> int:
     """Return the number of free ports that suffices for a node, whatever is placed on it."""
     servers = config.engine.started + config.teacher.started + config.judge.started
     several = config.tracing.engines + (config.rollout.processes > 1)
-    lent = config.trainer.world_size // config.engine.ranks or 1 if config.cluster.lend else 0
-    return 2 * (servers + lent) + 4 + several
+    return 2 * servers + 4 + several
 
 
 def block_wanted(config: Config) -> int:
@@ -148,9 +145,8 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
         fleets[name] = _fleet(name, section, section.started, rooms_for, each)
     heads = {name: [seats[0] for seats in fleet] for name, fleet in fleets.items()}
     episodes, meeting = _episodes(config, head, others)
-    lent = _lent(config, trainers, working[:used], each) if config.cluster.lend else []
     return Placement(
-        *(router, rollout, trainers, fleets["engine"], heads["teacher"], heads["judge"], episodes, meeting, lent)
+        *(router, rollout, trainers, fleets["engine"], heads["teacher"], heads["judge"], episodes, meeting)
     )
 
 
@@ -166,7 +162,8 @@ def _episodes(config: Config, head: _Room, others: list[_Room]) -> tuple[list[Se
 
 def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_Room]:
     """Return the trainers' machines with the trainers' GPUs, for engines that use them in turns."""
-    rooms = _of_trainers(trainers, rooms)
+    gpus = {seat.node.name: seat.gpus for seat in trainers}
+    rooms = [room.again(gpus[room.node.name]) for room in rooms]
     count, ranks = config.engine.started, config.engine.ranks
     if (shared := sum(len(room.free) for room in rooms)) and shared != count * ranks:
         raise ConfigError(
@@ -176,25 +173,6 @@ def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_R
             "that number.",
         )
     return rooms
-
-
-def _of_trainers(trainers: list[Seat], rooms: list[_Room]) -> list[_Room]:
-    """Return the trainers' machines with the trainers' GPUs."""
-    gpus = {seat.node.name: seat.gpus for seat in trainers}
-    return [room.again(gpus[room.node.name]) for room in rooms]
-
-
-def _lent(config: Config, trainers: list[Seat], rooms: list[_Room], each: int) -> list[list[Seat]]:
-    """Place the engines to which the trainers lend their GPUs: as many as fit these GPUs, or one per machine without
-    GPUs. Raises ConfigError if none fits."""
-    shared = _of_trainers(trainers, rooms)
-    ranks, gpu = config.engine.ranks, _on_gpu("engine", config.engine, each)
-    count = sum(len(room.free) // ranks for room in shared) if gpu else len(rooms)
-    if not count:
-        most = max(len(room.free) for room in shared)
-        remedy = f"An engine takes {ranks} GPUs, and the trainers have {most} on a machine: set false."
-        raise ConfigError("cluster.lend", True, remedy)
-    return _fleet("engine", config.engine, count, shared, each)
 
 
 def place_engines(config: Config, nodes: Sequence[Node], count: int | None) -> list[list[Seat]]:

@@ -63,7 +63,6 @@ class ProcessSpec:
     node: str = ""  # its machine, if the run has several
     step: bool = False  # whether argv is an srun, which forwards signals, and kills the process on SIGTERM
     shares: bool = False  # whether it is an engine whose GPUs trainers use in turn with it
-    lent: bool = False  # whether it serves only while the trainers lend it their GPUs
     reports: bool = False  # whether it reports its progress in a file (progress.py)
     together: str = ""  # processes with the same value live and die together: ranks of an engine on several machines
 
@@ -87,7 +86,6 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     traced = {**trace_env(addresses), **ROUTER_TRACE_ENV} if addresses.spans else {}
     return [
         *engines(config, addresses, placement.engines, run_dir),
-        *_lent(config, addresses, placement, run_dir),
         *_frozen(config, addresses, placement, run_dir),
         ProcessSpec(
             "router",
@@ -182,14 +180,12 @@ def engines(
     run_dir: Path,
     label: str = "",
     seed: int = 0,
-    *,
-    lent: bool = False,
 ) -> list[ProcessSpec]:
     """Return the specifications of the policy's engines. `label` distinguishes the
-    names of engines that are started later, or to which the trainers lend their GPUs (`lent`)."""
+    names of engines that are started later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
-    shares = lent or config.cluster.placement == "colocated"
+    shares = config.cluster.placement == "colocated"
     # an IPC handle can only be opened where the trainer's GPU is visible
     by_ipc = config.weights.transport == "tensor" or (shares and config.weights.transport != "disk")
     for number, seats in enumerate(seats_of):
@@ -239,16 +235,9 @@ def engines(
                     node=seat.node.name,
                     together=name if len(seats) > 1 else "",
                     shares=shares,
-                    lent=lent,
                 )
             )
     return specs
-
-
-def _lent(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
-    """Return the specifications of the engines on the trainers' GPUs (cluster.lend)."""
-    seed = len(placement.engines)
-    return engines(config, addresses, placement.lent, run_dir, "lent-", seed, lent=True)
 
 
 def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

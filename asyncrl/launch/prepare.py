@@ -153,7 +153,7 @@ class Preparation:
             check_devices(self.config, gpus)
         check_gpu_features(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
-        seats = [seat for seats in (*self._placement.engines, *self._placement.lent) for seat in seats]
+        seats = [seat for seats in self._placement.engines for seat in seats]
         check_generations(self.config.engine, seats, self.nodes, self.machines if self.gpus else ())
 
     @property

@@ -150,7 +150,7 @@ class Supervisor:
         lost = {name for name in wrong if self._policy.lost(self._specs[name])}
         for name in lost:
             whole = self._whole(name)
-            left = {name for name in self._engines() - whole if not self._specs[name].lent}
+            left = self._engines() - whole
             if self._engines() & whole and left - dead.keys():
                 node = self._specs[name].node
                 self._give_up(

@@ -29,7 +29,7 @@ from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.run_folder import ERRORS, full
 from asyncrl.launch.stalls import Stalls
 from asyncrl.metrics.console import Console
-from asyncrl.network.addresses import END, LEND, STOP, STOPPED, TRAINING, Addresses
+from asyncrl.network.addresses import END, STOP, STOPPED, TRAINING, Addresses
 from asyncrl.network.tls import Authority
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         return
     if goes_on or origin:
         resume.roll_back(run_dir, origin)
-    for mark in (STOP, STOPPED, TRAINING, LEND, END):
+    for mark in (STOP, STOPPED, TRAINING, END):
         (run_dir / mark).unlink(missing_ok=True)
     replace_text(run_dir / "config.json", config.model_dump_json(indent=2) + "\n")  # others may be reading it
     run_folder.record_overrides(config, run_dir, arguments)

@@ -65,8 +65,8 @@ STEP = {
     "tokens/inferred": "number of tokens of broken streams, which get the oldest version that they can have",
     "requests/aborted": "number of requests continued after an update or the loss of their engine aborted them",
     "requests/broken": "number of requests that were continued after their stream broke",
-    "requests/overtaken": "number of requests that were sent again because a publish, or the end of a loan, began "
-    "before their first chunk arrived",
+    "requests/overtaken": "number of requests that were sent again because a publish began before their first chunk "
+    "arrived",
     "episodes/retried": "number of episodes and reward computations that were retried since the previous step "
     "(rollout.retries)",
     "bias/length": "mean length of the trained trajectories relative to all generated ones, minus 1 (closed cohorts "
@@ -174,14 +174,6 @@ STEP_CHECKPOINT = {
 STEP_COLOCATED = {
     "time/release": "time from the batch's arrival until the engines had released their memory, part of "
     "time/wait_batch; time/pause is then the trainers' whole turn",
-}
-
-# The same file, with cluster.lend, if the trainers lent their GPUs while they waited for this batch
-STEP_LENT = {
-    "engines/lent": "number of engines that served on the trainers' GPUs",
-    "time/lent": "time for which they served, part of time/wait_batch",
-    "time/lend": "time until they served, part of time/wait_batch",
-    "time/take_back": "time from the end of the wait until the GPUs were back, part of time/wait_batch",
 }
 
 # The same file, with weights.overlap. Then time/publish is waiting for the publish before and filling buckets, and

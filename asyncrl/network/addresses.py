@@ -19,7 +19,7 @@ MACHINE = "machine.json"
 PLAN = "plan.json"
 """File in which the launcher records the plan of a run with cluster.plan=auto, and what it predicts."""
 PATHS = ("model", "teacher", "judge", "resume")
-TUPLES = ("engines", "teachers", "judges", "attached", "trainers", "lent")
+TUPLES = ("engines", "teachers", "judges", "attached", "trainers")
 END = "end.json"
 """File in which the launcher records how a run ended that did not finish: `state` (paused, stopped or died), `error`
 and `time`."""
@@ -31,10 +31,7 @@ STOP, STOPPED = "stop", "stopped"
 """Files in the run folder. The first asks the run to pause with a checkpoint, so that it can be resumed later. The
 second confirms that it has."""
 TRAINING = "training"
-"""File in the run folder while the trainers use the GPUs that they share with engines (cluster.placement=colocated, or
-cluster.lend)."""
-LEND = "lend"
-"""File in the run folder with which the controller allows the trainers to lend their GPUs (cluster.lend)."""
+"""File in the run folder while the trainers use the GPUs that they share with engines (cluster.placement=colocated)."""
 PAUSED = 75
 """Exit code of the command after a pause: EX_TEMPFAIL of sysexits.h."""
 ARGUMENTS = "ASYNCRL_ARGUMENTS"
@@ -103,7 +100,6 @@ class Addresses:
     judge: Path | None = None
     judges: tuple[str, ...] = ()  # engines of the judge
     attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
-    lent: tuple[str, ...] = ()  # policy engines on the trainers' GPUs, which serve while trainers wait (cluster.lend)
     trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
     resume: Path | None = None  # checkpoint from which the run resumes
     episodes: str = ""  # where the rollout process listens for those that play episodes (rollout.processes)

@@ -60,7 +60,6 @@ ACTIONS = {
     ("lead", -1): "lower_lead",
     ("in_play", 1): "raise_concurrency",
     ("in_play", -1): "lower_concurrency",
-    ("lend", 1): "lend_trainer",
 }
 
 
@@ -79,12 +78,6 @@ class ElasticLimits:
     """Seconds for which the trainer stands still when it gives or gets GPUs."""
     settle_seconds: float = 600.0
     """Seconds after which an engine that was added and has not joined is given up."""
-    lendable: int = 0
-    """Number of engines that the trainer's GPUs could hold while it waits."""
-    lends: bool = False
-    """Whether the trainer can lend them; otherwise that is only advised."""
-    hand_over: float = 30.0
-    """Seconds for handing the trainer's GPUs over to engines and back."""
 
     def with_engines(self, setting: Setting, engines: int) -> Setting:
         """Return the setting with another number of engines, and the trainer with the GPUs that are left."""
@@ -152,7 +145,6 @@ class ElasticController:
         self._rest = 2 * self._cycle  # the pipeline fills first
         self._deadline = 0.0
         self._advised: tuple[str, float] = ("", 0.0)
-        self._lending, self._lent_engines = False, 0.0
         self.law: Prediction | None = None
         """What the laws say of the run as it is."""
 
@@ -217,7 +209,6 @@ class ElasticController:
             now, train_rate=now.train_rate / slower, train_fixed=now.train_fixed * slower, pause=pause
         )
         rate = steps.made * sum(one.tokens for one in steps) / steps.seconds / sample.mean
-        self._lent_engines = sum(one.lent * one.seconds for one in steps) / steps.seconds
         weight = len(steps) / (len(steps) + PRIOR)
         self._slowness = self._scaled(sample, rate) ** weight * self._slowness_before ** (1 - weight)
         return self._slowed(self._slowness)
@@ -227,10 +218,9 @@ class ElasticController:
         token, request = shape.per_token * factor, shape.per_request * factor
         return replace(self.setting, shape=replace(shape, per_token=token, per_request=request))
 
-    def _predicted(self, sample: LengthSample, setting: Setting, more: float = 0.0) -> Prediction:
-        """Return what the laws say of a setting, with the engines that were lent on average, and so many more."""
-        lent: dict[str, Any] = {"engines": setting.engines + self._lent_engines + more}
-        return self._laws(sample, self._workload, replace(setting, **lent))
+    def _predicted(self, sample: LengthSample, setting: Setting) -> Prediction:
+        """Return what the laws say of a setting."""
+        return self._laws(sample, self._workload, setting)
 
     def _scaled(self, sample: LengthSample, rate: float) -> float:
         """Return the largest slowness at which the laws give this many episodes per second. If the trainer lacks
@@ -286,8 +276,6 @@ class ElasticController:
                 gains.append((name, sign, other, gain))
             elif sign < 0 and not moved and not (name == "lead" and grow) and self._spare(far, other):
                 savings.append((name, sign, other, min(0.0, gain)))
-        if lent := self._lent(sample, now, law):
-            gains += [] if any(name == "engines" for name, *_ in gains) else [lent]
         if gains:
             gains = [one for one in gains if one[0] in ("lead", "in_play")] or gains
             most = max(gain for *_, gain in gains)
@@ -302,16 +290,6 @@ class ElasticController:
         if self._steps.lacks > SLIGHT or not self._steps.trend_known:
             return False
         return self._predicted(sample, _faster(other)).binds == "trainer"
-
-    def _lent(self, sample: LengthSample, now: Setting, law: Prediction) -> tuple[str, int, Setting, float] | None:
-        """Return what lending the trainer's GPUs to engines while it waits would give."""
-        step = self._batch(sample) / law.samples_per_s
-        engines = self._limits.lendable * max(0.0, self._steps.waits - self._limits.hand_over / step)
-        if self._lending or not engines:
-            return None
-        gain = self._predicted(sample, now, engines).samples_per_s / law.samples_per_s - 1
-        lent: dict[str, Any] = {"engines": now.engines + engines}
-        return ("lend", 1, replace(now, **lent), gain) if gain > MARGIN else None
 
     # -- deciding ------------------------------------------------------------------------------------------
 
@@ -332,19 +310,15 @@ class ElasticController:
         turns = self._turns[name] + (self._last.get(name, sign) != sign)
         if count < PATIENCE * 2**turns:
             return None
-        of = "engines" if name == "lend" else name
-        change = float(getattr(self.setting, of)), round(float(getattr(other, of)), 1)
+        change = float(getattr(self.setting, name)), float(getattr(other, name))
         figures = self._figures(seen, sample, law)
         self._streak = _NONE
-        if self._acts and name != "lend":
+        if self._acts:
             self._turns[name], self._last[name] = turns, sign
-            changed: dict[str, Any] = {of: getattr(other, of)}
+            changed: dict[str, Any] = {name: getattr(other, name)}
             self.setting = replace(self._limits.with_engines(self.setting, other.engines), **changed)
             self._measure_anew()
             self._deadline = seen.time + self._limits.settle_seconds
-        elif self._acts and self._limits.lends:
-            self._lending = True
-            self._measure_anew()
         elif self._advised == (name, change[1]):
             return None
         else:

@@ -52,8 +52,6 @@ class StepObservation:
     """Speed of an engine as measured; None: as before."""
     lead: int | None = None
     """Lead in force; None: as decided."""
-    lent: float = 0.0
-    """Mean number of engines that served on the trainer's GPUs in this step."""
     turns: float = 1.0
     """Mean number of turns of an episode."""
     made: float = 1.0

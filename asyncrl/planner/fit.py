@@ -179,9 +179,8 @@ def _fitted(run: Path, settings: Config, steps: Steps) -> Fit:
 
 
 def engines_of(step: dict[str, Any], started: int) -> float:
-    """Return the mean number of engines that served in a step: those that always serve, and those of loans."""
-    lent = step.get("engines/lent", 0.0) * step.get("time/lent", 0.0) / step["time/step"]
-    return float(step.get("engines/serving", started) + lent)
+    """Return the number of engines that served in a step."""
+    return float(step.get("engines/serving", started))
 
 
 def generating(rollout: RolloutConfig, lengths: dict[str, float]) -> float:

@@ -129,15 +129,6 @@ def _sent(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, train
     return min(whole, 2 * training.bucket) if training.bucket else whole
 
 
-def loan_buckets(
-    weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, bucket: int
-) -> int:
-    """Return the bytes of the buckets in which weights are sent to the engines of loans (cluster.lend). They are two of
-    `bucket` bytes, and stay beside those for the engines that always serve."""
-    streamed = replace(training, bucket=bucket)
-    return max(_sent(weights, shape, layout, streamed, stage) for stage in range(layout.pipeline))
-
-
 def _stepped(mine: RankParameters, layout: ParallelLayout) -> int:
     """Return the number of parameters whose optimizer state a rank holds: Megatron's distributed optimizer shards it
     over the replicas, if there are any."""
@@ -230,25 +221,23 @@ def cache_that_fits(weights: Sequence[Weight], shape: Shape, room: float, **engi
     return int((room - rank["weights"] - rank["adapters"]) * 1_000_000 / rank["KV cache"])
 
 
-LOANS = "buckets of loans"
-"""Name of the buckets in which weights are sent to engines of loans."""
 AWAY = ("weights", "frozen base", "masters", "moments", "frozen weights")
 """Parts of a trainer rank that it keeps in host memory while engines use its GPU; gradients are dropped."""
 
 
 def turns(trainer: dict[str, int], engine: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Return the bytes on a GPU that a trainer rank and an engine rank use in turns (cluster.placement=colocated, or
-    cluster.lend), by turn and purpose. The buckets of a publish stay throughout."""
+    """Return the bytes on a GPU that a trainer rank and an engine rank use in turns (cluster.placement=colocated),
+    by turn and purpose. The buckets of a publish stay throughout."""
     both = {f"engine's {name}": size for name, size in engine.items()}
-    buckets = {name: trainer[name] for name in ("publish buckets", LOANS) if name in trainer}
-    sent = {"frozen base": trainer["frozen base"], **buckets}
+    buckets = {"publish buckets": trainer["publish buckets"]}
     return {
         "generate": {**both, **buckets},
         "train": trainer,
         "publish": {
             **{name: size for name, size in both.items() if name != "engine's KV cache"},
             "weights": trainer["weights"],
-            **sent,
+            "frozen base": trainer["frozen base"],
+            **buckets,
         },
     }
 

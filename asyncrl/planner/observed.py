@@ -90,5 +90,4 @@ class RunObserver:
             turns=step["episodes/turns"],
             made=step["samples/generated"] / (self._batch * size),
             prompt=step.get("prompt/length"),
-            lent=step.get("engines/lent", 0.0) * step.get("time/lent", 0.0) / step["time/step"],
         )

@@ -113,8 +113,7 @@ async def main(run_dir: Path) -> None:
             if isinstance(playing, EpisodeWorkers):
                 working.create_task(playing.serve(run_dir, addresses.episodes))
             await _until_ready(config, addresses, lambda text: setattr(server, "starting", text))
-            # what fits on a GPU may be less than the context, and on a trainer's less than on others
-            for engine in [*await loads.ask(), *await loads.of(addresses.lent)] if model.cache is None else ():
+            for engine in await loads.ask() if model.cache is None else ():  # what fits may be less than the context
                 client.narrow(int(engine.longest) - draft_room(config.engine))
             server.starting = "the agents and environments to start"
             await playing.start()
@@ -155,11 +154,10 @@ def _playing(
 
 
 async def _until_ready(config: Config, addresses: Addresses, tell: Callable[[str], None]) -> None:
-    """Wait until the engines of the policy and the judge can answer, also those that will sleep at first."""
+    """Wait until the engines of the policy and the judge can answer."""
     timeout = config.engine.start_timeout
     await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only", tell=tell)
     await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
-    await wait_until_healthy(addresses.lent, addresses.access, timeout, "the engines on the trainers' GPUs")
 
 
 def _ready(run_dir: Path, observer: Observer, addresses: Addresses) -> None:

@@ -181,7 +181,6 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         fields=config.engine.request_fields,
         routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
         replicas=replicas,
-        lent=addresses.lent,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - draft_room(config.engine) if model.cache else context),
         vocabulary=int(model.hf["vocab_size"]),

@@ -82,7 +82,7 @@ class Timelines:
 
     def published(self, version: int, held: float) -> None:
         """Record that every engine serves a version. Requests were held back since `held`. Only the first call for a
-        version counts: at the end of a loan no engine was paused that always serves."""
+        version counts: engines that come later get it, too."""
         if version == self._version:
             return
         self._version = version

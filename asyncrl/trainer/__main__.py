@@ -68,8 +68,6 @@ DOING = {
     "start": "starting",
     "wait_batch": "waiting for a batch",
     "release": "waiting for the engines to release their memory",
-    "lend": "lending the GPUs to engines",
-    "take_back": "taking the GPUs back from engines",
     "train": "training",
     "publish": "publishing weights",
     "save": "saving a checkpoint",
@@ -85,7 +83,7 @@ def main(run_dir: Path) -> None:
     progress, begins, parallel = _join(config, run_dir, timeout, gpu=on_gpu(config.trainer, addresses.gpus))
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     colocated = config.cluster.placement == "colocated"
-    sharing, hand_over = _sharing(config, addresses, run_dir, fleet, parallel)
+    hand_over = _hand_over(config, run_dir, fleet, parallel) if colocated else None
     policy = Policy(config, addresses.model, parallel, progress.part)
     if config.trainer.lora.base != "none" and config.checkpoint.every:
         origin = addresses.resume.parent.parent if addresses.resume else None
@@ -94,14 +92,13 @@ def main(run_dir: Path) -> None:
     source = _source(config, addresses, recorded)
     first, end = (recorded.first, recorded.end) if recorded else (0, None)
     build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source, timeout)
-    publisher, why = build.publisher(hand_over.update if colocated and hand_over else None)
+    publisher, why = build.publisher(hand_over.update if hand_over else None)
     warn = partial(_warn, run_dir)
     timeline = _timeline(config, run_dir, parallel, warn)
     overlapped = _overlapped(publisher, timeline, parallel) if config.weights.overlap else None
     log = _log(config, addresses, run_dir, parallel, begins, timeline)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
-    lending = build.lending(sharing, hand_over, publisher, log) if sharing and not colocated else None
-    publisher = turns or lending or overlapped or publisher
+    publisher = turns or overlapped or publisher
     published = overlapped.finish if overlapped else lambda: None
     stop = StopRule(config.run, end)
     store = CheckpointStore(run_dir)
@@ -141,8 +138,6 @@ def main(run_dir: Path) -> None:
     def update(batch: Batch) -> dict[str, float]:
         with profiled(batch.version + 1, config.trainer.profile if batch.last else (), run_dir, parallel):
             figures = turns.update(measured, batch) if turns else measured(batch)
-        if lending:
-            figures |= lending.take_figures()
         if not batch.last:
             return figures
         for name, start, end in policy.network.meter.spans():
@@ -157,12 +152,10 @@ def main(run_dir: Path) -> None:
         parallel,
         parts=config.trainer.batch_parts,
         asked_to_stop=(run_dir / STOP).exists,
-        shared=lending or turns,
-        group=host_group(timeout) if overlapped or sharing else None,
+        take_back=turns.take_back if turns else lambda: None,
+        group=host_group(timeout) if overlapped or colocated else None,
     )
     reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
-    if lending:
-        lending.take_back()
     begins("end", version)
     published()
     checkpoints.save(version)
@@ -203,7 +196,7 @@ def longest_wait(config: Config) -> float:
     """Return the most seconds that rank 0 waits for others within a part of a step: for a batch, or for engines. Where
     engines hand over GPUs, they are paused and release their memory before and after the wait for those that are being
     restarted (engine/hand_over.py)."""
-    hands_over = config.cluster.placement == "colocated" or config.cluster.lend
+    hands_over = config.cluster.placement == "colocated"
     engines = config.engine.start_timeout + (4 * config.weights.timeout if hands_over else 0.0)
     return max(config.rollout.batch_timeout, engines, config.weights.timeout)
 
@@ -239,26 +232,17 @@ def _overlapped(publisher: VersionPublisher, timeline: TimelineWriter, parallel:
     return OverlappedPublisher(publisher, ended=partial(timeline.phase, thread="publish"), failed=leave)
 
 
-def _sharing(
-    config: Config, addresses: Addresses, run_dir: Path, fleet: Fleet, parallel: Parallel
-) -> tuple[Fleet | None, HandOver | None]:
-    """Return the engines that use the trainers' GPUs in turn with them, if there are any, and on rank 0 their
-    hand-over. They are up and have released their memory: this rank may use the GPU."""
-    if config.cluster.placement == "colocated":
-        sharing, mode = fleet, config.weights.pause_mode
-    elif config.cluster.lend:
-        sharing, mode = build_fleet(config, addresses, run_dir, decides=parallel.is_first, lent=True), "abort"
-        sharing.suspend()
-    else:
-        return None, None
+def _hand_over(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel) -> HandOver | None:
+    """Return, on rank 0, the hand-over of the engines that use the trainers' GPUs in turn with them. They are up and
+    have released their memory: this rank may use the GPU."""
     hand_over = None
     if parallel.is_first:
         timeout = config.engine.start_timeout
         wait_for_file(run_dir / READY, timeout, "the engines")
-        hand_over = HandOver(sharing, mode=mode, start_timeout=timeout, folder=run_dir)
+        hand_over = HandOver(fleet, mode=config.weights.pause_mode, start_timeout=timeout, folder=run_dir)
         hand_over.give()
     dist.barrier()
-    return sharing, hand_over
+    return hand_over
 
 
 def _source(config: Config, addresses: Addresses, recorded: ReplaySource | None) -> BatchSource:

@@ -8,7 +8,6 @@ on failure    rank 0 raises PeerFailed or DeadlineExceeded; the other ranks get 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,24 +16,8 @@ from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, decode_batch
 from asyncrl.trainer.batch_source import BatchSource
 
-STOPPED, LEND = b"stop", b"lend"
-"""Broadcast instead of a batch when the run is asked to stop, and when the GPUs are lent during the wait."""
-
-
-class SharedGPUs(Protocol):
-    """Turns of trainers and engines on the same GPUs, of one rank."""
-
-    def due(self) -> bool:
-        """Return whether the GPUs are to be lent to engines now, while the trainers wait. Only rank 0 is asked."""
-        ...
-
-    def lend(self, version: int) -> None:
-        """Give the GPUs to engines, which serve `version`."""
-        ...
-
-    def take_back(self) -> None:
-        """Take the GPUs back from engines: a batch has arrived. Every rank calls it."""
-        ...
+STOPPED = b"stop"
+"""Broadcast instead of a batch when the run is asked to stop."""
 
 
 class BatchFeed:
@@ -49,31 +32,29 @@ class BatchFeed:
         *,
         parts: int = 1,
         asked_to_stop: Callable[[], bool] = lambda: False,
-        shared: SharedGPUs | None = None,
+        take_back: Callable[[], None] = lambda: None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Set up the feed of batches in `parts` parts. Only rank 0 has a `source` and calls the callbacks. `shared` are
-        the turns on GPUs that engines use too. With `group` the ranks wait for rank 0 on the host: a kernel that waits
-        on a GPU would hold up a publish in the background, or take time from engines on the same GPU."""
+        """Set up the feed of batches in `parts` parts. Only rank 0 has a `source` and calls the callbacks, except for
+        `take_back`, which every rank calls when a batch has arrived. With `group` the
+        ranks wait for rank 0 on the host: a kernel that waits on a GPU would hold up a publish in the background, or
+        take time from engines on the same GPU."""
         self._group = group
         self._source, self._interrupt, self._parallel, self._asked = source, interrupt, parallel, asked_to_stop
-        self._shared, self._parts = shared, parts
+        self._take_back, self._parts = take_back, parts
         self.stopped = False
         """Whether no further batch will come because the run is asked to stop. The same on every rank."""
 
     def get(self, version: int, part: int = 0) -> Batch | None:
         """Wait until this part of batch `version` arrives. Returns None if `interrupt` says that none will come, or if
         the run is asked to stop; it does not stop within a batch."""
-        while (data := self._next(version, part)) == LEND:
-            assert self._shared
-            self._shared.lend(version)
+        data = self._next(version, part)
         self.stopped = data == STOPPED
         if not data or self.stopped:
             return None
         batch = decode_batch(data)
         assert batch.version == version, f"asked for batch {version}, received {batch.version}"
-        if self._shared:
-            self._shared.take_back()
+        self._take_back()
         return batch
 
     def _next(self, version: int, part: int) -> bytes:
@@ -91,8 +72,6 @@ class BatchFeed:
                 instead = STOPPED
             elif self._interrupt():
                 instead = b""
-            elif self._shared and self._shared.due():
-                instead = LEND
             return instead is not None
 
         if part == 0 and self._asked():

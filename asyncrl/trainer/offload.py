@@ -1,5 +1,5 @@
-"""Offload of a trainer rank's memory while engines use its GPU (cluster.placement=colocated, cluster.lend), and of the
-optimizer's states while passes need it (trainer.optimizer.offload).
+"""Offload of a trainer rank's memory while engines use its GPU (cluster.placement=colocated), and of the optimizer's
+states while passes need it (trainer.optimizer.offload).
 
 Storages are moved, not tensors: a storage is copied to pinned host memory and shrunk to nothing, and later takes the
 same bytes back. Megatron's parameters, gradients and shards of the distributed optimizer are views of a few large

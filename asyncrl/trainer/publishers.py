@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +14,10 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config, on_gpu
 from asyncrl.engine.adapters import AdapterName, InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
-from asyncrl.engine.hand_over import HandOver
 from asyncrl.engine.update import Update
-from asyncrl.metrics.record import StepLog
-from asyncrl.network.addresses import LEND, Addresses
+from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
-from asyncrl.trainer.lending import Lending
 from asyncrl.trainer.loop import VersionPublisher
 from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
@@ -48,8 +45,6 @@ class PublisherBuilder:
     source: BatchSource
     timeout: float
     """Seconds, of collectives."""
-    purpose: str = ""
-    """Further part of the name of the folder for transports that write files."""
 
     def publisher(self, update: Update | None) -> tuple[VersionPublisher, str]:
         """Return the publisher and the reason for its choice of transport. `update` is the protocol of engines that
@@ -61,28 +56,6 @@ class PublisherBuilder:
             return self._of_adapters(names)
         (merged,) = self.config.adapters
         return self._of_weights(hold=self.source.hold, announce=self.source.announce, update=update, merged=merged)
-
-    def lending(self, fleet: Fleet, turns: HandOver | None, always: VersionPublisher, log: StepLog) -> Lending:
-        """Return the loans of the GPUs to this fleet (cluster.lend), whose engines take turns with the trainers as
-        colocated ones do. The rollout side is not told of them."""
-        config, source = self.config, self.source
-        near = _alone() and config.weights.transport not in ("disk", "delta")
-        weights = config.weights.model_copy(update={"transport": "tensor" if near else "disk", "staging": "stream"})
-        cluster = config.cluster.model_copy(update={"placement": "colocated"})
-        like = config.model_copy(update={"weights": weights, "cluster": cluster})
-        (merged,) = config.adapters
-        lent, _ = replace(self, config=like, fleet=fleet, purpose="lent")._of_weights(
-            hold=lambda: None, announce=lambda *_: None, update=turns.update if turns else None, merged=merged
-        )
-        return Lending(
-            *(fleet, turns, self.policy.memory),
-            lent=lent,
-            always=always,
-            log=log,
-            allowed=(self.run_dir / LEND).exists,
-            hold=source.hold,
-            go_on=self._announce,
-        )
 
     def _announce(self, version: int) -> InUse:
         return self.source.announce(version, self.policy.reused)
@@ -174,8 +147,8 @@ class PublisherBuilder:
     def _folder(self) -> Path:
         """Return a folder that belongs to this run alone, because several runs may share `weights.folder`."""
         if shared := self.config.weights.folder:
-            return folder_in(Path(shared).expanduser(), self.run_dir, self.purpose)
-        return self.run_dir / "weights" / self.purpose
+            return folder_in(Path(shared).expanduser(), self.run_dir)
+        return self.run_dir / "weights"
 
 
 def _alone() -> bool:

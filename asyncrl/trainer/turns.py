@@ -45,13 +45,6 @@ class Turns:
         self._log, self._hold = log, hold
         self._ours = True
 
-    def due(self) -> bool:
-        """Return False: a publish gives the GPUs to the engines."""
-        return False
-
-    def lend(self, version: int) -> None:
-        """Do nothing: the engines have the GPUs."""
-
     def take_back(self) -> None:
         """Wait until no engine uses the GPUs."""
         with self._log.span("release"):

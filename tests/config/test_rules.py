@@ -21,8 +21,6 @@ from asyncrl.launch.engine_shape import check_shape
 from tests.fakes import tiny_config
 from tests.launch.test_generations import AMPERE, BLACKWELL, HOPPER, check
 
-LEAVING = {"lending", "long_tail", "disaggregated"}
-"""Modules of settings that are being removed."""
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
 ROLE: dict[str, Any] = {"adapter": "judge", "past": None}
 ROLES: dict[str, Any] = {**LORA, "agents.roles": {"judge": ROLE, "other": {**ROLE, "adapter": "other"}}}
@@ -193,9 +191,9 @@ def test_each_rule_has_a_case_that_breaks_it(monkeypatch: pytest.MonkeyPatch) ->
             for kind in ("fp8", "int8"):
                 with suppress(Recorded):
                     check(gpu, quantization=kind)
-    assert {module.rpartition(".")[2] for module in with_rules()} - LEAVING == BASES.keys() | {"generations"}
+    assert {module.rpartition(".")[2] for module in with_rules()} == BASES.keys() | {"generations"}
     assert {module for module, *_ in found.broken} >= BASES.keys()
-    assert {place for place in found.seen - found.broken if place[0] not in LEAVING} == set()
+    assert found.seen - found.broken == set()
 
 
 def test_rules_are_refused_in_order_with_field_value_and_remedy() -> None:

@@ -49,7 +49,6 @@ def test_what_does_not_fit_is_refused(base: dict[str, Any], field: str, value: A
 @pytest.mark.parametrize(
     ("field", "cluster"),
     [
-        ("cluster.lend", {"cluster.elastic": "act", "rollout.max_running_groups": "auto", "cluster.lend": True}),
         (
             "cluster.placement",
             {"cluster.placement": "colocated", "weights.pause_mode": "retract", "rollout.max_staleness": 1},

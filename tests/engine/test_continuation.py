@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -335,75 +335,22 @@ def test_sibling_that_was_whole_before_a_publish_overtook_its_request_is_not_ask
     assert [answer.versions[0].version for answer in (first, second)] == [7, 8]
 
 
-LENT, ALWAYS = "http://lent:1", "http://always:1"
-MODES = [(mode, key) for mode in ("in_place", "retract", "abort") for key in ("version", "group")]
-
-
-def across_a_loans_end(mode: str, key: str, engine: str) -> tuple[FakeEngine, GenerationClient]:
-    """A request is sent before a loan ends. `engine` has taken it, and generates only after the end; nobody has yet if
-    that is empty."""
-    going_on = asyncio.Event()
-    answer = echo()
-
-    async def begun(request: dict[str, Any]) -> AsyncIterator[bytes]:
-        await going_on.wait()
-        yield answer(request)
-
-    def reply(request: dict[str, Any]) -> Reply:
-        if len(server.requests) > 1:
-            return answer(request)
-        return httpx.Response(200, content=begun(request), headers={"x-smg-routed-worker-id": engine})
-
-    async def play(client: GenerationClient) -> GenerationClient:
-        client.inflight.release(7)
-        asking = asyncio.create_task(client.generate(group="g-v7")(PROMPT))
-        await until(lambda: server.requests)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        client.inflight.hold()
-        client.inflight.release(7)
-        if engine == ALWAYS:
-            going_on.set()
-        await asking
-        return client
-
-    server = FakeEngine(reply)
-    return server, asked(server, play, cache_key=key, pause_mode=mode, lent=[LENT])
-
-
-@pytest.mark.parametrize(("mode", "key"), MODES)
-@pytest.mark.parametrize("engine", [LENT, ""])
-def test_request_without_a_token_leaves_a_lent_engine_when_the_loan_ends(mode: str, key: str, engine: str) -> None:
-    server, client = across_a_loans_end(mode, key, engine)
-    assert len(server.requests) == 2
-    assert client.inflight.figures.continued == Counter(overtaken=1)
-
-
-@pytest.mark.parametrize(("mode", "key"), MODES)
-def test_request_at_an_engine_that_always_serves_does_not_notice_the_end_of_a_loan(mode: str, key: str) -> None:
-    server, client = across_a_loans_end(mode, key, ALWAYS)
-    assert len(server.requests) == 1
-    assert client.inflight.figures.continued.total() == client.inflight.figures.refilled_tokens == 0
-    assert client.inflight.take_needed() == len(PROMPT)
-
-
-def test_publish_after_a_loan_counts_what_it_retracts_once() -> None:
+def test_hold_that_is_repeated_counts_what_a_publish_retracts_once() -> None:
     gate = asyncio.Event()
 
     async def play(client: GenerationClient) -> int:
         client.inflight.release(7)
         asking = asyncio.create_task(client.generate(group="g-v7")(PROMPT))
         await until(lambda: engine.requests)
-        for version in (7, 8):
-            for _ in range(2):  # a hold is repeated until it is confirmed
-                client.inflight.hold()
-            client.inflight.release(version)
+        for _ in range(2):  # a hold is repeated until it is confirmed
+            client.inflight.hold()
+        client.inflight.release(8)
         gate.set()
         await asking
         return client.inflight.figures.refilled_tokens
 
     engine = FakeEngine(lambda request: [gate, echo()(request)])
-    assert asked(engine, play, pause_mode="retract", lent=[LENT], cache_key="group") == len(PROMPT)
+    assert asked(engine, play, pause_mode="retract", cache_key="group") == len(PROMPT)
 
 
 def test_request_that_had_begun_keeps_its_tokens() -> None:

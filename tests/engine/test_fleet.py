@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from asyncrl.engine.fleet import Fleet
-from asyncrl.engine.router import RouterWorkers
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Access
@@ -275,31 +274,6 @@ def test_engine_that_fails_its_first_update_waits_for_its_next_incarnation(engin
     first.version = "restart-2"
     fleet.reconcile()
     assert fleet.joining == [first.url]
-    fleet.close()
-
-
-def test_suspended_engines_get_no_requests_until_the_next_publish(engines, router) -> None:
-    urls = [engine.url for engine in engines]
-    fleet = Fleet(urls, Access("key0"), 5.0, router=router)
-    fleet.suspend()
-    assert (fleet.serving, fleet.joining) == ([], urls)
-    assert router.words == [("remove", url) for url in urls]
-    fleet.reconcile()
-    assert router.kept == []
-    update(engines, fleet, version=6)
-    assert (fleet.serving, router.words[2:]) == (urls, [("add", url) for url in urls])
-    fleet.close()
-
-
-def test_an_engine_that_the_router_may_still_send_requests_to_is_not_suspended(engines) -> None:
-    fleet = Fleet([engines[0].url], Access("key0"), 5.0, router=DeadRouter())
-    with pytest.raises(EngineError, match="the router does not answer"):
-        fleet.suspend()
-    fleet.close()
-    down = RouterWorkers("http://127.0.0.1:9", Access("key0"), 5.0)  # it will know no engine
-    fleet = Fleet([engines[0].url], Access("key0"), 5.0, router=down)
-    fleet.suspend()
-    assert fleet.joining == [engines[0].url]
     fleet.close()
 
 

@@ -198,7 +198,6 @@ def test_engine_that_is_lost_and_not_restarted_keeps_the_gpus_from_the_trainers(
     """cluster.on_engine_death=fail. Until then the others go on."""
     engine, urls = rig.engines[1], [engine.url for engine in rig.engines]
     rig.fleet = Fleet(urls, Access("key0"), timeout=CALL_SECONDS)
-    rig.fleet.suspend()
     hand_over = HandOver(rig.fleet, mode="retract", start_timeout=START_SECONDS, folder=rig.folder)
     rig.fleet.lose(engine.url, "it answered 500")
     assert rig.fleet.urls == (rig.engines[0].url,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import httpx
 import pytest
@@ -25,13 +24,12 @@ RANK = {
 }
 
 
-def asked(answers: dict[str, httpx.Response | Exception], *, lent: Sequence[str] = ()) -> list[Load]:
-    """Return the loads of the engines that the router knows, or of those that are lent, which it does not know."""
+def asked(answers: dict[str, httpx.Response | Exception]) -> list[Load]:
+    """Return the loads of the engines that the router knows."""
 
     def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/workers":
-            known = [{"url": f"http://{name}"} for name in answers if name not in lent]
-            return httpx.Response(200, json={"workers": known})
+            return httpx.Response(200, json={"workers": [{"url": f"http://{name}"} for name in answers]})
         assert request.url.path == "/v1/loads"
         answer = answers[str(request.url.host)]
         if isinstance(answer, Exception):
@@ -41,7 +39,7 @@ def asked(answers: dict[str, httpx.Response | Exception], *, lent: Sequence[str]
     async def main() -> list[Load]:
         loads = Loads("http://router", Access(""), httpx.MockTransport(handle))
         try:
-            return await loads.of([f"http://{name}" for name in lent]) if lent else await loads.ask()
+            return await loads.ask()
         finally:
             await loads.close()
 
@@ -57,11 +55,6 @@ def test_engines_that_are_dead_or_refuse_are_left_out() -> None:
     whole = httpx.Response(200, json={"loads": [RANK]})
     answers = {"a": whole, "b": httpx.ConnectError("refused"), "c": httpx.Response(503), "d": whole}
     assert asked(answers) == [load_of([RANK], f"http://{name}") for name in "ad"]
-
-
-def test_engines_that_the_router_does_not_know_are_asked_by_name() -> None:
-    whole = httpx.Response(200, json={"loads": [RANK]})
-    assert asked({"a": whole, "b": whole, "c": httpx.Response(503)}, lent="bc") == [load_of([RANK], "http://b")]
 
 
 def test_an_engine_that_does_not_know_the_question_is_too_old() -> None:

@@ -17,21 +17,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from asyncrl import jsonl
 from asyncrl.config import Config, WeightsConfig, read
-from asyncrl.engine.fleet import Fleet, build_fleet
-from asyncrl.engine.hand_over import HandOver
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.registry import Registry
 from asyncrl.engine.router import RouterWorkers
 from asyncrl.metrics.record import StepLog
-from asyncrl.network.addresses import LEND, LOST, READY, Addresses
+from asyncrl.network.addresses import LOST, Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.schema import decode_batch
-from asyncrl.trainer.batch_source import RolloutClient, wait_for_file
-from asyncrl.trainer.lending import Lending
+from asyncrl.trainer.batch_source import RolloutClient
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.publish import Publisher
 from asyncrl.weights.transport import Transport
@@ -79,19 +76,12 @@ def main(run_dir: Path) -> None:
     )
     (run_dir / BATCHES).mkdir()
     log = StepLog([partial(jsonl.append, run_dir / "metrics.jsonl")], started_at=addresses.started_at)
-    lending = _lending(config, addresses, run_dir, publisher, log, source) if config.cluster.lend else None
-    publisher = lending or publisher
     for version in range(config.run.max_steps):
         with log.span("wait_batch"):
             time.sleep(workload.late.get(version, 0.0))
             begun = read_slowly(addresses, version, workload.slow[version]) if version in workload.slow else b""
-            while not (data := source.batch(version, interrupt=partial(_interrupted, fleet, lending))):
-                if lending and lending.due():
-                    lending.lend(version)
-                else:
-                    publisher.publish(version)
-            if lending:
-                lending.take_back()
+            while not (data := source.batch(version, interrupt=fleet.needs_weights)):
+                publisher.publish(version)
         assert data.startswith(begun), f"batch {version} was another when it was asked for again"
         (run_dir / BATCHES / f"{version:06d}").write_bytes(data)
         batch = decode_batch(data)
@@ -100,48 +90,8 @@ def main(run_dir: Path) -> None:
             time.sleep(workload.train_seconds + workload.train_per_token * tokens)
         with log.span("publish"):
             sent = publisher.publish(version + 1)
-        loans = lending.take_figures() if lending else {}
-        log.step(version + 1, batch, {"tokens/trained": tokens, **loans}, sent)
+        log.step(version + 1, batch, {"tokens/trained": tokens}, sent)
     jsonl.replace(run_dir / "summary.json", {"ledger": source.status()["ledger"]})
-
-
-def _interrupted(fleet: Fleet, lending: Lending | None) -> bool:
-    return fleet.needs_weights() or (lending is not None and lending.due())
-
-
-class NoMemory:
-    """Memory of a trainer that has none."""
-
-    def offload(self, *, parameters: bool) -> None:
-        """Do nothing."""
-
-    def onload(self, *, everything: bool) -> None:
-        """Do nothing."""
-
-
-def _lending(
-    config: Config, addresses: Addresses, run_dir: Path, always: Publisher, log: StepLog, source: RolloutClient
-) -> Lending:
-    """Return the loans as trainer/publishers.py creates them, once the engines have released their memory."""
-    fleet = build_fleet(config, addresses, run_dir, decides=True, lent=True)
-    fleet.suspend()
-    wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
-    turns = HandOver(fleet, mode="abort", start_timeout=config.engine.start_timeout, folder=run_dir)
-    turns.give()
-    nothing: Any = NoWeights()
-    parallel = Parallel(**{**ALONE, "device": torch.device("cpu")})
-    dist.barrier = lambda: None  # type: ignore[assignment]
-    quiet: Any = {"expected": _none, "hold": lambda: None, "announce": lambda *_: None, "update": turns.update}
-    memory: Any = NoMemory()
-    return Lending(
-        *(fleet, turns, memory),
-        lent=Publisher(parallel, fleet, nothing, nothing, unverified(config), **quiet),
-        always=always,
-        log=log,
-        allowed=(run_dir / LEND).exists,
-        hold=source.hold,
-        go_on=source.announce,
-    )
 
 
 def _fleet(config: Config, addresses: Addresses, run_dir: Path) -> Fleet:

@@ -5,7 +5,7 @@ Launcher, asyncrl-engines, router and rollout process are real; engines and trai
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +18,7 @@ from tests.integration.running import finish, lines, nothing_is_left, start
 from tests.integration.test_rollout_faults import ROOT, balanced
 from tests.integration.workload import Workload
 
-STEPS, SLOW_STEPS = 32, 18
+STEPS = 32
 LENGTHS = Lengths(mean=10.0, sigma=0.5, longest=24, group_size=4)
 WORKLOAD = Workload(asdict(LENGTHS), 0.01, [0.0], 0.1, per_request=0.0005, max_running=4)
 """One engine takes about 1 s for a batch, two take half of it, and the trainer takes 0.1 s."""
@@ -75,24 +75,3 @@ def test_controller_adds_an_engine_that_makes_steps_shorter_and_nothing_is_lost(
     before, after = (median(one["time/step"] for one in some) for some in (steps[1:at], steps[at + 2 :]))
     print(f"{before:.2f} s a step, {after:.2f} s with two engines, from step {at} on")
     assert after < 0.85 * before
-
-
-@pytest.mark.integration
-@pytest.mark.campaign
-def test_controller_lends_the_trainers_gpus_and_steps_get_shorter_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One engine takes about 12 s for a batch, and two take half of it; no engine may be added."""
-    slow, changes = (
-        replace(WORKLOAD, per_token=0.12, train_seconds=0.25),
-        {"cluster.lend": "true", "rollout.max_running_groups": "auto"},
-    )
-    decisions, steps, _ = played(tmp_path, monkeypatch, slow, SLOW_STEPS, **changes)
-    (lent,) = (one["step"] for one in decisions if one["action"] == "lend_trainer")
-    loans = [step for step in steps if step.get("time/lent")]
-    assert len(loans) >= 3
-    assert min(step["step"] for step in loans) > lent
-    before = median(step["time/step"] for step in steps[3:lent])
-    after = median(step["time/step"] for step in loans[1:])
-    print(f"{before:.2f} s a step, {after:.2f} s with loans")
-    assert after < 0.9 * before

@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from asyncrl.checkpoints.store import CheckpointStore
-from asyncrl.network.addresses import LEND
 from tests.integration.running import lines, nothing_is_left, pids_carrying, run
 from tests.integration.test_agents import books_balance
 from tests.integration.test_replay import trained, weights
@@ -217,26 +216,6 @@ def test_two_jobs_share_their_nodes_and_the_launcher_of_one_is_killed_in_an_allo
     lab.run("scancel", number)
     other.finishes()
     nothing_is_left(other.run_dir)
-
-
-@pytest.mark.campaign
-def test_trainers_of_two_machines_lend_to_an_engine_on_each(lab: Lab, tmp_path: Path) -> None:
-    """The weights reach the second machine through files."""
-    (slow := tmp_path / "slow").touch()
-    agent = ("agent=tests.integration.patient:answer", f"+agent_params.file={slow}", "rollout.batch_groups=12")
-    waits = ("rollout.group_size=2", "rollout.max_running_groups=4", "eval.questions=0")
-    lending = ("cluster.lend=true", "cluster.elastic=act", "cluster.trainer_nodes=2", "trainer.data_parallel=2")
-    job = Submitted(lab, tmp_path / "run", "cluster.nodes=3", *agent, *waits, *lending, "run.max_steps=6")
-    job.wait_for_step(1)
-    found = job.nodes()
-    assert (found["engine-lent-0"], found["engine-lent-1"], found["engine-0"]) == ("node1", "node2", "node3")
-    (job.run_dir / LEND).touch()
-    job.finishes()
-    loans = [step for step in job.steps() if step.get("time/lent")]
-    assert len(loans) >= 2
-    assert {step["engines/lent"] for step in loans} == {2}
-    books_balance(job.run_dir)
-    nothing_is_left(job.run_dir)
 
 
 @pytest.mark.campaign

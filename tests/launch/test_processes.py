@@ -575,20 +575,6 @@ def test_engine_that_is_lost_with_its_machine_is_missed_as_long_as_another_serve
         )
 
 
-def test_engines_of_loans_do_not_replace_the_last_that_always_serves(run_id: str, tmp_path: Path) -> None:
-    (tmp_path / READY).touch()
-    (tmp_path / "logs").mkdir()
-    gone = "import time; time.sleep(0.2); raise SystemExit(1)"
-    specs = [
-        step(run_id, "engine-0", gone, url="http://e0", node="node3", restarts=1),
-        step(run_id, "engine-lent-0", url="http://e1", node="node2", restarts=1, lent=True),
-        spec(run_id, "trainer-0", FOREVER, ends=True),
-    ]
-    policy = RestartPolicy(tmp_path, has_machine=lambda node: node != "node3")
-    with pytest.raises(ProcessDied, match="engine-0 on node3 died"):
-        Supervisor(specs, tmp_path, run_id, 1.0, policy).run(lambda: None)
-
-
 def test_processes_that_belong_together_are_started_again_together(run_id: str, tmp_path: Path) -> None:
     """The ranks of an engine on two machines: one dies, the other would wait for it for ever."""
     (tmp_path / READY).touch()

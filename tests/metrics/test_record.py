@@ -228,13 +228,13 @@ def test_what_a_process_does_is_the_outer_span_again_after_an_inner_one() -> Non
     told: list[tuple[str, int]] = []
     log = StepLog([], started_at=0.0, begins=lambda *span: told.append(span))
     with log.span("wait_batch"):
-        with log.span("lend"):
+        with log.span("release"):
             pass
-        with pytest.raises(ValueError, match="failed"), log.span("take_back"):
+        with pytest.raises(ValueError, match="failed"), log.span("save"):
             raise ValueError("failed")
     with log.span("train"):
         pass
-    assert told == [(name, 1) for name in ("wait_batch", "lend", "wait_batch", "take_back", "wait_batch", "train")]
+    assert told == [(name, 1) for name in ("wait_batch", "release", "wait_batch", "save", "wait_batch", "train")]
 
 
 def test_spans_are_told_with_their_batch_and_wall_clock_times() -> None:

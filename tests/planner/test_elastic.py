@@ -205,30 +205,6 @@ def test_advice_changes_nothing_and_is_given_once() -> None:
     assert one.setting.engines == 4
 
 
-def test_lending_the_trainers_gpus_is_advised_only_where_no_engine_can_be_added() -> None:
-    lent = ElasticLimits(1, 4, lendable=4, hand_over=0.1)
-    assert [decision.action for decision in world(controller(lent), 60)] == ["lend_trainer"]
-    assert world(controller(replace(lent, max_engines=12)), 60)[0].action == "add_engine"
-    assert world(controller(replace(lent, hand_over=60.0)), 60) == []
-
-
-def test_lending_is_decided_once_and_what_lent_engines_give_is_not_taken_for_speed() -> None:
-    """The toy world has engines of one speed; four lent ones serve half of the time."""
-    limits = ElasticLimits(4, 4, lendable=4, hand_over=0.1, lends=True)
-    one, lent, found = controller(limits), 0.0, list[str]()
-    for step in range(1, 80):
-        made = BATCH * SIBLINGS * TOKENS / ((4 + lent) * DECODE)
-        seen = StepObservation(step, step * 10.0, made, made - 2.0, 0.0, 800.0, 4, [GROUP] * BATCH, lent=lent)
-        if decision := one.observe(seen):
-            found.append(decision.action)
-            lent = 2.0
-    assert found == ["lend_trainer"]
-    assert one.law is not None
-    assert math.isclose(one.law.samples_per_s, 6 * DECODE / TOKENS, rel_tol=0.02)
-    assert one.setting.engines == 4
-    assert math.isclose(one._slowness, 1.0, rel_tol=0.02)
-
-
 # -- in simulation, under the real laws ------------------------------------------------------------------------
 
 DEVICES, STEPS = 8, 60
@@ -286,21 +262,6 @@ def test_stationary_lengths_cost_at_most_a_fiftieth() -> None:
     fixed = {engines: outcome(1.0, engines, STEPS).tokens_per_s for engines in (2, 3, 4)}
     assert max(fixed, key=fixed.__getitem__) == 3
     assert outcome(1.0, 3, STEPS, elastic=True).tokens_per_s > 0.98 * fixed[3]
-
-
-def test_a_trainer_that_waits_gains_by_lending_and_one_that_binds_lends_nothing() -> None:
-    def outcome(growth: float, engines: int, *, lends: bool) -> ElasticResult:
-        lengths = Lengths(1000, 0.9, 32_000, 8, growth=growth, growth_groups=STEPS * 16, seed=0)
-        setting = Setting(engines, 3600.0, 8, train_fixed=1.0, pause=1.0, in_play=None, shape=SHAPE)
-        limits = ElasticLimits(engines, engines, lendable=4, hand_over=10.0, lends=lends)
-        return simulate_elastic(SimulatedWorkload(lengths.episodes(), 16, longest=32_000), setting, STEPS, limits)
-
-    few, lent = (outcome(4.0, 2, lends=lends) for lends in (False, True))
-    assert lent.tokens_per_s > 1.2 * few.tokens_per_s
-    assert lent.lent_seconds > 0
-    assert lent.staleness_max <= 8
-    assert [one.action for one in lent.decisions] == ["lend_trainer"]
-    assert outcome(1.0, 6, lends=True).lent_seconds == 0
 
 
 def test_lead_and_concurrency_that_limit_a_run_are_raised_while_no_engine_can_be_added() -> None:

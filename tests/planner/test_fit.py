@@ -225,13 +225,13 @@ def test_engines_are_those_that_served_and_a_change_is_noted(run: Path) -> None:
     steps = metrics_alone(run, varied=True)
     for number, step in enumerate(steps):
         step |= {"engines/serving": 1.0 if number < 6 else 3.0, "time/step": 10.0}
-        step |= {"engines/lent": 2.0, "time/lent": 5.0} if number == 11 else {}
+        step |= {"engines/serving": 4.0} if number == 11 else {}
     with_steps(run, steps)
     found = fit(run)
     assert found.engines == 2
     assert found.fields["gpus"] == 4 + 2
     assert any("Between 1 and 4 engines served: 2.08, the mean" in note for note in found.notes)
-    with_steps(run, [step | {"engines/serving": 0.0, "engines/lent": 0.0} for step in steps])
+    with_steps(run, [step | {"engines/serving": 0.0} for step in steps])
     with pytest.raises(RecordError, match="No engine served"):
         fit(run)
 
@@ -265,7 +265,6 @@ def test_run_of_an_earlier_version_has_the_defaults_of_what_did_not_exist(run: P
     metrics_alone(run, varied=True)
     whole, values = fit(run).settings, json.loads((run / "config.json").read_text())
     for name in (
-        "cluster.lend",
         "weights.overlap",
         "trainer.batch_parts",
         "task.weight",

@@ -15,14 +15,12 @@ from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
 from asyncrl.planner.activations import Recompute, Training, activations, layer_bytes
 from asyncrl.planner.memory import (
-    LOANS,
     _stage,
     away,
     cache_that_fits,
     checkpoint_bytes,
     checkpoint_staging,
     engine_rank,
-    loan_buckets,
     offloaded,
     trainer_rank,
     turns,
@@ -412,16 +410,3 @@ def test_turns_on_a_shared_gpu_count_what_each_side_keeps() -> None:
     assert sum(found["generate"].values()) == sum(engine.values()) + trainer["publish buckets"]
     assert sum(found["publish"].values()) == engine["weights"] + trainer["weights"] + trainer["publish buckets"]
     assert away(trainer) == (2 + 4 + 8 + 2) * parameters(counted(weights, SHAPE)).all
-
-
-def test_buckets_for_engines_of_loans_stay_in_every_turn_beside_the_others() -> None:
-    """They are two, whatever the others are."""
-    weights = model()
-    sent = loan_buckets(weights, SHAPE, ParallelLayout(), replace(TRAINING, bucket=0), 64)
-    assert sent == 128
-    trainer = trainer_rank(weights, SHAPE, ParallelLayout(), TRAINING)
-    engine = engine_rank(weights, SHAPE, tensor=1, dtype="bfloat16", tokens=1000)
-    without, found = turns(trainer, engine), turns(trainer | {LOANS: sent}, engine)
-    assert {turn: sum(found[turn].values()) - sum(without[turn].values()) for turn in found} == dict.fromkeys(
-        ("generate", "train", "publish"), 128
-    )

@@ -509,7 +509,7 @@ def test_timelines_say_when_groups_end_and_which_one_a_batch_waited_for() -> Non
         assert (second.step, second.last, second.asked) == (1, "", second.taken)
         (published,) = [record for record in site.records if isinstance(record, PublishTimeline)]
         assert (published.version, published.held) == (1, 5.0)
-        site.client.held = 6.0  # at the end of a loan
+        site.client.held = 6.0  # for engines that came later
         assert (await site.http.post("/version", json={"version": 1})).status_code == 200
         assert [record for record in site.records if isinstance(record, PublishTimeline)] == [published]
 

@@ -55,35 +55,13 @@ def test_engines_that_need_weights_interrupt_the_wait_and_nothing_is_over() -> N
     assert feed.get(0) is None
 
 
-class Loans:
-    """Lends once, when the source was asked twice."""
-
-    def __init__(self, source: SourceOf) -> None:
-        self.calls, self._source = list[str](), source
-
-    def due(self) -> bool:
-        return self._source.asked >= 2 and not self.calls
-
-    def lend(self, version: int) -> None:
-        self.calls.append(f"lend {version}")
-
-    def take_back(self) -> None:
-        self.calls.append("take back")
-
-
-def test_a_loan_begins_in_the_wait_which_goes_on_until_the_gpus_are_back() -> None:
-    source, parallel = SourceOf(ready=5), cast(Any, None)
-    loans = Loans(source)
-    found = BatchFeed(source, lambda: False, parallel, shared=loans).get(7)
-    assert found is not None
-    assert (found.version, loans.calls, source.asked) == (7, ["lend 7", "take back"], 5)
-
-
-def test_engines_that_need_weights_come_before_a_loan() -> None:
-    source, parallel = SourceOf(), cast(Any, None)
-    loans = Loans(source)
-    feed = BatchFeed(source, lambda: source.asked >= 2, parallel, shared=loans)
-    assert (feed.get(0), feed.stopped, loans.calls) == (None, False, [])
+def test_the_gpus_come_back_once_for_a_batch_and_not_for_an_interrupted_wait() -> None:
+    taken, parallel = list[int](), cast(Any, None)
+    source = SourceOf()
+    for interrupted in (True, False):
+        feed = BatchFeed(source, lambda: interrupted, parallel, take_back=lambda: taken.append(source.asked))  # noqa: B023
+        assert (feed.get(7) is None) is interrupted
+    assert taken == [3]
 
 
 def test_a_run_that_is_asked_to_stop_takes_no_further_batch_although_one_is_ready() -> None:

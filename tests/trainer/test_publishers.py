@@ -16,14 +16,14 @@ from tests.fakes import addresses, tiny_config  # noqa: E402
 
 
 @pytest.mark.parametrize("shared", [None, "/shared"])
-def test_runs_and_purposes_have_folders_of_their_own(shared: str | None) -> None:
+def test_runs_have_folders_of_their_own(shared: str | None) -> None:
     config, unused = tiny_config(**{"weights.folder": shared}), (None,) * 4
 
-    def folder(run: str, purpose: str = "") -> Path:
+    def folder(run: str) -> Path:
         parts: Any = config, addresses(), Path(run), *unused
-        return PublisherBuilder(*parts, timeout=1.0, purpose=purpose)._folder()
+        return PublisherBuilder(*parts, timeout=1.0)._folder()
 
     runs = ("/home/anna/a/runs/main", "/home/ben/b/runs/main")
-    found = {folder(run, purpose) for run in runs for purpose in ("", "lent")}
-    assert len(found) == 4
+    found = {folder(run) for run in runs}
+    assert len(found) == 2
     assert all(Path(shared or "/home") in one.parents for one in found)

@@ -51,7 +51,7 @@ class Full(type(Path())):
 
 def test_runs_that_share_a_folder_have_different_ones_in_it_and_find_them_again() -> None:
     shared, runs = Path("/shared"), [Path("/home", name, "runs/main") for name in ("anna", "ben")]
-    found = [folder_in(shared, run, purpose) for run in runs for purpose in ("", "lent")]
+    found = [folder_in(shared, run) for run in runs]
     assert len(set(found)) == len(found)
     assert {folder.parent for folder in found} == {shared}  # nobody else owns a folder between
     assert folder_in(shared, runs[0]) == found[0]

@@ -53,8 +53,8 @@ class MemoryNeed:
 
 
 def in_turns(trainer: MemoryNeed, engine: MemoryNeed) -> MemoryNeed:
-    """Return the need of a trainer rank that shares its GPU with an engine rank (cluster.placement=colocated, or
-    cluster.lend): that of the largest turn, and host memory for what leaves the GPU."""
+    """Return the need of a trainer rank that shares its GPU with an engine rank (cluster.placement=colocated):
+    that of the largest turn, and host memory for what leaves the GPU."""
     parts = dict(trainer.parts)
     largest = max(turns(parts, dict(engine.parts)).values(), key=lambda turn: sum(turn.values()))
     return MemoryNeed(largest, trainer.gpu, trainer.host + away(parts))
@@ -67,7 +67,7 @@ def check_memory(
     node name. Unknown memory sizes are not compared."""
     ranks = {
         "trainer": placement.trainers,
-        "engine": [seat for seats in (*placement.engines, *placement.lent) for seat in seats],
+        "engine": [seat for seats in placement.engines for seat in seats],
         "teacher": placement.teachers,
         "judge": placement.judges,
     }

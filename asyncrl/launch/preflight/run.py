@@ -145,7 +145,7 @@ def _gpu_software(
     """Check the packages and the compiler that only parts on GPUs need, on the machines of these parts."""
     placed, pins = prepared.placement, pinned(gpu=True)
     fleets = (
-        (config.engine, [seat for seats in (*placed.engines, *placed.lent) for seat in seats]),
+        (config.engine, [seat for seats in placed.engines for seat in seats]),
         (config.teacher, placed.teachers),
         (config.judge, placed.judges),
     )
@@ -191,9 +191,6 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
         if config.checkpoint.every:
             staged += planner.checkpoint_staging(policy.weights, policy.shape, layout, training)
         parts = planner.trainer_rank(policy.weights, policy.shape, layout, training)
-        if config.cluster.lend:
-            bucket = config.weights.bucket_mb << 20
-            parts[planner.LOANS] = planner.loan_buckets(policy.weights, policy.shape, layout, training, bucket)
         needs["trainer"] = MemoryNeed(parts, gpu, staged)
     for name, section, model in (
         ("engine", config.engine, policy),
@@ -215,7 +212,7 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
             if tokens is None:  # it takes what fits; a run needs at least one answer's
                 parts["KV cache of one answer"] = parts.pop("KV cache")
             needs[name] = MemoryNeed(parts, gpu, (config.engine.hicache or 0) * 10**9 if name == "engine" else 0)
-    shares = config.cluster.placement == "colocated" or config.cluster.lend
+    shares = config.cluster.placement == "colocated"
     if shares and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
         needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
     return needs

@@ -28,8 +28,7 @@ from asyncrl.launch.preflight.run import ModelFolder, _needs, preflight, require
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.models import catalog
-from asyncrl.planner.memory import LOANS
-from asyncrl.planner.shapes import Weight, packed, shape_of
+from asyncrl.planner.shapes import packed, shape_of
 from asyncrl.rollout.questions import look
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import compose_values, tiny_config
@@ -195,14 +194,6 @@ def test_the_cache_of_an_engine_in_host_memory_is_counted() -> None:
     config = tiny_config(**{"engine.device": "cuda", "engine.hicache": 20, "rollout.cache_key": "version"})
     shape = shape_of(json.loads((catalog.resolve("builtin:tiny") / "config.json").read_text()))
     assert _needs(config, 1, {"model": ModelFolder([], shape)})["engine"].host == 20e9
-
-
-def test_trainers_that_lend_their_gpus_have_buckets_for_both_fleets() -> None:
-    lends = {"cluster.lend": True, "cluster.elastic": "act", "rollout.max_running_groups": "auto"}
-    config = tiny_config(**{"engine.device": "cuda", "trainer.device": "cuda", **lends})
-    shape = shape_of(json.loads((catalog.resolve("builtin:tiny") / "config.json").read_text()))
-    parts = _needs(config, 2, {"model": ModelFolder([Weight("lm_head.weight", (10, 8))], shape)})["trainer"].parts
-    assert parts[LOANS] == parts["publish buckets"] > 0
 
 
 def test_an_engine_whose_cache_takes_what_fits_needs_room_for_one_answer(tmp_path: Path) -> None:
