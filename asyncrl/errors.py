@@ -115,6 +115,8 @@ class Stopped(Exception):
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.advice = ""
+        """How the run can go on, for the user."""
         super().__init__(signal.Signals(number).name)
 
 

@@ -9,12 +9,21 @@ LAST = "0a760499"
 """The last commit that has all of them."""
 
 _SPECULATION = "speculative decoding is set by SGLang's own engine.server_args.speculative_*"
+_TRACKIO = "trackio needs an older pillow than asyncrl; use tensorboard, wandb or mlflow"
+_DUTIES = "engines that only prefill or only decode were never seen to gain; every engine does both: set engine.count"
 REMOVED = {
     "rollout.migrate_after": "answers that move between engines gained 2.4 % at most",
     "rollout.migrate_below": "answers no longer move between engines",
+    "rollout.start_order": "another order of starts gained 1.3 % at most, with lengths known exactly",
     "engine.speculative": _SPECULATION,
     "engine.draft_model": _SPECULATION,
     "engine.draft_tokens": _SPECULATION,
+    "engine.prefill_count": _DUTIES,
+    "engine.decode_count": _DUTIES,
+    "engine.transfer_backend": _DUTIES,
+    "trainer.token_dispatcher=hybridep": "HybridEP was never executed; deepep is the dispatcher with kernels",
+    "metrics.sinks=trackio": _TRACKIO,
+    "metrics.trackio": _TRACKIO,
     "trainer.mtp": "layers of multi-token prediction are no longer trained; exports contain them unchanged",
 }
 """Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""

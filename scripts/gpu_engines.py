@@ -21,7 +21,6 @@ from typing import Any
 DENSE, SPARSE, FP8, INT8 = 0.15, 0.25, 1.2, 0.45
 TWO, REPLICAS = "engine.tensor_parallel=2", "engine.data_parallel=2"
 EXPERTS, STAGES = "engine.expert_parallel=2", ("engine.pipeline_parallel=2", "weights.pause_mode=abort")
-PAIR = ("engine.count=0", "engine.prefill_count=1", "engine.decode_count=1", "rollout.coalesce=false")
 CODES = "engine.quantization"
 HICACHE = ("engine.hicache=1", "rollout.cache_key=version")
 SMALL_CACHE = "engine.max_total_tokens=1024"
@@ -47,7 +46,6 @@ SETTINGS = {
     "stages": Setting("qwen3_moe", STAGES, gpus=2),
     "all": Setting("qwen3_moe", (TWO, EXPERTS, REPLICAS, *STAGES), gpus=4),
     "hicache": Setting("qwen3", (*HICACHE, SMALL_CACHE), gap=DENSE, on_cpu=(SMALL_CACHE,)),
-    "pair": Setting("qwen3", PAIR, gpus=2, gap=DENSE, on_cpu=()),
     "fp8": Setting("qwen3_moe", (f"{CODES}=fp8",), gap=FP8, on_cpu=(f"{CODES}=fp8_simulated",)),
     "int8": Setting("qwen3_moe", (f"{CODES}=int8",), gap=INT8, on_cpu=(f"{CODES}=int8_simulated",)),
 }
@@ -137,7 +135,7 @@ def ask(fleet: Any, version: int) -> tuple[list[tuple[list[int], Any]], dict[str
 
     prompts = torch.randint(VOCAB, (16, 96), generator=torch.Generator().manual_seed(version)).tolist()
     engine = fleet.config.engine
-    shape = {"replicas": engine.data_parallel, "disaggregated": engine.disaggregated}
+    shape = {"replicas": engine.data_parallel}
 
     async def answers() -> tuple[list[tuple[list[int], Any]], dict[str, float]]:
         made, found = client(fleet, run="settings", max_new_tokens=32, temperature=TEMPERATURE, **shape), []

@@ -48,6 +48,22 @@ assert not awake & {{"torch", "numpy", "sglang", "transformers", "asyncio"}}, aw
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_trainer_collects_again_when_it_begins() -> None:
+    code = """
+import gc
+from pathlib import Path
+from asyncrl.trainer.__main__ import main
+
+try:
+    main(Path("/nowhere"))
+except OSError:
+    assert gc.isenabled()
+else:
+    raise SystemExit("it trained without a configuration")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
 def test_a_program_for_the_terminal_does_not_stop_the_collector() -> None:
     code = "import gc, asyncrl.launch.main, asyncrl.planner.cli, asyncrl_view.watch.cli; assert gc.isenabled()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

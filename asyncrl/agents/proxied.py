@@ -102,6 +102,9 @@ class Proxied(ThroughTheProxy):
 class Command(ThroughTheProxy):
     """Agent that runs a program per episode, in its own process group, which is killed when the episode ends."""
 
+    runs_programs = True
+    """Tells the limit on concurrent episodes to look at this machine's load and memory."""
+
     def __init__(
         self,
         argv: Sequence[str],

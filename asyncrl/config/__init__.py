@@ -19,7 +19,6 @@ from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
 from asyncrl.config.batch_parts import check_batch_parts
 from asyncrl.config.colocated import check_colocated
-from asyncrl.config.disaggregated import check_disaggregated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
@@ -28,7 +27,6 @@ from asyncrl.config.generation import (
     TeacherConfig,
 )
 from asyncrl.config.lending import check_lending
-from asyncrl.config.long_tail import check_long_tail
 from asyncrl.config.overlap import check_overlap
 from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
@@ -180,9 +178,7 @@ class Config(Section):
         check_batch_parts(self)
         check_overlap(self)
         check_colocated(self)
-        check_disaggregated(self)
         check_lending(self)
-        check_long_tail(self)
         check_roles(self)
         check_adapters(self)
         check_quantization(self)
@@ -253,11 +249,6 @@ class Config(Section):
         rules: list[Rule] = [
             ("mode", self.mode != "train", "Only a run that trains can be elastic"),
             ("cluster.placement", self.cluster.placement == "colocated", "Engines and trainers take turns"),
-            (
-                "engine.prefill_count",
-                self.engine.disaggregated,
-                "The controller does not know engines that only prefill or only decode: set engine.count",
-            ),
             ("metrics.timeline", not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
             ("cluster.min_engines", least > count, f"The run starts with {count} engines: lower it"),
             ("cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it"),
@@ -350,7 +341,8 @@ def _explained(error: ValidationError) -> ConfigError:
             continue
         field = ".".join(str(part) for part in item["loc"])
         value = None if item["type"] == "missing" else item["input"]
-        remedy = removal(field, value) or REMEDIES.get(item["type"], item["msg"] + ".")
+        named = ".".join(part for part in item["loc"] if isinstance(part, str))  # without places in a list
+        remedy = removal(named, value) or REMEDIES.get(item["type"], item["msg"] + ".")
         problems.append(ConfigError(field, value, remedy))
     first, *others = problems
     remedy = "\n".join([first.remedy, *map(str, others)])

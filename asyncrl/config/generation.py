@@ -31,13 +31,7 @@ class EngineConfig(Section):
     """The fleet of SGLang servers and the router in front of it."""
 
     count: Natural
-    """Number of engines to start; 0 is only allowed with `urls`, or with `prefill_count` and `decode_count`."""
-    prefill_count: Natural
-    """Number of engines that only prefill; 0: off. The KV caches of their prompts travel to engines that decode."""
-    decode_count: Natural
-    """Number of engines that only decode."""
-    transfer_backend: Literal["mooncake", "mooncake_tcp", "nixl"]
-    """How KV caches travel to engines that decode (--disaggregation-transfer-backend)."""
+    """Number of engines to start; 0 is only allowed with `urls`."""
     urls: list[str]
     """Engines that are already running elsewhere, used in addition: this run sends them its weights and requests. They
     accept the run's API key, which must then be set as ASYNCRL_API_KEY in the environment (docs/engines.md)."""
@@ -123,19 +117,9 @@ class EngineConfig(Section):
             raise ConfigError("engine.pipeline_parallel", self.pipeline_parallel, remedy)
 
     @property
-    def disaggregated(self) -> bool:
-        """Return whether engines only prefill or only decode."""
-        return self.prefill_count + self.decode_count > 0
-
-    @property
-    def duties(self) -> list[str]:
-        """Return what each engine that the launcher starts does, in the router's words."""
-        return ["regular"] * self.count + ["prefill"] * self.prefill_count + ["decode"] * self.decode_count
-
-    @property
     def started(self) -> int:
         """Return the number of engines that the launcher starts."""
-        return len(self.duties)
+        return self.count
 
     @property
     def parallel(self) -> EngineParallel:
@@ -268,11 +252,6 @@ class RolloutConfig(Section):
     """Import path, module:function of (progress) -> task weights by name, for the next prompt; a task that is left out
     has weight 0. progress: asyncrl.rollout.curriculum.CurriculumInput (asyncrl.rollout.hooks:towards_half_solved
     prefers tasks that are solved about half of the time)."""
-    start_order: Literal["in_order", "shortest_first", "longest_first"]
-    """Order in which the prompts of a cohort (rollout.batch_groups) are started, which matters while groups queue
-    (rollout.max_running_groups): that of the draw, or that of the tokens that answers to the prompt took in the last
-    epoch, or else of recent answers of its task. The prompts of a cohort are then drawn together, with the same
-    progress for rollout.curriculum. Neither staleness nor the prompts of a batch depend on it."""
     accept: str
     """Import path, module:function of (group) -> True, False, or the reason of a rejection. A rejected group is counted
     and replaced by a group of another prompt (dynamic sampling: asyncrl.rollout.hooks:has_signal)."""

@@ -50,7 +50,6 @@ def _rules(config: Config) -> list[Rule]:
             engine.device != trainer.device,
             f"Lent engines use the trainers' devices: set it to trainer.device ({trainer.device})",
         ),
-        ("engine.prefill_count", engine.disaggregated, "Lent engines both prefill and decode: set engine.count"),
         (
             "rollout.max_running_groups",
             config.rollout.max_running_groups is None,

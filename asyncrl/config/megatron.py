@@ -90,8 +90,6 @@ class TransformerFields(Section):
     """Sort tokens by their experts in TransformerEngine's fused kernel."""
     moe_deepep_num_sms: Count | None
     """Multiprocessors of a GPU that DeepEP uses, with trainer.token_dispatcher=deepep."""
-    moe_hybridep_num_sms: Count | None
-    """Multiprocessors of a GPU that HybridEP uses, with trainer.token_dispatcher=hybridep."""
     disable_bf16_reduced_precision_matmul: bool | None
     """Sum products of bfloat16 matrices in float32 throughout."""
     disable_parameter_transpose_cache: bool | None

@@ -258,7 +258,7 @@ class ClusterConfig(Section):
         return self
 
 
-SINKS = ("tensorboard", "wandb", "trackio", "mlflow")
+SINKS = ("tensorboard", "wandb", "mlflow")
 
 
 class MetricsConfig(Section):
@@ -267,16 +267,14 @@ class MetricsConfig(Section):
     console: bool
     """Show the progress of the run on the terminal: a live table, or one line per step where the output is no
     terminal."""
-    sinks: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]]
+    sinks: list[Literal["tensorboard", "wandb", "mlflow"]]
     """Where the metrics of each step, held-out accuracies and sampled episodes are also sent. tensorboard: event files
-    in tb/; wandb: Weights & Biases; trackio: its local database; mlflow: a tracking server, or a folder."""
+    in tb/; wandb: Weights & Biases; mlflow: a tracking server, or a folder."""
     episodes: Natural
     """Number of episodes of each batch, chosen at random, whose texts the sinks receive."""
     wandb: Parameters
     """Arguments of wandb.init, such as project, entity, tags and mode=offline, and api_key; unset: the environment
     variable WANDB_API_KEY."""
-    trackio: Parameters
-    """Arguments of trackio.init, such as project and space_id."""
     mlflow: Parameters
     """experiment: name of the experiment; tracking_uri: address of the server; unset: the environment variable
     MLFLOW_TRACKING_URI, or mlruns/ in the run folder. Credentials are MLflow's environment variables."""

@@ -91,6 +91,6 @@ Parameters = Annotated[dict[str, Any], BeforeValidator(opened), PlainSerializer(
 """Free-form parameters of whatever is named by an import path or a kind; the schema does not know their names."""
 FREE = (
     *("params", "agent_params", "reward_params", "tools", "tool_options", "request_fields"),
-    *("chat_template_kwargs", "wandb", "trackio", "mlflow"),
+    *("chat_template_kwargs", "wandb", "mlflow"),
 )
 """Names of the fields of this type."""

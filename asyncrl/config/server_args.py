@@ -20,7 +20,6 @@ INSTEAD = {
     **dict.fromkeys(("dp_size", "data_parallel_size", "dp", "enable_dp_attention"), "data_parallel"),
     **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pp"), "pipeline_parallel"),
     **dict.fromkeys(("enable_hierarchical_cache", "hicache_size"), "hicache"),
-    "disaggregation_mode": "prefill_count and engine.decode_count",
 }
 """Settings in place of SGLang's arguments. Placement, publishes and the other checks follow from them."""
 CANNOT_LOAD = {
@@ -86,6 +85,8 @@ def _rules(config: Config) -> Iterator[Rule]:
     for name, value in config.engine.server_args.items():
         field, is_on = f"engine.server_args.{name}", value is True or value not in OFF
         yield field, name in INSTEAD, f"Set engine.{INSTEAD.get(name)} instead."
+        apart = name == "disaggregation_mode" and value not in (None, "null")
+        yield field, apart, "Every engine of a run both prefills and decodes: remove it."
         if config.mode != "train":
             continue
         why = f"SGLang cannot load new weights with it: {CANNOT_LOAD.get(name)}"

@@ -110,7 +110,7 @@ class TrainerConfig(Section):
     """Expert-parallel ranks, which share the routed experts of a mixture-of-experts layer."""
     expert_tensor_parallel: Count | None
     """Tensor-parallel ranks of each routed expert's matrices; unset: tensor_parallel."""
-    token_dispatcher: Literal["alltoall", "deepep", "hybridep"]
+    token_dispatcher: Literal["alltoall", "deepep"]
     """How the tokens of mixture-of-experts layers reach the experts of other ranks: by all-to-all, or by the kernels of
     the package deep_ep (Megatron's flex dispatcher with this backend; GPUs only)."""
     sequence_parallel: bool

@@ -70,7 +70,6 @@ class GenerationClient:
         fields: Mapping[str, Any] | None = None,
         routing: RoutingShape | None = None,
         replicas: int = 1,
-        disaggregated: bool = False,
         lent: Collection[str] = (),
         seed: int | None = None,
         context: int | None = None,
@@ -90,7 +89,6 @@ class GenerationClient:
         spread: send siblings to different engines (rollout.spread_siblings)
         routing: make engines return the experts of every token in requests for training
         replicas: number of replicas of attention in each engine
-        disaggregated: some engines only prefill, and others only decode
         lent: URLs of the engines on the trainers' GPUs (cluster.lend)
         seed: give every sample its own seed, derived from this one and the sample's name; samples then share no request
         context: maximum length of a sequence in an engine, in tokens
@@ -114,7 +112,6 @@ class GenerationClient:
             fields=dict(fields or {}),
             routing=routing is not None,
             replicas=replicas,
-            disaggregated=disaggregated,
             lent=lent,
             names=names,
             past_versions=past_versions,

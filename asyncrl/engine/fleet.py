@@ -22,7 +22,7 @@ import httpx
 from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
-from asyncrl.engine.router import Duties, RouterDown, RouterWorkers, duties_of, every_engine
+from asyncrl.engine.router import RouterDown, RouterWorkers
 from asyncrl.errors import AsyncRLError, DeadlineExceeded, EngineError
 from asyncrl.network.addresses import LOST, Access, Addresses
 
@@ -46,11 +46,11 @@ class CallRefused(EngineError):
 class Fleet:
     """The engines of a run as one trainer rank sees them: those that serve and those that wait for their weights.
 
-    Only rank 0 has `router` and `register`, and decides which engines serve. Other ranks send weights and report the
-    engines that they lost. `attached` engines were started by others, and wait for their weights at first. `duties`
-    says which engines prefill and which decode, and `selector` which of an engine's models receive weights: the
-    "target", or "all", with its draft model. `on_lost` is called with the URL, the incarnation and the reason of
-    every lost engine. With `on_lost`, losing the last engine is not an error, because the engine is started again.
+    Only rank 0 has `router` and `register`, and decides which engines serve. Other ranks send weights and report
+    the engines that they lost. `attached` engines were started by others, and wait for their weights at first.
+    `selector` says which of an engine's models receive weights: the "target", or "all", with its draft model.
+    `on_lost` is called with the URL, the incarnation and the reason of every lost engine. With `on_lost`, losing
+    the last engine is not an error, because the engine is started again.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class Fleet:
         register: Registry | None = None,
         on_lost: Callable[[str, str, str], None] | None = None,
         selector: str = "all",
-        duties: Duties = every_engine,
     ) -> None:
         self.selector = selector
         self._configured, self._attached = (*urls, *attached), set(attached)
@@ -72,7 +71,7 @@ class Fleet:
         self.lost: dict[str, str] = {}
         self.changes = 0  # number of joins and losses: the same URLs may be other processes
         self.timeout = timeout
-        self._router, self._register, self._on_lost, self._duties = router, register, on_lost, duties
+        self._router, self._register, self._on_lost = router, register, on_lost
         self._incarnations: dict[str, str] = {}  # version label of each engine before it got weights of the run
         self._http = httpx.Client(
             **access.http,
@@ -202,10 +201,9 @@ class Fleet:
         return self._incarnations.get(url) != label or (url in self._attached and url not in self.joining)
 
     def needs_weights(self) -> bool:
-        """Return whether no engine serves (or none that prefills, or none that decodes) but some wait for weights.
-        Without weights no batch would ever arrive."""
+        """Return whether no engine serves but some wait for weights. Without weights no batch would ever arrive."""
         self.reconcile()
-        return not {self._duties(url)[0] for url in self.joining} <= {self._duties(url)[0] for url in self.serving}
+        return bool(self.joining) and not self.serving
 
     def join(self, url: str) -> None:
         """Add a started engine. It receives the next publish, and serves once its checksum is confirmed."""
@@ -287,8 +285,7 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
     """
     timeout = config.weights.timeout
     registry = Registry(run_dir)
-    duties = duties_of(addresses, registry.joined)
-    router = RouterWorkers(addresses.router, addresses.access, timeout, duties) if decides else None
+    router = RouterWorkers(addresses.router, addresses.access, timeout) if decides else None
 
     def note(url: str, incarnation: str, reason: str) -> None:
         if decides:
@@ -307,5 +304,4 @@ def build_fleet(config: Config, addresses: Addresses, run_dir: Path, *, decides:
         register=registry if decides and not lent else None,
         on_lost=note if restart else None,
         selector=selector,
-        duties=duties,
     )

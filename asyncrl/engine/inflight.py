@@ -67,7 +67,6 @@ class InFlight:
         fields: dict[str, Any],
         routing: bool = False,
         replicas: int = 1,
-        disaggregated: bool = False,
         lent: Collection[str] = (),
         names: AdapterName | None = None,
         past_versions: PastVersions = no_past,
@@ -77,17 +76,17 @@ class InFlight:
     ) -> None:
         """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
         processes of the run. With `routing`, training requests return the experts of every token that is read. Each
-        engine has `replicas` of attention; requests with the same routing key use the same one. `disaggregated` says
-        that some engines only prefill, and others only decode; `lent` are the URLs of those on the trainers' GPUs. With
-        `names`, every version is a set of adapters in the engines; `past_versions` are those that play roles. `trace`
-        makes the header `traceparent` of a request from its group, its first sample, and its number among the requests
-        of that sample. `stop` are texts that end an answer; its request then has one sample."""
+        engine has `replicas` of attention; requests with the same routing key use the same one. `lent` are the URLs
+        of those on the trainers' GPUs. With `names`, every version is a set of adapters in the engines;
+        `past_versions` are those that play roles. `trace` makes the header `traceparent` of a request from its
+        group, its first sample, and its number among the requests of that sample. `stop` are texts that end an answer;
+        its request then has one sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
         self._named = f"{run}-{requests}"
         self._stop = stop
         self._routing, self._names, self._trace, self._replicas = routing, names, trace, replicas
         self.adapters = AdapterUse(past_versions)
-        self._cache_key, self._pause_mode, self._disaggregated = cache_key, pause_mode, disaggregated
+        self._cache_key, self._pause_mode = cache_key, pause_mode
         self._lent = frozenset(lent)
         self._serial = itertools.count()
         self._requests: dict[OpenRequest, None] = {}  # in the order in which they were sent
@@ -134,7 +133,7 @@ class InFlight:
         self.figures.refilled_tokens += self._retracted
         self._needed += self._retracted
         self._open.set()
-        if self._pause_mode == "in_place" and (self._cache_key == "version" or self._disaggregated):
+        if self._pause_mode == "in_place" and self._cache_key == "version":
             for sent in self._requests:
                 if sent.overtaken:
                     _send_again(sent)
@@ -201,6 +200,7 @@ class InFlight:
             self._opened(sent)
             try:
                 request = self._request(waiting[0].exchange, sessions, token_ids, begun, routed_from)
+                sent.rid = request["rid"]
                 self._needed += _needed(sessions, request, begun) + waiting[0].exchange.added
                 async with sent.scope:
                     await self._read(sent, waiting, request)

@@ -63,6 +63,7 @@ class OpenRequest:
 
     scope: asyncio.Timeout
     tokens: int  # in its prompt, and received so far
+    rid: str = ""  # its name in the engine
     answered: bool = False
     overtaken: bool = False  # a publish began before its first chunk arrived
     engine: str = ""  # URL, once the router has chosen one and that has taken the request

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -86,16 +86,9 @@ def router_argv(
         "none",
         "--log-level",
         "warn",
-        *(_apart(engine) if engine.disaggregated else []),
         *(_tls(signed) if signed else []),
         *(["--enable-trace", "--otlp-traces-endpoint", spans] if spans else []),
     ]
-
-
-def _apart(engine: EngineConfig) -> list[str]:
-    """Return the arguments for engines that only prefill or only decode. A request waits for room in the engine that
-    decodes, before either has it, for as long as its client does."""
-    return ["--pd-disaggregation", "--pd-admission-wait-secs", str(int(engine.request_timeout))]
 
 
 def _tls(signed: Signed) -> list[str]:
@@ -110,45 +103,23 @@ def _tls(signed: Signed) -> list[str]:
     ]
 
 
-Duties = Callable[[str], tuple[str, int]]
-"""Maps an engine's URL to what it does, in the router's words, and the port at which one that prefills is met."""
+SHOWN = 4
+"""Number of engines that a message names."""
 
 
-def every_engine(url: str) -> tuple[str, int]:
-    """Return the duty of engines that both prefill and decode."""
-    return "regular", 0
-
-
-def duties_of(addresses: Addresses, joined: Callable[[], Mapping[str, Any]] = dict) -> Duties:
-    """Return the duties of a run's engines. `joined` returns the facts of those that others started."""
-    started = addresses.bootstrap
-    if started is None:
-        return every_engine
-
-    def duty(url: str) -> tuple[str, int]:
-        port = started.get(url) or joined().get(url, {}).get("bootstrap", 0)
-        return ("prefill", port) if port else ("decode", 0)
-
-    return duty
-
-
-def _worker(url: str, api_key: str, duty: tuple[str, int]) -> dict[str, Any]:
+def _worker(url: str, api_key: str) -> dict[str, Any]:
     """Return the body of POST /workers.
 
     Without `drain_settle_secs` a deleted worker stays in the list for 5 s, and a worker that is added again within that
     time is deleted nevertheless. Its open requests finish either way.
     """
-    kind, port = duty
-    met = {"bootstrap_port": port} if port else {}
-    named = {"runtime_type": "sglang", "worker_type": kind, **met}
+    named = {"runtime_type": "sglang", "worker_type": "regular"}
     return {"url": url, "api_key": api_key, **named, "health": {"drain_settle_secs": 0}}
 
 
-async def register(
-    http: httpx.AsyncClient, engine_url: str, api_key: str, duty: tuple[str, int] = every_engine("")
-) -> None:
+async def register(http: httpx.AsyncClient, engine_url: str, api_key: str) -> None:
     """Add one engine to the router's workers. The router accepts it at once and checks its health itself."""
-    response = await http.post("/workers", json=_worker(engine_url, api_key, duty))
+    response = await http.post("/workers", json=_worker(engine_url, api_key))
     if response.status_code not in ACCEPTED:
         raise EngineError(f"the router refused the engine {engine_url}: {response.status_code} {response.text[:300]}")
 
@@ -163,8 +134,8 @@ class RouterWorkers:
     The router lists a worker only after it has asked it for its properties, and ignores a deletion before that.
     """
 
-    def __init__(self, router: str, access: Access, timeout: float, duties: Duties = every_engine) -> None:
-        self._api_key, self._duties = access.key, duties
+    def __init__(self, router: str, access: Access, timeout: float) -> None:
+        self._api_key = access.key
         self._awaited, self._unwanted = set[str](), set[str]()  # added and not yet listed; removed and not yet gone
         self._http = httpx.Client(
             base_url=router,
@@ -177,7 +148,7 @@ class RouterWorkers:
         """Add this engine. The router sends it requests once it finds it healthy."""
         self._unwanted.discard(url)
         self._awaited.add(url)
-        self._request("POST", "/workers", json=_worker(url, self._api_key, self._duties(url)))
+        self._request("POST", "/workers", json=_worker(url, self._api_key))
 
     def remove(self, url: str) -> None:
         """Stop routing requests to this engine, and wait until the router has forgotten it. No-op for an engine that
@@ -227,12 +198,15 @@ class RouterWorkers:
         return response
 
 
-async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bool = False) -> None:
+async def wait_until_ready(
+    addresses: Addresses, timeout: float, *, attached: bool = False, tell: Callable[[str], None] = lambda text: None
+) -> None:
     """Register the engines as they come up, and wait until the router routes to all. Raises DeadlineExceeded.
 
     With `attached`, also wait for the engines that others started. Use this only when no trainer has to send them
-    weights first.
+    weights first. `tell` is told repeatedly what is waited for.
     """
+    began = time.monotonic()
     deadline = time.monotonic() + timeout
     engines = (*addresses.engines, *(addresses.attached if attached else ()))
     waiting = set(engines)
@@ -240,10 +214,14 @@ async def wait_until_ready(addresses: Addresses, timeout: float, *, attached: bo
         while True:
             if await _answers(router, f"{addresses.router}/health"):
                 for url in [url for url in waiting if await _answers(router, f"{url}/health")]:
-                    await register(router, url, addresses.api_key, duties_of(addresses)(url))
+                    await register(router, url, addresses.api_key)
                     waiting.discard(url)
                 if not waiting and await _healthy_workers(router) >= len(engines):
                     return
+            missing = [f"engine {number}" for number, url in enumerate(engines) if url in waiting]
+            named = ", ".join([*missing[:SHOWN], *(["..."] if len(missing) > SHOWN else [])])
+            does = f"{named} to load weights" if missing else "the router to find the engines healthy"
+            tell(f"{does}, {time.monotonic() - began:.0f} s")
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"{len(engines)} engines behind the router",

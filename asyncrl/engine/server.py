@@ -75,18 +75,6 @@ def shape_args(shape: EngineParallel) -> dict[str, Any]:
     return {"enable_dp_attention": shape.dp > 1, **{name: size for name, size in sizes.items() if size > 1}}
 
 
-def duty_args(engine: EngineConfig, duty: str, bootstrap: int) -> dict[str, Any]:
-    """Return the arguments of an engine that only prefills or only decodes; none for others. The router tells decoding
-    engines the port at which they meet one that prefills. SGLang gives decoding engines no prefix cache, and so none in
-    host memory."""
-    if duty == "regular":
-        return {}
-    apart = {"disaggregation_mode": duty, "disaggregation_transfer_backend": engine.transfer_backend}
-    if duty == "prefill":
-        return {**apart, "disaggregation_bootstrap_port": bootstrap}
-    return {**apart, "enable_hierarchical_cache": False, "hicache_size": None}
-
-
 QUANTIZATION_CONFIG: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"},
     "int8": {"quant_method": "w8a8_int8"},

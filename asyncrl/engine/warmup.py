@@ -49,7 +49,6 @@ async def warm_up(mode: str, manager: Any) -> None:
             return_logprob=True,
             logprob_start_len=length - NEW_TOKENS,
         )
-        _without_partner(request, mode, replica)
         async for _ in manager.generate_request(request, None):
             pass
 
@@ -73,14 +72,5 @@ async def read_image(mode: str, manager: Any) -> None:
         image_data=[PNG],
         sampling_params={"max_new_tokens": 1, "ignore_eos": True},
     )
-    _without_partner(request, mode, 0)
     async for _chunk in manager.generate_request(request, None):
         pass
-
-
-def _without_partner(request: Any, mode: str, room: int) -> None:
-    """Let an engine that only prefills or only decodes answer a request by itself, with an invented KV cache."""
-    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
-
-    if mode != "null":
-        request.bootstrap_host, request.bootstrap_room = FAKE_BOOTSTRAP_HOST, room

@@ -232,7 +232,6 @@ def _check(config: Config, devices: Devices) -> None:
     rules = (
         ("mode", config.mode != "train"),
         ("engine.urls", bool(engine.urls)),
-        ("engine.prefill_count", engine.prefill_count > 0),
         ("engine.pipeline_parallel", engine.ranks != engine.tensor_parallel),
         ("cluster.placement", cluster.placement != "separate"),
         ("cluster.trainer_nodes", cluster.trainer_nodes is not None),

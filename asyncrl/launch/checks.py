@@ -294,8 +294,7 @@ def check_sinks(config: Config) -> None:
     """Refuse sinks whose package is not installed."""
     for name in config.metrics.sinks:
         if not installed(name):
-            package = "trackio, which needs pillow 12," if name == "trackio" else "'asyncrl[sinks]'"
-            remedy = f"The package {name} is not installed: pip install {package} or remove it."
+            remedy = f"The package {name} is not installed: pip install 'asyncrl[sinks]' or remove it."
             raise ConfigError("metrics.sinks", name, remedy)
 
 

@@ -47,7 +47,7 @@ from asyncrl.network.tls import Authority
 from asyncrl.weights.choice import LOOPBACK, choose
 
 PORTS = 32
-"""Minimum number of ports to reserve on a machine; each engine takes two or three."""
+"""Minimum number of ports to reserve on a machine; each engine takes two."""
 TOLD_SECONDS = 5.0
 
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = _Run(asked.run)
         if asked.command == "add":
-            add(run, asked.count, asked.gpus, asked.host, asked.duty)
+            add(run, asked.count, asked.gpus, asked.host)
         elif asked.command == "remove":
             remove(run, asked.urls)
         else:
@@ -108,15 +108,11 @@ class _Run:
 # -- add -------------------------------------------------------------------------------------------------------
 
 
-def add(run: _Run, count: int | None, gpus: int | None, host: str | None, duty: str = "regular") -> None:
+def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> None:
     """Start engines, and supervise them until the run ends or they have left."""
     if count is not None and count < 1:
         raise ConfigError("--count", count, "Must be 1 or more; if unset, as many as fit the GPUs.")
-    if (duty != "regular") != run.config.engine.disaggregated:
-        remedy = "The run's engines only prefill or only decode: set prefill or decode."
-        remedy = remedy if duty == "regular" else "The run's engines both prefill and decode: leave it out."
-        raise ConfigError("--duty", duty, remedy)
-    word, ports = secrets.token_hex(4), max(PORTS, 3 * (count or 0))
+    word, ports = secrets.token_hex(4), max(PORTS, 2 * (count or 0))
     settings = {"nodes": None, "gpus": gpus, "host": host or run.config.cluster.host}
     config = run.config.model_copy(update={"cluster": run.config.cluster.model_copy(update=settings)})
     cluster = config.cluster
@@ -126,16 +122,15 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None, duty: 
     nodes = job.nodes if job else [this_node(cluster.host, cluster.interface, count_gpus(gpus), ports)]
     for node in nodes:
         check_reach(run, node)
-    seats = place_engines(config, nodes, count, duty)
+    seats = place_engines(config, nodes, count)
     machines = job.machines if job else [this_machine("", installed())]
     check_generations(config.engine, [seat for one in seats for seat in one], nodes, machines)
     if cluster.tls:
         Authority(run.folder).sign(seat.url for one in seats for seat in one)
     mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # cleanup must spare the run's own processes
-    duties = [duty] * len(seats)
-    specs = engines(config, mine, seats, run.folder, duties, label=f"{word}-", seed=int(word[:6], 16))
+    specs = engines(config, mine, seats, run.folder, label=f"{word}-", seed=int(word[:6], 16))
     places = {one[0].url: one[0].node.name or socket.gethostname() for one in seats}
-    keeper = EngineKeeper(run, places, {one[0].url: one[0].bootstrap for one in seats})
+    keeper = EngineKeeper(run, places)
     if job:
         ours = [] if job.id == run.job else job.cancelled()  # it may be the run's own job
         lease = run.registry.file_of(keeper.urls[0])
@@ -159,16 +154,12 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None, duty: 
 class EngineKeeper:
     """Maintains the leases of the engines started here, and watches the lease of the run."""
 
-    def __init__(self, run: _Run, engines: Mapping[str, str], bootstrap: Mapping[str, int] | None = None) -> None:
-        """Register the engines and their leases. `engines` maps the URL of each to its machine, and `bootstrap` to the
-        port at which it is met if it only prefills."""
+    def __init__(self, run: _Run, engines: Mapping[str, str]) -> None:
+        """Register the engines and their leases. `engines` maps the URL of each to its machine."""
         self.urls, self._run, self._stopping = list(engines), run, False
         for url in engines:
             run.registry.starts(url)
-        met = bootstrap or {}
-        self._leases = [
-            run.registry.lease_of(url, host=host, bootstrap=met.get(url, 0)) for url, host in engines.items()
-        ]
+        self._leases = [run.registry.lease_of(url, host=host) for url, host in engines.items()]
         self._looked_at = time.monotonic()
 
     def each_poll(self) -> None:
@@ -309,9 +300,6 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("run", type=Path, metavar="RUN")
         if name == "add":
             command.add_argument("--count", type=int, help="number of engines (default: as many as fit the GPUs)")
-            command.add_argument(
-                "--duty", choices=("prefill", "decode"), default="regular", help="for runs with engine.prefill_count"
-            )
             command.add_argument("--gpus", type=int, help="number of GPUs per machine (default: all)")
             command.add_argument(
                 "--host", help="address of this machine (default: from cluster.host and cluster.interface)"

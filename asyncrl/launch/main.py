@@ -50,7 +50,7 @@ def main() -> None:
     except Paused as paused:
         _fail(PAUSED, f"{paused}\nwith checkpoint.every and resume=auto, the same command continues the run")
     except Stopped as stopped:
-        _fail(128 + stopped.number, f"stopped by {stopped}")
+        _fail(128 + stopped.number, f"stopped by {stopped}{stopped.advice}")
     except KeyboardInterrupt:  # before the supervisor has installed its signal handlers
         _fail(128 + signal.SIGINT, "stopped by SIGINT")
 

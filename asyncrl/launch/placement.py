@@ -37,7 +37,6 @@ class Seat:
     node: Node
     gpus: tuple[int, ...] = ()  # indices of its GPUs among those of the node
     port: int = 0
-    bootstrap: int = 0  # port at which an engine that prefills tells others where its KV caches are
     meeting: int = 0  # rendezvous port of its ranks; for the router, its metrics port; for rollouts, that of spans
     scheme: str = "http"  # https if servers authenticate as the run's (tls.py)
 
@@ -73,7 +72,6 @@ class Placement:
             "lent": tuple(seats[0].url for seats in self.lent),
             "router": self.router.url,
             "rollout": self.rollout.url,
-            "bootstrap": {seats[0].url: seats[0].bootstrap for seats in self.engines if seats[0].bootstrap} or None,
             "teachers": tuple(seat.url for seat in self.teachers),
             "judges": tuple(seat.url for seat in self.judges),
             "episodes": self.meeting.url if self.meeting else "",
@@ -100,8 +98,8 @@ class _Room:
 
     def seat(self, gpus: int = 0, ports: int = 0) -> Seat:
         taken, self.free = tuple(self.free[:gpus]), self.free[gpus:]
-        port, meeting, bootstrap, *_ = (*(next(self._ports) for _ in range(ports)), 0, 0, 0)
-        return Seat(self.node, taken, port, bootstrap, meeting, self._scheme)
+        port, meeting, *_ = (*(next(self._ports) for _ in range(ports)), 0, 0)
+        return Seat(self.node, taken, port, meeting, self._scheme)
 
     def again(self, gpus: Sequence[int]) -> _Room:
         """Return this node with these GPUs, to be assigned a second time."""
@@ -115,7 +113,7 @@ def ports_wanted(config: Config) -> int:
     servers = config.engine.started + config.teacher.started + config.judge.started
     several = config.tracing.engines + (config.rollout.processes > 1)
     lent = config.trainer.world_size // config.engine.ranks or 1 if config.cluster.lend else 0
-    return 2 * (servers + lent) + config.engine.prefill_count + 4 + several
+    return 2 * (servers + lent) + 4 + several
 
 
 def block_wanted(config: Config) -> int:
@@ -143,15 +141,11 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
     if config.mode == "replay":
         return Placement(router, rollout, trainers, [])
     fleets: dict[str, list[list[Seat]]] = {}
-    for name, section, duties in (
-        ("engine", config.engine, config.engine.duties),
-        ("teacher", config.teacher, ["regular"] * config.teacher.started),
-        ("judge", config.judge, ["regular"] * config.judge.started),
-    ):
+    for name, section in (("engine", config.engine), ("teacher", config.teacher), ("judge", config.judge)):
         rooms_for = others if config.cluster.trainer_nodes or not _on_gpu(name, section, each) else working
         if name == "engine" and config.cluster.placement == "colocated":
             rooms_for = _shared(config, trainers, working[:used])
-        fleets[name] = _fleet(name, section, duties, rooms_for, each)
+        fleets[name] = _fleet(name, section, section.started, rooms_for, each)
     heads = {name: [seats[0] for seats in fleet] for name, fleet in fleets.items()}
     episodes, meeting = _episodes(config, head, others)
     lent = _lent(config, trainers, working[:used], each) if config.cluster.lend else []
@@ -200,10 +194,10 @@ def _lent(config: Config, trainers: list[Seat], rooms: list[_Room], each: int) -
         most = max(len(room.free) for room in shared)
         remedy = f"An engine takes {ranks} GPUs, and the trainers have {most} on a machine: set false."
         raise ConfigError("cluster.lend", True, remedy)
-    return _fleet("engine", config.engine, ["regular"] * count, shared, each)
+    return _fleet("engine", config.engine, count, shared, each)
 
 
-def place_engines(config: Config, nodes: Sequence[Node], count: int | None, duty: str = "regular") -> list[list[Seat]]:
+def place_engines(config: Config, nodes: Sequence[Node], count: int | None) -> list[list[Seat]]:
     """Place additional engines on machines of their own. Without `count`, place as many as fit the GPUs, or one per
     machine without GPUs. Raises ConfigError if there are too few machines."""
     each, rooms = len(nodes[0].gpus), [_Room(node, config.cluster) for node in nodes]
@@ -211,16 +205,15 @@ def place_engines(config: Config, nodes: Sequence[Node], count: int | None, duty
         gpu, ranks = _on_gpu("engine", config.engine, each), config.engine.ranks
         of_one = each // ranks if each >= ranks else 0
         count = max(1, len(nodes) * of_one or len(nodes) * each // ranks) if gpu else len(nodes)
-    return _fleet("engine", config.engine, [duty] * count, rooms, each)
+    return _fleet("engine", config.engine, count, rooms, each)
 
 
 def _fleet(
-    name: str, section: EngineConfig | AuxiliaryModelConfig, duties: list[str], rooms: list[_Room], each: int
+    name: str, section: EngineConfig | AuxiliaryModelConfig, count: int, rooms: list[_Room], each: int
 ) -> list[list[Seat]]:
-    ports = [3 if duty == "prefill" else 2 for duty in duties]
     if _on_gpu(name, section, each):
-        return [_on_gpus(name, section, rooms, each, wanted) for wanted in ports]
-    return [[rooms[number % len(rooms)].seat(ports=wanted)] for number, wanted in enumerate(ports)]
+        return [_on_gpus(name, section, rooms, each) for _ in range(count)]
+    return [[rooms[number % len(rooms)].seat(ports=2)] for number in range(count)]
 
 
 def _on_gpu(name: str, section: TrainerConfig | EngineConfig | AuxiliaryModelConfig, each: int) -> bool:
@@ -252,17 +245,15 @@ def _trainers(config: Config, rooms: list[_Room], each: int) -> list[Seat]:
     return seats
 
 
-def _on_gpus(
-    name: str, section: EngineConfig | AuxiliaryModelConfig, rooms: list[_Room], each: int, ports: int
-) -> list[Seat]:
+def _on_gpus(name: str, section: EngineConfig | AuxiliaryModelConfig, rooms: list[_Room], each: int) -> list[Seat]:
     ranks = section.ranks
     for room in rooms:
         if len(room.free) >= ranks:
-            return [room.seat(gpus=ranks, ports=ports)]
+            return [room.seat(gpus=ranks, ports=2)]
     whole = [room for room in rooms if len(room.free) == each]
     if name == "engine" and ranks > each and ranks % each == 0 and len(whole) >= ranks // each:
         first, *more = whole[: ranks // each]
-        head = first.seat(gpus=each, ports=ports)
+        head = first.seat(gpus=each, ports=2)
         head = replace(head, meeting=first.node.block or head.meeting)
         return [head, *(room.seat(gpus=each, ports=1) for room in more)]
     free = sum(len(room.free) for room in rooms)
@@ -276,10 +267,8 @@ def _on_gpus(
 
 def _sizes(name: str, section: EngineConfig | AuxiliaryModelConfig) -> str:
     """Return the settings whose product is the number of GPUs of a fleet."""
-    apart = isinstance(section, EngineConfig) and section.disaggregated
-    count = f"({name}.prefill_count + {name}.decode_count)" if apart else f"{name}.count"
     stages = f" × {name}.pipeline_parallel" if section.ranks > section.tensor_parallel else ""
-    return f"{count} × {name}.tensor_parallel{stages}"
+    return f"{name}.count × {name}.tensor_parallel{stages}"
 
 
 def job_size(config: Config) -> tuple[int, int]:

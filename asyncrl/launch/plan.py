@@ -19,7 +19,6 @@ from asyncrl.engine.server import (
     ROUTER_TRACE_ENV,
     adapter_args,
     deterministic_args,
-    duty_args,
     judge_argv,
     server_argv,
     server_env,
@@ -32,7 +31,7 @@ from asyncrl.network.addresses import ARGUMENTS, Addresses
 from asyncrl.network.tls import signed
 
 PORTS = (
-    *("--port", "--nccl-port", "--dist-init-addr", "--disaggregation-bootstrap-port"),
+    *("--port", "--nccl-port", "--dist-init-addr"),
     *("--prometheus-port", "--otlp-traces-endpoint"),
 )
 """Arguments that are passed through the environment: every user of the machine can read a command line, seconds before
@@ -87,7 +86,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     router, hidden = _without_ports(argv)
     traced = {**trace_env(addresses), **ROUTER_TRACE_ENV} if addresses.spans else {}
     return [
-        *engines(config, addresses, placement.engines, run_dir, config.engine.duties),
+        *engines(config, addresses, placement.engines, run_dir),
         *_lent(config, addresses, placement, run_dir),
         *_frozen(config, addresses, placement, run_dir),
         ProcessSpec(
@@ -181,20 +180,19 @@ def engines(
     addresses: Addresses,
     seats_of: list[list[Seat]],
     run_dir: Path,
-    duties: Sequence[str],
     label: str = "",
     seed: int = 0,
     *,
     lent: bool = False,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the policy's engines, with what each does (engine.duties). `label` distinguishes the
+    """Return the specifications of the policy's engines. `label` distinguishes the
     names of engines that are started later, or to which the trainers lend their GPUs (`lent`)."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
     shares = lent or config.cluster.placement == "colocated"
     # an IPC handle can only be opened where the trainer's GPU is visible
     by_ipc = config.weights.transport == "tensor" or (shares and config.weights.transport != "disk")
-    for number, (seats, duty) in enumerate(zip(seats_of, duties, strict=True)):
+    for number, seats in enumerate(seats_of):
         for place, seat in enumerate(seats):  # if several: one per machine, of which the first answers
             full = server_argv(
                 config.engine,
@@ -208,7 +206,6 @@ def engines(
                 enable_memory_saver=(shares and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **adapter_args(config, gpu=gpu),
-                **duty_args(config.engine, duty, seat.bootstrap),
                 **_shown(run_dir, seat.url),
                 **trace_args(addresses, f"engine-{label}{number}"),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
@@ -250,9 +247,8 @@ def engines(
 
 def _lent(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
     """Return the specifications of the engines on the trainers' GPUs (cluster.lend)."""
-    duties = ["regular"] * len(placement.lent)
     seed = len(placement.engines)
-    return engines(config, addresses, placement.lent, run_dir, duties, "lent-", seed, lent=True)
+    return engines(config, addresses, placement.lent, run_dir, "lent-", seed, lent=True)
 
 
 def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

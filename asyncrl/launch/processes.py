@@ -42,6 +42,8 @@ from asyncrl.progress import DUMP_SIGNAL, FAILURE, FOLDER, failures
 
 POLL_SECONDS = 0.1
 LAST_LINES = 20
+SHOWN_LINES = 5
+"""Lines of a recorded error that are shown: with a traceback in it, its first line says what and where."""
 COMPANION_SECONDS = 1.0  # wait this long after a death, to tell its cause from the deaths that it causes
 PEER_SECONDS = 15.0
 """Seconds within which a process ends after it has reported the failure of a peer: it closes its connections first."""
@@ -327,9 +329,11 @@ class Supervisor:
 
 def _first(recorded: Sequence[dict[str, Any]]) -> str:
     """Return the first recorded error, and where the user's code raised it."""
-    first = recorded[0]
+    first, *_ = recorded
+    text = first["error"].splitlines() or [""]
+    short = "\n".join([*text[:SHOWN_LINES], *(["  ..."] if len(text) > SHOWN_LINES else [])])
     where = first["place"] if first["place"] not in first["error"] else ""
-    return f"{first['process']}: {first['error']}" + (f"\n  at {where}" if where else "")
+    return f"{first['process']}: {short}" + (f"\n  at {where}" if where else "")
 
 
 def _leave_terminal() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +136,15 @@ def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None
         if differing(then, config):
             return None
     return str(json.loads(summary.read_text())["reason"])
+
+
+def advice(run_dir: Path, arguments: Sequence[str]) -> str:
+    """Return the newest checkpoint of a stopped run, and the command that goes on from it."""
+    if not (versions := CheckpointStore(run_dir).versions()):
+        return "; it has no checkpoint (checkpoint.every), so it starts over"
+    kept = [one for one in arguments if not one.startswith(("resume=", "run.dir=", "run.overwrite="))]
+    command = shlex.join(["asyncrl-train", *kept, f"run.dir={run_dir}", "resume=auto"])
+    return f"; the newest checkpoint is version {max(versions)}. To go on: {command}"
 
 
 def made_progress(run_dir: Path, origin: Resume | None) -> bool:

@@ -3,6 +3,7 @@ runs."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
-from asyncrl.errors import LaunchError, Paused, ProcessDied
+from asyncrl.errors import LaunchError, Paused, ProcessDied, Stopped
 from asyncrl.jsonl import replace_text
 from asyncrl.launch import forecast, resume, run_folder
 from asyncrl.launch.checks import check_sandboxes
@@ -84,14 +85,48 @@ def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
             runs = [(folder, arguments) for folder, (_, arguments) in zip(folders, composed, strict=True)]
             print(f"asyncrl: {submit(first, runs)}")
             return
-    for folder, (config, arguments) in zip(folders, composed, strict=True):
-        try:
-            launch(config, folder, began, arguments)
-        except OSError as error:
-            if (cause := run_folder.explained(error, folder)) is None:
-                raise
-            raise LaunchError(cause) from error
-        began = time.time()
+    sweep: list[tuple[str, Path]] = []
+    try:
+        for folder, (config, arguments) in zip(folders, composed, strict=True):
+            if len(composed) > 1:
+                sweep.append((differing(composed, arguments), folder))
+                print(f"asyncrl: run {len(sweep)} of {len(composed)}: {sweep[-1][0]}", flush=True)
+            _launch(config, folder, began, arguments)
+            began = time.time()
+    finally:
+        if sweep:
+            print(sweep_table(sweep), flush=True)
+
+
+def _launch(config: Config, folder: Path, began: float, arguments: Sequence[str]) -> None:
+    """Run one configuration. Raises LaunchError for a folder that is full, gone, or may not be written."""
+    try:
+        launch(config, folder, began, arguments)
+    except OSError as error:
+        if (cause := run_folder.explained(error, folder)) is None:
+            raise
+        raise LaunchError(cause) from error
+
+
+def differing(composed: Sequence[tuple[Config, list[str]]], arguments: Sequence[str]) -> str:
+    """Return those arguments of a run that not every run of the sweep has."""
+    return " ".join(one for one in arguments if not all(one in others for _, others in composed))
+
+
+def sweep_table(sweep: Sequence[tuple[str, Path]]) -> str:
+    """Return one line for each run of a sweep: what differs, and what came of it."""
+    names = ("steps", "reward/last", "accuracy/after", "samples_per_s")
+    lines = [["run", "settings", *names]]
+    for number, (differs, folder) in enumerate(sweep):
+        file = folder / "summary.json"
+        summary = json.loads(file.read_text()) if file.exists() else {}
+        lines.append([str(number), differs, *(_short(summary.get(name)) for name in names)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _short(value: object) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _not_begun(number: int, _: object) -> None:
@@ -181,6 +216,9 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         if not (config.cluster.requeues and resume.made_progress(run_dir, origin)):
             raise
         raise Paused(str(error)) from None  # without progress it is no machine failure
+    except Stopped as stopped:
+        stopped.advice = resume.advice(run_dir, arguments)
+        raise
     finally:
         try:
             console.end()

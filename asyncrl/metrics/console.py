@@ -4,7 +4,8 @@ summary at the end."""
 from __future__ import annotations
 
 import json
-from collections import deque
+import re
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,12 @@ class Console:
         names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl", ELASTIC)
         tails = (Tail(run_dir / name, new=True) for name in names)
         self._evaluations, self._warnings, self._steps, self._decisions = tails
+        self._warned: Counter[str] = Counter()  # by text with its numbers left out
+        self._texts: dict[str, str] = {}  # the first text of each
+        self._total = 0  # number of warnings
+        self._rejected: Counter[str] = Counter()  # groups until the last step, by reason
+        self._truncated = 0.0
+        self._waiting, self._looked_at = "", 0.0  # what was shown last, and of which file
         self._first: tuple[int, float] | None = None  # step and time from which the remaining time is extrapolated
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
 
@@ -71,7 +78,7 @@ class Console:
             if self._view:
                 self._view.evaluated(record)
         for record in self._warnings():
-            self._print(f"[yellow]warning[/]  version {record['version']}: {escape(record['warning'])}")
+            self._warn(record)
             if self._view:
                 self._view.warned()
         for record in self._decisions():
@@ -79,6 +86,7 @@ class Console:
                 f"[cyan]elastic[/]  step {record['step']}: {escape(record['reason'])}; {escape(record['done'])}"
             )
         for record in self._steps():
+            self._truncated = float(record.get("completion/truncated") or 0.0)
             left, samples = self._seconds_left(record), self._samples_per_second(record)
             if self._view:
                 self._view.step(record, left, samples)
@@ -86,11 +94,42 @@ class Console:
                 self._print(self._line(record, left, samples))
         if self._view:
             self._view.draw()
+        elif self._first is None:
+            self._tell_the_wait()
+
+    def _warn(self, record: dict[str, Any]) -> None:
+        """Show a warning, unless one that differs only in numbers and names of groups has been shown."""
+        kind = kind_of(record["warning"])
+        self._total += 1
+        self._warned[kind] += 1
+        if kind not in self._texts:
+            first, *more = record["warning"].strip("\n").split("\n")
+            first += " (more in warnings.jsonl)" if more else ""
+            self._texts[kind] = first
+            self._print(f"[yellow]warning[/]  version {record['version']}: {escape(first)}")
+
+    def _tell_the_wait(self) -> None:
+        """Say what the run waits for before its first step, whenever that changes."""
+        status = self._run_dir / "status.json"
+        if not status.exists() or (changed := status.stat().st_mtime) in (self._looked_at, 0.0):
+            return
+        self._looked_at = changed
+        wait = str(json.loads(status.read_text())["waiting_for"])
+        if kind_of(wait) != self._waiting:
+            self._waiting = kind_of(wait)
+            self._print(f"[dim]waiting[/]  {escape(wait)}")
 
     def end(self) -> None:
-        """Show the last records, and end the live view, however the run has ended."""
+        """Show the last records and how often warnings were repeated, and end the live view, however the run has
+        ended."""
+        self.follow()
+        for kind, count in self._warned.items():
+            if count > 1:
+                self._print(
+                    f"[yellow]warning[/]  {count} times, with other numbers or names: {escape(self._texts[kind])}"
+                )
+        self._warned.clear()
         if self._view:
-            self.follow()
             self._view.close()
             self._view = None
 
@@ -101,6 +140,13 @@ class Console:
         for name, value in summary.items():
             if name != "ledger":
                 table.add_row(name, f"{value:.4g}" if isinstance(value, float) else escape(str(value)))
+        ledger = summary.get("ledger") or {}
+        rejected = ledger.get("groups", {}).get("rejected", {})
+        for reason, count in sorted(rejected.items(), key=lambda one: -one[1]):
+            table.add_row(f"groups rejected, {escape(reason)}", str(count))
+        table.add_row("completions truncated in the last step", f"{self._truncated:.0%}")
+        if self._texts:
+            table.add_row("warnings", f"{self._total} of {len(self._texts)} kinds, in warnings.jsonl")
         if self._config.metrics.console:
             self._out.print(table)
         if "plan/samples_per_s" in summary:
@@ -143,8 +189,18 @@ class Console:
             f"{r['time/step']:.1f}s (wait {r['time/wait_batch']:.1f} train {r.get('time/train', 0.0):.1f} "
             f"publish {r['time/publish']:.1f})  {samples_per_second:.0f} samples/s  "
             f"left {left // 60:.0f}:{left % 60:02.0f}"
+            + self._lost(r)
             + ("  [bold red]bad step: gradient not applied[/]" if r.get("step/bad") else "")
         )
+
+    def _lost(self, r: dict[str, Any]) -> str:
+        """Return how many groups were rejected or failed since the last step, by reason."""
+        prefix = "groups/rejected/"
+        so_far = Counter({name.removeprefix(prefix): int(r[name]) for name in r if name.startswith(prefix)})
+        new, self._rejected = so_far - self._rejected, so_far
+        if not new:
+            return ""
+        return f"  [yellow]rejected {', '.join(f'{count} {escape(reason)}' for reason, count in new.most_common())}[/]"
 
     def _samples_per_second(self, r: dict[str, Any]) -> float:
         """Return the throughput over the last steps; batches arrive in bursts, so a single step says little."""
@@ -161,6 +217,11 @@ class Console:
     def _print(self, text: str) -> None:
         if self._config.metrics.console:
             self._out.print(text, soft_wrap=True)
+
+
+def kind_of(text: str) -> str:
+    """Return a text without what differs between its repetitions: numbers, and names of groups."""
+    return re.sub(r"\b[a-z]?\d[\w.]*", "#", text)
 
 
 def planned_line(summary: dict[str, Any]) -> str:

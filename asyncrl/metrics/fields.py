@@ -303,7 +303,8 @@ EVAL = {
     "questions": "number of questions asked",
     "failed": "number of answers lost to failures of the judge or the engines; excluded from all other figures",
     "skipped": "number of evaluations that were due during this one and therefore did not take place",
-    "accuracy": "fraction of questions answered correctly by greedy decoding",
+    "accuracy": "fraction of questions whose greedy answer has a reward of 1 or more, unless the task says what is "
+    "correct",
     "reward/mean": "mean reward of the greedy answers",
     "tokens/mean": "mean number of tokens of the greedy answers",
     "time/eval": "duration of the evaluation of all sets",

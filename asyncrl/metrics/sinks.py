@@ -1,4 +1,4 @@
-"""Sinks of step records besides metrics.jsonl: TensorBoard, Weights & Biases, trackio and MLflow.
+"""Sinks of step records besides metrics.jsonl: TensorBoard, Weights & Biases and MLflow.
 
 Each sink has a thread of its own, which imports the package, sends what is queued, and ends with the run. The trainer
 only appends to the queue.
@@ -99,26 +99,21 @@ class TensorBoard:
 
 
 class Wandb:
-    """Sink for Weights & Biases, or trackio, whose interface is the same."""
+    """Sink for Weights & Biases."""
 
-    def __init__(self, package: str, config: Config, run_dir: Path, run: str) -> None:
+    def __init__(self, config: Config, run_dir: Path, run: str) -> None:
         """Begin or resume the run. The package is imported here, because it takes seconds."""
-        given = dict(getattr(config.metrics, package))
+        import wandb
+
+        given = dict(config.metrics.wandb)
         common = {"name": config.run.name, "resume": "allow", "config": json.loads(config.model_dump_json())}
-        if package == "trackio":
-            import trackio as module
-
-            own: dict[str, Any] = {"name": f"{config.run.name}-{run[:8]}"}
-        else:
-            import wandb as module
-
-            settings = module.Settings(console="off", disable_git=True, silent=True)
-            if key := given.pop("api_key", None):
-                settings.api_key = str.__str__(key)
-            own = {"id": run, "dir": str(run_dir), "settings": settings}
-        self._module, self._run = module, module.init(**(common | own | given))
-        if package == "wandb":
-            self._run.define_metric("*", step_metric="step")
+        settings = wandb.Settings(console="off", disable_git=True, silent=True)
+        if key := given.pop("api_key", None):
+            settings.api_key = str.__str__(key)
+        own: dict[str, Any] = {"id": run, "dir": str(run_dir), "settings": settings}
+        self._table = wandb.Table
+        self._run = wandb.init(**(common | own | given))
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, figures: Figures) -> None:
         """Log the metrics; the step is one of them, because evaluations arrive late."""
@@ -127,7 +122,7 @@ class Wandb:
     def show(self, step: int, episodes: Sequence[EpisodeText]) -> None:
         """Log the episodes as a table."""
         rows = [asdict(one) for one in episodes]
-        table = self._module.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        table = self._table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"episodes": table, "step": step})
 
     def close(self) -> None:
@@ -234,8 +229,7 @@ class Sinks:
         self._tokenizer: Tokenizer | None = None
         builds: dict[str, Callable[[], Sink]] = {
             "tensorboard": lambda: TensorBoard(run_dir / "tb", first),
-            "wandb": lambda: Wandb("wandb", config, run_dir, self._known("wandb", _new_id)),
-            "trackio": lambda: Wandb("trackio", config, run_dir, self._known("trackio", _new_id)),
+            "wandb": lambda: Wandb(config, run_dir, self._known("wandb", _new_id)),
             "mlflow": lambda: MLflow(config, run_dir, partial(self._known, "mlflow")),
         }
         self._lock = threading.Lock()

@@ -97,7 +97,6 @@ class Addresses:
     teachers: tuple[str, ...] = ()  # engines of the teacher, started by the launcher or by others
     judge: Path | None = None
     judges: tuple[str, ...] = ()  # engines of the judge
-    bootstrap: dict[str, int] | None = None  # ports at which engines that prefill are met, by URL, if some only do that
     attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
     lent: tuple[str, ...] = ()  # policy engines on the trainers' GPUs, which serve while trainers wait (cluster.lend)
     trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks

@@ -120,7 +120,6 @@ def refuse(run: Path, settings: Config) -> None:
         ("mode", settings.mode, settings.mode != "train", "choose a run that generates and trains"),
         ("cluster.placement", placement, placement == "colocated", "choose a run with placement=separate"),
         ("engine.urls", engine.urls, bool(engine.urls), "choose a run that starts its own engines"),
-        ("engine.prefill_count", engine.prefill_count, engine.prefill_count > 0, "choose a run without it"),
     ):
         if wrong:
             raise RecordError(f"{run} has {name}={value}, from which no plan can be made: {reason}.")

@@ -21,14 +21,13 @@ class RewardInput:
 
     text: str  # the last completion, without special tokens
     texts: Sequence[str]  # every completion in order, one per turn
-    question: Mapping[str, Any]  # the task's record; for a task from a file, the row is question["row"]
+    question: Mapping[str, Any]  # the task's record, with `messages`
     trajectory: Trajectory
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """Row of a file task's question; for other tasks the question itself."""
-        row = self.question.get("row")
-        return row if isinstance(row, Mapping) else self.question
+        """The question without its messages: the row of a file, or reasoning-gym's own record."""
+        return {name: value for name, value in self.question.items() if name != "messages"}
 
     def field(self, key: str) -> Any:
         """Return a field of the record. Raises EpisodeFailed if it is missing: that is not the answer's fault."""

@@ -11,12 +11,12 @@ import signal
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.checkpoints.manifest import ROLLOUT
-from asyncrl.config import Config, RolloutConfig, read
+from asyncrl.config import Config, read
 from asyncrl.config.server_args import draft_room
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_healthy, wait_until_ready
@@ -38,7 +38,6 @@ from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
-from asyncrl.rollout.order import StartOrder
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.recorder import Recorder
@@ -75,7 +74,7 @@ async def main(run_dir: Path) -> None:
     evaluations = Evaluations(
         *(playing.attempts, client, tasks, prompts.held_out, config.eval, reporter.evaluated, observer.timelines)
     )
-    limiter = _concurrency_limiter(rollout)
+    limiter = _concurrency_limiter(config)
     writer, resumed = _writer(config, run_dir), _resumed(addresses)
     recorder = _recorder(writer, config, addresses, reporter, resumed.service.buffer.version if resumed else 0)
     groups = GroupLifecycle(
@@ -103,6 +102,7 @@ async def main(run_dir: Path) -> None:
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),
         metrics=observer.exposed.render,
     )
+    server.starting = "the engines to start"
     status = StatusFile(run_dir, server.state, groups, client.inflight, loads, addresses, observer.gpus)
     observer.exposed.now = status.now
     outstanding = _go_on(resumed, groups, prompts, mixer) if resumed else []
@@ -112,11 +112,13 @@ async def main(run_dir: Path) -> None:
             working.create_task(status.follow())
             if isinstance(playing, EpisodeWorkers):
                 working.create_task(playing.serve(run_dir, addresses.episodes))
-            await _until_ready(config, addresses)
+            await _until_ready(config, addresses, lambda text: setattr(server, "starting", text))
             # what fits on a GPU may be less than the context, and on a trainer's less than on others
             for engine in [*await loads.ask(), *await loads.of(addresses.lent)] if model.cache is None else ():
                 client.narrow(int(engine.longest) - draft_room(config.engine))
+            server.starting = "the agents and environments to start"
             await playing.start()
+            server.starting = ""
             _ready(run_dir, observer, addresses)
             if _trainer_sends_first(config, addresses):
                 await groups.released()
@@ -152,10 +154,10 @@ def _playing(
     return PlayingParts.build(config, addresses, model, tasks, warn)
 
 
-async def _until_ready(config: Config, addresses: Addresses) -> None:
+async def _until_ready(config: Config, addresses: Addresses, tell: Callable[[str], None]) -> None:
     """Wait until the engines of the policy and the judge can answer, also those that will sleep at first."""
     timeout = config.engine.start_timeout
-    await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only")
+    await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only", tell=tell)
     await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
     await wait_until_healthy(addresses.lent, addresses.access, timeout, "the engines on the trainers' GPUs")
 
@@ -190,7 +192,7 @@ def _go_on(
 ) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
     """Restore the checkpointed state and return the groups that were running when it was saved."""
     prompts.go_on(resumed.cursor)
-    mixer.restore(resumed.mixer, prompts.again)
+    mixer.restore(resumed.mixer)
     return [
         (ticket, prompts.again(name.uid, name.task, name.index), sessions)
         for ticket, name, sessions in groups.restore(resumed.service)
@@ -208,21 +210,22 @@ def _recorder(
     return Recorder(writer, reporter.warn)
 
 
-def _concurrency_limiter(rollout: RolloutConfig) -> ConcurrencyLimiter:
+def _concurrency_limiter(config: Config) -> ConcurrencyLimiter:
+    rollout = config.rollout
     if rollout.max_running_groups == "auto":
-        return AdaptiveConcurrency(ConcurrencyWindow(rollout.max_new_tokens))
+        named = {config.agent, *(task.agent for task in config.mixture.values())} - {None}
+        programs = any(getattr(load(name, "agent"), "runs_programs", False) for name in named if name)
+        return AdaptiveConcurrency(ConcurrencyWindow(rollout.max_new_tokens), programs=programs)
     return FixedConcurrency(rollout.max_running_groups) if rollout.max_running_groups else ConcurrencyLimiter()
 
 
 def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
-    rollout = config.rollout
     return Mixer(
         tasks,
         prompts.training,
         {name: task.weight for name, task in config.mixture.items()},
-        load(rollout.curriculum, "rollout.curriculum"),
+        load(config.rollout.curriculum, "rollout.curriculum"),
         config.run.seed,
-        StartOrder(rollout.start_order, rollout.batch_groups + rollout.oversample),
     )
 
 

@@ -253,9 +253,10 @@ class CohortBuffer:
         missing = sorted(slot for slot, playing in self._running.items() if playing.ticket.cohort <= cohort)
         missing += sorted(slot for slot, _, of in self._vacant if of <= cohort)
         oldest = max((self._clock() - playing.since for playing in self._running.values()), default=0.0)
+        due = f"due but not ready: slots {missing[:8]}; " if missing else ""
         return (
-            f"step {self.step} needs {self._left} ready groups, but has {len(self._ready)}; due but not ready: "
-            f"slots {missing[:8]}; {len(self._running)} running, the oldest for {oldest:.0f} s; version {self.version}"
+            f"step {self.step} needs {self._left} ready groups, but has {len(self._ready)}; {due}"
+            f"{len(self._running)} running, the oldest for {oldest:.0f} s; version {self.version}"
         )
 
     # -- checkpoint ----------------------------------------------------------------------------------------

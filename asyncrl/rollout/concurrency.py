@@ -2,7 +2,7 @@
 
 Too few episodes leave engines idle. Too many make engines recompute prefills: a full cache evicts requests, and the
 prefix cache of an episode's earlier turns is lost to others. Where the trainer is the slower side, surplus episodes
-only grow stale in the buffer. Two limits apply, of which the lower holds, and neither needs a number from the user:
+only grow stale in the buffer. Three limits apply, of which the lowest holds, and none needs a number from the user:
 
     engines   grows while some engine has room and an empty queue, as a congestion window does: it doubles each time
               the running episodes have been replaced, and later grows by a quarter (slow start and congestion
@@ -11,6 +11,8 @@ only grow stale in the buffer. Two limits apply, of which the lower holds, and n
     trainer   falls when whole batches are ready beyond the one that the trainer took, and grows when the trainer
               waited. It falls only after a generation without a wait, that is, once all groups have been trained that
               were outstanding at the last fall or wait: a smaller limit shows in the batches after these
+    machine   where each episode starts a program: a few for each core at first. It grows like that of the engines, and
+              falls while the machine's cores or its memory are short
 
 The buffer's admission (rollout.lead) bounds the running episodes in any case. Pure: no clock, no I/O.
 """
@@ -37,6 +39,11 @@ FEWER, MORE = 0.8, 1.5
 RESERVE = 2.0
 """Target number of ready batches at the time the trainer takes the next one."""
 
+PROGRAMS = 4.0
+"""Episodes for each core that may run at first where each starts a program."""
+BUSY, SCARCE = 4.0, 0.1
+"""Processes for each core that want to run, and free fraction of the memory, beyond which no further program starts."""
+
 
 class ConcurrencyWindow:
     """The controller. `start`, `end`, `observe` and `taken` report events to it."""
@@ -49,6 +56,8 @@ class ConcurrencyWindow:
         self.cuts = 0
         self.engines = 0.0  # unknown until the first observation
         self.trainer = math.inf
+        self.machine = math.inf  # until `observe_machine` is called
+        self._crowded = False
         self.wasted = 0.0
         self._growth = BOLD
         self._seen: list[Load] = []
@@ -60,7 +69,7 @@ class ConcurrencyWindow:
     @property
     def limit(self) -> float:
         """Maximum number of running episodes."""
-        return min(self.engines, self.trainer)
+        return min(self.engines, self.trainer, self.machine)
 
     def may_start(self, episodes: int) -> bool:
         """Return whether a group of so many episodes may start; one group always may."""
@@ -73,13 +82,15 @@ class ConcurrencyWindow:
 
     def end(self, episodes: int) -> None:
         """Record that a group has ended."""
-        used_up = self.in_play + episodes > self.engines
+        used_up, machine_used_up = (self.in_play + episodes > limit for limit in (self.engines, self.machine))
         self.in_play -= episodes
         self._ended += 1
         self._groups -= 1
         self._untouched = max(0, self._untouched - episodes)
         if used_up and self._starved:
             self.engines += self._growth * episodes
+        if machine_used_up and not self._crowded:
+            self.machine += CAREFUL * episodes
 
     def observe(self, loads: Sequence[Load], seconds: float, needed: float) -> None:
         """Process the engines' loads, at regular intervals but not while the engines are paused.
@@ -103,6 +114,17 @@ class ConcurrencyWindow:
             self._cut(FEWER)
         elif self._queued >= PATIENCE:
             self._cut(2 * running / (waiting + running))
+
+    def observe_machine(self, cores: int, load: float, free: float) -> None:
+        """Process the state of the machine that runs the episodes' programs: how many processes want one of its
+        `cores`, and which fraction of its memory is free."""
+        if self.machine == math.inf:
+            self.machine = PROGRAMS * cores
+        self._crowded = load > BUSY * cores or free < SCARCE
+        if self._crowded and self._untouched == 0:
+            self.machine = max(1.0, min(self.machine, self.in_play) * FEWER)
+            self._untouched = self.in_play // 2
+            self.cuts += 1
 
     def open(self) -> None:
         """Let the trainer's limit alone decide: the engines do not report their load."""

@@ -14,7 +14,6 @@ from numbers import Real
 from statistics import fmean
 
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.order import OrderState, StartOrder
 from asyncrl.schema import Group, Prompt
 from asyncrl.tasks import Task
 
@@ -61,7 +60,6 @@ class MixerState:
 
     played: dict[str, _History]
     chance: tuple[int, tuple[int, ...], float | None]  # random.Random.getstate()
-    order: OrderState = field(default_factory=OrderState)
 
 
 class Mixer:
@@ -74,28 +72,21 @@ class Mixer:
         weights: Mapping[str, float],
         curriculum: Curriculum,
         seed: int,
-        order: StartOrder | None = None,
     ) -> None:
-        """`streams` and the configured `weights` are keyed by task; `tasks` may hold more tasks. `order` is that in
-        which prompts are started; unset: that in which they are drawn."""
+        """`streams` and the configured `weights` are keyed by task; `tasks` may hold more tasks."""
         self._tasks, self._streams, self._weights, self._curriculum = tasks, streams, weights, curriculum
-        self._order = order or StartOrder()
         self._played = {name: _History() for name in streams}
         self._draws = random.Random(f"{seed} mixture")
         self._progress: dict[str, TaskProgress] = {}  # of tasks of which no group was played since the last draw
 
     def draw(self, version: int) -> Prompt:
-        """Return the prompt that is started next, while the engines serve `version`. Raises ConfigError if weights are
-        invalid."""
-        return self._order.next(lambda: self._next(version), lambda name: self._progress_of(name).tokens)
-
-    def _next(self, version: int) -> Prompt:
+        """Return the next prompt, while the engines serve `version`. Raises ConfigError if weights are invalid."""
         found = self._curriculum(CurriculumInput(version, {name: self._progress_of(name) for name in self._streams}))
         (name,) = self._draws.choices(list(self._streams), self._checked(found))
         return next(self._streams[name])
 
-    def record(self, group: Group, index: int = 0) -> None:
-        """Record the rewards and lengths of a group that was played, for question number `index` of its task."""
+    def record(self, group: Group) -> None:
+        """Record the rewards and lengths of a group that was played."""
         history, rewards = self._played[group.task], group.rewards
         history.groups += 1
         history.rewards = [*history.rewards, fmean(rewards)][-WINDOW:]
@@ -103,20 +94,17 @@ class Mixer:
         history.solved = [*history.solved, solved][-WINDOW:]
         history.tokens = [*history.tokens, fmean(group.lengths)][-WINDOW:]
         self._progress.pop(group.task, None)
-        if self._tasks[group.task].size is not None:
-            self._order.record(group, index)
 
     def state(self) -> MixerState:
         """Return the state. Serialize it immediately: it shares its parts with the mixer."""
-        return MixerState(self._played, self._draws.getstate(), self._order.state())  # type: ignore[arg-type]
+        return MixerState(self._played, self._draws.getstate())  # type: ignore[arg-type]
 
-    def restore(self, state: MixerState, again: Callable[[str, str, int], Prompt]) -> None:
-        """Restore a saved state; a new task starts without history. `again` returns a prompt that was drawn before."""
+    def restore(self, state: MixerState) -> None:
+        """Restore a saved state; a new task starts without history."""
         for name, history in state.played.items():
             if name in self._played:
                 self._played[name] = history
         self._draws.setstate(state.chance)
-        self._order.restore(state.order, again)
         self._progress = {}
 
     def _progress_of(self, name: str) -> TaskProgress:

@@ -66,11 +66,14 @@ class Evaluations:
         self._room = asyncio.Semaphore(settings.max_running)
         self._serial = itertools.count()
         self._running: asyncio.Task[list[Line]] | None = None
+        self._newest: int | None = None
+        self._evaluated: int | None = None  # the newest version when the last evaluation began
         self._skipped = 0
 
     def published(self, version: int) -> None:
         """Start an evaluation if one is due at this version and none is running. Raises the error of the previous one,
         if any."""
+        self._newest = version
         if self._running and self._running.done():
             self._running.result()  # its error ends the run here, not at its very end
             self._running = None
@@ -84,6 +87,7 @@ class Evaluations:
     def begin(self) -> None:
         """Start an evaluation in the background. None may be running."""
         self._running = asyncio.create_task(self._evaluate())
+        self._evaluated = self._newest
 
     @property
     def under_way(self) -> bool:
@@ -91,9 +95,12 @@ class Evaluations:
         return self._running is not None and not self._running.done()
 
     async def now(self) -> list[Line]:
-        """Run an evaluation, after one that may be running, and return its lines."""
+        """Return the lines of an evaluation of the newest version: of the one that has begun with it, or of a new one,
+        after the one that may be running."""
         if self._running:
-            await self._running
+            lines = await self._running
+            if self._evaluated == self._newest:
+                return lines
         return await self._evaluate()
 
     async def _evaluate(self) -> list[Line]:

@@ -7,8 +7,11 @@ unblocked by  `release`, and `watch`, which polls the engines every PERIOD secon
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable
+
+import psutil
 
 from asyncrl.engine.loads import Load
 from asyncrl.errors import EngineError
@@ -68,11 +71,20 @@ class FixedConcurrency(ConcurrencyLimiter):
         self._changed.set()
 
 
+def machine() -> tuple[int, float, float]:
+    """Return the cores that this process may use, how many processes wanted to run in the last minute, and the fraction
+    of the memory that is free."""
+    memory = psutil.virtual_memory()
+    return len(os.sched_getaffinity(0)), os.getloadavg()[0], memory.available / memory.total
+
+
 class AdaptiveConcurrency(ConcurrencyLimiter):
     """Limit that follows the window (rollout/concurrency.py)."""
 
-    def __init__(self, window: ConcurrencyWindow) -> None:
+    def __init__(self, window: ConcurrencyWindow, *, programs: bool = False) -> None:
+        """`programs`: each episode starts a program on this machine, whose load and memory then count, too."""
         self.window = window
+        self._programs = programs
         self._changed = asyncio.Event()
 
     async def acquire(self, episodes: int) -> None:
@@ -113,6 +125,8 @@ class AdaptiveConcurrency(ConcurrencyLimiter):
                 self.window.open()
                 self._changed.set()
                 return
+            if self._programs:
+                self.window.observe_machine(*machine())
             if not holding():
                 now = loop.time()
                 self.window.observe(loads, now - before, needed())

@@ -162,8 +162,7 @@ def allow_files(config: Config, warn: Warn) -> None:
 
 def _client(config: Config, addresses: Addresses, model: ModelParts, requests: str) -> GenerationClient:
     context = int(config.engine.server_args.get("context_length") or model.hf["max_position_embeddings"])
-    # an engine that decodes finds the replica that prefilled by SGLang's rule, not by a field of the request
-    replicas = 1 if config.engine.disaggregated else config.engine.data_parallel
+    replicas = config.engine.data_parallel
     several = (len(addresses.engines) + len(addresses.attached)) * replicas > 1
     return GenerationClient(
         addresses.router,
@@ -182,7 +181,6 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         fields=config.engine.request_fields,
         routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
         replicas=replicas,
-        disaggregated=config.engine.disaggregated,
         lent=addresses.lent,
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - draft_room(config.engine) if model.cache else context),

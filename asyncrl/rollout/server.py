@@ -96,6 +96,8 @@ class RolloutServer:
         self._metrics, self._receive = metrics, receive
         self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
         self._api_key, self._drain, self._save = api_key, drain, save
+        self.starting = ""
+        """What the start waits for; empty once rollouts run."""
         self._encoded: _Encoded | None = None
         self._error: Exception = AsyncRLError()
         self._failed = asyncio.Event()
@@ -177,7 +179,7 @@ class RolloutServer:
         encoded = self._encoded
         return {
             "version": self._groups.published_version,
-            "waiting_for": self._groups.waiting_for(),
+            "waiting_for": self.starting or self._groups.waiting_for(),
             "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
             "ledger": asdict(self._groups.ledger()),
         }

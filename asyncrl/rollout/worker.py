@@ -108,8 +108,9 @@ class Worker:
         except EpisodeFailed as failed:
             await self._fail(ticket, failed)
         else:
-            self._failures_in_a_row, self._first_failure = 0, None
-            self._mixer.record(group, prompt.index)
+            self._failures_in_a_row = 0
+            self._first_failure = None
+            self._mixer.record(group)
             await self._hand_in(ticket, group, verdict)
 
     async def _hand_in(self, ticket: Ticket, group: Group, verdict: bool | str) -> None:

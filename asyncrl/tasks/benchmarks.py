@@ -73,7 +73,7 @@ class Benchmark(Task):
     def question(self, index: int) -> Row:
         """Return row `index` as a question."""
         row = self._rows[index]
-        return {"messages": [*self._head, {"role": "user", "content": row["asked"]}], "row": row}
+        return {**row, "messages": [*self._head, {"role": "user", "content": row["asked"]}]}
 
 
 def solution(row: Row) -> str:

@@ -56,14 +56,14 @@ class FileTask(Task):
         return len(self._rows)
 
     def question(self, index: int) -> Question:
-        """Return row `index`; a text becomes one user message, a list of messages is used as it is."""
+        """Return row `index` with its messages; a list of messages is used as it is, a text becomes one of the user."""
         row = self._rows[index]
         prompt = row[self._config.prompt_key]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         if self._config.image_key:
             messages = with_images(messages, row[IMAGES], f"Question {index}")
             row = {name: value for name, value in row.items() if name not in (IMAGES, self._config.image_key)}
-        return {"messages": [*self._head, *messages], "row": row}
+        return {**row, "messages": [*self._head, *messages]}
 
 
 def _is_message(value: Any) -> bool:

@@ -51,10 +51,10 @@ class ReasoningGym(Task):
         finally:
             random.setstate(before)
         asked = {"role": "user", "content": entry["question"]}
-        return {"messages": [*self._head, asked], "entry": entry, "answer": str(entry["answer"])}
+        return {**entry, "messages": [*self._head, asked]}
 
     def score(self, answer: str, question: Question) -> float:
         """Return 1.0 for a correct answer according to the generator's own verifier (below 0.999 it gives credit for
         form only)."""
         text = answer.strip()
-        return float(text != "" and self._questions.score_answer(text, question["entry"]) >= 0.999)
+        return float(text != "" and self._questions.score_answer(text, question) >= 0.999)

@@ -37,7 +37,7 @@ async def solve(question: dict[str, Any], base_url: str, api_key: str, max_turns
                 result = _result(call.function.arguments)  # type: ignore[union-attr]
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     words = str(messages[-1].get("content") or "").split()
-    return float(bool(words) and words[-1].strip(".") == str(question["entry"]["answer"]))
+    return float(bool(words) and words[-1].strip(".") == str(question["answer"]))
 
 
 def _result(arguments: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from asyncrl.launch.engine_shape import check_shape
 from tests.fakes import tiny_config
 from tests.launch.test_generations import AMPERE, BLACKWELL, HOPPER, check
 
-LEAVING = {"speculation", "lending", "long_tail", "disaggregated"}
+LEAVING = {"lending", "long_tail", "disaggregated"}
 """Modules of settings that are being removed."""
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
 ROLE: dict[str, Any] = {"adapter": "judge", "past": None}
@@ -29,7 +30,7 @@ CODES: dict[str, Any] = {"engine.quantization": "fp8", "engine.dtype": "bfloat16
 
 BASES: dict[str, list[dict[str, Any]]] = {
     "config": [{"cluster.elastic": "act", "metrics.timeline": True, "cluster.max_engines": 4}],
-    "server_args": [{}],
+    "server_args": [{}, {"engine.server_args": {"speculative_algorithm": "EAGLE"}}, {"engine.hicache": 64}],
     "batch_parts": [{"trainer.batch_parts": 2}],
     "overlap": [{"weights.overlap": True, "rollout.max_staleness": 2}, {"weights.overlap": True, **LORA}],
     "colocated": [
@@ -52,6 +53,9 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
     "server_args": [
         *({"engine.server_args": {name: value}} for name, value in (("tp", 2), ("load_format", "dummy"))),
         *({"engine.server_args": {name: True}} for name in ("torchao_config", "enable_dp_lm_head")),
+        {"engine.server_args": {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.5}},
+        {"engine.server_args": {"hicache_storage_backend": "file"}},
+        {"rollout.cache_key": "group", "weights.pause_mode": "in_place"},
     ],
     "batch_parts": [ROLES],
     "overlap": [{"rollout.max_staleness": 0}, {"rollout.max_staleness": 2, "rollout.lead": 0}],
@@ -77,8 +81,8 @@ SEEING: dict[str, Any] = {
     "vision_config": {},
 }
 
-Place = tuple[str, str, int]
-"""A rule: its module, its field, and which of the rules of this field."""
+Place = tuple[str, int, str, int]
+"""A rule: the module and the line that require it, its field, and which of the rules of this field."""
 
 
 class Recorded(Exception):
@@ -91,13 +95,13 @@ class Rules:
     def __init__(self) -> None:
         self.seen, self.broken = set[Place](), set[Place]()
 
-    def note(self, module: str, prefix: str, found: Iterable[Rule]) -> None:
+    def note(self, module: str, line: int, prefix: str, found: Iterable[Rule]) -> None:
         counts: dict[str, int] = {}
         for field, *_, broken, _ in found:
             counts[field] = counts.get(field, 0) + 1
             # rules about each argument of SGLang that was given are the same for all arguments
             name = re.sub(r"(?<=server_args\.)\w+", "*", field) if module in ("server_args", "quantization") else field
-            place = module, prefix + name, counts[field]
+            place = module, line, prefix + name, counts[field]
             self.seen.add(place)
             if broken:
                 self.broken.add(place)
@@ -113,7 +117,7 @@ class Rules:
 
     def _instead(self, module: str) -> Any:
         def note(section: Any, found: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
-            self.note(module.rpartition(".")[2], prefix, found)
+            self.note(module.rpartition(".")[2], sys._getframe(1).f_lineno, prefix, found)
             if not module.startswith("asyncrl.config"):
                 raise Recorded
 
@@ -181,7 +185,7 @@ def test_each_rule_has_a_case_that_breaks_it(monkeypatch: pytest.MonkeyPatch) ->
         for module, bases in BASES.items():
             for base in bases:
                 outside(module, tried(base))
-                of_module = {field for name, field, _ in found.seen if name == module}
+                of_module = {field for name, _, field, _ in found.seen if name == module}
                 cases = [base | {field: value} for field in of_module for value in values(field)]
                 for case in cases + [base | cause for cause in CAUSES.get(module, []) + EVERYWHERE]:
                     outside(module, tried(case))
@@ -190,7 +194,7 @@ def test_each_rule_has_a_case_that_breaks_it(monkeypatch: pytest.MonkeyPatch) ->
                 with suppress(Recorded):
                     check(gpu, quantization=kind)
     assert {module.rpartition(".")[2] for module in with_rules()} - LEAVING == BASES.keys() | {"generations"}
-    assert {module for module, _, _ in found.broken} >= BASES.keys()
+    assert {module for module, *_ in found.broken} >= BASES.keys()
     assert {place for place in found.seen - found.broken if place[0] not in LEAVING} == set()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config.server_args import MOST_DRAFTS, draft_room
-from asyncrl.engine.server import duty_args, expert_args, server_argv
+from asyncrl.engine.server import expert_args, server_argv
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_gpu_features
 from tests.fakes import tiny_config
@@ -30,6 +30,7 @@ CACHED = {"engine.hicache": 64, "rollout.cache_key": "version"}
         (CACHED, "rollout.cache_key", "group", "caches of old weights"),
         (CACHED, ARGS, {"hicache_storage_backend": "file"}, "beyond their weights"),
         (CACHED, "algo.routing_replay", "R3", "forgets which experts"),
+        ({}, ARGS, {"disaggregation_mode": "prefill"}, "both prefills and decodes"),
         (
             NGRAM,
             ARGS,
@@ -82,10 +83,6 @@ def test_engines_get_sglangs_arguments() -> None:
     assert argv[argv.index("--speculative-algorithm") + 1] == "EAGLE"
     assert argv[argv.index("--hicache-size") + 1] == "64"
     assert "--enable-hierarchical-cache" in argv
-    decoding = duty_args(engine, "decode", 0)
-    assert "--hicache-size" not in server_argv(
-        engine, Path("/model"), "http://127.0.0.1:1", gpu=True, seed=0, **decoding
-    )
 
 
 def test_experts_on_gpus_run_on_kernels_that_leave_their_weights_as_they_were_loaded() -> None:

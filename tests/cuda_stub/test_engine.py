@@ -66,27 +66,22 @@ def parse_all(folder: Path) -> dict[tuple[str, bool], dict[str, Any]]:
 
 SHAPE = {"tensor_parallel": 4, "expert_parallel": 4, "data_parallel": 2, "pipeline_parallel": 2}
 SHAPED = ("tp_size", "ep_size", "dp_size", "pp_size", "enable_dp_attention", "disaggregation_mode")
-MET = ("disaggregation_transfer_backend", "disaggregation_bootstrap_port")
 
 
-def parse_shapes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Parse the command lines of engines of every shape, and of those that only prefill or only decode."""
+def parse_shapes(folder: Path) -> dict[str, Any]:
+    """Parse the command line of an engine that is divided in every way."""
     from sglang.srt.server_args import prepare_server_args
 
-    from asyncrl.engine.server import duty_args, server_argv
+    from asyncrl.engine.server import server_argv
     from tests.cuda_stub import device
 
     device.install()
     case = EXPERIMENTS["qwen3_30b_a3b"]
     engine = settings(case).engine.model_copy(update={"dtype": "bfloat16", **SHAPE})
     write_model(folder, case, "bfloat16")
-    found = {}
-    for duty in ("regular", "prefill", "decode"):
-        apart = duty_args(engine, duty, 31000)
-        argv = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=True, seed=0, **apart)
-        parsed = prepare_server_args(argv[3:])
-        found[duty] = {field: getattr(parsed, field) for field in (*SHAPED, *(MET if apart else ()))}
-    return found
+    argv = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=True, seed=0)
+    parsed = prepare_server_args(argv[3:])
+    return {field: getattr(parsed, field) for field in SHAPED}
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +107,4 @@ def test_sglang_parses_the_arguments_of_every_experiment(experiment: str, parsed
 
 def test_sglang_parses_the_arguments_of_engines_of_every_shape(apart: Callable[..., Any], tmp_path: Path) -> None:
     shape = dict(zip(SHAPED, (4, 4, 2, 2, True, "null"), strict=True))
-    met = dict(zip(MET, ("mooncake", 31000), strict=True))
-    assert apart(parse_shapes, tmp_path) == {
-        "regular": shape,
-        "prefill": {**shape, **met, "disaggregation_mode": "prefill"},
-        "decode": {**shape, "disaggregation_transfer_backend": "mooncake", "disaggregation_mode": "decode"}
-        | {"disaggregation_bootstrap_port": 8998},  # SGLang's default, which it does not use
-    }
+    assert apart(parse_shapes, tmp_path) == shape

@@ -13,7 +13,6 @@ from scripts.gpu_engines import SETTINGS, composed
 SHAPE = ("tp_size", "ep_size", "dp_size", "pp_size")
 EXPECTED: dict[str, dict[str, Any]] = {
     "hicache": {"enable_hierarchical_cache": True, "hicache_size": 1, "disable_radix_cache": False},
-    "pair": {"disaggregation_transfer_backend": "mooncake"},
     "fp8": {"load_format": "dummy"},
     "int8": {"load_format": "dummy"},
 }
@@ -51,5 +50,4 @@ def test_sglang_resolves_the_arguments_of_every_setting(gpu: str, apart: Callabl
             assert {field: args[field] for field in EXPECTED.get(name, {})} == EXPECTED.get(name, {}), name
             assert args["disable_overlap_schedule"] == (shape[3] > 1), name
             assert args["moe_runner_backend"] == "triton", name
-            assert args["disable_radix_cache"] == (args["disaggregation_mode"] == "decode"), name
-    assert [args["disaggregation_mode"] for args in engines["pair"]] == ["prefill", "decode"]
+            assert not args["disable_radix_cache"], name

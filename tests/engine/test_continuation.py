@@ -284,13 +284,6 @@ def started_late(gate: asyncio.Event) -> Reply:
     return [gate, stream(pieces(completion(tokens=4, versions=(7, 8))))]
 
 
-def test_request_that_a_publish_overtakes_is_asked_anew_where_its_first_token_may_be_on_its_way() -> None:
-    """Whatever the cache key: the engine that decodes would record that token under the new version."""
-    engine, _, client = across_a_publish(started_late, group="g-v8", cache_key="group", disaggregated=True)
-    assert len(engine.requests) == 2
-    assert client.inflight.figures.continued == Counter(overtaken=1)
-
-
 def test_request_that_a_publish_overtakes_is_asked_anew_under_the_new_key() -> None:
     engine, found, client = across_a_publish(started_late)
     assert [request["extra_key"] for request in engine.requests] == ["run0-v7", "run0-v8"]

@@ -315,20 +315,6 @@ def test_last_engine_may_go_when_it_will_be_started_again(engines, router) -> No
     fleet.close()
 
 
-def test_a_pair_needs_weights_where_one_of_its_halves_was_lost(engines, router) -> None:
-    prefill, decode = (engine.url for engine in engines)
-    duties = {prefill: ("prefill", 7), decode: ("decode", 0)}
-    on_lost = {"on_lost": lambda *_: None, "duties": duties.__getitem__}
-    fleet = Fleet([prefill, decode], Access("key0"), 5.0, router=router, **on_lost)
-    assert not fleet.needs_weights()
-    engines[0].version = "restart-1"
-    assert fleet.needs_weights()
-    assert (fleet.serving, fleet.joining) == ([decode], [prefill])
-    update(engines, fleet, version=6)
-    assert not fleet.needs_weights()
-    fleet.close()
-
-
 def test_engine_that_does_not_answer_a_probe_is_not_lost_for_it(engines, router) -> None:
     fleet = Fleet([engines[0].url, "http://127.0.0.1:9"], Access("key0"), 5.0, router=router)
     fleet.reconcile()

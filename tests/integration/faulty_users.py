@@ -25,7 +25,7 @@ def write_questions(path: Path, seed: int, *, raises: float, hangs: float) -> No
 
 
 async def _hang_where_told(prompt: Prompt, generate: Generate) -> None:
-    if prompt.question["row"]["fault"] == HANGS:
+    if prompt.question["fault"] == HANGS:
         await generate(prompt.token_ids)
         await asyncio.Event().wait()
 

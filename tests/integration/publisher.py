@@ -19,7 +19,7 @@ from torch import Tensor
 
 from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
-from asyncrl.engine.router import RouterWorkers, duties_of
+from asyncrl.engine.router import RouterWorkers
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
@@ -95,8 +95,7 @@ def make(
         urls or addresses.engines,
         addresses.access,
         timeout,
-        router=RouterWorkers(addresses.router, addresses.access, timeout, duties_of(addresses)),
-        duties=duties_of(addresses),
+        router=RouterWorkers(addresses.router, addresses.access, timeout),
     )
     transport, _ = build_transport(
         config, fleet, host=config.cluster.host or "", alone=True, stage=0, gpu=device != "cpu", folder=folder

@@ -48,7 +48,7 @@ def test_engines_of_every_setting_pass_the_checks_before_a_start_on_gpus(
 ) -> None:
     setting = SETTINGS[name]
     engines = composed(name, tmp_path, spare=spare)
-    assert len(engines) == (2 if name == "pair" else 1)
+    assert len(engines) == 1
     for engine in engines:
         assert engine.env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(setting.gpus + spare)))
         assert int(engine.argv[engine.argv.index("--base-gpu-id") + 1]) == spare + engines.index(engine)

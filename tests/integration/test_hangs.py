@@ -55,7 +55,7 @@ class Agent:
     async def run(self, prompt, generate):
         from asyncrl.schema import Trajectory, Turn
         first = await generate(prompt.token_ids)
-        if prompt.question["row"]["prompt"][0] in "12":
+        if prompt.question["prompt"][0] in "12":
             await asyncio.Event().wait()
         return Trajectory([Turn([], first)])
 

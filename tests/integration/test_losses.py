@@ -32,6 +32,8 @@ ALIKE = [
 ]
 """Losses that have the same gradient, but different values."""
 PARALLEL = [layout for layouts in LAYOUTS.values() for layout in layouts if layout != "single"]
+CASES = [(layout, algorithm) for layout in PARALLEL for algorithm in ALGORITHMS if runs(layout, algorithm)]
+"""Mini-batches are parts of the batch in its order, and a batch in parts has a single step."""
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +68,8 @@ def test_every_loss_and_correction_has_a_case() -> None:
     assert BOUNDS.keys() == MASKS.keys()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.parametrize(("layout", "algorithm"), CASES)
 def test_figures_and_gradients_do_not_depend_on_the_layout(layout: str, algorithm: str, outcome: Any) -> None:
-    if not runs(layout, algorithm):
-        pytest.skip("mini-batches are parts of the batch in its order, and a batch in parts has a single step")
     (figures, gradients), (reference, expected) = outcome(layout), outcome("single")
     for name, value in reference[algorithm].items():
         if name not in NOT_OF_THE_ALGORITHM:

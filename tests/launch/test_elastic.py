@@ -240,10 +240,6 @@ def test_action_that_fails_is_reported_and_a_damaged_timeline_ends_the_controlle
         ({"cluster.min_engines": 3}, "cluster.min_engines"),
         ({"engine.count": 3, "cluster.max_engines": 2}, "cluster.max_engines"),
         ({"mode": "rollout_only", "record": True}, "mode"),
-        (
-            {"engine.count": 0, "engine.prefill_count": 1, "engine.decode_count": 1, "rollout.coalesce": False},
-            "engine.prefill_count",
-        ),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(changes: dict[str, Any], field: str) -> None:

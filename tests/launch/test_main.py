@@ -15,8 +15,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from asyncrl.config import Section, load
-from asyncrl.errors import ConfigError
-from asyncrl.launch import help
+from asyncrl.errors import ConfigError, ProcessDied
+from asyncrl.launch import help, run
 from asyncrl.launch import main as module
 from asyncrl.launch.compose import check_resume
 from asyncrl.launch.main import CONF
@@ -92,7 +92,7 @@ def test_sweep_leaves_nothing_outside_of_its_own_folder(tmp_path: Path) -> None:
     ("argument", "message"),
     [
         ("rollout.max_stalenes=1", "rollout.max_staleness"),
-        ("engine.speculative=ngram", "engine.speculative'. It was removed: speculative decoding is set by"),
+        ("engine.speculative=ngram", "engine.speculative'. Speculative decoding is set by"),
         ("rollout.lead=9", "rollout.lead: got 9. Must not exceed rollout.max_staleness (2)"),
         ("model.path=/no/such/folder", "model.path: got '/no/such/folder'"),
         ("experiment=nothing", "nothing"),
@@ -244,3 +244,26 @@ def test_going_on_by_itself_needs_a_folder_that_is_found_again() -> None:
         else:
             with pytest.raises(ConfigError, match=r"resume: got 'auto'. run.dir is a new folder each time"):
                 check_resume(values, composed)
+
+
+def test_sweep_begins_each_run_with_what_differs_and_ends_with_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(config: Any, folder: Path, began: float, arguments: Any) -> None:
+        if "algo.beta=2" in arguments:
+            raise ProcessDied("planted")
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text('{"steps": 3, "reward/last": 0.5}')
+
+    monkeypatch.setattr(run, "launch", launch)
+    config = tiny_config(**{"run.dir": str(tmp_path)})
+    composed = [(config, ["experiment=tiny", f"algo.beta={value}"]) for value in (1, 2)]
+    with pytest.raises(ProcessDied):
+        run.start(composed, 0.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "asyncrl: run 1 of 2: algo.beta=1",
+        "asyncrl: run 2 of 2: algo.beta=2",
+        "run  settings     steps  reward/last  accuracy/after  samples_per_s",
+        "0    algo.beta=1  3      0.5          -               -",
+        "1    algo.beta=2  -      -            -               -",
+    ]

@@ -268,26 +268,6 @@ def test_an_engine_is_started_in_its_shape_with_a_core_for_each_rank() -> None:
     assert not given.keys() & (flags(made(1)["engine-0"]).keys() - {"tp-size"})
 
 
-APART = {"engine.prefill_count": 1, "engine.decode_count": 2, "rollout.coalesce": False}
-
-
-def test_engines_that_prefill_and_that_decode_are_told_so_and_meet_at_a_port_of_ours() -> None:
-    specs = made(0, **APART)
-    told = [flags(specs[f"engine-{number}"]) for number in range(3)]
-    assert [one["disaggregation-mode"] for one in told] == ["prefill", "decode", "decode"]
-    assert {one["disaggregation-transfer-backend"] for one in told} == {"mooncake"}
-    config = tiny_config(**{"engine.count": 0, **APART})
-    placement = place(config, [Node("", "127.0.0.1", (), PORTS)])
-    (met,) = (placement.urls()["bootstrap"] or {}).values()
-    assert told[0]["disaggregation-bootstrap-port"] == str(met)
-    assert not [one for one in told[1:] if "disaggregation-bootstrap-port" in one]
-    assert flags(specs["router"])["pd-disaggregation"] is True
-    assert "pd-disaggregation" not in flags(made(1)["router"])
-    assert not [word for spec in specs.values() for word in spec.argv if str(met) in word]
-    numbers = [number for seats in placement.engines for one in seats for number in (one.port, one.meeting)]
-    assert len({*numbers, met}) == 7
-
-
 def test_addresses_are_written_for_their_owner_alone_and_read_back(tmp_path: Path) -> None:
     ours = addresses(2, gpus=1)
     ours.write(tmp_path)

@@ -160,6 +160,35 @@ def test_first_death_is_named_with_how_and_its_last_lines(code: str, how: str, r
     assert alive(run_id) == []
 
 
+FAILS = """
+import json, pathlib, sys
+folder = pathlib.Path({run_dir!r}) / "progress"
+folder.mkdir(exist_ok=True)
+told = {{"process": {name!r}, "time": {time}, "error": {error!r}, "place": "/home/me/reward.py:3, in score"}}
+(folder / "{name}.failure").write_text(json.dumps(told))
+sys.exit(1)
+"""
+
+
+def test_the_error_that_was_recorded_first_is_shown_instead_of_last_lines(run_id: str, tmp_path: Path) -> None:
+    (tmp_path / "progress").mkdir()
+    (tmp_path / "progress" / "router.failure").write_text("of an earlier launcher")
+    names = {"trainer-0": (2.0, "Connection closed by peer"), "trainer-1": (1.0, "KeyError: 'x'")}
+    codes = {
+        name: FAILS.format(run_dir=str(tmp_path), name=name, time=at, error=error)
+        for name, (at, error) in names.items()
+    }
+    with pytest.raises(ProcessDied) as caught:
+        supervise(run_id, tmp_path, *(spec(run_id, name, code, ends=True) for name, code in codes.items()))
+    assert str(caught.value) == (
+        "trainer-1 died: exit code 1\n"
+        "trainer-1: KeyError: 'x'\n"
+        "  at /home/me/reward.py:3, in score\n"
+        f"its log: {tmp_path / 'logs' / 'trainer-1.log'}\n"
+        "ended afterwards: trainer-0"
+    )
+
+
 def test_trainer_that_fails_ends_the_run_although_another_finished(run_id: str, tmp_path: Path) -> None:
     with pytest.raises(ProcessDied, match="trainer-1 died: exit code 1"):
         supervise(

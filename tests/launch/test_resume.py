@@ -17,7 +17,7 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.launch import resume
 from asyncrl.launch.replay import differing
-from asyncrl.launch.resume import Resume, choose, lock, roll_back
+from asyncrl.launch.resume import Resume, advice, choose, lock, roll_back
 from asyncrl.network.addresses import FILE, READY
 from tests.fakes import tiny_config
 
@@ -251,3 +251,13 @@ def test_changes_that_matter_to_training_are_listed_and_no_others() -> None:
         "model.path: builtin:tiny -> /other",
         "run.max_steps: 200 -> 7",
     ]
+
+
+def test_stopped_run_says_its_newest_checkpoint_and_the_command_that_goes_on(tmp_path: Path) -> None:
+    arguments = ["experiment=tiny", "run.name=a b", "run.dir=elsewhere", "run.overwrite=true"]
+    assert "no checkpoint" in advice(tmp_path, arguments)
+    for version in (2, 10):
+        save(tmp_path, version)
+    text = advice(tmp_path, arguments)
+    assert "newest checkpoint is version 10" in text
+    assert text.endswith(f"asyncrl-train experiment=tiny 'run.name=a b' run.dir={tmp_path} resume=auto")

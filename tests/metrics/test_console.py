@@ -86,6 +86,55 @@ def test_line_shows_progress_reward_times_rate_and_what_is_left(terminal: str, t
     assert "bad step" not in first
 
 
+def test_line_counts_the_groups_that_were_rejected_since_the_last_one_by_reason(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    rejected = {"groups/rejected/reward_error": 2.0, "groups/rejected/zero_signal": 1.0}
+    append(tmp_path / "metrics.jsonl", record(1, **rejected))
+    append(tmp_path / "metrics.jsonl", record(2, **rejected))
+    append(tmp_path / "metrics.jsonl", record(3, **{**rejected, "groups/rejected/zero_signal": 4.0}))
+    screen.console.follow()
+    first, second, third = screen.text().splitlines()
+    assert first.endswith("rejected 2 reward_error, 1 zero_signal")
+    assert "rejected" not in second
+    assert third.endswith("rejected 3 zero_signal")
+
+
+def test_warning_that_repeats_is_shown_once_with_its_count(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    for number in range(3):
+        line = {"version": number, "warning": f"g0000000{number}a0000 failed: reward_error: KeyError: 'x'"}
+        append(tmp_path / "warnings.jsonl", json.dumps(line) + "\n")
+    append(tmp_path / "warnings.jsonl", json.dumps({"version": 3, "warning": "another"}) + "\n")
+    screen.console.follow()
+    assert screen.text().count("\n") == 2
+    screen.console.end()
+    assert screen.text() == (
+        "warning  3 times, with other numbers or names: g00000000a0000 failed: reward_error: KeyError: 'x'\n"
+    )
+    summary = {"ledger": {"groups": {"rejected": {"reward_error": 3}}}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    screen.console.closing()
+    table = screen.text()
+    assert re.search(r"groups rejected, reward_error +3\b", table)
+    assert re.search(r"warnings +4 of 2 kinds", table)
+    assert "completions truncated" in table
+
+
+def test_start_says_what_it_waits_for_and_again_when_that_changes(tmp_path: Path) -> None:
+    screen, status = Screen(tmp_path), tmp_path / "status.json"
+    waits = ["engine 0 to load weights, 1 s", "engine 0 to load weights, 2 s", "the router to find it healthy, 3 s"]
+    for number, wait in enumerate(waits, start=1):
+        status.write_text(json.dumps({"waiting_for": wait}))
+        os.utime(status, (number, number))
+        screen.console.follow()
+    assert screen.text() == f"waiting  {waits[0]}\nwaiting  {waits[2]}\n"
+    append(tmp_path / "metrics.jsonl", record(1))
+    screen.console.follow()
+    status.write_text(json.dumps({"waiting_for": "groups"}))
+    screen.console.follow()
+    assert "waiting" not in screen.text()
+
+
 def test_bad_step_is_shown(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     append(tmp_path / "metrics.jsonl", record(1, **{"step/bad": 1.0}))

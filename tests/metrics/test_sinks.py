@@ -156,20 +156,6 @@ def test_settings_of_a_sink_that_is_off_are_refused() -> None:
         tiny_config(**{"metrics.wandb": {"project": "mine"}})
 
 
-def test_trackio_gets_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read at its import
-    monkeypatch.setattr(module, "CLOSE_SECONDS", 120.0)
-    trackio = pytest.importorskip("trackio", reason="trackio is not installed: it needs pillow below 13")
-    run = Run(tmp_path, tiny_config(**{"metrics.sinks": ["trackio"]}))
-    run.step(1)
-    assert (run.sinks.close(), run.warned) == (True, [])
-    (found,) = trackio.Api().runs("asyncrl")
-    assert found.name.startswith("tiny")
-    written = b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))
-    assert {name for name in STEP if name.encode() not in written} == set()
-    assert b"word12 word1 word11" in written  # the prompt, in the table of episodes
-
-
 def test_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(**{"metrics.sinks": ["tensorboard", "wandb"]})
     check_sinks(config)

@@ -207,7 +207,6 @@ def test_tokens_of_a_continued_answer_are_those_after_the_first_of_each_request(
         ("", {"mode": "replay"}, "mode=replay"),
         ("cluster", {"placement": "colocated"}, "cluster.placement=colocated"),
         ("engine", {"urls": ["http://a:1"]}, "engine.urls="),
-        ("engine", {"prefill_count": 1}, "engine.prefill_count=1"),
     ],
 )
 def test_run_of_another_kind_is_refused_by_name(section: str, changes: dict[str, Any], says: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from asyncrl_recipes.openai_agent.agent import TOOL, solve
 from tests.recipes.endpoints import endpoint, saying
 
-QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "6 * 7?"}], "entry": {"answer": "42"}}
+QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "6 * 7?"}], "answer": "42"}
 
 
 def calling(arguments: str) -> tuple[int, Any]:

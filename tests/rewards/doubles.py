@@ -15,7 +15,7 @@ from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
 def answer(*texts: str, messages: Sequence[Mapping[str, Any]] = (), **record: Any) -> RewardInput:
     """Return the input of a reward: an episode with these completions, for a row of a file."""
     turns = [Turn([], Completion([place], [-0.5], [VersionSpan(0, 0, 1)], "stop")) for place in range(len(texts))]
-    return RewardInput(texts[-1], texts, {"messages": list(messages), "row": record}, Trajectory(turns))
+    return RewardInput(texts[-1], texts, {**record, "messages": list(messages)}, Trajectory(turns))
 
 
 class Plain:

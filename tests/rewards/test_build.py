@@ -98,7 +98,7 @@ def test_function_is_neither_inline_nor_pure_unless_it_says_so() -> None:
     assert (plain.inline, plain.pure, said.inline, said.pure) == (False, False, True, True)
 
 
-def test_record_is_the_row_of_a_file_and_else_the_question() -> None:
+def test_record_is_the_question_without_its_messages() -> None:
     of_a_file = answer("ab", level=2)
     other = RewardInput("ab", ["ab"], {"level": 7}, of_a_file.trajectory)
     assert of_a_file.record == {"level": 2}

@@ -28,7 +28,6 @@ from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
 from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
-from asyncrl.rollout.order import StartOrder
 from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Cursor
@@ -161,7 +160,6 @@ class Machinery:
         name: str = "length",
         template: Template | None = None,
         processes: int = 1,
-        order: StartOrder | None = None,
         **client: Any,
     ) -> None:
         """With several `processes`, each has a client of its own and a connection to the buffer's; all of them run in
@@ -175,7 +173,7 @@ class Machinery:
 
         scored = task or LengthTask()
         evaluations: Any = NoEvaluations()
-        self.mixer = Mixer({name: scored}, {name: training or prompts()}, {name: 1.0}, by_weight, 0, order)
+        self.mixer = Mixer({name: scored}, {name: training or prompts()}, {name: 1.0}, by_weight, 0)
         self.groups = GroupLifecycle(self.buffer, self.client)
         self.server = RolloutServer(self.groups, self.client.inflight, evaluations, "key0", save=self._save)
         self.outstanding: list[tuple[Ticket, Prompt, Sequence[GenerationSession]]] = []
@@ -208,7 +206,7 @@ class Machinery:
     def go_on(self, saved: bytes, prompt: Callable[[str], Prompt]) -> None:
         """Resume from a snapshot; `prompt` returns the prompts that were drawn before."""
         whole = snapshot.decode(saved)
-        self.mixer.restore(whole.mixer, lambda uid, task, index: prompt(uid))
+        self.mixer.restore(whole.mixer)
         playing = self.groups.restore(whole.service)
         self.outstanding = [(ticket, prompt(name.uid), sessions) for ticket, name, sessions in playing]
 

@@ -203,3 +203,24 @@ def test_it_is_as_fast_as_the_best_fixed_number_of_each_world_and_no_fixed_numbe
         everything = fixed[world][0]
         assert found[world].prefilled <= everything.prefilled
         assert found[world].staleness_mean < everything.staleness_mean + 0.1
+
+
+def test_programs_start_a_few_for_each_core_and_fewer_while_the_machine_is_short() -> None:
+    """Engines with room for all, whose limit alone would start everything at once."""
+    window = ConcurrencyWindow(1)
+    window.observe([load()], 1.0, 0.0)
+    window.observe_machine(2, 0.5, 0.9)
+    fill(window)
+    assert window.in_play == 8
+    for _ in range(8):
+        window.end(1)
+        fill(window)
+    assert window.in_play > 8  # they were replaced while the machine had room
+    before = window.in_play
+    window.observe_machine(2, 9.0, 0.9)
+    assert window.limit < before
+    for _ in range(before):
+        window.end(1)
+    window.observe_machine(2, 0.5, 0.05)
+    assert window.limit == 1.0
+    assert window.may_start(16)  # one group always may

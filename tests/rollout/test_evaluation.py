@@ -231,12 +231,25 @@ def test_evaluation_on_request_comes_after_the_one_under_way() -> None:
     async def play(site: Site) -> None:
         site.gate.clear()
         site.evaluations.published(5)
+        site.evaluations.published(6)
         asking = asyncio.create_task(site.evaluations.now())
         await until(lambda: site.alive == 6)
         assert site.most == 6  # not 12
         site.gate.set()
         assert await asking == site.lines[2:]
         assert len(site.lines) == 4
+
+    at(play, every=5)
+
+
+def test_the_newest_version_is_evaluated_once_although_it_is_asked_for_again() -> None:
+    """As at the end of a run whose last version is due for an evaluation."""
+
+    async def play(site: Site) -> None:
+        site.evaluations.published(5)
+        assert await site.evaluations.now() == site.lines
+        assert len(site.lines) == 2  # one for each set
+        assert await site.evaluations.now() == site.lines
 
     at(play, every=5)
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 
+from asyncrl.errors import PeerFailed
 from asyncrl.models import catalog
 from asyncrl.models.tiny import TOKENS
 from asyncrl.network.addresses import Addresses
+from asyncrl.progress import failing, failures
+from asyncrl.rollout.agent import close_all
 from asyncrl.rollout.parts import ModelParts, _client
 from tests.fakes import tiny_config
 
@@ -36,3 +43,47 @@ def test_siblings_are_spread_where_there_are_several_engines_or_replicas(
     client = _client(config, addresses, ModelParts.load(config, addresses), "")
     assert client._spread(1) is several
     assert client._vocabulary == len(TOKENS)
+
+
+def test_every_part_is_closed_once_and_an_error_of_one_is_a_warning() -> None:
+    """Dataclasses of users, such as PlayingParts itself, cannot be hashed."""
+
+    @dataclass
+    class Part:
+        error: BaseException | None = None
+        closed: int = 0
+
+        async def close(self) -> None:
+            self.closed += 1
+            if self.error:
+                raise self.error
+
+    bad, good, warned = Part(KeyError("planted")), Part(), list[str]()
+    asyncio.run(close_all([bad, bad, object(), good], lambda text, trace: warned.append(text)))
+    assert (bad.closed, good.closed) == (1, 1)
+    (text,) = warned
+    assert "Part could not be closed: close: KeyError: 'planted'" in text
+    assert __file__ in text
+
+
+def test_error_that_is_recorded_is_the_first_one_with_the_line_of_the_users_code(tmp_path: Path) -> None:
+    def users() -> None:
+        raise KeyError("planted")
+
+    def process() -> None:
+        try:
+            with failing(tmp_path, "rollout"):
+                try:
+                    users()
+                except KeyError as error:
+                    raise ExceptionGroup("unhandled", [ExceptionGroup("more", [error]), ValueError()]) from None
+        finally:
+            raise OSError("of the closing")
+
+    with pytest.raises(OSError), failing(tmp_path, "rollout"):
+        process()
+    with pytest.raises(PeerFailed), failing(tmp_path, "trainer-0"):
+        raise PeerFailed("the rollout process failed")
+    (found,) = failures(tmp_path)
+    assert (found["process"], found["error"]) == ("rollout", "KeyError: 'planted'")
+    assert found["place"].startswith(f"{__file__}:{users.__code__.co_firstlineno + 1}, in ")

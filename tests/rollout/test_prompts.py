@@ -145,12 +145,12 @@ def file(tmp_path: Path) -> dict[str, Any]:
 
 def test_finite_task_is_reshuffled_every_epoch_without_its_first_questions(tokenizer: Any, file: dict) -> None:
     prompts = build(tokenizer, **file, **{"eval.questions": 4})
-    assert [p.question["row"]["answer"] for p in prompts.held_out["copy3"]] == ["0", "1", "2", "3"]
-    epochs = [[p.question["row"]["answer"] for p in first(prompts, 8)] for _ in range(3)]
+    assert [p.question["answer"] for p in prompts.held_out["copy3"]] == ["0", "1", "2", "3"]
+    epochs = [[p.question["answer"] for p in first(prompts, 8)] for _ in range(3)]
     assert [sorted(epoch, key=int) for epoch in epochs] == [[str(i) for i in range(4, 12)]] * 3
     assert len({tuple(epoch) for epoch in epochs}) == 3
     again = build(tokenizer, **file, **{"eval.questions": 4})
-    assert [p.question["row"]["answer"] for p in first(again, 24)] == [answer for epoch in epochs for answer in epoch]
+    assert [p.question["answer"] for p in first(again, 24)] == [answer for epoch in epochs for answer in epoch]
 
 
 def test_evaluation_file_keeps_all_of_the_training_file_but_repeated_questions(
@@ -159,8 +159,8 @@ def test_evaluation_file_keeps_all_of_the_training_file_but_repeated_questions(
     held_out = tmp_path / "eval.jsonl"
     held_out.write_text("".join(json.dumps({"prompt": text, "answer": ""}) + "\n" for text in ("7", "105")))
     prompts = build(tokenizer, **file, **{"eval.questions": 2, "task.eval_file": str(held_out)})
-    assert [prompt.question["row"]["prompt"] for prompt in prompts.held_out["copy3"]] == ["7", "105"]
-    drawn = {p.question["row"]["prompt"] for p in first(prompts, 40)}
+    assert [prompt.question["prompt"] for prompt in prompts.held_out["copy3"]] == ["7", "105"]
+    drawn = {p.question["prompt"] for p in first(prompts, 40)}
     assert drawn == {str(100 + i) for i in range(12)} - {"105"}
 
 
@@ -226,7 +226,7 @@ def test_sets_of_files_give_what_they_have_up_to_the_number_asked_for(
         "many": rows | {"train_file": file["task.train_file"]},
     }
     prompts = build(tokenizer, **{"eval.questions": 5, "eval.sets": sets})
-    found = {name: [p.question["row"]["prompt"] for p in one] for name, one in prompts.held_out.items() if name in sets}
+    found = {name: [p.question["prompt"] for p in one] for name, one in prompts.held_out.items() if name in sets}
     assert found == {"questions": ["7", "105"], "evaluation": ["7", "105"], "many": [str(100 + i) for i in range(5)]}
     assert not ids(first(prompts, 3000)) & {(12, 1, 0, n, 11) for n in range(6)}
 
@@ -264,8 +264,8 @@ def test_questions_of_a_file_that_are_too_long_are_found_at_the_start(tokenizer:
     prompts = Prompts(config, tasks.build_all(config), ChatTemplate(tokenizer), 8, told.append)
     text = "2 of the 12 questions of copy3 are longer than the 5 tokens that rollout.max_new_tokens leaves"
     assert [line.startswith(text) for line in told] == [True]
-    assert [one.question["row"]["answer"] for one in prompts.held_out["copy3"]] == ["100", "101", "103"]
-    epochs = [{one.question["row"]["answer"] for one in first(prompts, 7)} for _ in range(3)]
+    assert [one.question["answer"] for one in prompts.held_out["copy3"]] == ["100", "101", "103"]
+    epochs = [{one.question["answer"] for one in first(prompts, 7)} for _ in range(3)]
     assert epochs == [{str(100 + number) for number in range(4, 12) if number != 9}] * 3
     assert len(told) == 1
     assert prompts.figures() == {"prompts/overlong": 2.0}
@@ -275,12 +275,12 @@ def test_questions_of_a_file_that_are_too_long_are_found_at_the_start(tokenizer:
 
 def test_a_run_goes_on_behind_what_was_left_out(tokenizer: Any, with_long: dict) -> None:
     settings = {**with_long, "eval.questions": 0}
-    whole = [one.question["row"]["answer"] for one in first(build(tokenizer, length=8, **settings), 40)]
+    whole = [one.question["answer"] for one in first(build(tokenizer, length=8, **settings), 40)]
     before = build(tokenizer, length=8, **settings)
     first(before, 17)
     after = build(tokenizer, length=8, **settings)
     after.go_on(before.cursor())
-    assert [one.question["row"]["answer"] for one in first(after, 23)] == whole[17:]
+    assert [one.question["answer"] for one in first(after, 23)] == whole[17:]
 
 
 class _Elsewhere:

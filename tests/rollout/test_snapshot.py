@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from typing import Any
 
@@ -22,10 +22,9 @@ from asyncrl.engine.session import SavedCompletion
 from asyncrl.errors import RecordError
 from asyncrl.network.addresses import Access
 from asyncrl.rollout import snapshot
-from asyncrl.rollout.order import Order, OrderState, StartOrder
 from asyncrl.schema import Batch, Completion, Generate, Prompt, Trajectory, Turn, VersionSpan
 from tests.examples import examples
-from tests.fakes import LengthTask, completion, pieces, prompts, stream
+from tests.fakes import completion, pieces, prompts, stream
 from tests.rollout.machinery import EOS, KEY, Deaths, Machinery, RecordedEngine, _extend
 from tests.rollout.schedules import Run, schedules
 
@@ -138,52 +137,6 @@ def test_run_that_goes_on_trains_every_group_once_with_the_tokens_that_were_writ
     said = [said.completion for one in state.outstanding for sibling in one.siblings for said in sibling.said]
     assert sum(len(completion.token_ids) for completion in said) == received
     assert ledger.tokens.discarded == 0
-
-
-class Questions(LengthTask):
-    """A task whose questions come again."""
-
-    size = 10_000  # type: ignore[assignment]
-
-
-@settings(deadline=None, max_examples=examples(12))
-@given(
-    seed=st.integers(0, 2**32),
-    stop=st.integers(1, 4),
-    order=st.sampled_from(["shortest_first", "longest_first"]),
-    later=st.sampled_from(["in_order", "shortest_first", "longest_first"]),
-    running=st.sampled_from([None, 2]),
-)
-def test_no_order_of_starts_changes_which_prompts_a_batch_has(
-    seed: int, stop: int, order: Order, later: Order, running: int | None
-) -> None:
-    """Nor the bound, also when a run goes on with prompts that were drawn and not started, in whatever order."""
-    chance = random.Random(seed)
-    known = OrderState(lengths={"length": {number: chance.random() for number in range(40)}})
-
-    def ordered(name: Order) -> StartOrder:
-        made = StartOrder(name, 3)
-        made.restore(known, lambda uid, task, index: prompt_of(uid))
-        return made
-
-    def numbered(drawn: int) -> Iterator[Prompt]:
-        return (prompt_of(f"p{number}") for number in itertools.count(drawn))
-
-    shape: dict[str, Any] = {"task": Questions(), "lead": 2, "max_staleness": 2, "max_running": running}
-    shape |= {"batch_groups": 3, "group_size": 2, "cache_key": "group"}
-    whole = Machinery(Chain(seed), training=numbered(0), **shape).batches(8)
-    first = Machinery(Chain(seed + 1), training=numbered(0), order=ordered(order), **shape)
-    before, saved = first.snapshot(stop)
-    state = snapshot.decode(saved)
-    drawn = state.service.drawn + len(state.mixer.order.waiting)
-    again = Chain(seed + 2)
-    again.version = stop
-    resumed = Machinery(again, training=numbered(drawn), order=ordered(later), **shape)
-    resumed.go_on(saved, prompt_of)
-    after = resumed.batches(8 - stop)
-    for batch, other in zip(whole, before + after, strict=True):
-        assert sorted(group.prompt_ids for group in batch.groups) == sorted(group.prompt_ids for group in other.groups)
-        assert max(age for group in other.groups for age in group.staleness(other.version)) <= 2
 
 
 def _deaths(made: Machinery, seed: int, end: int, deaths: bool) -> Callable[[Batch], None]:

@@ -83,10 +83,7 @@ def test_jsonl_and_parquet_of_the_same_rows_are_the_same_task(tmp_path: Path) ->
         assert (
             first.question(index)
             == second.question(index)
-            == {
-                "messages": [{"role": "user", "content": ROWS[index]["prompt"]}],
-                "row": ROWS[index],
-            }
+            == {**ROWS[index], "messages": [{"role": "user", "content": ROWS[index]["prompt"]}]}
         )
 
 
@@ -216,7 +213,7 @@ def test_generator_question_follows_system_message_and_examples() -> None:
     task = gym()
     question = task.question(3)
     assert [m["role"] for m in question["messages"]] == ["system", "user", "assistant", "user"]
-    assert question["messages"][-1]["content"] == question["entry"]["question"]
+    assert question["messages"][-1]["content"] == question["question"]
     assert question == gym().question(3)
     assert question["messages"][-1] != task.question(4)["messages"][-1]
 
@@ -226,7 +223,7 @@ def test_questions_of_a_generator_without_an_end_are_those_of_its_seed() -> None
     assert task.size is None
     for index in (0, 7, EVAL_OFFSET + 3):
         direct = reasoning_gym.create_dataset("chain_sum", size=2**31 - 1, seed=1)
-        assert task.question(index)["entry"]["question"] == direct[index]["question"]
+        assert task.question(index)["question"] == direct[index]["question"]
 
 
 @pytest.mark.parametrize("name", LISTING)
@@ -243,7 +240,7 @@ def test_generator_that_lists_its_questions_when_it_is_made_has_no_end_either(na
 def test_generator_rewards_are_0_or_1_whatever_partial_credit_it_gives() -> None:
     task = gym()
     question = task.question(0)
-    right = str(question["entry"]["answer"])
+    right = str(question["answer"])
     assert task.score(f" {right}\n", question) == 1.0
     for wrong in ("", "   ", f"{right}0", f"The answer is {right}", "nonsense"):
         assert task.score(wrong, question) == 0.0

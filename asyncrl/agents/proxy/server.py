@@ -64,7 +64,7 @@ class Proxy:
         self._tool_format = tool_calls.known(tool_format, "agent_params.tool_format")
         self._secret = secrets.token_urlsafe(12)
         self._sessions: dict[str, ProxySession] = {}
-        self._server: uvicorn.Server | None = None
+        self._server: SignalFreeServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self.figures = ProxyStats()
 

@@ -16,6 +16,7 @@ from asyncrl.envs.tools.calls import MOST_NESTED
 from asyncrl.envs.tools.env import ToolEnv
 from asyncrl.envs.tools.functions import FunctionTool
 from asyncrl.envs.tools.shared import close_shared
+from asyncrl.envs.tools.threads import ThreadRunner
 from asyncrl.envs.tools.tool import ToolError
 from asyncrl.errors import EpisodeFailed
 
@@ -413,3 +414,14 @@ def test_tools_are_opened_and_all_of_them_closed_even_if_one_does_not() -> None:
 def test_two_tools_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="several tools have the same name"):
         ToolEnv([Acts("a", echo), Acts("a", echo)])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+def test_whatever_ends_the_thread_of_a_tool_is_a_failure(error: type[BaseException]) -> None:
+    """An error that ends the thread without a word would leave its caller waiting."""
+
+    def raises() -> None:
+        raise error
+
+    with pytest.raises(EpisodeFailed, match=f"tool: {error.__name__}"):
+        asyncio.run(asyncio.wait_for(ThreadRunner("t").call(raises), 10.0))
