@@ -302,15 +302,16 @@ def test_every_module_and_every_public_function_says_what_it_is_for() -> None:
     assert silent == []
 
 
-def test_blind_excepts_are_at_most_six() -> None:
+def test_blind_excepts_that_go_on_are_at_most_five() -> None:
     found = [
         f"{file.relative_to(PACKAGE.parent)}:{node.lineno}"
         for file in ALL_FILES
         for node in ast.walk(parsed(file))
         if isinstance(node, ast.ExceptHandler)
         and (node.type is None or ast.unparse(node.type) in ("Exception", "BaseException"))
+        and not any(isinstance(one, ast.Raise) for one in ast.walk(node))
     ]
-    assert len(found) <= 6, found
+    assert len(found) <= 5, found
 
 
 @pytest.mark.parametrize("word", ["pkill", "killall", "os.system", "shell=True", "pickle.load"])

@@ -28,7 +28,7 @@ from asyncrl.launch.replay import differences, settings
 from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.stalls import Stalls
 from asyncrl.metrics.console import Console
-from asyncrl.network.addresses import LEND, STOP, STOPPED, TRAINING, Addresses
+from asyncrl.network.addresses import END, LEND, STOP, STOPPED, TRAINING, Addresses
 from asyncrl.network.tls import Authority
 
 if TYPE_CHECKING:
@@ -166,9 +166,10 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         return
     if goes_on or origin:
         resume.roll_back(run_dir, origin)
-    for mark in (STOP, STOPPED, TRAINING, LEND):
+    for mark in (STOP, STOPPED, TRAINING, LEND, END):
         (run_dir / mark).unlink(missing_ok=True)
     replace_text(run_dir / "config.json", config.model_dump_json(indent=2) + "\n")  # others may be reading it
+    run_folder.record_overrides(config, run_dir, arguments)
     forecast.write(run_dir, chosen, expected)
     if prepared.planned:
         prepared.planned.write(run_dir)
@@ -212,12 +213,15 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
 
             pilot = ElasticPilot(config, run_dir, addresses, placement)
         supervise(config, run_dir, addresses, specs, job, console, stalls, pilot)
-    except ProcessDied as error:
-        if not (config.cluster.requeues and resume.made_progress(run_dir, origin)):
-            raise
-        raise Paused(str(error)) from None  # without progress it is no machine failure
-    except Stopped as stopped:
-        stopped.advice = resume.advice(run_dir, arguments)
+    except (Exception, KeyboardInterrupt, Paused, Stopped) as error:  # every one is raised again
+        ended: BaseException = error
+        if isinstance(error, ProcessDied) and config.cluster.requeues and resume.made_progress(run_dir, origin):
+            ended = Paused(str(error))  # without progress it is no machine failure
+        elif isinstance(error, Stopped):
+            error.advice = resume.advice(run_dir, arguments)
+        run_folder.record_end(run_dir, ended)
+        if ended is not error:
+            raise ended from None
         raise
     finally:
         try:

@@ -14,14 +14,18 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from asyncrl import jsonl
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncRLError, ConfigError, Paused, Stopped
 from asyncrl.launch import resume
 from asyncrl.launch.leftovers import SHARED
+from asyncrl.network.addresses import END, OVERRIDES
 
 MARK = ".asyncrl-run"
 AT_ONCE = {"logs", "slurm", resume.LOCK, MARK}
@@ -69,6 +73,26 @@ def take(run_dir: Path) -> None:
         remedy = f"It cannot be written ({error.strerror}: {error.filename}): {WRITABLE}."
         raise ConfigError("run.dir", str(run_dir), remedy) from None
     (run_dir / MARK).touch()
+
+
+def record_overrides(config: Config, run_dir: Path, arguments: Sequence[str]) -> None:
+    """Write overrides.json. It names the settings without their values, which may be secret."""
+    pairs = [word.lstrip("+").partition("=") for word in arguments if "=" in word]
+    scalars = {name for name, value in config.model_dump(by_alias=True).items() if not isinstance(value, dict)}
+    names = [
+        name if name in scalars or "." in name.partition("@")[0] or value.startswith("{") else f"{name}={value}"
+        for name, _, value in pairs
+    ]
+    jsonl.replace(run_dir / OVERRIDES, {"names": list(dict.fromkeys(names))})
+
+
+def record_end(run_dir: Path, error: BaseException) -> None:
+    """Write end.json, for those who read the files of a run that did not finish."""
+    state = "paused" if isinstance(error, Paused) else "stopped" if isinstance(error, Stopped) else "died"
+    text = str(error) if isinstance(error, AsyncRLError | Paused) else f"{type(error).__name__}: {error}"
+    text = f"stopped by {error}" if isinstance(error, Stopped) else text
+    with suppress(OSError):  # the disk may be full, which must not hide the error on the console
+        jsonl.replace(run_dir / END, {"state": state, "error": text, "time": time.time()})
 
 
 def _check_apart(config: Config, run_dir: Path) -> None:

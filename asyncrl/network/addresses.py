@@ -20,6 +20,11 @@ PLAN = "plan.json"
 """File in which the launcher records the plan of a run with cluster.plan=auto, and what it predicts."""
 PATHS = ("model", "teacher", "judge", "resume")
 TUPLES = ("engines", "teachers", "judges", "attached", "trainers", "lent")
+END = "end.json"
+"""File in which the launcher records how a run ended that did not finish: `state` (paused, stopped or died), `error`
+and `time`."""
+OVERRIDES = "overrides.json"
+"""File in which the launcher records what the command line set: `names` of settings, and choices as NAME=OPTION."""
 READY = "ready"
 """File that appears in the run folder when the router routes to every engine."""
 STOP, STOPPED = "stop", "stopped"

@@ -113,6 +113,21 @@ class SimulatedEngine:
         self._queue.append(job)
         self._fill()
 
+    def abort(self, job: SimulatedRequest, now: float) -> None:
+        """Remove a request from the batch or the queue, and store its number of tokens in `done`."""
+        self._move(now)
+        if job in self._running:
+            job.done = self._virtual - job._start
+            self._leave(job)
+        elif job in self._queue:
+            self._queue.remove(job)
+        self._fill()
+
+    def written(self, job: SimulatedRequest, now: float) -> float:
+        """Return the number of tokens that a request has generated, reported or not."""
+        self._move(now)
+        return self._virtual - job._start if job in self._running else job.done
+
     def retract(self, now: float) -> None:
         """Return every request to the queue, to be prefilled again, and clear the prefix cache."""
         self._move(now)

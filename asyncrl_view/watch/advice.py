@@ -27,6 +27,8 @@ OUTSIDE = 0.5
 """Share of the episodes' time outside the engines above which the environment binds."""
 INSIDE = ("queued", "prefill", "decode", "retry")
 """Phases of an episode in the engines."""
+SAME = 1e-6
+"""Difference of rewards below which they count as equal."""
 FULL = 0.9
 """Share of the KV cache above which memory binds."""
 
@@ -47,11 +49,17 @@ class Evidence:
     """Of the latest batches."""
     gpus: int = 0
     """GPUs of a machine; on CPUs, more requests at once hardly raise an engine's throughput."""
+    since: int = 0
+    """Version from which this launch resumed. Earlier steps had other conditions, and do not count as now."""
+    died: str = ""
+    """The error of which the run died."""
+    log: Sequence[str] = ()
+    """Lines of its logs that matter."""
 
     @property
     def recent(self) -> Sequence[Row]:
-        """The latest steps."""
-        return self.steps[-WINDOW:]
+        """The latest steps of this launch."""
+        return [row for row in self.steps[-WINDOW:] if row["step"] > self.since]
 
     def mean(self, name: str, steps: Sequence[Row] | None = None) -> float | None:
         """Return the mean of a metric over the latest steps that have it."""
@@ -59,9 +67,10 @@ class Evidence:
         return statistics.fmean(found) if found else None
 
     def share(self, name: str) -> float:
-        """Return the share of the latest steps' time."""
+        """Return the share of the latest steps' time: at most 1, though what another process measured may not fall
+        into the same steps exactly."""
         total = sum(row.get("time/step", 0.0) for row in self.recent)
-        return sum(row.get(name, 0.0) for row in self.recent) / total if total else 0.0
+        return min(1.0, sum(row.get(name, 0.0) for row in self.recent) / total) if total else 0.0
 
     def setting(self, name: str, default: Any = None) -> Any:
         """Return a setting by its dotted name."""
@@ -81,9 +90,19 @@ class Advice:
     text: str
     settings: tuple[str, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    """Lines of files, which are shown as they are."""
 
 
 Rule = Callable[[Evidence], Advice | None]
+
+
+def died(evidence: Evidence) -> Advice | None:
+    """Return an alarm with the error of which the run died."""
+    if not evidence.died:
+        return None
+    lines = (*evidence.died.splitlines(), *evidence.log)
+    return Advice("died", "alarm", "This run died", "It wrote no summary, and no process of it goes on.", lines=lines)
 
 
 def binding(evidence: Evidence) -> Advice | None:
@@ -150,7 +169,7 @@ def _outside(evidence: Evidence, figures: Mapping[str, float]) -> Advice | None:
 def _memory(evidence: Evidence, figures: Mapping[str, float]) -> Advice | None:
     """The KV cache: requests queue in the engines, or are prefilled again because the cache is full."""
     use, queued = evidence.mean("engines/cache_use") or 0.0, evidence.mean("engines/queued") or 0.0
-    wasted = evidence.mean("engines/prefill_wasted") or 0.0
+    use, wasted = min(1.0, use), min(1.0, evidence.mean("engines/prefill_wasted") or 0.0)
     if use < FULL and (use < 0.5 or wasted < 0.1):  # an empty cache is prefilled again for new versions
         return None
     figures = {**figures, "engines/cache_use": use, "engines/queued": queued, "engines/prefill_wasted": wasted}
@@ -192,11 +211,9 @@ def _bound(evidence: Evidence, figures: Mapping[str, float]) -> Advice | None:
 
 def tail(evidence: Evidence) -> Advice | None:
     """Return what batches wait for last, if that costs much of the time."""
-    late = evidence.stragglers[-WINDOW:]
-    waited, total = (
-        sum(one.waited for one in late),
-        sum(row.get("time/step", 0.0) for row in evidence.steps[-len(late) :]),
-    )
+    took = {row["step"] - 1: row.get("time/step", 0.0) for row in evidence.recent}  # step n trains batch n - 1
+    late = [one for one in evidence.stragglers if one.step in took]
+    waited, total = sum(min(one.waited, took[one.step]) for one in late), sum(took[one.step] for one in late)
     if not late or waited < WAITS * total:
         return None
     spent: dict[str, float] = {}
@@ -204,7 +221,7 @@ def tail(evidence: Evidence) -> Advice | None:
         key = f"{one.phase} {one.name}".strip()
         spent[key] = spent.get(key, 0.0) + one.seconds
     worst = max(spent, key=lambda key: spent[key])
-    share = spent[worst] / max(1e-9, sum(one.total for one in late))
+    share = min(1.0, spent[worst] / max(1e-9, sum(one.total for one in late)))
     inside = worst.partition(" ")[0] in INSIDE
     remedy = "Spare groups or a higher staleness bound" if inside else "A faster one, a deadline, or spare groups"
     return Advice(
@@ -267,6 +284,17 @@ def zero_signal(evidence: Evidence) -> Advice | None:
         return None
     solved = (reward or 0.0) > 0.5
     figures = {"groups/signal": signal, "reward/mean": reward or 0.0}
+    if _constant(evidence):
+        return Advice(
+            "zero_signal",
+            "alarm",
+            f"Every answer got the reward {reward or 0.0:.3g}",
+            f"All rewards of the latest {len(evidence.recent)} steps are equal, so that nothing is learned. Give the "
+            "reward an answer that you know to be right and one that is wrong, and read some episodes. If the reward "
+            "is right, no answer of the model makes a difference to it yet: begin with other questions.",
+            ("task.reward", "rollout.max_new_tokens", "task.weight"),
+            figures,
+        )
     return Advice(
         "zero_signal",
         "warning",
@@ -369,7 +397,7 @@ def bad_steps(evidence: Evidence) -> Advice | None:
 
 
 RULES: tuple[Rule, ...] = (
-    *(binding, tail, slow_engine, lost_engine, reward_hacking, gap, length_drift, zero_signal, bad_steps),
+    *(died, binding, tail, slow_engine, lost_engine, reward_hacking, gap, length_drift, zero_signal, bad_steps),
 )
 
 
@@ -377,6 +405,13 @@ def advise(evidence: Evidence) -> list[Advice]:
     """Return all advice, the gravest first."""
     found = [advice for rule in RULES if (advice := rule(evidence))]
     return sorted(found, key=lambda one: ("alarm", "warning", "info").index(one.level))
+
+
+def _constant(evidence: Evidence) -> bool:
+    """Return whether all answers of the latest steps had the same reward."""
+    spread = [row.get("reward/std", 1.0) for row in evidence.recent]
+    means = [row.get("reward/mean", 0.0) for row in evidence.recent]
+    return len(means) > 1 and max(spread) < SAME and max(means) - min(means) < SAME
 
 
 def _set(evidence: Evidence) -> list[Row]:

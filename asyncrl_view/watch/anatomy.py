@@ -42,6 +42,8 @@ class Straggler:
     """Seconds from its admission to its end."""
     waited: float
     """Seconds that the trainer waited for the batch."""
+    step: int = 0
+    """Number of the batch."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def straggler(batch: BatchTimeline, groups: Sequence[GroupTimeline]) -> Straggle
     _, name = max(named, key=lambda key: named[key])
     total = _worked_until(episode) - group.admitted
     waited = batch.taken - batch.asked
-    return Straggler(group.uid, number, group.task, phase, name, named[phase, name], total, waited)
+    seconds = min(named[phase, name], total)  # calls of tools that overlap add up to more
+    return Straggler(group.uid, number, group.task, phase, name, seconds, total, waited, batch.step)
 
 
 def phase_seconds(episodes: Iterable[EpisodeTimeline]) -> dict[tuple[str, str], float]:

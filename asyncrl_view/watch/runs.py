@@ -18,16 +18,20 @@ from typing import Any
 
 from asyncrl.errors import RecordError
 from asyncrl.jsonl import Tail, opened, parsed, read_object, section
+from asyncrl.network.addresses import END
 from asyncrl.observability.timeline import FOLDER as TIMELINE
 from asyncrl.progress import FOLDER as PROGRESS
 from asyncrl.records import frames
 from asyncrl.records.reading import RECORDS, TRAINER, folder_of
 from asyncrl_view.watch.anatomy import BatchFacts
+from asyncrl_view.watch.ending import Ending, ending
 from asyncrl_view.watch.episodes import EpisodeIndex
 from asyncrl_view.watch.timelines import TimelineIndex
 
 Row = dict[str, Any]
 CONFIG, STATUS, SUMMARY = "config.json", "status.json", "summary.json"
+LEASE = "leases/run.lease"
+"""The launcher's lease, which it renews every few seconds."""
 LINES = ("metrics", "eval", "warnings", "elastic")
 """Files of lines that grow with the run, without .jsonl."""
 DEPTH = 4
@@ -35,7 +39,7 @@ DEPTH = 4
 DISCOVER_SECONDS = 5.0
 """Between two searches for new runs."""
 SILENT_SECONDS = 60.0
-"""A run that has neither ended nor written for so long is shown as silent."""
+"""A run that has neither ended nor written for so long has died, or is silent if no launcher has been seen."""
 MOST_EPISODES = 20_000
 """Episodes of the latest batches that advice looks at, which takes a second."""
 LAST_BYTES = 1 << 15
@@ -81,13 +85,13 @@ class WatchedRun:
             self._rows[name] += self._tails[name]()
         return self._rows[name]
 
-    def latest_batches(self, most: int) -> list[BatchFacts]:
-        """Return what happened in the latest batches, the oldest first: at most this many, and fewer of many episodes.
-        Each batch is read once. Raises RecordError on damage."""
+    def latest_batches(self, most: int, since: int = 0) -> list[BatchFacts]:
+        """Return what happened in the latest batches from number `since` on, the oldest first: at most this many, and
+        fewer of many episodes. Each batch is read once. Raises RecordError on damage."""
         self.timelines.refresh()
         kept: dict[tuple[int, float], BatchFacts] = {}
         episodes = 0
-        for step in sorted(self.timelines.batches, reverse=True)[:most]:
+        for step in sorted((one for one in self.timelines.batches if one >= since), reverse=True)[:most]:
             batch = self.timelines.batches[step]
             key = step, batch.taken
             facts = self._facts.get(key) or BatchFacts.of(batch, self.timelines.groups(batch))
@@ -114,6 +118,15 @@ class WatchedRun:
         """Return a JSON file of the run; None if it is missing. Raises RecordError if it is damaged."""
         return read_object(self.folder / name, self.folder)
 
+    def written(self) -> float:
+        """Return the time of the last sign of life."""
+        return max(self._size(name)[1] for name in ("metrics.jsonl", STATUS, CONFIG, LEASE))
+
+    def ending(self) -> Ending:
+        """Return whether the run goes on, and how it ended if not."""
+        silent = time.time() - self.written()
+        return ending(self.document, self.folder, silent if silent > SILENT_SECONDS else 0.0)
+
     def summary(self) -> Row:
         """Return what the list of runs shows. A run whose files are damaged is `bad`, for a reason."""
         try:
@@ -124,21 +137,19 @@ class WatchedRun:
 
     def _summary(self) -> Row:
         self._check_folders()
-        config, ended = section(self.config, "run"), self.document(SUMMARY)
+        config, ended = section(self.config, "run"), self.ending()
         self.document(STATUS)
         metrics = self.folder / "metrics.jsonl"
         last = self._last_line(metrics)
-        written = max(self._size(name)[1] for name in ("metrics.jsonl", STATUS, CONFIG))
-        silent = time.time() - written > SILENT_SECONDS
         return {
             "name": self.name,
             "title": str(config.get("name", ""))[:MOST_CHARACTERS],
-            "state": "ended" if ended else "silent" if silent else "running",
-            "reason": str(ended.get("reason", ""))[:MOST_CHARACTERS] if ended else "",
+            "state": ended.state,
+            "reason": ended.reason[:MOST_CHARACTERS],
             "step": _figure(last, "step", metrics) or 0,
             "steps": _figure(config, "max_steps", self.folder / CONFIG),
             "reward": _figure(last, "reward/mean", metrics),
-            "written": written,
+            "written": self.written(),
         }
 
     def _check_folders(self) -> None:
@@ -161,7 +172,8 @@ class WatchedRun:
         marks["timeline"] = float(sum(map(self._newest_bytes, (self.folder / TIMELINE).glob("*"))))
         marks["status"] = self._size(STATUS)[1]
         marks["config"] = self._size(CONFIG)[1]
-        marks["summary"] = self._size(SUMMARY)[1]
+        marks["summary"] = max(self._size(name)[1] for name in (SUMMARY, END))
+        marks["silent"] = float(time.time() - self.written() > SILENT_SECONDS)
         self._marks, self._marked = marks, now
         return marks
 

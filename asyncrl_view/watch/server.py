@@ -6,7 +6,7 @@
     GET /api/events                 server-sent events: the marks of each run that has changed (WatchedRun.marks)
     GET /api/metrics?run=R          lines of metrics.jsonl from &after=N on, as columns; &fields=a,b
     GET /api/lines?run=R&file=F     lines of eval or warnings
-    GET /api/settings?run=R&run=S   settings that differ between runs, or all of one run
+    GET /api/settings?run=R&run=S   settings that differ between runs, or all of one run; overridden ones first
     GET /api/recording?run=R        batches, tasks and places of the recording
     GET /api/groups?run=R           groups, filtered by &step= &reason= &task= &reward=A:B &length= &staleness= &uid=
                                     &question= &text=; &cursor= of the previous page, &limit=
@@ -31,6 +31,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from asyncrl.errors import RecordError
 from asyncrl.leases import SUFFIX
+from asyncrl.network.addresses import FILE as ADDRESSES
+from asyncrl.network.addresses import OVERRIDES
 from asyncrl.progress import FOLDER as PROGRESS
 from asyncrl_view.inspection.page import STATIC as SHARED
 from asyncrl_view.inspection.page import estimator_of
@@ -57,13 +60,18 @@ from asyncrl_view.inspection.rows import GroupFilter, bounds
 from asyncrl_view.watch import advice
 from asyncrl_view.watch.advice import WINDOW, Evidence
 from asyncrl_view.watch.anatomy import anatomy, begins
-from asyncrl_view.watch.runs import STATUS, RunFolder, WatchedRun, printable
+from asyncrl_view.watch.ending import log_lines
+from asyncrl_view.watch.runs import MOST_CHARACTERS, STATUS, RunFolder, WatchedRun, printable
 
 STATIC = Path(__file__).with_name("static")
 POLL_SECONDS = 0.4
 """Between two looks at the files, while a page is open."""
 BEAT_SECONDS = 15.0
 """Between two events of a connection on which nothing changes, so that a closed one is noticed."""
+MOST_DIFFERENT = 4
+"""Settings by which a run of the list is told apart."""
+OTHER_ANYWAY = ("run.dir", "run.name", "run.overwrite", "resume")
+"""Settings that do not tell runs apart."""
 UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What using a value raises that is not of the type that a run writes."""
 MOST_GROUPS = 200
@@ -97,7 +105,7 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[],
     }
     routes = [
         Route("/", lambda _: Response((STATIC / "index.html").read_bytes(), media_type="text/html")),
-        Route("/api/runs", lambda _: Answer([run.summary() for run in folder.runs().values()])),
+        Route("/api/runs", lambda _: Answer(_listed(folder))),
         Route("/api/events", lambda _: StreamingResponse(_events(folder, ended), media_type="text/event-stream")),
         Route("/api/settings", lambda asked: _settings(folder, asked)),
         Route("/api/image", lambda asked: _image(folder, asked)),
@@ -109,10 +117,9 @@ def app(folder: RunFolder, token: str, hosts: Sequence[str], ended: Callable[[],
         Middleware(Guard, token=token),
         Middleware(GZipMiddleware, minimum_size=2000, compresslevel=3),
     ]
-    refused = dict.fromkeys((RecordError, OSError), _refused)
-    return Starlette(
-        routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(UNFORESEEN, _unforeseen) | refused
-    )
+    handlers: dict[Any, Any] = dict.fromkeys(UNFORESEEN, _unforeseen)
+    handlers |= dict.fromkeys((RecordError, OSError), _refused)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
 class Answer(JSONResponse):
@@ -161,14 +168,21 @@ class Guard:
 
 def evidence(run: WatchedRun) -> Evidence:
     """Collect what advice is based on."""
-    batches = run.latest_batches(WINDOW)
+    addresses = run.document(ADDRESSES) or {}
+    checkpoint = Path(addresses.get("resume") or "").name  # its version
+    since = int(checkpoint) if checkpoint.isdecimal() else 0
+    batches = run.latest_batches(WINDOW, since)
     late = [one.late for one in batches if one.late]
     seconds: Counter[tuple[str, str]] = Counter()
     for one in batches:
         seconds.update(one.seconds)  # adds
-    engines = (run.document(STATUS) or {}).get("engines", [])
-    gpus = int((run.document("addresses.json") or {}).get("gpus", 0))
-    return Evidence(run.rows("metrics"), run.rows("eval"), run.config, engines, seconds, late, gpus)
+    end = run.ending()
+    engines = (run.document(STATUS) or {}).get("engines", []) if end.state == "running" else []
+    died = end.error if end.state == "died" else ""
+    log = log_lines(run.folder, died) if died else []
+    gpus = int(addresses.get("gpus", 0))
+    rows, evaluations = run.rows("metrics"), run.rows("eval")
+    return Evidence(rows, evaluations, run.config, engines, seconds, late, gpus, since, died, log)
 
 
 # -- endpoints ------------------------------------------------------------------------------------------------
@@ -250,10 +264,13 @@ def _fleet(run: WatchedRun, _: Request) -> dict[str, Any]:
         {"process": one.attributes.get("process", ""), "how": one.attributes.get("how", ""), "ended": one.end}
         for one in run.timelines.restarts
     ]
-    status = run.document(STATUS)
+    status, state = run.document(STATUS), run.ending().state
+    if status and state != "running":  # what the file says was true when it was written
+        status |= {"engines": [{**one, "state": state} for one in status.get("engines", [])]}
     age = time.time() - status["time"] if status and "time" in status else None
     elastic = [{name: one.get(name) for name in ("step", "reason", "done")} for one in run.rows("elastic")]
-    return {"status": status, "age": age, "processes": processes, "restarts": restarts, "elastic": elastic}
+    told = {"processes": processes, "restarts": restarts, "elastic": elastic}
+    return {"state": state, "status": status, "age": age, **told}
 
 
 def _image(folder: RunFolder, asked: Request) -> Response:
@@ -262,12 +279,56 @@ def _image(folder: RunFolder, asked: Request) -> Response:
         return Response(run.episodes.image(asked.query_params.get("name", "")), media_type="image/png")
 
 
+def _listed(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return the runs, with the settings in which each differs from the others of its folder, as a sweep's do."""
+    runs = folder.runs()
+    beside: dict[str, list[str]] = {}
+    for name in runs:
+        beside.setdefault(name.rpartition("/")[0], []).append(name)
+    differs: dict[str, list[list[Any]]] = {}
+    for names in beside.values() if len(runs) > 1 else ():
+        differs |= _differences({name: runs[name] for name in names})
+    return [{**run.summary(), "differs": differs.get(name, [])} for name, run in runs.items()]
+
+
+def _differences(runs: Mapping[str, WatchedRun]) -> dict[str, list[list[Any]]]:
+    """Return some pairs [setting, value] for each run, of settings that differ between these runs; those that command
+    lines set come first."""
+    flat, first = dict[str, dict[str, Any]](), dict[str, None]()
+    for name, run in runs.items():
+        with suppress(RecordError, OSError, *UNFORESEEN):  # its own line says so
+            flat[name] = _flat(run.config)
+            first |= dict.fromkeys(_overridden(run))
+    every = {setting for one in flat.values() for setting in one} - {*OTHER_ANYWAY}
+    other = [one for one in sorted(every) if len({json.dumps(own.get(one)) for own in flat.values() if own}) > 1]
+    set_first = sorted(other, key=lambda one: one not in first)[:MOST_DIFFERENT]
+    return {name: [[one, _brief(own.get(one))] for one in set_first] for name, own in flat.items() if own}
+
+
+def _brief(value: Any) -> Any:
+    """Return a setting for the list of runs: long texts and lists as the beginning of their JSON."""
+    return value if isinstance(value, bool | int | float | None) else json.dumps(value)[:MOST_CHARACTERS].strip('"')
+
+
+def _overridden(run: WatchedRun) -> list[str]:
+    """Return what the command line set: names of settings, and choices as NAME=OPTION."""
+    return [str(name) for name in (run.document(OVERRIDES) or {}).get("names", [])]
+
+
 def _settings(folder: RunFolder, asked: Request) -> Response:
-    """Return the rows [setting, value in each run], where runs differ."""
-    flat = [_flat(folder.run(name).config) for name in asked.query_params.getlist("run")]
-    names = sorted({name for one in flat for name in one})
+    """Return the rows [setting, value in each run], where runs differ, and how many of them a command line set: these
+    come first."""
+    runs = [folder.run(name) for name in asked.query_params.getlist("run")]
+    flat, given = [_flat(run.config) for run in runs], [_overridden(run) for run in runs]
+    for own, words in zip(flat, given, strict=True):
+        own |= {name: value for name, chosen, value in (word.partition("=") for word in words) if chosen}
+    first = list(dict.fromkeys(word.partition("=")[0] for words in given for word in words))
+    every = sorted({name for one in flat for name in one})
+    top = [name for one in first for name in every if name == one or name.startswith(f"{one}.")] if first else []
+    names = list(dict.fromkeys([*top, *every]))
     rows = [[name, *(one.get(name) for one in flat)] for name in names]
-    return Answer([row for row in rows if len(flat) < 2 or any(value != row[1] for value in row[2:])])
+    shown = [row for row in rows if len(flat) < 2 or any(value != row[1] for value in row[2:])]
+    return Answer({"rows": shown, "overridden": sum(row[0] in set(top) for row in shown)})
 
 
 async def _events(folder: RunFolder, ended: Callable[[], bool] = lambda: False) -> AsyncIterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections import Counter
 from dataclasses import asdict
@@ -18,6 +19,9 @@ import pytest
 
 from asyncrl.launch.stalls import stack_file
 from asyncrl.planner.lengths import Lengths
+from asyncrl_view.watch.advice import advise
+from asyncrl_view.watch.runs import RunFolder
+from asyncrl_view.watch.server import evidence
 from tests.integration.running import (
     descendants,
     finish,
@@ -28,6 +32,7 @@ from tests.integration.running import (
     start,
     wait_for_step,
 )
+from tests.integration.stub_trainer import BATCHES
 from tests.integration.test_survival import serving, wait_until
 from tests.integration.workload import Workload
 
@@ -103,6 +108,36 @@ def test_agent_that_hangs_and_reward_that_raises_or_hangs_cost_their_groups_alon
     (trace, *_) = (line["traceback"] for line in told if "traceback" in line)
     assert trace.endswith("KeyError: 'no reference'\n")
     nothing_is_left(run_dir)
+
+
+@pytest.mark.usefixtures("stub_workload")
+def test_a_run_that_died_tells_the_page_why_until_it_is_started_again(tmp_path: Path) -> None:
+    """The reward raises until it is mended. The page reads what the launcher left."""
+    reward, run_dir = tmp_path / "users.py", tmp_path / "run"
+    reward.write_text("def score(answer, row):\n    return {}[0]\n")
+    (tmp_path / "questions.jsonl").write_text('{"prompt": "1", "answer": "1"}\n' * 50)
+    settings = [
+        *("task=file", f"task.train_file={tmp_path / 'questions.jsonl'}", "task.reward=users:score"),
+        *("rollout.batch_groups=2", "rollout.group_size=2", "rollout.max_failures=2", "run.max_steps=2"),
+        *("eval.questions=0", "weights.verify=false", "cluster.tls=false", "resume=auto"),
+    ]
+    with start(run_dir, *settings, module=STUBS) as process:
+        code, text = finish(process, run_dir)
+    assert code == 1, text
+    page = RunFolder(tmp_path)
+    assert page.run("run").summary()["state"] == "died"
+    first = advise(evidence(page.run("run")))[0]
+    assert first.rule == "died"
+    assert any("KeyError: 0" in line and f"{reward}:2, in score" in line for line in first.lines), first.lines
+    named = json.loads((run_dir / "overrides.json").read_text())["names"]
+    assert {"task=file", "task.reward", "run.max_steps", "resume"} <= set(named)
+    reward.write_text("def score(answer, row):\n    return float(len(answer) % 2)\n")
+    shutil.rmtree(run_dir / BATCHES)  # of the stub trainer
+    with start(run_dir, *settings, module=STUBS) as process:
+        code, text = finish(process, run_dir)
+    assert code == 0, text
+    assert page.run("run").summary()["state"] == "ended"
+    assert not (run_dir / "end.json").exists()
 
 
 @pytest.mark.campaign  # test_rollout_faults.py stops and kills both over stubs, test_weight_faults.py real engines

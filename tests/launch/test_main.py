@@ -92,7 +92,7 @@ def test_sweep_leaves_nothing_outside_of_its_own_folder(tmp_path: Path) -> None:
     ("argument", "message"),
     [
         ("rollout.max_stalenes=1", "rollout.max_staleness"),
-        ("engine.speculative=ngram", "engine.speculative'. Speculative decoding is set by"),
+        ("engine.speculative=ngram", "engine.speculative'. It was removed: speculative decoding is set by"),
         ("rollout.lead=9", "rollout.lead: got 9. Must not exceed rollout.max_staleness (2)"),
         ("model.path=/no/such/folder", "model.path: got '/no/such/folder'"),
         ("experiment=nothing", "nothing"),

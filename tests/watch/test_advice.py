@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -96,10 +97,35 @@ def test_busy_engines_on_cpus_are_not_called_starved() -> None:
 
 def test_tail_names_the_tool_that_batches_wait_for() -> None:
     late = Straggler("g1", 0, "sum", "tool", "search", 6.0, 8.0, 4.0)
-    told = found(advice.tail, replace(evidence(), stragglers=[late] * 5))
+    told = found(advice.tail, replace(evidence(), stragglers=[replace(late, step=step) for step in range(45, 50)]))
     assert told.title == "Batches wait for tool search"
     assert (told.figures["waited"], told.figures["share of the last episodes"]) == (20.0, 0.75)
-    assert advice.tail(replace(evidence(), stragglers=[replace(late, waited=0.1)] * 5)) is None
+    assert advice.tail(replace(evidence(), stragglers=[replace(late, waited=0.1, step=49)])) is None
+
+
+def test_no_share_exceeds_the_whole() -> None:
+    """The first batches of a run are waited for long before their step has a line, tools are called at once, and the
+    rollout process measures between other moments than the trainer."""
+    late = Straggler("g1", 0, "sum", "tool", "search", 30.0, 8.0, 60.0)
+    told = found(advice.tail, replace(evidence(), stragglers=[replace(late, step=step) for step in (48, 49, 50, 51)]))
+    assert (told.figures["waited"], told.figures["steps"], told.figures["share of the last episodes"]) == (20, 20, 1.0)
+    assert re.findall(r"\d+%", told.text) == ["100%", "100%"]
+    over = {**WAITING, "engines/running": 40.0, "engines/cache_use": 0.1, "time/engine_busy": 14.0}
+    told = found(advice.binding, replace(evidence(**over), gpus=8))
+    assert (told.title, told.figures["engine_busy"]) == ("Bound by the staleness bound", 1.0)
+    assert "100% of the time" in told.text
+
+
+def test_now_is_this_launch_alone_after_a_resume() -> None:
+    """Before, the engines bound and no update was applied; since, the trainer binds and all are applied."""
+    rows = steps(**{**WAITING, "step/skipped": 1.0, "groups/signal": 0.1})
+    rows[-3:] = steps()[-3:]
+    before = Straggler("g1", 0, "sum", "tool", "search", 6.0, 8.0, 4.0, step=40)
+    both = replace(evidence(), steps=rows, stragglers=[before])
+    assert {one.rule for one in advise(both)} >= {"tail", "bad_steps", "zero_signal"}
+    (only,) = advise(replace(both, since=47))
+    assert (only.title, only.figures["train"]) == ("Bound by the trainer", 0.8)
+    assert advise(replace(both, since=50)) == []
 
 
 def test_an_engine_is_slow_if_its_requests_are_and_lost_if_it_does_not_serve() -> None:
@@ -117,6 +143,16 @@ def test_zero_signal_says_whether_questions_are_too_easy_or_too_hard() -> None:
     assert "too hard" in found(advice.zero_signal, evidence(**{"groups/signal": 0.2, "reward/mean": 0.1})).text
     assert "too easy" in found(advice.zero_signal, evidence(**{"groups/signal": 0.2, "reward/mean": 0.9})).text
     assert advice.zero_signal(evidence()) is None
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0])
+def test_constant_rewards_are_not_called_easy_or_hard(reward: float) -> None:
+    same = {"groups/signal": 0.0, "reward/mean": reward, "reward/std": 0.0}
+    told = found(advice.zero_signal, evidence(**same))
+    assert told.title == f"Every answer got the reward {reward:.3g}"
+    assert (told.level, "too hard" in told.text, "too easy" in told.text) == ("alarm", False, False)
+    spread = evidence(**same | {"reward/std": 0.2})
+    assert "teach nothing" in found(advice.zero_signal, spread).title
 
 
 def test_length_drifts_only_without_a_gain_in_accuracy() -> None:
@@ -150,9 +186,9 @@ def test_skipped_updates_are_told() -> None:
 
 
 def test_gravest_advice_comes_first_and_all_settings_exist() -> None:
-    late = Straggler("g1", 0, "sum", "tool", "search", 6.0, 8.0, 4.0)
+    late = Straggler("g1", 0, "sum", "tool", "search", 6.0, 8.0, 4.0, 49)
     rows = steps(**{"groups/signal": 0.2, "step/skipped": 0.5, "completion/length": 300.0, "correction/ess": 0.1})
-    told = advise(Evidence(rows, evaluations(0.6, 0.6, 0.5), CONFIG, stragglers=[late] * 3))
+    told = advise(Evidence(rows, evaluations(0.6, 0.6, 0.5), CONFIG, stragglers=[late]))
     assert [one.level for one in told] == sorted((one.level for one in told), key=("alarm", "warning", "info").index)
     assert len(told) >= 5
     variants = [{}, WAITING, {**WAITING, "engines/prefill_wasted": 0.3}, {**WAITING, "time/engine_busy": 1.0}]

@@ -54,6 +54,13 @@ def test_batch_that_did_not_wait_has_the_group_that_ended_last() -> None:
     assert straggler(BatchTimeline(0, 9.0, 9.0, ["lost"]), []) is None
 
 
+def test_calls_of_tools_that_overlap_take_no_longer_than_their_episode() -> None:
+    both = [Interval(TOOL, 0.0, 6.0, "search"), Interval(TOOL, 1.0, 7.0, "search")]
+    late = straggler(BatchTimeline(4, 5.0, 7.5, ["g"], "g"), [group("g", both, ended=7.0)])
+    assert late
+    assert (late.seconds, late.total, late.step) == (7.0, 7.0, 4)
+
+
 def test_time_in_tools_is_not_counted_as_their_environments_and_is_drawn_above_it() -> None:
     """The metrics of a step count it so, too."""
     played = EpisodeTimeline(1.0, 3, [Interval(TOOL, 2.0, 5.0, "search"), Interval(ENVIRONMENT, 1.0, 5.0, "shop")])

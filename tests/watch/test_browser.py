@@ -136,7 +136,9 @@ def test_runs_side_by_side_share_charts_and_show_the_settings_that_differ(page: 
     rows = page.eval_on_selector_all("table.settings tbody tr", "all => all.map(one => one.innerText)")
     assert rows == ["trainer.threads\t1\t2"]
     lines = page.eval_on_selector_all("figure[data-chart=Reward] .key", "all => all.map(one => one.title)")
-    assert lines == ["first", "second"]
+    assert [line.partition(":")[0] for line in lines] == ["first", "second"]
+    assert [("threads=1" in line, "threads=2" in line) for line in lines] == [(True, False), (False, True)]
+    assert "threads=2" in page.locator(".run:has-text('second') .differs").inner_text()
     assert page.evaluate("document.querySelector('figure[data-chart=Reward] .plot').chart.data.length") == 3
 
 
@@ -206,6 +208,64 @@ def test_ten_thousand_episodes_are_drawn_as_far_as_they_are_in_view(page: Any, r
     page.evaluate("document.querySelector('.anatomy').scrollTop = 1e9")
     until(page, f"{drawn}[1]", 10_000)
     assert page.evaluate(f"{drawn}[0]") > 9900
+
+
+def test_all_answers_of_a_group_are_shown(page: Any, runs: Path) -> None:
+    make(runs / "wide", Plan(steps=1, groups=1, siblings=30))
+    page.wait_for_selector(".run:has-text('wide')", timeout=60_000)
+    show(page, view="episodes", run="wide", uid="g000000")
+    until(page, "document.querySelectorAll('.panel .trajectory').length", 30)
+    until(page, "document.querySelectorAll('.panel .trajectory:last-of-type .token').length", 12)
+    assert page.locator(".group .rewards i").count() == 30
+    assert page.evaluate("(all => all.scrollWidth <= all.clientWidth)(document.querySelector('.group .rewards'))")
+
+
+def test_a_run_that_died_shows_its_error_on_every_view_that_would_mislead(page: Any, runs: Path) -> None:
+    """It dies while it is shown. Its settings that were overridden stand at the top."""
+    folder = make(runs / "dying", Plan())
+    page.wait_for_selector(".run:has-text('dying')", timeout=60_000)
+    show(page, view="fleet", run="dying")
+    page.wait_for_selector("text=Engines: 3 of 3 serve")
+    (folder / "overrides.json").write_text(json.dumps({"names": ["experiment=tiny", "run.max_steps"]}))
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rollout.log").write_text(f"Traceback (most recent call last):\n  ...\nKeyError: {HOSTILE}\n")
+    error = {"state": "died", "error": f"rollout died: see {folder}/logs/rollout.log", "time": 0.0}
+    (folder / "end.json").write_text(json.dumps(error))
+    page.wait_for_selector("text=none serves any more", timeout=60_000)
+    assert page.locator(".dot.serving").count() == 0
+    for view in ("overview", "advice"):
+        show(page, view=view, run="dying")
+        page.wait_for_selector("[data-rule=died] pre:has-text('KeyError')")
+    assert "died" in page.locator("#state").inner_text()
+    show(page, view="overview", run="dying")
+    page.wait_for_selector(".given:has-text('experiment=tiny')")
+    assert page.locator(".given code").all_inner_texts() == ["experiment=tiny", "run.max_steps=6"]
+
+
+def test_fleet_fits_a_page_of_1400_pixels_and_lists_every_episode(page: Any, runs: Path) -> None:
+    folder = make(runs / "broad", Plan())
+    status = json.loads((folder / "status.json").read_text())
+    for number, engine in enumerate(status["engines"]):
+        engine |= {"url": f"http://node-{number}.cluster.example.org:30000", "longest": 4e5, "cache_hit": 0.123}
+        engine |= {"preemptions": 12.0, "prefilled": 123456789.0, "prefill_seconds": 4321.0}
+    phases = ("queued", "prefill", "decode", "tool", "environment", "reward", "waiting")
+    waits = {"waits_for": "the tool 'search_in_the_documentation' of a server far away, call 17 of 20", "seconds": 12.0}
+    episodes = [{"phase": phases[place % 7], **waits, "tokens": 31000} for place in range(32)]
+    group = status["groups"][0] | {"task": "code_with_many_tests", "episodes": episodes}
+    status["groups"] = [group | {"uid": f"g{number:09d}-with-a-name"} for number in range(4)]
+    (folder / "status.json").write_text(json.dumps(status))
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.wait_for_selector(".run:has-text('broad')", timeout=60_000)
+    show(page, view="fleet", run="broad")
+    page.wait_for_selector("text=Engines: 3 of 3 serve")
+    for part in ("main", ".scrolls"):
+        wide = f"[...document.querySelectorAll('{part}')].filter(one => one.scrollWidth > one.clientWidth).length"
+        assert page.evaluate(wide) == 0, part
+    page.locator(".fleet details summary").first.click()
+    assert page.locator(".fleet details[open] li").count() == 32
+    (folder / "status.json").write_text(json.dumps(status | {"version": 77}))
+    page.wait_for_selector(".cells:has-text('77')")
+    assert page.locator(".fleet details[open] li").count() == 32  # it stays open
 
 
 def test_fleet_and_advice_show_what_is_measured(page: Any) -> None:

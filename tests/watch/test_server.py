@@ -18,8 +18,9 @@ from starlette.testclient import TestClient
 from asyncrl import jsonl
 from asyncrl.records.reading import Recording
 from asyncrl_view.watch.cli import main
+from asyncrl_view.watch.ending import MOST_LINES, log_lines
 from asyncrl_view.watch.runs import RunFolder
-from asyncrl_view.watch.server import POLICY, POLL_SECONDS, _events, app
+from asyncrl_view.watch.server import POLICY, POLL_SECONDS, _events, app, evidence
 from scripts.synthetic_run import Plan, SyntheticRun, make
 from tests.watch.conftest import TOKEN
 
@@ -142,8 +143,34 @@ def test_settings_of_two_runs_show_where_they_differ(tmp_path: Path) -> None:
     for name, lr in (("a", 1), ("b", 2)):
         make(tmp_path / name, Plan(steps=1, config={"trainer": {"optimizer": {"lr": lr}, "threads": 1}}))
     with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
-        assert get(client, "settings", run=["a", "b"]) == [["trainer.optimizer.lr", 1, 2]]
-        assert ["trainer.threads", 1] in get(client, "settings", run="a")
+        assert get(client, "settings", run=["a", "b"])["rows"] == [["trainer.optimizer.lr", 1, 2]]
+        assert ["trainer.threads", 1] in get(client, "settings", run="a")["rows"]
+
+
+def test_runs_of_a_sweep_are_told_apart_and_overridden_settings_stand_first(tmp_path: Path) -> None:
+    """A sweep's runs are called 0, 1, ...; what the command line set tells more than what follows from it."""
+    names = ["experiment=tiny", "trainer.optimizer.lr", "run.max_steps"]
+    for number, lr in enumerate((1e-6, 1e-5)):
+        settings = {"trainer": {"optimizer": {"lr": lr, "beta": lr}}, "run": {"max_steps": 1, "dir": str(number)}}
+        folder = make(tmp_path / "sweep" / str(number), Plan(steps=1, config=settings))
+        (folder / "overrides.json").write_text(json.dumps({"names": names}))
+    make(tmp_path / "alone", Plan(steps=1, config={"trainer": {"optimizer": {"lr": 7}}}))
+    with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        differs = {one["name"]: one["differs"] for one in client.get("/api/runs").json()}
+        assert differs == {
+            "alone": [],
+            "sweep/0": [["trainer.optimizer.lr", 1e-6], ["trainer.optimizer.beta", 1e-6]],
+            "sweep/1": [["trainer.optimizer.lr", 1e-5], ["trainer.optimizer.beta", 1e-5]],
+        }
+        told = get(client, "settings", run="sweep/1")
+        assert told["overridden"] == 3
+        assert told["rows"][:3] == [["experiment", "tiny"], ["trainer.optimizer.lr", 1e-5], ["run.max_steps", 1]]
+        assert [row[0] for row in told["rows"]].count("run.max_steps") == 1
+        both = get(client, "settings", run=["sweep/0", "sweep/1"])
+        assert ([row[0] for row in both["rows"]], both["overridden"]) == (
+            ["trainer.optimizer.lr", "run.dir", "trainer.optimizer.beta"],
+            1,
+        )
 
 
 def test_groups_are_filtered_and_paged_newest_first(client: TestClient) -> None:
@@ -229,6 +256,120 @@ def test_fleet_is_what_the_status_file_says(client: TestClient, run: Path) -> No
     assert get(client, "fleet")["status"] == json.loads((run / "status.json").read_text())
 
 
+TRACEBACK = """Traceback (most recent call last):
+  File "asyncrl/rollout/scoring.py", line 9, in score
+    value = reward(answer)
+  File "mine.py", line 3, in reward
+    return {"right": 1}[answer]
+KeyError: 'wrong'
+"""
+
+
+CHAIN = """Traceback (most recent call last):
+  unrelated
+OSError: earlier
+INFO: goes on
+  + Exception Group Traceback (most recent call last):
+  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "mine.py", line 3, in reward
+    | KeyError: 'wrong'
+    |
+    | The above exception was the direct cause of the following exception:
+    |
+    | Traceback (most recent call last):
+    |   File "asyncrl/rollout/worker.py", line 139, in _fail
+    | AsyncRLError: 2 groups in a row failed
+    +------------------------------------
+"""
+
+
+def test_causes_of_the_last_traceback_matter_and_earlier_ones_do_not(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rollout.log").write_text(CHAIN)
+    (tmp_path / "logs" / "trainer-0.log").write_text("step 1\n")
+    lines = [line.strip() for line in log_lines(tmp_path, "the launcher was killed")]
+    assert lines[:3] == [
+        "logs/rollout.log:",
+        "Traceback (most recent call last):",
+        'File "mine.py", line 3, in reward',
+    ]
+    assert lines[-1] == "AsyncRLError: 2 groups in a row failed"
+    (tmp_path / "logs" / "rollout.log").write_text("  File\n".join(["Traceback (most recent call last):\n"] * 2))
+    assert log_lines(tmp_path, f"see {tmp_path}/logs/trainer-0.log") == ["logs/trainer-0.log:", "  step 1"]
+    deep = "Traceback (most recent call last):\n" + "  File\n" * 100 + "RecursionError: deep\n"
+    (tmp_path / "logs" / "rollout.log").write_text(deep)
+    found = log_lines(tmp_path, "")
+    assert (len(found), found[-1]) == (MOST_LINES + 2, "  RecursionError: deep")
+
+
+def died(folder: Path) -> None:
+    """Make a run look as the launcher leaves one whose reward raises."""
+    (folder / "logs").mkdir()
+    noise = "step 3 is done\n" * 5000
+    (folder / "logs" / "rollout.log").write_text(f"{noise}{TRACEBACK}INFO: closing\n" + "cancelled\n" * 50)
+    (folder / "logs" / "trainer-0.log").write_text("PeerFailed: the rollout process has failed\n")
+    error = f"rollout died: exit code 1\nrollout: KeyError: 'wrong'\n  at mine.py:3\nits log: {folder}/logs/rollout.log"
+    (folder / "end.json").write_text(json.dumps({"state": "died", "error": error, "time": 0.0}))
+
+
+def test_a_run_that_died_says_why_with_the_lines_of_its_log_that_matter(tmp_path: Path) -> None:
+    died(make(tmp_path / "run", Plan(slow_engine=True)))
+    with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        (one,) = client.get("/api/runs").json()
+        assert (one["state"], one["reason"]) == ("died", "rollout died: exit code 1")
+        first, *others = get(client, "advice")
+        assert (first["rule"], first["level"]) == ("died", "alarm")
+        assert {"rollout: KeyError: 'wrong'", "  at mine.py:3", "logs/rollout.log:"} <= set(first["lines"])
+        assert first["lines"][-7:] == ["logs/rollout.log:", *(f"  {line}" for line in TRACEBACK.splitlines())]
+        assert {"slow_engine", "lost_engine"}.isdisjoint(one["rule"] for one in others)
+        told = get(client, "fleet")
+        assert (told["state"], {one["state"] for one in told["status"]["engines"]}) == ("died", {"died"})
+
+
+def test_a_run_whose_launcher_was_killed_has_died_and_one_that_loads_for_long_goes_on(tmp_path: Path) -> None:
+    """Only the launcher's lease tells them apart: neither has written a line for ten minutes."""
+    for name in ("killed", "loads"):
+        folder = make(tmp_path / name, Plan())
+        (folder / "leases").mkdir()
+        (folder / "leases" / "run.lease").write_text("{}")
+        (folder / "progress").mkdir()
+    cause = {"process": "engine-0", "time": 1.0, "error": "CUDA error: lost", "place": ""}
+    (tmp_path / "killed" / "progress" / "engine-0.failure").write_text(json.dumps(cause))
+    ago = time.time() - 600
+    for file in tmp_path.glob("*/*.json*"):
+        os.utime(file, (ago, ago))
+    os.utime(tmp_path / "killed" / "leases" / "run.lease", (ago, ago))
+    with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        assert [one["state"] for one in client.get("/api/runs").json()] == ["died", "running"]
+        told = get(client, "advice", run="killed")[0]["lines"]
+        assert told[0] == "engine-0: CUDA error: lost"
+        assert "no sign of its launcher for 10 min" in told[1]
+        assert RunFolder(tmp_path).run("killed").marks()["silent"] == 1.0
+
+
+@pytest.mark.parametrize("state", ["ended", "paused", "stopped"])
+def test_engines_of_a_run_that_is_over_do_not_serve(state: str, tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", Plan())
+    name = "summary.json" if state == "ended" else "end.json"
+    (folder / name).write_text(json.dumps({"reason": "all steps", "state": state, "error": "as asked", "time": 0.0}))
+    with TestClient(app(RunFolder(tmp_path), TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        (one,) = client.get("/api/runs").json()
+        assert (one["state"], one["reason"]) == (state, "all steps" if state == "ended" else "as asked")
+        assert {one["state"] for one in get(client, "fleet")["status"]["engines"]} == {state}
+        assert {"died", "lost_engine"}.isdisjoint(one["rule"] for one in get(client, "advice"))
+
+
+def test_advice_counts_batches_and_steps_since_the_resume(tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", Plan(slow_tool=3))
+    run = RunFolder(tmp_path).run("run")
+    assert [one.step for one in evidence(run).stragglers] == [0, 1, 2, 3, 4, 5]
+    (folder / "addresses.json").write_text(json.dumps({"resume": str(tmp_path / "checkpoints" / "000004"), "gpus": 0}))
+    found = evidence(run)
+    assert ([one.step for one in found.stragglers], [row["step"] for row in found.recent]) == ([4, 5], [5, 6])
+
+
 def test_runs_without_recording_or_timelines_say_so(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text("{}")
@@ -237,7 +378,7 @@ def test_runs_without_recording_or_timelines_say_so(tmp_path: Path) -> None:
         assert "record=true" in client.get("/api/groups?run=run").json()["error"]
         assert "metrics.timeline" in client.get("/api/anatomy?run=run&step=0").json()["error"]
         assert get(client, "batches") == get(client, "advice") == []
-        nothing = {"status": None, "age": None, "processes": [], "restarts": [], "elastic": []}
+        nothing = {"state": "running", "status": None, "age": None, "processes": [], "restarts": [], "elastic": []}
         assert get(client, "fleet") == nothing
         decision = {"step": 7, "reason": "add engine: 1 -> 2", "done": "started an engine"}
         jsonl.append(tmp_path / "run" / "elastic.jsonl", decision | {"figures": {"length": 9.0}})
@@ -290,6 +431,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: (run / "config.json").write_text('{"run": {"max_steps": ' + "9" * 5000 + "}}"),
         "config.json is damaged",
     ),
+    "a list for the end": (lambda run: (run / "end.json").write_text("[1]"), "end.json is damaged"),
     "a text for a number": (lambda run: (run / "metrics.jsonl").write_text('{"step": "x"}\n'), "step: got 'x'"),
     "a last line that is no object": (lambda run: (run / "metrics.jsonl").write_text("[1]\n"), "the last line"),
     "a link to a device": (
@@ -313,6 +455,7 @@ ODD: dict[str, Callable[[Path], object]] = {
     "NaN": lambda run: (run / "metrics.jsonl").write_text('{"step": NaN, "reward/mean": Infinity}\n'),
     "half a character": lambda run: (run / "config.json").write_text('{"run": {"name": "\\ud800"}}'),
     "bytes that are no text": lambda run: run.rename(os.fsdecode(os.fsencode(run.parent) + b"/bad\xff")),
+    "a number of overrides": lambda run: (run / "overrides.json").write_text('{"names": 3}'),
     "lines without end": lambda run: _sparse(run / "metrics.jsonl", 3 << 30),
     "a FIFO for a frame": lambda run: _instead(run / "records" / "000000.frames", os.mkfifo),
     "a number that is none": lambda run: (run / "records" / "².frames").touch(),
@@ -353,6 +496,24 @@ def test_bad_run_among_good_ones_is_shown_with_a_reason_and_harms_no_other(
         assert get(client, "metrics", run="good")["columns"] == {"step": [1]}
     first = asyncio.run(anext(aiter(_events(watched))))
     assert set(json.loads(first.removeprefix("data: "))) == {"good", bad["name"]}
+
+
+def test_logs_of_a_strangers_run_that_died_are_read_within_its_folder_alone(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("KeyError: the secret\n")
+    logs = make(tmp_path / "runs" / "run", Plan(steps=1)) / "logs"
+    logs.mkdir()
+    os.mkfifo(logs / "a.log")
+    (logs / "b.log").symlink_to(tmp_path / "secret")
+    _sparse(logs / "c.log", 3 << 30)
+    error = "/logs/a.log /logs/b.log /logs/c.log /logs/..log /logs/missing.log"
+    (logs.parent / "end.json").write_text(json.dumps({"state": "<b>", "error": error, "time": []}))
+    watched = RunFolder(tmp_path / "runs")
+    with TestClient(app(watched, TOKEN, ["*"]), headers={"authorization": f"Bearer {TOKEN}"}) as client:
+        assert client.get("/api/runs").json()[0]["state"] == "died"
+        first = get(client, "advice")[0]
+        assert (first["rule"], first["lines"][0]) == ("died", error)
+        assert len(json.dumps(first)) < 1 << 20
+        assert "the secret" not in json.dumps(first)
 
 
 def test_files_through_links_of_a_strangers_run_are_not_shown(template: Path, tmp_path: Path) -> None:

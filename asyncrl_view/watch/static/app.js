@@ -1,5 +1,5 @@
 import { INKS, make, short } from "./dom.js";
-import { api, compared, follow, go, state } from "./store.js";
+import { api, compared, differences, follow, go, state } from "./store.js";
 import { Overview } from "./overview.js";
 import { Episodes } from "./episodes.js";
 import { Batches } from "./batches.js";
@@ -16,7 +16,8 @@ function showRuns() {
   const list = runs.map((run) => {
     const figures = make("span", { class: "faint" }, run.steps ? `${run.step} / ${run.steps}` : String(run.step), run.reward === null ? "" : ` · reward ${short(run.reward)}`);
     const button = make("button", { class: "run", "aria-current": run.name === state.run ? "true" : null, onclick: () => go({ run: run.name, with: "", step: "", uid: "", beside: "" }) },
-      make("i", { class: `dot ${run.state}`, title: run.state }), make("span", { class: "name" }, run.name), figures);
+      make("i", { class: `dot ${run.state}`, title: run.state }), make("span", { class: "name", title: run.name }, run.name), figures,
+      run.differs.length ? make("span", { class: "differs", title: run.differs.map(([name, value]) => `${name}=${plain(value)}`).join("\n") }, differences.get(run.name)) : null);
     const box = make("input", { type: "checkbox", "aria-label": `compare ${run.name}`, title: "show beside the selected run", onchange: (event) => toggle(run.name, event.target.checked) });
     box.checked = run.name === state.run || compared().includes(run.name);
     box.disabled = run.name === state.run;
@@ -27,8 +28,16 @@ function showRuns() {
   document.getElementById("runs").replaceChildren(...list);
   const run = runs.find((one) => one.name === state.run);
   document.getElementById("title").textContent = run?.name ?? "";
-  document.getElementById("state").textContent = run ? [run.title, run.state, run.reason].filter(Boolean).join(" · ") : "";
+  document.getElementById("state").textContent = run ? [run.title, differences.get(run.name), run.state, run.reason].filter(Boolean).join(" · ") : "";
   document.title = run ? `${run.name}: ${run.step}${run.steps ? "/" + run.steps : ""}` : "asyncrl";
+}
+
+const plain = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+// The last part of a setting's name says enough, unless two of them end alike.
+function told(differs) {
+  const last = (name) => name.split(".").at(-1);
+  const ends = differs.map(([name]) => last(name));
+  return differs.map(([name, value]) => `${ends.filter((one) => one === last(name)).length > 1 ? name : last(name)}=${plain(value)}`).join(", ");
 }
 
 function toggle(name, on) {
@@ -59,6 +68,7 @@ async function show() {
 
 async function listRuns() {
   runs = await api("runs");
+  for (const run of runs) differences.set(run.name, told(run.differs));
   if (!runs.some((run) => run.name === state.run) && runs.length) {
     const newest = runs.reduce((best, run) => (run.written > best.written ? run : best));
     go({ run: newest.name }, true);
@@ -95,7 +105,7 @@ async function update() {
     while (waiting) {
       const changes = waiting;
       waiting = null;
-      if (["metrics", "summary", "config"].some((name) => [...changes.values()].some((names) => names.has(name)))) await listRuns();
+      if (["metrics", "summary", "config", "silent"].some((name) => [...changes.values()].some((names) => names.has(name)))) await listRuns();
       for (const [run, names] of changes) if (run === state.run || compared().includes(run)) await view?.changed(names, run);
     }
   } catch (error) {

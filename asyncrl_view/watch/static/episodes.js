@@ -119,7 +119,7 @@ export class Episodes {
 
   entry(row) {
     const where = /^\d+$/.test(row.place) ? `batch ${row.place}` : row.place;
-    const rewards = make("span", { class: "rewards", title: row.rewards.map(short).join("  ") }, ...row.rewards.slice(0, 24).map((reward) => bar(reward)));
+    const rewards = make("span", { class: "rewards", title: row.rewards.map(short).join("  ") }, ...row.rewards.map((reward) => bar(reward)));
     const node = make("button", { class: "group", role: "option", "data-uid": row.uid, "aria-selected": String(this.open.has(row.uid)), onclick: (event) => this.choose(row.uid, event.shiftKey || event.ctrlKey || event.metaKey) },
       make("code", {}, row.uid), make("span", { class: "faint" }, ` ${row.task} · ${where}`), rewards,
       make("span", { class: "faint" }, `reward ${short(mean(row.rewards))} · ${short(mean(row.lengths))} tokens${row.turns > 1 ? ` · ${row.turns} turns` : ""}${row.truncated ? ` · ${row.truncated} cut off` : ""}`));
@@ -150,24 +150,19 @@ export class Episodes {
     panel.append(make("h3", {}, make("code", {}, uid), make("span", { class: "faint" }, ` ${group.task} · ${where} · advantage: ${group.estimator}`)), same,
       make("button", { class: "quiet", title: "close", "aria-label": `close ${uid}`, onclick: () => go({ uid: [...this.open.keys()].filter((one) => one !== uid).join("|") }) }, "×"),
       prompt(group, (name) => this.image(name)));
-    this.trajectories(panel, group, 0);
-    paint(panel, this.colour.value);
+    this.siblings(panel, group, 0);
+    for (let first = AT_ONCE; first < group.trajectories.length && panel.isConnected; first += AT_ONCE) {
+      this.siblings(panel, await api("group", { run: this.run, uid, first, count: AT_ONCE }), first);
+    }
   }
 
   image(name) { return `/api/image?${new URLSearchParams({ run: this.run, name })}`; }
 
-  trajectories(panel, group, first) {
+  // Adds some of a group's answers. Those of a large group come one part after the other, so that the first appear soon.
+  siblings(panel, group, first) {
     const found = group.trajectories.slice(first, first + AT_ONCE);
     panel.append(...found.map((one, number) => trajectory(one, first + number, (name) => this.image(name))));
-    const rest = group.trajectories.length - first - AT_ONCE;
-    if (rest <= 0) return;
-    const more = make("button", { class: "quiet more", onclick: async () => {
-      const next = await api("group", { run: this.run, uid: group.uid, first: first + AT_ONCE, count: AT_ONCE });
-      more.remove();
-      this.trajectories(panel, next, first + AT_ONCE);
-      paint(panel, this.colour.value);
-    } }, `${rest} more`);
-    panel.append(more);
+    paint(panel, this.colour.value);
   }
 
   // Shows the same question as it was answered first and last, and all of its groups in the list.

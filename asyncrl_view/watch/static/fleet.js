@@ -6,16 +6,18 @@ export class Fleet {
   constructor(run) {
     this.run = run;
     this.node = make("div", { class: "fleet" });
+    this.unfolded = new Set(); // groups whose episodes are listed
   }
 
   async opened() { await this.show(); }
-  async changed(names) { if (["status", "metrics", "elastic"].some((name) => names.has(name))) await this.show(); }
+  async changed(names) { if (["status", "metrics", "elastic", "summary", "silent"].some((name) => names.has(name))) await this.show(); }
 
   async show() {
-    const { status, age, processes, restarts, elastic } = await api("fleet", { run: this.run });
+    const { state, status, age, processes, restarts, elastic } = await api("fleet", { run: this.run });
     const parts = [];
+    if (state !== "running") parts.push(make("p", { class: "over" }, `${state === "silent" ? "This run shows no sign of life" : `This run is over (${state})`}. What follows is the last that was known.`));
     if (!status) parts.push(make("p", { class: "empty" }, "This run has not written status.json: it has not started, or was made by an older version."));
-    else parts.push(...this.now(status, age), ...this.engines(status.engines ?? []));
+    else parts.push(...this.now(status, age), ...this.engines(status.engines ?? [], state));
     parts.push(...this.processes(processes), ...this.restarts(restarts), ...this.elastic(elastic));
     if (status) parts.push(...this.groups(status));
     this.node.replaceChildren(...parts);
@@ -31,15 +33,16 @@ export class Fleet {
     ];
   }
 
-  engines(engines) {
+  engines(engines, state) {
     if (!engines.length) return [];
     const extra = [...new Set(engines.flatMap((one) => Object.keys(one)))].filter((name) => !["url", "state", "version", "running", "waiting", "used", "capacity", "prefilled", "prefill_seconds"].includes(name) && engines.some((one) => typeof one[name] === "number"));
     const head = ["engine", "state", "version", "running", "queued", "KV cache", "prefilled", ...extra];
     const body = engines.map((one) => [
-      make("code", {}, one.url ?? ""), make("span", {}, make("i", { class: `dot ${one.state}` }), ` ${one.state}`), one.version ?? "–", short(one.running), short(one.waiting),
+      make("code", {}, one.url ?? ""), make("span", { class: "state" }, make("i", { class: `dot ${one.state}` }), ` ${one.state}`), one.version ?? "–", short(one.running), short(one.waiting),
       meter(one.used, one.capacity), one.prefilled === undefined ? "–" : `${short(one.prefilled)} tokens in ${seconds(one.prefill_seconds)}`, ...extra.map((name) => short(one[name])),
     ]);
-    return [make("h2", {}, `Engines: ${engines.filter((one) => one.state === "serving").length} of ${engines.length} serve`), table(head, body)];
+    const serving = state === "running" ? `Engines: ${engines.filter((one) => one.state === "serving").length} of ${engines.length} serve` : `Engines: ${engines.length}, of which none serves any more`;
+    return [make("h2", {}, serving), table(head, body)];
   }
 
   processes(processes) {
@@ -60,11 +63,18 @@ export class Fleet {
     return [make("h2", {}, `Elastic decisions: ${decisions.length}`), table(["step", "decision", "what was done"], body)];
   }
 
+  // The phases of a group's episodes; unfolded, a line for each of them.
+  episodes({ uid, episodes = [] }) {
+    const lines = episodes.map((one, number) => make("li", {}, `${number}: ${one.phase}, ${short(one.tokens)} tokens${one.waits_for ? `; waits ${seconds(one.seconds)} for ${one.waits_for}` : ""}`));
+    const toggled = (event) => { if (event.target.open) this.unfolded.add(uid); else this.unfolded.delete(uid); };
+    return make("details", { open: this.unfolded.has(uid), ontoggle: toggled }, make("summary", {}, strip(Object.entries(count(episodes.map((one) => one.phase))))), make("ol", {}, ...lines));
+  }
+
   groups(status) {
     const groups = status.groups ?? [];
     if (!groups.length) return [];
     const body = groups.slice(0, 100).map((one) => [
-      make("code", {}, one.uid), one.task, one.born, one.tokens, strip(Object.entries(count((one.episodes ?? []).map((episode) => episode.phase)))),
+      make("code", {}, one.uid), one.task, one.born, one.tokens, this.episodes(one),
       slowest(one.episodes ?? []), seconds(one.seconds),
     ]);
     const rest = groups.length - body.length + (status.groups_left_out ?? 0);
@@ -83,14 +93,14 @@ export class AdviceView {
     this.node.replaceChildren(...(found.length ? found.map((one) => card(one, true)) : [make("p", { class: "empty" }, "Nothing stands out. Advice needs a few steps.")]));
   }
 
-  async changed(names) { if (["metrics", "eval", "status", "timeline"].some((name) => names.has(name))) await this.opened(); }
+  async changed(names) { if (["metrics", "eval", "status", "timeline", "summary", "silent"].some((name) => names.has(name))) await this.opened(); }
 }
 
 // A finding with what to do about it, and the figures that it stands on.
 export function card(advice, whole) {
   const figures = Object.entries(advice.figures).map(([name, value]) => make("span", {}, make("span", { class: "faint" }, `${name} `), make("b", {}, short(value))));
   const settings = advice.settings.map((name) => make("code", { class: "chip" }, name));
-  return make("article", { class: `card ${advice.level}`, "data-rule": advice.rule }, make("b", {}, advice.title), make("p", {}, advice.text), whole ? make("p", { class: "figures" }, ...figures) : null, settings.length ? make("p", { class: "chips" }, ...settings) : null);
+  return make("article", { class: `card ${advice.level}`, "data-rule": advice.rule }, make("b", {}, advice.title), make("p", {}, advice.text), advice.lines.length ? make("pre", { tabindex: "0" }, advice.lines.join("\n")) : null, whole ? make("p", { class: "figures" }, ...figures) : null, settings.length ? make("p", { class: "chips" }, ...settings) : null);
 }
 
 const count = (values) => values.reduce((found, value) => ({ ...found, [value]: (found[value] ?? 0) + 1 }), {});
@@ -116,5 +126,5 @@ function meter(used, capacity) {
 }
 
 function table(head, body) {
-  return make("table", {}, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", {}, text)))), make("tbody", {}, ...body.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, typeof cell === "number" ? short(cell) : cell))))));
+  return make("div", { class: "scrolls" }, make("table", {}, make("thead", {}, make("tr", {}, ...head.map((text) => make("th", {}, text)))), make("tbody", {}, ...body.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", { class: typeof cell === "number" ? "number" : null }, typeof cell === "number" ? short(cell) : cell)))))));
 }

@@ -1,7 +1,7 @@
 import { Chart } from "./charts.js";
 import { make, short } from "./dom.js";
 import { card } from "./fleet.js";
-import { api, compared, metricsOf, state } from "./store.js";
+import { api, compared, labelOf, metricsOf, state } from "./store.js";
 
 // [title, fields with their labels, how they are computed from a step's columns, options]
 const rate = (name) => (of, at) => (of["time/step"][at] ? of[name][at] / of["time/step"][at] : null);
@@ -29,8 +29,9 @@ export class Overview {
     this.advice = make("section", { class: "advice" });
     this.notes = make("section");
     this.settings = make("section");
+    this.given = make("p", { class: "chips given" });
     this.chosen = make("select", { "aria-label": "add a chart", onchange: () => this.add(this.chosen.value) });
-    this.node = make("div", {}, this.advice, this.grid, make("p", { class: "row" }, this.chosen), this.notes, this.settings);
+    this.node = make("div", {}, this.given, this.advice, this.grid, make("p", { class: "row" }, this.chosen), this.notes, this.settings);
     this.charts = [];
   }
 
@@ -47,7 +48,7 @@ export class Overview {
     if (names.has("metrics") || names.has("eval") || names.has("config")) await this.showMetrics();
     if (names.has("warnings")) await this.showLines();
     if (names.has("config")) await this.showSettings();
-    if (names.has("metrics") || names.has("eval")) await this.showAdvice();
+    if (["metrics", "eval", "summary", "silent", "config"].some((name) => names.has(name))) await this.showAdvice();
   }
 
   closed() { this.charts.forEach((chart) => chart.remove()); }
@@ -74,7 +75,7 @@ export class Overview {
       const value = compute ?? ((of, at) => of[field][at]);
       return [one.columns.step, one.columns.step.map((_, at) => value(one.columns, at) ?? null)];
     });
-    const labels = this.runs.length > 1 ? this.runs : Object.keys(series);
+    const labels = this.runs.length > 1 ? this.runs.map(labelOf) : Object.keys(series);
     return { labels, parts };
   }
 
@@ -136,13 +137,16 @@ export class Overview {
   }
 
   async showSettings() {
-    const rows = await api("settings", { run: this.runs });
+    const { rows, overridden } = await api("settings", { run: this.runs });
     const several = this.runs.length > 1;
-    const body = rows.map(([name, ...values]) => make("tr", {}, make("td", {}, make("code", {}, name)), ...values.map((value) => make("td", {}, value === null ? make("span", { class: "faint" }, "null") : typeof value === "string" ? value : JSON.stringify(value)))));
-    const table = make("table", { class: "settings" }, several ? make("thead", {}, make("tr", {}, make("th", {}, "setting"), ...this.runs.map((run) => make("th", {}, run)))) : null, make("tbody", {}, ...body));
-    const title = several ? `Settings that differ: ${rows.length}` : `Settings (${rows.length})`;
+    const body = rows.map(([name, ...values], at) => make("tr", { class: at < overridden ? "overridden" : null }, make("td", {}, make("code", {}, name)), ...values.map((value) => make("td", {}, value === null ? make("span", { class: "faint" }, "null") : typeof value === "string" ? value : JSON.stringify(value)))));
+    const table = make("table", { class: "settings" }, several ? make("thead", {}, make("tr", {}, make("th", {}, "setting"), ...this.runs.map((run) => make("th", {}, labelOf(run))))) : null, make("tbody", {}, ...body));
+    const given = overridden ? `; the first ${overridden} were set for this run` : "";
+    const title = several ? `Settings that differ: ${rows.length}` : `Settings (${rows.length}${given})`;
     const details = make("details", {}, make("summary", {}, title), table);
-    details.open = several;
+    details.open = several || Boolean(this.settings.querySelector("details")?.open);
+    const chosen = several ? "" : rows.slice(0, overridden).map(([name, value]) => make("code", { class: "chip" }, `${name}=${typeof value === "string" ? value : JSON.stringify(value)}`));
+    this.given.replaceChildren(...(chosen.length ? [make("span", { class: "faint" }, "set for this run "), ...chosen] : []));
     this.settings.replaceChildren(details);
   }
 }
@@ -150,7 +154,7 @@ export class Overview {
 // Evaluations of one run: a line for each set; of several runs: the mean over sets of each.
 function evaluated(runs) {
   if (runs.length > 1) {
-    return { labels: [state.run, ...compared()], parts: runs.map((rows) => points(rows)) };
+    return { labels: [state.run, ...compared()].map(labelOf), parts: runs.map((rows) => points(rows)) };
   }
   const sets = [...new Set(runs[0].map((row) => row.set))];
   return { labels: sets, parts: sets.map((name) => points(runs[0].filter((row) => row.set === name))) };

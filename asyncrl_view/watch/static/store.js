@@ -29,6 +29,10 @@ export function go(changes, replace = false) {
   location.hash = now.toString();
 }
 
+// What distinguishes each run from the others of its folder, such as the runs of a sweep: "lr=1e-6, seed=2".
+export const differences = new Map();
+export const labelOf = (run) => (differences.get(run) ? `${run}: ${differences.get(run)}` : run);
+
 export const compared = () => state.with.split("|").filter((name) => name && name !== state.run);
 
 // Metrics of a run, which are fetched once and then continued.
