@@ -111,7 +111,7 @@ class RecordError(AsyncRLError):
 
 
 class Stopped(Exception):
-    """Raised when SIGINT or SIGTERM reaches the launcher."""
+    """Raised when SIGINT, SIGTERM or SIGHUP reaches the launcher."""
 
     def __init__(self, number: int) -> None:
         self.number = number

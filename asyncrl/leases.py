@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,9 @@ class Lease:
             self._failing = False
 
     def end(self) -> None:
-        """Release the lease."""
-        self._path.unlink(missing_ok=True)
+        """Release the lease. One that cannot be deleted expires."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 @dataclass

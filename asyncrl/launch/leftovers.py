@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -28,6 +29,7 @@ SHARED = Path("/dev/shm")
 OURS = ("torch_", "sglang_loads_", "sgl_shm_mq_", "sem.mp-", "psm_", "nccl-")
 """Name prefixes of the files that torch, SGLang, multiprocessing and NCCL create; all other mapped files are left
 alone."""
+_PID = re.compile(r"_(\d+)_")
 PREFIX = "asyncrl-run-"
 OWNER, NOTED = "owner", "shared.json"
 START_NOTE_SECONDS, NOTE_SECONDS = 2.0, 60.0
@@ -54,12 +56,24 @@ def signal_group(leader: int, number: int) -> None:
 def shared_files(leaders: Iterable[int]) -> set[Path]:
     """Return the shared-memory files mapped by the living processes of these groups, which they would have to
     remove."""
-    groups, found = set(leaders), set[Path]()
+    return set().union(*map(_mapped, _members(leaders)))
+
+
+def _members(leaders: Iterable[int]) -> set[int]:
+    """Return the living processes of these groups."""
+    groups, found = set(leaders), set[int]()
     for pid in _processes():
         with contextlib.suppress(OSError):  # it has ended
             if os.getpgid(pid) in groups:
-                found |= _mapped(pid)
+                found.add(pid)
     return found
+
+
+def _left_by(pids: set[int]) -> set[Path]:
+    """Return the shared-memory files with the pid of one of these processes in their names. One that was killed while
+    it filled a file, for lack of room, was perhaps never seen to map it."""
+    named = ((SHARED / name, _PID.search(name)) for name in os.listdir(SHARED) if name.startswith(OURS))
+    return {file for file, found in named if found and int(found[1]) in pids}
 
 
 def _mapped(pid: int) -> set[Path]:
@@ -119,6 +133,7 @@ class Scratch:
         remove_abandoned()
         self._mark, self._clock = {"variable": variable, "value": value}, clock
         self._noted: set[Path] = set()
+        self._members: set[int] = set()
         self._started_at = self._noted_at = clock()
         made = Path(tempfile.mkdtemp(prefix=".asyncrl-new-"))
         self._held = os.open(made / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -154,14 +169,20 @@ class Scratch:
                 jsonl.replace(self.path / NOTED, {**self._mark, "files": sorted(map(str, self._noted))})
 
     def see(self, leaders: Iterable[int]) -> None:
-        """Scan the files that these groups have mapped now. Must be called before they are stopped."""
-        self._noted |= shared_files(leaders)
+        """Scan the files that these groups have mapped now. Must be called before they are stopped, which a scan that
+        fails must not prevent: there may be too many open files."""
+        with contextlib.suppress(OSError):
+            members = _members(leaders)
+            self._members |= members
+            self._noted = self._noted.union(*map(_mapped, members))
 
     def remove(self) -> None:
         """Remove the folder and the shared-memory files, once all processes are stopped."""
-        sweep(self._mark["value"], self._noted, self._mark["variable"])
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._held)
+        try:
+            sweep(self._mark["value"], self._noted | _left_by(self._members), self._mark["variable"])
+        finally:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._held)
 
 
 def remove_abandoned() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,18 @@ from asyncrl.network.ports import free_block, free_ports
 
 ELSEWHERE = "192.0.2.1"
 """An address reserved for documentation (RFC 5737): no machine has it, and it lies behind the default route."""
+LEAST_FILES = 1024
+"""Open files that each process of a run must be allowed: libraries, sockets and requests in flight."""
+
+
+def allow_files() -> None:
+    """Let this process and its children open as many files as the hard limit says. Raises ConfigError if that is too
+    few."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < LEAST_FILES:  # -1: unlimited
+        remedy = f"Processes of a run open more files: allow at least {LEAST_FILES} (ulimit -n, LimitNOFILE=)."
+        raise ConfigError("ulimit -n", hard, remedy)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def count_gpus(configured: int | None) -> int:

@@ -6,6 +6,7 @@ on a stall    of a process that reports its progress: kills it if it may be rest
 on death      restarts an engine or the router, once the run has started (launch/restarts.py). If any other process
               ends, except a trainer that has finished, ends the run and reports the process, its machine, how it ended
               and its last lines
+on SIGHUP     ends the run as on SIGTERM: its terminal is gone (nohup prevents it)
 on SIGUSR1    asks the run to end with a checkpoint (by the file STOP, which the trainer polls)
 always        stops every process, clients before servers, and kills processes that outlived their parent, found by the
               run's id in their environment; nothing is left behind. If the launcher gets SIGKILL, the kernel kills each
@@ -18,6 +19,7 @@ import contextlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,7 +34,7 @@ from asyncrl.launch.leftovers import SHARED, Scratch, die_with_parent, signal_gr
 from asyncrl.launch.numa import bind, near
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
-from asyncrl.launch.run_folder import full
+from asyncrl.launch.run_folder import full, shared_memory
 from asyncrl.launch.slurm.task import end_file
 from asyncrl.launch.stalls import ANSWER_SECONDS, STACK_SECONDS, Stalled, Stalls, stack_file, write_stack
 from asyncrl.network.addresses import PEER_FAILED, STOP, STOPPED
@@ -74,11 +76,13 @@ class Supervisor:
         """Run until the trainers have finished, or, if there are none, until all processes have left. Raises
         ProcessDied, Stopped or Paused. All processes are gone in every case."""
         previous = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+            previous[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._stop)
         previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_to_stop)
         self._scratch = Scratch(self._run_id)
-        for file in (self._run_dir / FOLDER).glob(f"*{FAILURE}"):  # left by an earlier launcher of this run
-            file.unlink()
         try:
+            for file in (self._run_dir / FOLDER).glob(f"*{FAILURE}"):  # left by an earlier launcher of this run
+                file.unlink()
             for name in self._specs:
                 self._start(name)
             while not self._finished():
@@ -234,7 +238,8 @@ class Supervisor:
         restarted = self._policy.count(name)
         text += f"\n{name} had been restarted {restarted} times (cluster.max_restarts)" if restarted else ""
         text += f"\nended afterwards: {', '.join(others)}" if others else ""
-        return "\n".join([text, *full([self._run_dir, Path(tempfile.gettempdir()), SHARED])])
+        where = [self._run_dir, Path(tempfile.gettempdir()), SHARED]
+        return "\n".join([text, *full(where), *shared_memory(code, lines)])
 
     def _describe(self, stalls: Stalls, stalled: Sequence[Stalled]) -> str:
         """Describe what the stalled processes, and all others that report their progress, are doing. The processes of a
@@ -277,6 +282,8 @@ class Supervisor:
         return f"{end['name']} on {end['node']}", how(end["code"]), self._log(end["name"])
 
     def _stop(self, number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if self._on_signal is None:
             raise Stopped(number)
         self._on_signal(number)
@@ -327,6 +334,15 @@ def _first(recorded: Sequence[dict[str, Any]]) -> str:
     short = "\n".join([*text[:SHOWN_LINES], *(["  ..."] if len(text) > SHOWN_LINES else [])])
     where = first["place"] if first["place"] not in first["error"] else ""
     return f"{first['process']}: {short}" + (f"\n  at {where}" if where else "")
+
+
+def _leave_terminal() -> None:
+    """Write to nowhere instead of a terminal that is gone, where writing raises OSError."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+            os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 def _prepare(spec: ProcessSpec, cpus: set[int]) -> None:

@@ -8,7 +8,6 @@ import os
 import secrets
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +20,12 @@ from asyncrl.errors import LaunchError, Paused, ProcessDied, Stopped
 from asyncrl.jsonl import replace_text
 from asyncrl.launch import forecast, resume, run_folder
 from asyncrl.launch.checks import check_sandboxes
+from asyncrl.launch.machine import allow_files
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.replay import differences, settings
 from asyncrl.launch.restarts import restart_policy
-from asyncrl.launch.run_folder import ERRORS, full
 from asyncrl.launch.stalls import Stalls
 from asyncrl.metrics.console import Console
 from asyncrl.network.addresses import END, STOP, STOPPED, TRAINING, Addresses
@@ -77,6 +76,7 @@ def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
     command."""
     signal.signal(signal.SIGUSR1, _not_begun)  # until the supervisor installs its handlers
     first, folders = composed[0][0], _folders(composed)
+    allow_files()
     if first.cluster.launcher == "slurm":
         from asyncrl.launch.slurm.job import SlurmJob
         from asyncrl.launch.slurm.submit import submit
@@ -99,14 +99,13 @@ def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
 
 
 def _launch(config: Config, folder: Path, began: float, arguments: Sequence[str]) -> None:
-    """Run one configuration. Raises LaunchError for a full disk."""
+    """Run one configuration. Raises LaunchError for a folder that is full, gone, or may not be written."""
     try:
         launch(config, folder, began, arguments)
     except OSError as error:
-        if error.errno not in ERRORS:
+        if (cause := run_folder.explained(error, folder)) is None:
             raise
-        where = [folder, Path(tempfile.gettempdir())]
-        raise LaunchError("\n".join([str(error), *full([place for place in where if place.exists()])])) from error
+        raise LaunchError(cause) from error
 
 
 def differing(composed: Sequence[tuple[Config, list[str]]], arguments: Sequence[str]) -> str:
@@ -225,10 +224,12 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
             raise ended from None
         raise
     finally:
-        console.end()
-        if job:
-            job.end_steps(addresses.run_id)
-        os.close(held)
+        try:
+            console.end()
+        finally:  # also where the terminal is gone
+            if job:
+                job.end_steps(addresses.run_id)
+            os.close(held)
     console.closing()
 
 

@@ -3,8 +3,8 @@
 Inputs of a run must not lie in a folder that is emptied. A `config.json` does not identify a run folder, since every
 model folder has one.
 
-The launcher also looks for full disks after a failure, because the process that could not write often could not log
-the reason either.
+The launcher also looks for full disks and removed folders after a failure, because the process that could not write
+often could not log the reason either.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError, Paused, Stopped
 from asyncrl.launch import resume
+from asyncrl.launch.leftovers import SHARED
 from asyncrl.network.addresses import END, OVERRIDES
 
 MARK = ".asyncrl-run"
@@ -58,13 +60,18 @@ def prepare(config: Config, run_dir: Path) -> None:
 
 def take(run_dir: Path) -> None:
     """Create the folder, mark it, and make it private. Raises ConfigError if it belongs to another user."""
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     try:
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         run_dir.chmod(0o700)
     except PermissionError:
         raise ConfigError(
             "run.dir", str(run_dir), "The folder belongs to another user: choose one of your own."
         ) from None
+    except OSError as error:
+        if error.errno in ERRORS:
+            raise  # `explained` names all full disks
+        remedy = f"It cannot be written ({error.strerror}: {error.filename}): {WRITABLE}."
+        raise ConfigError("run.dir", str(run_dir), remedy) from None
     (run_dir / MARK).touch()
 
 
@@ -109,12 +116,22 @@ def _texts(value: Any, field: str = "") -> Iterator[tuple[str, str]]:
 
 
 ERRORS = (errno.ENOSPC, errno.EDQUOT)
+WRITABLE = "choose a folder that you may write to"
+REMEDIES = {
+    **dict.fromkeys(ERRORS, "Free some space there; files that were written are kept."),
+    errno.ENOENT: "It was removed or moved during the run: choose a folder that stays.",
+    errno.EROFS: f"Mount it for writing, or {WRITABLE}.",
+    errno.EACCES: f"Change its permissions, or {WRITABLE}.",
+}
+"""What to do about a folder where writing fails."""
+SHARED_REMEDY = "enlarge it (mount -o remount,size=16g /dev/shm; docker run --shm-size=16g)"
 PROBE = 64 << 10
 """Bytes written to test a folder."""
 
 
 def full(folders: Iterable[Path]) -> list[str]:
-    """Return one line for each of these folders where writing fails for lack of space or quota."""
+    """Return one line for each of these folders where writing fails: for lack of space or quota, or because it has been
+    removed or may not be written."""
     found = []
     for folder in folders:
         try:
@@ -123,8 +140,26 @@ def full(folders: Iterable[Path]) -> list[str]:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            if error.errno in ERRORS:
-                found.append(
-                    f"{os.strerror(error.errno)}: {folder}. Free some space there; files that were written are kept."
-                )
+            if error.errno in REMEDIES:
+                found.append(f"{os.strerror(error.errno)}: {folder}. {REMEDIES[error.errno]}")
     return found
+
+
+def explained(error: OSError, run_dir: Path) -> str | None:
+    """Return what ended a run: this error, and the folders where writing fails; None if writing works everywhere, so
+    that the error has another cause."""
+    lacks_space = error.errno in ERRORS
+    if not lacks_space and not str(error.filename).startswith(f"{run_dir}/"):
+        return None
+    lines = full([run_dir, Path(tempfile.gettempdir())] if run_dir.exists() or not lacks_space else [run_dir.parent])
+    return "\n".join([f"the run has ended: {error}", *lines]) if lines or lacks_space else None
+
+
+def shared_memory(code: int, log: Iterable[str]) -> list[str]:
+    """Return a line about /dev/shm if a process that ended so may have found too little room there. Once it has ended,
+    there may be room again."""
+    if code != -signal.SIGBUS and not any(os.strerror(errno.ENOSPC) in line for line in log):
+        return []
+    size = shutil.disk_usage(SHARED)
+    room = f"{SHARED} has {size.free / 1e6:.0f} MB free of {size.total / 1e6:.0f} MB"
+    return [f"{room}, which may be too little for what processes share: {SHARED_REMEDY}."]

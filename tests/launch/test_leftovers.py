@@ -156,7 +156,7 @@ def test_folder_of_somebody_else_or_a_list_of_other_files_is_let_alone(temporary
 
 def test_looks_become_rare_when_a_run_is_under_way(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, looks = Clock(), []
-    monkeypatch.setattr("asyncrl.launch.leftovers.shared_files", lambda leaders: looks.append(clock.now) or set())
+    monkeypatch.setattr("asyncrl.launch.leftovers._members", lambda leaders: looks.append(clock.now) or set())
     scratch = Scratch("mine", clock=clock)
     for _ in range(6000):
         clock.now += 0.1

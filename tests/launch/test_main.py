@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -20,7 +21,7 @@ from asyncrl.launch import main as module
 from asyncrl.launch.compose import check_resume
 from asyncrl.launch.main import CONF
 from asyncrl.launch.resume import lock
-from asyncrl.launch.run_folder import MARK, prepare, take
+from asyncrl.launch.run_folder import MARK, explained, prepare, take
 from asyncrl.settings import Choice
 from tests.fakes import compose_values, tiny_config
 from tests.forks import forked
@@ -182,6 +183,41 @@ def test_run_folder_is_its_owners_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o755)
     take(tmp_path / "run")
     assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+def shell(script: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = ["sh", "-c", script, "sh", sys.executable, "-m", "asyncrl.launch.main", *arguments]
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("preflight", [True, False])
+def test_read_only_folder_is_refused_by_name(preflight: bool, tmp_path: Path) -> None:
+    if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    script = 'unshare -rm sh -c \'mount -t tmpfs -o ro none . && cd . && exec "$@"\' sh "$@"'
+    settings = ("experiment=tiny", f"run.dir={tmp_path}/run", f"cluster.preflight={preflight}")
+    done = shell(script, *settings, cwd=tmp_path)
+    assert done.returncode == (1 if preflight else 2), done.stderr
+    said = " ".join((done.stdout + done.stderr).split())  # lines of the preflight are wrapped
+    assert "run.dir" in said
+    assert "Read-only file system" in said
+    assert "Traceback" not in said
+
+
+def test_too_few_open_files_are_refused_and_the_hard_limit_is_used(tmp_path: Path) -> None:
+    done = shell('ulimit -n 64 && exec "$@"', "experiment=tiny", f"run.dir={tmp_path}/run", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "ulimit -n: got 64. Processes of a run open more files: allow at least 1024" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    told = "import resource as r; from asyncrl.launch.machine import allow_files as f; f(); print(r.getrlimit(7))"
+    words = ["sh", "-c", f'ulimit -Sn 64 && ulimit -Hn 4096 && exec "{sys.executable}" -c "{told}"']
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip() == "(4096, 4096)"
+
+
+def test_error_of_a_folder_that_cannot_be_written_is_explained_and_others_are_not(tmp_path: Path) -> None:
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", str(tmp_path / "gone" / "stop"))
+    assert "It was removed or moved during the run" in str(explained(missing, tmp_path / "gone"))
+    assert explained(missing, tmp_path) is None
 
 
 def test_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
+import pty
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +22,8 @@ import pytest
 
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import ProcessDied
-from asyncrl.launch import processes
-from asyncrl.launch.leftovers import carrying
+from asyncrl.launch import leftovers, processes
+from asyncrl.launch.leftovers import SHARED, carrying
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Paused, Stopped, Supervisor
 from asyncrl.launch.restarts import RestartPolicy
@@ -248,7 +251,7 @@ def test_one_that_says_that_another_failed_is_named_when_no_other_dies(
         )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_stops_everything_with_its_runaway_grandchildren(number: int, run_id: str, tmp_path: Path) -> None:
     before = signal.getsignal(number)
     seen: list[int] = []
@@ -269,6 +272,109 @@ def test_signal_stops_everything_with_its_runaway_grandchildren(number: int, run
     assert len(seen) == 3
     wait_for(lambda: not alive(run_id))  # the sweep's SIGKILL is on its way
     assert signal.getsignal(number) is before
+
+
+def test_launcher_under_nohup_goes_on_without_its_terminal(run_id: str, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hung_up = tmp_path / "hung up"
+
+    def hang_up() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        hung_up.touch()
+
+    try:
+        trainer = spec(run_id, "trainer-0", "print('up', flush=True)" + waits_for(hung_up), ends=True)
+        supervise(run_id, tmp_path, trainer, poll=when_up(tmp_path, "trainer-0", then=hang_up))
+        assert hung_up.exists()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_launcher_whose_terminal_is_gone_ends_everything_although_it_writes_to_it(run_id: str, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    launcher = f"""
+    import sys
+    from pathlib import Path
+    from asyncrl.errors import Stopped
+    from asyncrl.launch.plan import ProcessSpec
+    from asyncrl.launch.processes import Supervisor
+    code = "print('up', flush=True); import time; time.sleep(60)"
+    spec = ProcessSpec("trainer-0", [sys.executable, "-S", "-c", code], {{"ASYNCRL_RUN_ID": {run_id!r}}}, True)
+    try:
+        Supervisor([spec], Path({str(tmp_path)!r}), {run_id!r}, 1.0).run(lambda: None)
+    except Stopped as stopped:
+        print("stopped by", stopped, flush=True)
+        sys.exit(128 + stopped.number)
+    """
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execv(sys.executable, [sys.executable, "-c", textwrap.dedent(launcher)])
+    log = tmp_path / "logs" / "trainer-0.log"
+    wait_for(lambda: log.exists() and "up" in log.read_text())
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    wait_for(lambda: not alive(run_id))
+
+
+def test_removed_run_folder_is_told(run_id: str, tmp_path: Path) -> None:
+    """The process that finds it missing cannot log it there."""
+    run_dir, gone = tmp_path / "run", tmp_path / "gone"
+    run_dir.mkdir()
+
+    def remove() -> None:
+        shutil.rmtree(run_dir)
+        gone.touch()
+
+    trainer = spec(run_id, "trainer-0", "print('up', flush=True)" + waits_for(gone) + "raise SystemExit(1)", ends=True)
+    with pytest.raises(ProcessDied) as caught:
+        supervise(run_id, run_dir, trainer, poll=when_up(run_dir, "trainer-0", then=remove))
+    assert f"No such file or directory: {run_dir}. It was removed or moved during the run" in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 7)", "raise OSError(28, os.strerror(28))"])
+def test_too_little_shared_memory_is_told_and_what_was_made_there_is_removed(
+    end: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that fills its share is killed by SIGBUS, so its file is never seen as mapped."""
+    monkeypatch.setattr(leftovers, "START_NOTE_SECONDS", 0.0)
+    known, polls = tmp_path / "known", list[int]()
+
+    def look() -> None:
+        polls.extend([1] if "up" in (tmp_path / "logs" / "trainer-0.log").read_text() else [])
+        if len(polls) > 1:  # its pid was noted after the first
+            known.touch()
+
+    makes = "import os, time; print('up', flush=True)"
+    fills = f"open(f'/dev/shm/torch_{{os.getpid()}}_{run_id}', 'w').close()\n{end}"
+    with pytest.raises(ProcessDied, match=r"/dev/shm has \d+ MB free of \d+ MB, .*--shm-size") as caught:
+        supervise(
+            run_id,
+            tmp_path,
+            spec(run_id, "trainer-0", f"{makes}\n{waits_for(known)}\n{fills}", ends=True),
+            spec(run_id, "engine-0", FOREVER),
+            poll=look,
+        )
+    assert "trainer-0 died" in str(caught.value)
+    assert list(SHARED.glob(f"torch_*_{run_id}")) == []
+
+
+def test_everything_is_stopped_although_no_file_can_be_opened_any_more(
+    run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(leftovers, "_members", fail)
+    with pytest.raises(ProcessDied, match="trainer-0 died: exit code 3"):
+        supervise(
+            run_id,
+            tmp_path,
+            spec(run_id, "engine-0", FOREVER),
+            spec(run_id, "trainer-0", "raise SystemExit(3)", ends=True),
+        )
+    assert alive(run_id) == []
 
 
 def test_process_that_ignores_sigterm_is_killed_after_the_grace(run_id: str, tmp_path: Path) -> None:

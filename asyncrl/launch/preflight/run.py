@@ -18,6 +18,8 @@ from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch import forecast, precision
 from asyncrl.launch.checks import check_model, check_sandboxes
+from asyncrl.launch.leftovers import SHARED
+from asyncrl.launch.machine import allow_files
 from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.preflight import folders, network
 from asyncrl.launch.preflight.devices import check_gpus, check_idle
@@ -34,6 +36,7 @@ from asyncrl.launch.preflight.versions import (
 )
 from asyncrl.launch.preflight.weights import check_shared, check_sync
 from asyncrl.launch.prepare import ROLES, Preparation
+from asyncrl.launch.run_folder import SHARED_REMEDY, full
 from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.planner import memory as planner
@@ -76,6 +79,9 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     yield from refused(prepared.place, "cluster")
     config = prepared.config
     yield from _isolation(prepared)
+    if not prepared.imagined:
+        yield from refused(allow_files, "ulimit -n")
+        yield from (error(str(SHARED), problem, f"Or {SHARED_REMEDY}.") for problem in full([SHARED]))
     yield from check_versions(prepared.machines or [this_machine("", installed())], pinned())
     models: dict[str, ModelFolder] = {}
     for role in ROLES:
