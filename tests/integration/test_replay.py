@@ -212,7 +212,7 @@ def test_whole_schedule_of_publishes_beside_training_is_repeated(overlapped: Pat
 
 
 def test_schedule_of_publishes_beside_training_is_refused_without_the_setting(overlapped: Path, tmp_path: Path) -> None:
-    settings = ["mode=replay", f"replay.from={overlapped}", "replay.schedule=true", *SLACK, "trainer.batch_parts=2"]
+    settings = ["mode=replay", f"replay.from={overlapped}", "replay.schedule=true", "weights.overlap=false"]
     with start(tmp_path / "other", *SMALL, *settings) as process:
         code, text = finish(process, tmp_path / "other")
     assert code == 1
@@ -226,7 +226,7 @@ def test_whole_schedule_comes_to_the_same_batches_books_and_weights(live: Path, 
 
 
 def test_buffer_with_another_rule_comes_to_something_else_and_that_is_told(live: Path, tmp_path: Path) -> None:
-    other = ["mode=replay", f"replay.from={live}", "replay.schedule=true", "rollout.max_staleness=1"]
+    other = ["mode=replay", f"replay.from={live}", "replay.schedule=true", "rollout.max_staleness=1", "rollout.lead=1"]
     with start(tmp_path / "other", *SMALL, *other) as process:
         code, text = finish(process, tmp_path / "other")
     assert code == 1
