@@ -118,6 +118,8 @@ class AdaptiveConcurrency(ConcurrencyLimiter):
         loop = asyncio.get_running_loop()
         before = loop.time()
         while True:
+            if self._programs:
+                self.window.observe_machine(*machine())
             try:
                 loads = await ask()
             except EngineError as error:
@@ -125,8 +127,6 @@ class AdaptiveConcurrency(ConcurrencyLimiter):
                 self.window.open()
                 self._changed.set()
                 return
-            if self._programs:
-                self.window.observe_machine(*machine())
             if not holding():
                 now = loop.time()
                 self.window.observe(loads, now - before, needed())
