@@ -125,7 +125,7 @@ def test_environment_that_never_worked_ends_the_run_soon() -> None:
     async def script(world: World) -> None:
         world.fail()
         world.now += UNPROVEN_PATIENCE + 1
-        with pytest.raises(AsyncRLError, match="never worked.*: it raised"):
+        with pytest.raises(AsyncRLError, match=r"never worked.*: it raised"):
             world.fail(1)
 
     run(script)
