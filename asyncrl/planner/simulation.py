@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Literal
 
 from asyncrl.engine.loads import Load
 from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
@@ -59,7 +58,6 @@ class Setting:
     max_staleness: int
     lead: int | None = None
     _: KW_ONLY
-    replacement: Literal["newest", "slot"] = "newest"
     spread: bool = False
     """Whether the siblings of a group are spread over the engines."""
     train_fixed: float = 0.0
@@ -145,7 +143,6 @@ class SimulatedRun:
             workload.batch_groups,
             setting.max_staleness,
             setting.lead,
-            replacement=setting.replacement,
             overlap=setting.overlap,
             clock=lambda: self.now,
         )

@@ -56,7 +56,6 @@ class Cohort:
     due: int  # step that takes what is left of it
     issued: int = 0  # slots issued so far
     playing: int = 0
-    vacant: int = 0  # rejected slots, to be replayed
     taken: int = 0  # seats of groups that are ready, in training or trained
 
 
@@ -68,7 +67,6 @@ class BufferState:
     next_slot: int
     filling: int
     cohorts: dict[int, Cohort]
-    vacant: list[tuple[int, int, int]]
     running: list[RunningGroup]
     ready: list[ReadyGroup]
     unwanted: list[Ticket]

@@ -100,26 +100,24 @@ def clocked(shape: dict[str, Any], lasts: Callable[[Ticket], float], *, timeout:
     return run
 
 
-@given(shapes, st.integers(0, 2**32), st.integers(0, 30), st.floats(1.0, 5.0), st.sampled_from(["newest", "slot"]))
+@given(shapes, st.integers(1, 100), st.integers(0, 30), st.floats(1.0, 5.0))
 @settings(max_examples=examples(100))
-def test_endless_group_costs_no_step_more_than_its_timeout(
-    shape, seed: int, slot: int, patience: float, replacement: str
-) -> None:
-    """I9: no batch comes later, by more than the timeout, than it would if that group were like the others."""
-    usual = heavy(seed, sigma=1.0 if replacement == "slot" else 0.0)  # a new slot must not change the lengths of others
+def test_endless_group_costs_no_step_more_than_its_timeout(shape, usual: int, slot: int, patience: float) -> None:
+    """I9: no batch comes later, by more than the timeout, than it would if that group were like the others, which all
+    take as long: their lengths must not depend on the slots, which shift by the one of the replacement."""
 
     def lasts(ticket: Ticket) -> float:
-        return inf if (ticket.slot, ticket.attempt) == (slot, 0) else usual(ticket)
+        return inf if ticket.slot == slot else usual
 
-    timeout = patience * max(usual(Ticket(number, 0, 0)) for number in range(200))
+    timeout = patience * usual
     steps, size = 12, shape["batch_groups"]
     without, found = (
-        clocked(shape, one, timeout=timeout, replacement=replacement).play(steps).taken_at for one in (usual, lasts)
+        clocked(shape, one, timeout=timeout).play(steps).taken_at for one in (lambda ticket: usual, lasts)
     )
     assert max(late - early for late, early in zip(found, without, strict=True)) <= timeout + 1e-6
     if slot < (steps - shape["slack"]) * size:
         with pytest.raises(AssertionError, match=r"the trainer stands: step .* 1 running, the oldest for"):
-            clocked(shape, lasts, replacement=replacement).play(steps)
+            clocked(shape, lasts).play(steps)
 
 
 @given(shapes, st.integers(0, 2**32), st.booleans())
