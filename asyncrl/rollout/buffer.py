@@ -103,7 +103,7 @@ class CohortBuffer:
             self._filling += 1
             self._open(self._filling)
             self._forget(self._filling - 1)
-        ticket = Ticket(self._next_slot, 0, self.version, self._filling)
+        ticket = Ticket(self._next_slot, self.version, self._filling)
         self._next_slot += 1
         self._running[ticket.slot] = RunningGroup(ticket, self._clock())
         self._cohorts[ticket.cohort].issued += 1

@@ -11,17 +11,17 @@ from asyncrl.schema import Group
 
 @dataclass(frozen=True)
 class Ticket:
-    """Permission to play one group: its slot, and how many groups were played for that slot before."""
+    """Permission to play one group."""
 
     slot: int
-    attempt: int
     born: int  # version served by the fleet when the ticket was issued
     cohort: int = 0
 
     @property
     def uid(self) -> str:
-        """Group uid of fixed width: no request id may be a prefix of another, because engines abort by prefix."""
-        return f"g{self.slot:08d}a{self.attempt:04d}"
+        """Group uid of fixed width: no request id may be a prefix of another, because engines abort by prefix. Seeds of
+        answers are derived from it, so that another form would change what a deterministic run generates."""
+        return f"g{self.slot:08d}a0000"
 
 
 @dataclass

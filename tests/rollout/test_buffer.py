@@ -254,7 +254,7 @@ def test_no_batch_waits_for_a_replacement_of_the_newest_cohort() -> None:
     tickets = [ticket for _ in range(4) if (ticket := buffer.admit())]
     buffer.reject(tickets[0], "no_signal")
     late = buffer.admit()
-    assert late == Ticket(slot=4, attempt=0, born=0, cohort=1)
+    assert late == Ticket(slot=4, born=0, cohort=1)
     assert buffer.ledger(SourceCounts(0, 0, 0, 0)).events.requeued == 1
     assert buffer.admit() is None  # as many as before are under way
     for ticket in tickets[1:3]:
