@@ -73,7 +73,6 @@ ALLOWED = {
     "weights": {"config", "engine", "models"},
     "trainer": {"config", "algo", "backends", "engine", "weights", "records", "checkpoints", "models"},
     "planner": {"config", "rollout", "engine", "models", "observability"},
-    "collect": set(),
 }
 # Within a package, where only some modules are meant.
 ONLY = {
