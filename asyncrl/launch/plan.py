@@ -181,8 +181,8 @@ def engines(
     label: str = "",
     seed: int = 0,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the policy's engines. `label` distinguishes the
-    names of engines that are started later."""
+    """Return the specifications of the policy's engines. `label` distinguishes the names of engines that are started
+    later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
     shares = config.cluster.placement == "colocated"

@@ -73,11 +73,11 @@ class Clocked:
         self.buffer.commit(ticket, group(ticket.slot, rewards=(0.0,), tokens=int(length)))
 
 
-def heavy(seed: int, median: float = 20.0, sigma: float = 1.0) -> Callable[[Ticket], float]:
+def heavy(seed: int) -> Callable[[Ticket], float]:
     """Log-normal lengths, a function of the slot; a group takes as long as it is long."""
 
     def lasts(ticket: Ticket) -> float:
-        return float(1 + int(random.Random(f"{seed}-{ticket.slot}").lognormvariate(0, sigma) * median))
+        return float(1 + int(random.Random(f"{seed}-{ticket.slot}").lognormvariate(0, 1.5) * 20))
 
     return lasts
 
@@ -126,7 +126,7 @@ def test_over_closed_cohorts_what_is_trained_is_what_was_played(shape, seed: int
     """I10: the same lengths, not only the same distribution, however much longer some groups take."""
     draw = random.Random(seed)
     select = {"select": lambda ready, count: draw.sample(ready, count)} if picky else {}
-    run = clocked(shape, heavy(seed, sigma=1.5), **select).play(12)
+    run = clocked(shape, heavy(seed), **select).play(12)
     for cohort in range(12 - shape["slack"]):
         slots = range(cohort * shape["batch_groups"], (cohort + 1) * shape["batch_groups"])
         assert sorted(run.trained[slot] for slot in slots) == sorted(run.played[cohort])
@@ -140,7 +140,7 @@ LONG = {"batch_groups": 16, "lead": 2, "slack": 2, "places": 10**6, "train": 20.
 )
 def test_lengths_of_closed_cohorts_are_drawn_from_one_distribution_unless_groups_are_dropped(waste, fair) -> None:
     """I10, by the Kolmogorov-Smirnov test: it must see the bias of dropping, or its silence would say nothing."""
-    run = clocked(LONG, heavy(7, sigma=1.5), **waste).play(120)
+    run = clocked(LONG, heavy(7), **waste).play(120)
     played = [float(length) for cohort in range(110) for length in run.played[cohort]]
     trained = [float(length) for slot, length in run.trained.items() if slot // LONG["batch_groups"] < 110]
     p = ks_p_value(trained, played)
