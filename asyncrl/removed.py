@@ -6,7 +6,7 @@ This module imports nothing, so that the command can refuse them before it impor
 from __future__ import annotations
 
 LAST = "0a760499"
-"""The last commit that has all of them."""
+"""A commit that has all of them; the log names the last one for each."""
 
 _SPECULATION = "speculative decoding is set by SGLang's own engine.server_args.speculative_*"
 _TRACKIO = "trackio needs an older pillow than asyncrl; use tensorboard, wandb or mlflow"
@@ -14,6 +14,7 @@ _DUTIES = "engines that only prefill or only decode were never seen to gain; eve
 REMOVED = {
     "rollout.migrate_after": "answers that move between engines gained 2.4 % at most",
     "rollout.migrate_below": "answers no longer move between engines",
+    "rollout.replacement": "a replacement in a rejected group's slot made batches wait, for 42 % of the throughput",
     "rollout.start_order": "another order of starts gained 1.3 % at most, with lengths known exactly",
     "engine.speculative": _SPECULATION,
     "engine.draft_model": _SPECULATION,
@@ -34,4 +35,4 @@ def removal(field: str, value: object = None) -> str | None:
     """Return the message for a removed setting or value; None for any other."""
     sections = (name for name in REMOVED if field.startswith(f"{name}."))
     reason = REMOVED.get(field) or REMOVED.get(f"{field}={value}") or REMOVED.get(next(sections, ""))
-    return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, the last one that has it."
+    return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, which has it."

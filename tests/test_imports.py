@@ -73,7 +73,6 @@ ALLOWED = {
     "weights": {"config", "engine", "models"},
     "trainer": {"config", "algo", "backends", "engine", "weights", "records", "checkpoints", "models"},
     "planner": {"config", "rollout", "engine", "models", "observability"},
-    "collect": set(),
 }
 # Within a package, where only some modules are meant.
 ONLY = {
@@ -277,7 +276,7 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-MOST_LINES = 57_300
+MOST_LINES = 57_100
 """Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
 file or a function: such limits were met by folding lines."""
 

@@ -19,7 +19,7 @@ from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, read
 from asyncrl.config.server_args import draft_room
 from asyncrl.engine.loads import Loads
-from asyncrl.engine.router import wait_until_healthy, wait_until_ready
+from asyncrl.engine.router import wait_for_judges, wait_until_ready
 from asyncrl.engine.session import GenerationSession
 from asyncrl.imports import load
 from asyncrl.network.addresses import READY, Addresses
@@ -157,7 +157,7 @@ async def _until_ready(config: Config, addresses: Addresses, tell: Callable[[str
     """Wait until the engines of the policy and the judge can answer."""
     timeout = config.engine.start_timeout
     await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only", tell=tell)
-    await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
+    await wait_for_judges(addresses, timeout)
 
 
 def _ready(run_dir: Path, observer: Observer, addresses: Addresses) -> None:

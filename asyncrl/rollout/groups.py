@@ -368,7 +368,6 @@ def build_buffer(rollout: RolloutConfig, *, overlap: bool) -> CohortBuffer:
         rollout.lead,
         oversample=rollout.oversample,
         over_age=rollout.over_age,
-        replacement=rollout.replacement,
         overlap=overlap,
         select=load(rollout.select, "rollout.select"),
     )
