@@ -11,6 +11,7 @@ LAST = "0a760499"
 _SPECULATION = "speculative decoding is set by SGLang's own engine.server_args.speculative_*"
 _TRACKIO = "trackio needs an older pillow than asyncrl; use tensorboard, wandb or mlflow"
 _DUTIES = "engines that only prefill or only decode were never seen to gain; every engine does both: set engine.count"
+_RECIPE = "it is the recipe sample_reuse now (recipes/sample_reuse/README.md): take experiment=sample_reuse as a model"
 REMOVED = {
     "rollout.migrate_after": "answers that move between engines gained 2.4 % at most",
     "rollout.migrate_below": "answers no longer move between engines",
@@ -26,6 +27,9 @@ REMOVED = {
     "metrics.sinks=trackio": _TRACKIO,
     "metrics.trackio": _TRACKIO,
     "cluster.lend": "loans of the trainers' GPUs gained 0 to 34 % in simulation, and none ran on a GPU",
+    "algo.replay_groups": _RECIPE,
+    "algo.reset_every": _RECIPE,
+    "algo.reset_share": _RECIPE,
     "trainer.mtp": "layers of multi-token prediction are no longer trained; exports contain them unchanged",
 }
 """Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""

@@ -92,7 +92,7 @@ async def publish_every(
         heard.holds.append(time.monotonic() - held_at)
 
     publisher._hold = lambda: asyncio.run_coroutine_threadsafe(hold(), loop).result()
-    publisher._announce = lambda version, reused: loop.call_soon_threadsafe(release, version) and None
+    publisher._announce = lambda version: loop.call_soon_threadsafe(release, version) and None
     for version in range(first, first + count):
         await asyncio.sleep(seconds)
         figures = await asyncio.to_thread(publish, publisher, version)

@@ -23,11 +23,11 @@ SIBLINGS = {  # packages beside the core, and what each may import of it and of 
 }
 SIBLING_FILES = sorted(file for name in SIBLINGS for file in (PACKAGE.parent / name).rglob("*.py"))
 ALL_FILES = FILES + SIBLING_FILES + RECIPE_FILES
-RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings"}
+RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extension"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "imports", "routing", "leases"),
-    *("importing", "network", "progress", "child", "images", "removed"),
+    *("importing", "network", "progress", "child", "images", "removed", "extension"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -35,6 +35,7 @@ ALLOWED = {
     "schema": set(),
     "retries": set(),
     "images": set(),
+    "extension": {"settings"},
     "errors": set(),
     "parallel": set(),
     "jsonl": {"errors"},

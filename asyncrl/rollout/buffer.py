@@ -210,7 +210,6 @@ class CohortBuffer:
             events=EventCounts(
                 self._requeued,
                 retried or {},
-                reused=source.reused,
                 evaluation_tokens=source.evaluation,
                 past_tokens=source.past,
             ),
