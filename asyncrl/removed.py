@@ -34,6 +34,9 @@ REMOVED = {
 }
 """Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""
 
+MOVED = {"asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents"}
+"""New names of modules that settings name."""
+
 
 def removal(field: str, value: object = None) -> str | None:
     """Return the message for a removed setting or value; None for any other."""

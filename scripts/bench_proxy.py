@@ -3,7 +3,7 @@
     python scripts/bench_proxy.py [--quick] [--turns 8] [--episodes 96]
 
 The engine answers immediately. First, clients in another process send prepared requests, so that only the proxy is
-measured; then OpenAI's client runs in the same process, as with agents.proxied:Proxied.
+measured; then OpenAI's client runs in the same process, as with extensions.proxy.agents:Proxied.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from openai import AsyncOpenAI, DefaultAioHttpClient
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.agents.chat import Chat
-from asyncrl.agents.proxy.server import Proxy
 from asyncrl.agents.template import ChatTemplate
+from asyncrl.extensions.proxy.server import Proxy
 from asyncrl.models import tiny
 from asyncrl.rollout.prompts import load_tokenizer
 from asyncrl.schema import Completion, Template, VersionSpan

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import extension
+from asyncrl import extension, imports
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
@@ -79,3 +79,8 @@ def test_extension_of_an_installed_package_need_not_be_named(monkeypatch: pytest
         assert load({**tiny_values(), "sleepy": {"slow": 3.0}}).sleepy.slow == 3.0
     finally:
         extension.installed.cache_clear()
+
+
+def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"asyncrl\.extensions\.proxy\.agents:Proxied"):
+        imports.load("asyncrl.agents.proxied:Proxied", "agent")

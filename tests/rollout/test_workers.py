@@ -341,7 +341,7 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
             pass
         assert held == 200
         assert [sum(isinstance(sent, wire.Hold) for sent in one.commands) for one in slow] == [1, 1]
-        publishing = asyncio.create_task(groups.published(0, 0))
+        publishing = asyncio.create_task(groups.published(0))
         slow[0].channel.close()  # its confirmation is not needed any more
         await until(lambda: len(pool._connections) == 1)
         again = Slow(await joined(url))

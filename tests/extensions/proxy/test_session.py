@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.agents.linking import CompletedRequest, check
-from asyncrl.agents.proxy.answers import ApiResponse
-from asyncrl.agents.proxy.messages import ApiError, read
-from asyncrl.agents.proxy.session import ProxySession
 from asyncrl.errors import EngineError, EpisodeFailed
+from asyncrl.extensions.proxy.answers import ApiResponse
+from asyncrl.extensions.proxy.messages import ApiError, read
+from asyncrl.extensions.proxy.session import ProxySession
 from asyncrl.schema import Completion, Message, Trajectory
-from tests.agents.proxy.behind import (
+from tests.agents.talking import Talking, written
+from tests.extensions.proxy.behind import (
     ASKS,
     BOS_ID,
     CALLS,
@@ -32,7 +33,6 @@ from tests.agents.proxy.behind import (
     template,
     user,
 )
-from tests.agents.talking import Talking, written
 
 ADD = {"type": "function", "function": {"name": "7", "parameters": {}}}
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from asyncrl.agents.proxy.messages import bad_field
+from asyncrl.extensions.proxy.messages import bad_field
 
 Body = Mapping[str, Any]
 Route = Literal["chat", "text"]

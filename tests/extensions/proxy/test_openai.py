@@ -13,11 +13,11 @@ from openai import APIStatusError, AsyncOpenAI, BadRequestError, InternalServerE
 
 from asyncrl.agents.chat import Chat
 from asyncrl.agents.linking import check, link
-from asyncrl.agents.proxy.server import Proxy
 from asyncrl.errors import EngineError
+from asyncrl.extensions.proxy.server import Proxy
 from asyncrl.schema import Completion, Trajectory
-from tests.agents.proxy.behind import CALLS, EOS_ID, PAIR, Raising, Says, template, user
 from tests.agents.talking import Talking, written
+from tests.extensions.proxy.behind import CALLS, EOS_ID, PAIR, Raising, Says, template, user
 
 TOOL: Any = {"type": "function", "function": {"name": "7", "strict": True, "parameters": {}}}
 CALL = '<tool_call>{"name": "7", "arguments": {"a": 5}}</tool_call>'

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.agents.proxy.fields import RequestOptions, read
-from asyncrl.agents.proxy.messages import ApiError
+from asyncrl.extensions.proxy.fields import RequestOptions, read
+from asyncrl.extensions.proxy.messages import ApiError
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 REFUSED: list[tuple[str, Any]] = [

@@ -13,15 +13,15 @@ from typing import Any
 import httpx
 import pytest
 
-from asyncrl.agents.proxy import server
-from asyncrl.agents.proxy.server import Proxy
-from asyncrl.agents.proxy.session import ProxySession
 from asyncrl.engine.stream import aiohttp_transport
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError
+from asyncrl.extensions.proxy import server
+from asyncrl.extensions.proxy.server import Proxy
+from asyncrl.extensions.proxy.session import ProxySession
 from asyncrl.network.addresses import Access
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
-from tests.agents.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, Blocking, Raising, soon, template, user
 from tests.agents.talking import Talking, written
+from tests.extensions.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, Blocking, Raising, soon, template, user
 from tests.fakes import FakeEngine, echo
 
 ASK = {"messages": [user("1")]}

@@ -30,13 +30,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from asyncrl.agents.proxy.answers import ApiResponse
-from asyncrl.agents.proxy.fields import Body
-from asyncrl.agents.proxy.fields import Route as Kind
-from asyncrl.agents.proxy.messages import ApiError
-from asyncrl.agents.proxy.session import ProxySession, ProxyStats, gone
 from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.extensions.proxy.answers import ApiResponse
+from asyncrl.extensions.proxy.fields import Body
+from asyncrl.extensions.proxy.fields import Route as Kind
+from asyncrl.extensions.proxy.messages import ApiError
+from asyncrl.extensions.proxy.session import ProxySession, ProxyStats, gone
 from asyncrl.network.serving import SignalFreeServer
 from asyncrl.schema import Generate
 

@@ -14,13 +14,13 @@ import pytest
 from openai import AsyncOpenAI
 
 from asyncrl.agents.linking import check
-from asyncrl.agents.proxied import Command, Proxied
 from asyncrl.errors import ConfigError, EngineError, EpisodeFailed
+from asyncrl.extensions.proxy.agents import Command, Proxied
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.schema import Generate, Prompt, Trajectory
-from tests.agents.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, PAIR, Blocking, Raising, soon, template, user
 from tests.agents.talking import Talking, written
-from tests.agents.test_programs import dead
+from tests.extensions.proxy.test_programs import dead
+from tests.extensions.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, PAIR, Blocking, Raising, soon, template, user
 from tests.fakes import FakeEngine, echo
 
 PROMPT = Prompt("p", [BOS_ID, 1, ASKS], {"messages": [user("1")], "answer": "34"}, "t")
@@ -125,7 +125,7 @@ def test_episodes_share_a_server_that_starts_with_the_first() -> None:
         agent = proxied()()
         found = await asyncio.gather(*(agent.run(PROMPT, answers()) for _ in range(8)))
         assert [one.reward for one in found] == [1.0] * 8
-        assert (agent.figures.turns, agent.figures.contexts_begun) == (16, 8)
+        assert (agent.figures()["proxy/turns"], agent.figures()["proxy/contexts_begun"]) == (16, 8)
         await agent.close()
 
     asyncio.run(main())

@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from asyncrl.agents.proxy.session import ProxySession, ProxyStats
 from asyncrl.agents.template import ChatTemplate
+from asyncrl.extensions.proxy.session import ProxySession, ProxyStats
 from asyncrl.models.tiny import BOS, CHAT_TEMPLATE, EOS, PAD, TOKENS, UNK
 from asyncrl.schema import Completion, Generate, Message, Template
 from tests.agents.talking import Talking

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.agents.proxy.fields import RequestOptions, Route
+from asyncrl.extensions.proxy.fields import RequestOptions, Route
 from asyncrl.schema import Completion, Message, Template
 
 

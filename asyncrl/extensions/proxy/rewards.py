@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 import msgspec
 
 from asyncrl.agents.linking import CompletedRequest
-from asyncrl.agents.proxy.fields import Body
-from asyncrl.agents.proxy.messages import bad_field
+from asyncrl.extensions.proxy.fields import Body
+from asyncrl.extensions.proxy.messages import bad_field
 from asyncrl.schema import Turn
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from asyncrl.agents.proxy.server import Proxy
+from asyncrl.extensions.proxy.server import Proxy
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from asyncrl.agents.proxied import _question
-from asyncrl.agents.proxy.messages import ApiError
-from asyncrl.agents.proxy.session import ProxySession, ProxyStats
 from asyncrl.agents.template import ChatTemplate
+from asyncrl.extensions.proxy.agents import _question
+from asyncrl.extensions.proxy.messages import ApiError
+from asyncrl.extensions.proxy.session import ProxySession, ProxyStats
 from asyncrl.images import image_name
 from asyncrl.images.decoder import Vision
 from asyncrl.models.catalog import resolve

@@ -1,9 +1,9 @@
-"""Agents that use only the OpenAI API, trained through the proxy (asyncrl/agents/proxy).
+"""Agents that use only the OpenAI API, trained through the proxy (asyncrl/extensions/proxy).
 
-    agent=asyncrl.agents.proxied:Proxied agent_params.agent=my_module:solve
+    agent=asyncrl.extensions.proxy.agents:Proxied agent_params.agent=my_module:solve
         async def solve(question, base_url, api_key) -> float | None
 
-    agent=asyncrl.agents.proxied:Command 'agent_params.argv=[python, my_agent.py]'
+    agent=asyncrl.extensions.proxy.agents:Command 'agent_params.argv=[python, my_agent.py]'
         any program, which finds its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, and its question on stdin
 
 The reward is the function's return value, the one in the program's last line (reads_reward), or the one posted to
@@ -23,13 +23,14 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents import programs
-from asyncrl.agents.proxy.server import Proxy
-from asyncrl.agents.proxy.session import ProxySession, ProxyStats
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.proxy import programs
+from asyncrl.extensions.proxy.server import Proxy
+from asyncrl.extensions.proxy.session import ProxySession
 from asyncrl.images.parts import with_data_urls
 from asyncrl.imports import check_arguments, load
 from asyncrl.schema import Generate, Prompt, Trajectory
@@ -44,10 +45,10 @@ class ThroughTheProxy:
     def __init__(self, tool_format: str, host: str, port: int) -> None:
         self._proxy = Proxy(host=host, port=port, tool_format=tool_format)
 
-    @property
-    def figures(self) -> ProxyStats:
-        """Request counts. More than one of `contexts_begun` per episode means extra samples from edited histories."""
-        return self._proxy.figures
+    def figures(self) -> dict[str, int]:
+        """Return counts of requests. More than one of `proxy/contexts_begun` per episode means extra samples from
+        edited histories."""
+        return {f"proxy/{name}": count for name, count in asdict(self._proxy.figures).items()}
 
     async def start(self) -> None:
         """Start the server now rather than in the first episode. Raises ConfigError when the address is taken."""

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.agents import programs
-from asyncrl.agents.programs import ProgramResult
 from asyncrl.child import KEPT_BYTES
+from asyncrl.extensions.proxy import programs
+from asyncrl.extensions.proxy.programs import ProgramResult
 
 DEADLINE = 30.0
 ENV = {"PATH": os.environ["PATH"]}
