@@ -19,8 +19,7 @@ from asyncrl.errors import ConfigError, EngineError, EpisodeFailed
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.schema import Generate, Prompt, Trajectory
 from tests.agents.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, PAIR, Blocking, Raising, soon, template, user
-from tests.agents.talking import Talking, written
-from tests.agents.test_programs import dead
+from tests.agents.talking import Talking, dead, written
 from tests.fakes import FakeEngine, echo
 
 PROMPT = Prompt("p", [BOS_ID, 1, ASKS], {"messages": [user("1")], "answer": "34"}, "t")

@@ -7,7 +7,6 @@ layout loads the checkpoint of the previous one, writes it again, and trains the
 from __future__ import annotations
 
 import shutil
-import warnings
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.store import CheckpointStore
@@ -30,10 +28,10 @@ from asyncrl.weights.names import adapter_of
 from asyncrl.weights.peft_config import adapter_folders
 from asyncrl_convert.cli import main
 from tests.convert.models import tensors
-from tests.fakes import changed
+from tests.integration.checkpoints import ALGO, launch, written
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
-from tests.integration.test_trainer import LAYOUTS, Outcome, _outcome, folder  # noqa: F401
+from tests.integration.updates import LAYOUTS, Outcome, folder, outcome  # noqa: F401
 
 pytestmark = pytest.mark.integration
 
@@ -43,50 +41,6 @@ CHAINS: dict[str, list[str]] = {
     "glm4-moe": ["pp2-vpp2-ep2", "tp2-sp-ep2"],
 }
 CHANGED = "model.layers.1.self_attn.o_proj.weight"
-ALGO = {
-    "llama-tied": {"advantage": "gae", "replay_groups": 2},  # a critic, and groups that come again
-    "qwen3-moe": {},
-    "glm4-moe": {},
-}
-
-
-def written(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a checkpoint, unsharded."""
-    found: dict[str, torch.Tensor] = {}
-    for part in sorted(path for path in checkpoint.iterdir() if path.is_dir()):
-        state: dict[str, Any] = {
-            key: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # type: ignore[union-attr]
-            for key, entry in read_metadata(part).state_dict_metadata.items()
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # there is one process
-            load_chunks(state, checkpoint_id=part, no_dist=True)
-        found |= {f"{part.name}/{key}": tensor for key, tensor in state.items()}
-    return found
-
-
-def launch(
-    folder: Path,  # noqa: F811
-    model: str,
-    number: int,
-    trainer: dict[str, Any],
-    lora: dict[str, Any] | None = None,
-    chain: str = "link",
-    roles: dict[str, Any] | None = None,
-) -> Outcome:
-    """Run link `number` of a model's chain."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", "checkpoint.every=1"]), resolve=True)
-    optimizer = {"eps": 1e-3, "schedule": "cosine", "warmup_steps": 2, **trainer.get("optimizer", {})}
-    raw["trainer"].update({**trainer, "optimizer": {**raw["trainer"]["optimizer"], **optimizer}})
-    raw["trainer"]["lora"].update(lora or {})
-    raw["agents"]["roles"] = roles or {}
-    changed(raw["algo"], {} if lora else ALGO[model])
-    config = load(raw)
-    (folder / model / "config.json").write_text(config.model_dump_json())
-    name, source = f"{chain}-{number}", f"{chain}-{number - 1}" if number else "-"
-    run_ranks("rank_checkpoint.py", name, source, str(folder / model), world=config.trainer.world_size)
-    return _outcome(folder / model, name)
 
 
 @cache

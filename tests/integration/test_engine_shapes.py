@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +11,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from asyncrl.models.tiny import write_random_model
-from tests.integration.fleet import Engines, engines
+from tests.integration.fleet import PROMPT, Engines, answers_across_publishes, ask, engines, reloaded, settings
 from tests.integration.publisher import SeededWeights, make, publish
-from tests.integration.test_weights import PROMPT, answers_across_publishes, ask, settings
 
 pytestmark = pytest.mark.integration
 
@@ -47,14 +43,6 @@ SHAPES = {
 }
 PAUSES = {"replicas": ("in_place", "retract", "abort"), "stages": ("abort",)}
 EVERY_WAY = ("tensor", "distributed", "disk", "delta")
-
-
-def reloaded(model: Path, tensors: dict[str, torch.Tensor], folder: Path) -> torch.nn.Module:
-    """Return a model with these tensors, whose experts transformers stacks as it loads them."""
-    folder.mkdir()
-    shutil.copy(model / "config.json", folder)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def logprobs(model: torch.nn.Module, answer: list[int]) -> torch.Tensor:

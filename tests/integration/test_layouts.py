@@ -28,6 +28,7 @@ from asyncrl.observability.timeline import (
     TimelineReader,
 )
 from asyncrl_view.inspection import cli
+from tests.integration.books import balanced
 from tests.integration.running import lines, nothing_is_left, run
 from tests.observability.collector import collector
 
@@ -145,11 +146,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_its_word(tmp_path: Path) -> Non
     )
     assert 0 < max(step["staleness/max"] for step in steps) <= 4
     summary = json.loads((run_dir / "summary.json").read_text())
-    ledger = summary["ledger"]["groups"]
-    assert ledger["trained"] == 40 * 16
-    assert ledger["issued"] == sum(ledger[place] for place in ("running", "ready", "training", "trained")) + sum(
-        ledger["rejected"].values()
-    )
+    assert balanced(run_dir).groups.trained == 40 * 16
     assert sum(summary["staleness/histogram"].values()) == 40 * 16 * 16
     evaluations = [json.loads(line) for line in (run_dir / "eval.jsonl").read_text().splitlines()]
     assert evaluations[0]["version_max"] == 0

@@ -29,6 +29,7 @@ from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Completion
 from tests.integration import adapters, publisher
 from tests.integration.fleet import Engines, engines
+from tests.integration.vision import ADAPTERS
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +54,6 @@ OF_ARCH: dict[str, dict[str, Any]] = {
         },
     },
 }
-ADAPTERS = ("policy", "second")
 Play = Callable[[GenerationClient], Awaitable[Any]]
 
 

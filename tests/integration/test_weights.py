@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,23 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import Config
-from asyncrl.engine.client import GenerationClient
 from asyncrl.schema import Completion
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.tensor import TensorTransport
-from tests.integration.fleet import Engines, engines
+from tests.integration.fleet import (
+    PROMPT,
+    Engines,
+    answers_across_publishes,
+    ask,
+    engines,
+    publish_under_way,
+    settings,
+    whole,
+)
 from tests.integration.publisher import SeededWeights, make, publish, quantized
 
 pytestmark = pytest.mark.integration
 
-PROMPT, EOS = [12, 1, 2, 3, 11], 10
 WAYS = [
     ("tensor", "full", "in_place"),
     ("tensor", "stream", "retract"),
@@ -45,24 +51,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield started
 
 
-def settings(config: Config, **weights: object) -> Config:
-    return config.model_copy(update={"weights": config.weights.model_copy(update={"timeout": 30.0, **weights})})
-
-
-def client(fleet: Engines, **changes: object) -> GenerationClient:
-    values = {
-        "run": "w",
-        "access": fleet.addresses.access,
-        "max_new_tokens": 48,
-        "temperature": 1.0,
-        "stop_token_ids": [EOS],
-        "timeout": 60.0,
-        "retry_timeout": 30.0,
-        "coalesce": False,
-    }
-    return GenerationClient(fleet.addresses.router, **{**values, **changes})  # type: ignore[arg-type]
-
-
 def logprobs(tensors: dict[str, torch.Tensor], fleet: Engines, prompt: list[int], found: Completion) -> torch.Tensor:
     """Return the log-probabilities of a completion's tokens under these weights, computed by transformers."""
     model = AutoModelForCausalLM.from_pretrained(fleet.addresses.model, dtype=torch.float32)
@@ -70,74 +58,6 @@ def logprobs(tensors: dict[str, torch.Tensor], fleet: Engines, prompt: list[int]
     with torch.no_grad():
         every = model(torch.tensor([prompt + found.token_ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return every.gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
-
-
-def whole(found: Completion) -> None:
-    """Check that an answer is complete: it ended as the model or the limit requires, and every token has its
-    log-probability."""
-    assert len(found.token_ids) == len(found.logprobs)
-    assert len(found.token_ids) == 48 or found.token_ids[-1] == EOS
-    assert EOS not in found.token_ids[:-1]
-    assert [span.start for span in found.versions[1:]] == [span.end for span in found.versions[:-1]]
-    assert (found.versions[0].start, found.versions[-1].end) == (0, len(found.token_ids))
-    assert [span.version for span in found.versions] == sorted({span.version for span in found.versions})
-
-
-def answers_across_publishes(
-    publisher: Any, fleet: Engines, first: int, enough: Callable[[int, Completion], bool]
-) -> tuple[int, list[Completion]]:
-    """Publish a version, then five more while requests are in flight. Return the version and the whole answers, of
-    which one is `enough`. Try again from later versions if none is: where others work, too, answers may end before the
-    publishes."""
-    for serving in range(first, first + 1000, 100):
-        publish(publisher, serving)
-        _, answers = asyncio.run(publish_under_way(publisher, fleet, serving, range(serving + 1, serving + 6)))
-        for found in answers:
-            whole(found)
-        if any(enough(serving, found) for found in answers):
-            return serving, answers
-    pytest.fail("the publishes fell outside the answers")
-
-
-async def publish_under_way(
-    publisher: Any, fleet: Engines, serving: int, versions: Iterable[int]
-) -> tuple[dict[str, float], list[Completion]]:
-    """Publish versions one after the other while requests are in flight.
-
-    Return the figures of the last one, and the answers.
-    """
-    made = client(
-        fleet,
-        run=f"under-way-{serving}",
-        pause_mode=publisher._update._mode,
-        replicas=fleet.config.engine.data_parallel,
-    )
-    made.inflight.release(serving)
-    loop = asyncio.get_running_loop()
-    publisher._hold = lambda: loop.call_soon_threadsafe(made.inflight.hold) and None
-    publisher._announce = lambda version, reused: loop.call_soon_threadsafe(made.inflight.release, version) and None
-    running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(24)])
-    await asyncio.sleep(0.02)
-    while not all(sent.answered for sent in made.inflight._requests):  # noqa: ASYNC110  nothing tells
-        await asyncio.sleep(0.001)
-    for version in versions:
-        figures = await asyncio.to_thread(publish, publisher, version)
-    answers = await asyncio.wait_for(running, 300)
-    await made.close()
-    publisher._hold, publisher._announce = lambda: None, lambda version, reused: None  # this loop ends
-    return figures, answers
-
-
-def ask(fleet: Engines, count: int, version: int, **changes: object) -> list[Completion]:
-    async def answers() -> list[Completion]:
-        made = client(fleet, **changes)
-        made.inflight.release(version)
-        generate = made.generate()
-        found = await asyncio.gather(*[generate(PROMPT) for _ in range(count)])
-        await made.close()
-        return found
-
-    return asyncio.run(answers())
 
 
 @pytest.mark.parametrize(("transport", "staging", "mode"), WAYS, ids=["-".join(way) for way in WAYS])
