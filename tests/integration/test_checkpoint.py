@@ -31,7 +31,7 @@ from tests.convert.models import tensors
 from tests.integration.checkpoints import ALGO, launch, written
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
-from tests.integration.updates import LAYOUTS, Outcome, folder, outcome  # noqa: F401
+from tests.integration.updates import LAYOUTS, Outcome, write_models
 
 pytestmark = pytest.mark.integration
 
@@ -43,13 +43,18 @@ CHAINS: dict[str, list[str]] = {
 CHANGED = "model.layers.1.self_attn.o_proj.weight"
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("layouts"))
+
+
 @cache
-def _chain(folder: Path, model: str) -> list[Outcome]:  # noqa: F811
+def _chain(folder: Path, model: str) -> list[Outcome]:
     return [launch(folder, model, number, LAYOUTS[layout]) for number, layout in enumerate(CHAINS[model])]
 
 
 @pytest.mark.parametrize("model", CHAINS)
-def test_a_checkpoint_is_the_same_whichever_layout_wrote_it(folder: Path, model: str) -> None:  # noqa: F811
+def test_a_checkpoint_is_the_same_whichever_layout_wrote_it(folder: Path, model: str) -> None:
     links = _chain(folder, model)
     first = written(CheckpointStore(folder / model / "link-0").path(VERSION))
     moments = [tensor for key, tensor in first.items() if "/optimizer.exp_avg." in key]
@@ -68,7 +73,7 @@ def test_a_checkpoint_is_the_same_whichever_layout_wrote_it(folder: Path, model:
 
 
 @pytest.mark.parametrize("model", CHAINS)
-def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -> None:  # noqa: F811
+def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -> None:
     """The same layout continues bit for bit. In another, sums are computed in another order."""
     (figures, weights), *others = _chain(folder, model)
     for layout, (mine, my_weights) in zip(CHAINS[model][1:], others, strict=True):
@@ -82,7 +87,7 @@ def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -
             torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0 if same else 1e-5)
 
 
-def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:  # noqa: F811
+def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:
     """One rank without a distributed optimizer is followed by two with one, and float32 by bfloat16."""
     half = {"dtype": "bfloat16"}
     settings = [half, {**half, **LAYOUTS["dp2"]}, {**half, **LAYOUTS["tp2"]}, {}]
@@ -109,7 +114,7 @@ def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:  # noqa: F811
     ],
 )
 def test_a_checkpoint_of_adapters_holds_them_alone_and_any_layout_goes_on(
-    folder: Path,  # noqa: F811
+    folder: Path,
     model: str,
     layouts: list[str],
     roles: dict[str, Any],
@@ -195,7 +200,7 @@ def check_peft(base: Path, adapters: dict[str, Path], merged: dict[str, Path]) -
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
 
 
-def test_disk_that_is_full_costs_a_checkpoint_and_nothing_else(folder: Path) -> None:  # noqa: F811
+def test_disk_that_is_full_costs_a_checkpoint_and_nothing_else(folder: Path) -> None:
     """All ranks skip the checkpoint, whichever rank's disk is full.
 
     Earlier checkpoints stay complete, and the next is written.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.updates import LAYOUTS, MODELS, Outcome, drawn_groups, launch
+from tests.integration.updates import LAYOUTS, MODELS, Outcome, drawn_groups, launch, write_models
 
 pytestmark = pytest.mark.integration
 
@@ -21,6 +21,11 @@ CASES = [
     *((layout, "qwen3-moe") for layout in LAYOUTS if layout not in ("single", "unshared", "tp2", "tp2-pp2")),
     *((layout, model) for model in ("glm4-moe", "deepseek") for layout in ("tp2-sp-ep2", "pp2-vpp2-ep2")),
 ]  # Megatron trains experts under tensor parallelism with sequence parallelism only
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("layouts"))
 
 
 @cache

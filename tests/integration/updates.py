@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -143,10 +142,8 @@ def drawn_groups(seed: int) -> list[Group]:
     return groups
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write small random models, each with a batch."""
-    made = tmp_path_factory.mktemp("layouts")
+def write_models(made: Path) -> Path:
+    """Write small random models, each with a batch, into an empty folder, which is returned."""
     sizes = {"vocab": VOCAB, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48}
     for name, model in MODELS.items():
         write_random_model(made / name / "model", **{**sizes, "tied": False, "seed": 1, "dtype": "float32", **model})

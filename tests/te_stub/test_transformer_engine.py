@@ -21,7 +21,7 @@ from tests.integration import checkpoints
 from tests.integration import families as all_families
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
-from tests.integration.updates import LAYOUTS, Outcome, drawn_groups, folder, launch  # noqa: F401
+from tests.integration.updates import LAYOUTS, Outcome, drawn_groups, launch, write_models
 from tests.te_stub.settings import BFLOAT16, FP8, TE
 
 LOCAL = {"layers": "local"}
@@ -70,8 +70,13 @@ def test_the_stand_in_is_called_for_every_kind_of_layer(families: Any) -> None:
 FIGURES = ("loss", "grad_norm", "entropy", "logprob_gap/mean", "logprob_gap/max", "tokens/trained")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("layouts"))
+
+
 @cache
-def updated(folder: Path, layout: str, **settings: Any) -> dict[str, Outcome]:  # noqa: F811
+def updated(folder: Path, layout: str, **settings: Any) -> dict[str, Outcome]:
     name = "-".join([layout, *map(str, settings.values())])
     models = [model for model in MODELS if (layout, model) in CASES]
     return launch(folder, name, models, {**LAYOUTS[layout], **settings})
@@ -85,7 +90,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
-def test_two_updates_are_those_of_the_local_layers(folder: Path, layout: str, model: str) -> None:  # noqa: F811
+def test_two_updates_are_those_of_the_local_layers(folder: Path, layout: str, model: str) -> None:
     """The tolerances are those of test_trainer.py between layouts. Both sides publish the same names."""
     mine, my_weights = updated(folder, layout, **TE)[model]
     theirs, their_weights = updated(folder, layout, **LOCAL)[model]
@@ -98,7 +103,7 @@ def test_two_updates_are_those_of_the_local_layers(folder: Path, layout: str, mo
 
 
 @pytest.mark.parametrize("layout", ["single", "dp2", "ep2", "tp2-sp-ep2"])
-def test_two_updates_in_parts_are_those_of_whole_batches(folder: Path, layout: str) -> None:  # noqa: F811
+def test_two_updates_in_parts_are_those_of_whole_batches(folder: Path, layout: str) -> None:
     for model, (mine, my_weights) in updated(folder, layout, **TE, batch_parts=3).items():
         theirs, their_weights = updated(folder, layout, **TE)[model]
         for one, other in zip(mine, theirs, strict=True):
@@ -109,7 +114,7 @@ def test_two_updates_in_parts_are_those_of_whole_batches(folder: Path, layout: s
 
 
 @pytest.mark.parametrize(("layout", "model"), [("single", m) for m in MODELS] + [("tp2-sp-ep2", m) for m in MODELS[1:]])
-def test_updates_in_bfloat16_are_those_of_the_local_layers(folder: Path, layout: str, model: str) -> None:  # noqa: F811
+def test_updates_in_bfloat16_are_those_of_the_local_layers(folder: Path, layout: str, model: str) -> None:
     mine, my_weights = updated(folder, layout, **TE, **BFLOAT16)[model]
     theirs, their_weights = updated(folder, layout, **LOCAL, **BFLOAT16)[model]
     for one, other in zip(mine, theirs, strict=True):
@@ -127,7 +132,7 @@ ADAPTERS = {"lora": {**tiny_values()["trainer"]["lora"], "rank": 4}}
     ("layout", "models"), [("single", MODELS), ("tp2-sp", MODELS[:1]), ("tp2-sp-ep2", MODELS[1:]), ("pp2", MODELS[:2])]
 )
 def test_two_updates_of_adapters_are_those_of_the_local_layers(
-    folder: Path,  # noqa: F811
+    folder: Path,
     layout: str,
     models: tuple[str, ...],
 ) -> None:
@@ -195,7 +200,7 @@ def test_updates_in_fp8_are_near_those_in_bfloat16(
     ],
 )
 def test_a_checkpoint_of_one_kind_loads_into_the_other_to_the_bit(
-    folder: Path,  # noqa: F811
+    folder: Path,
     model: str,
     layouts: list[str],
     monkeypatch: pytest.MonkeyPatch,
