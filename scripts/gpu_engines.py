@@ -121,7 +121,7 @@ def check(name: str, folder: Path, *, rehearse: bool) -> dict[str, Any]:
             assert before.mean() > 5 * setting.gap, "no test: both versions give these log-probabilities"
             gaps = {"mean": served.mean().item(), "largest": served.max().item(), "to_other": before.mean().item()}
             figures[transport] = {**gaps, "pause_s": told["pause"], **caches}
-            publisher._fleet.close()
+            publisher.fleet.close()
     return figures
 
 

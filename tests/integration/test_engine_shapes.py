@@ -90,7 +90,7 @@ def test_an_engine_of_any_shape_serves_what_was_sent(shape: str, ways: tuple[str
                 assert {span.version for span in found.versions} == {version}
                 expected = logprobs(served, found.token_ids)
                 torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=1e-4)
-            publisher._fleet.close()
+            publisher.fleet.close()
 
 
 @pytest.mark.campaign
@@ -107,7 +107,7 @@ def test_answers_in_flight_at_a_publish_have_the_log_probabilities_of_the_versio
             serving, answers = answers_across_publishes(
                 publisher, fleet, 1000 * (number + 1), lambda _, found: len(found.versions) >= 2
             )
-            publisher._fleet.close()
+            publisher.fleet.close()
             known = {
                 version: reloaded(fleet.addresses.model, weights.at(version), tmp_path / f"{mode}-{version}")
                 for version in range(serving, serving + 6)

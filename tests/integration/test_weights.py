@@ -73,12 +73,12 @@ def test_what_is_served_is_what_was_sent(transport, staging, mode, bucket, fleet
         figures = publish(publisher, version)
         assert figures["engines"] == 2
         assert figures["verify"] > 0
-    assert set(publisher._fleet.versions().values()) == {"3"}
+    assert set(publisher.fleet.versions().values()) == {"3"}
     for found in ask(fleet, 4, 3, run=f"w-{transport}-{staging}-{mode}-{bucket}"):
         assert {span.version for span in found.versions} == {3}
         expected = logprobs(weights.at(3), fleet, PROMPT, found)
         torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=1e-4)
-    publisher._fleet.close()
+    publisher.fleet.close()
 
 
 @pytest.mark.parametrize("kind", ["fp8_simulated", "int8_simulated"])
@@ -99,7 +99,7 @@ def test_values_on_the_grid_reach_the_engines_bit_for_bit(kind: str, fleet: Engi
     (found,) = ask(fleet, 1, 2, run=f"w-{kind}")
     torch.testing.assert_close(torch.tensor(found.logprobs), logprobs(grid, fleet, PROMPT, found), rtol=0, atol=1e-4)
     assert (torch.tensor(found.logprobs) - logprobs(weights.at(2), fleet, PROMPT, found)).abs().max() > 1e-3
-    publisher._fleet.close()
+    publisher.fleet.close()
 
 
 def test_request_in_flight_across_five_publishes_tells_truly_which_version_wrote_what(
@@ -116,7 +116,7 @@ def test_request_in_flight_across_five_publishes_tells_truly_which_version_wrote
             expected = logprobs(weights.at(span.version), fleet, PROMPT, found)[span.start : span.end]
             served = torch.tensor(found.logprobs[span.start : span.end])
             torch.testing.assert_close(served, expected, rtol=0, atol=1e-4)
-    publisher._fleet.close()
+    publisher.fleet.close()
 
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
@@ -131,7 +131,7 @@ def test_request_in_flight_keeps_its_tokens_in_the_other_modes(mode: str, fleet:
             continue  # a request on the wire at a pause may find the prompt in the cache of older weights
         expected = logprobs(weights.at(first.version), fleet, PROMPT, found)[: first.end]
         torch.testing.assert_close(torch.tensor(found.logprobs[: first.end]), expected, rtol=0, atol=1e-4)
-    publisher._fleet.close()
+    publisher.fleet.close()
 
 
 def test_token_of_the_step_in_flight_at_an_in_place_pause_has_the_version_that_made_it(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_token_of_the_step_in_flight_at_an_in_place_pause_has_the_version_that_m
         weights = SeededWeights(running.addresses.model)
         publisher = make(settings(running.config, transport="tensor"), running.addresses, weights, tmp_path)
         serving, answers = answers_across_publishes(publisher, running, 50, _changes_from)
-        publisher._fleet.close()
+        publisher.fleet.close()
     for found in (found for found in answers if _changes_from(serving, found)):
         first = found.versions[0].end
         gaps = (torch.tensor(found.logprobs) - logprobs(weights.at(serving), running, PROMPT, found)).abs()
@@ -179,14 +179,14 @@ def test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_m
     weights = SeededWeights(fleet.addresses.model)
     publisher = make(config, fleet.addresses, weights, tmp_path)
     victim = fleet.addresses.engines[1]
-    publisher._transport = OneWrongBit(publisher._fleet, 2, victim=victim)
+    publisher._transport = OneWrongBit(publisher.fleet, 2, victim=victim)
     figures, answers = asyncio.run(publish_under_way(publisher, fleet, 29, [30]))
     assert figures["engines"] == 1
     assert len(answers) == 24
     for found in answers:  # also those that the lost engine was writing: it was paused in place
         whole(found)
     first = next(iter(weights.at(0)))
-    reason = publisher._fleet.lost[victim]
+    reason = publisher.fleet.lost[victim]
     assert "holds other weights than were sent" in reason
     assert first.replace("q_proj", "qkv_proj") in reason
     assert victim in capsys.readouterr().err
@@ -195,11 +195,11 @@ def test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_m
         torch.testing.assert_close(
             torch.tensor(found.logprobs), logprobs(weights.at(30), fleet, PROMPT, found), rtol=0, atol=1e-4
         )
-    publisher._transport = TensorTransport(publisher._fleet, 2)
-    publisher._fleet.join(victim)
+    publisher._transport = TensorTransport(publisher.fleet, 2)
+    publisher.fleet.join(victim)
     assert publish(publisher, 31)["engines"] == 2
     assert routed(fleet, fleet.addresses.engines)
-    publisher._fleet.close()
+    publisher.fleet.close()
 
 
 def routed(fleet: Engines, expected: tuple[str, ...]) -> bool:
@@ -233,7 +233,7 @@ def test_engines_at_both_parallelisms_write_what_an_engine_started_from_the_expo
         from_export = greedy(fresh, fresh.addresses.engines[0])
         for publisher in publishers:
             publish(publisher, 40)
-            publisher._fleet.close()
+            publisher.fleet.close()
         published = [greedy(fleet, url) for url in fleet.addresses.engines]  # tensor-parallel 2
         alone = greedy(fresh, fresh.addresses.engines[0])  # tensor-parallel 1
     assert from_export == alone == published[0] == published[1]
