@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def balanced(run_dir: Path) -> Ledger:
     summary, last = run_dir / "summary.json", run_dir / "ledger.json"
     told = json.loads(summary.read_text())["ledger"] if summary.exists() else json.loads(last.read_text())
     ledger = msgspec.convert(told, Ledger)
-    assert msgspec.to_builtins(ledger) == told  # nothing is left out
+    assert asdict(ledger) == told  # nothing is left out
     ledger.check()
     assert ledger.tokens.generated > 0
     return ledger
