@@ -96,9 +96,8 @@ def check(name: str, folder: Path, *, rehearse: bool) -> dict[str, Any]:
     """Publish to engines of a setting, and compare what they generate. Return the differences, by transport."""
     import torch
 
-    from tests.integration.fleet import engines
+    from tests.integration.fleet import engines, settings
     from tests.integration.publisher import SeededWeights, make, publish
-    from tests.integration.test_weights import settings
 
     setting, model = SETTINGS[name], folder / "model"
     spare = not rehearse and torch.cuda.device_count() > setting.gpus
@@ -122,7 +121,7 @@ def check(name: str, folder: Path, *, rehearse: bool) -> dict[str, Any]:
             assert before.mean() > 5 * setting.gap, "no test: both versions give these log-probabilities"
             gaps = {"mean": served.mean().item(), "largest": served.max().item(), "to_other": before.mean().item()}
             figures[transport] = {**gaps, "pause_s": told["pause"], **caches}
-            publisher._fleet.close()
+            publisher.fleet.close()
     return figures
 
 
@@ -131,7 +130,7 @@ def ask(fleet: Any, version: int) -> tuple[list[tuple[list[int], Any]], dict[str
     time with a cache."""
     import torch
 
-    from tests.integration.test_weights import client
+    from tests.integration.fleet import client
 
     prompts = torch.randint(VOCAB, (16, 96), generator=torch.Generator().manual_seed(version)).tolist()
     engine = fleet.config.engine
@@ -155,8 +154,8 @@ def differences(answers: Any, weights: Any, config: Any, version: int, folder: P
     with what the engines hold of the version."""
     import torch
 
+    from tests.integration.fleet import reloaded
     from tests.integration.publisher import quantized
-    from tests.integration.test_engine_shapes import reloaded
 
     tensors, kind = weights.at(version), config.engine.quantization
     if kind != "none":  # the values that the codes stand for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -346,3 +347,19 @@ def test_composition_stays_in_the_launcher() -> None:
 def test_nothing_is_raised_inside_except_star(path: Path) -> None:
     """Before Python 3.11.4 (Debian 12 has 3.11.2) an exception raised inside `except*` arrives wrapped in a group."""
     assert not [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.TryStar)]
+
+
+OF_A_TEST_FILE = re.compile(
+    r"\bfrom tests[\w.]*\.test_\w+ import|\bimport tests[\w.]*\.test_|\bfrom tests[\w.]* import (\([^)]*|.*)\btest_\w+"
+)
+"""Also in the text of a program that a test starts."""
+
+
+def test_what_tests_share_lies_in_modules_that_are_no_tests() -> None:
+    """So that a reader finds it, and moving a test breaks no other."""
+    files = [file for folder in ("tests", "scripts") for file in (PACKAGE.parent / folder).rglob("*.py")]
+    assert len(files) > 400
+    found = {file.name: one[0] for file in files if (one := OF_A_TEST_FILE.search(file.read_text()))}
+    assert found == {}, (
+        "move what is shared into a module without test_ in its name, such as tests/integration/books.py"
+    )

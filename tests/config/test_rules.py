@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.auto_plan import Devices, make
 from asyncrl.launch.engine_shape import check_shape
 from tests.fakes import tiny_config
-from tests.launch.test_generations import AMPERE, BLACKWELL, HOPPER, check
+from tests.launch.preflight.worlds import AMPERE, BLACKWELL, HOPPER, check
 
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
 ROLE: dict[str, Any] = {"adapter": "judge", "past": None}

@@ -198,3 +198,8 @@ def _publish_beside(policy: Any, parallel: Any, config: Config, following: Batch
     trained.set()
     overlapped.finish()
     return {"waits": waits, "sent": sent, "buckets": len(publisher._plan or []), "figures": figures}
+
+
+TP, SP, PP = "trainer.tensor_parallel", "trainer.sequence_parallel", "trainer.pipeline_parallel"
+VPP, CP, DP = "trainer.virtual_pipeline", "trainer.context_parallel", "trainer.data_parallel"
+EP, ETP = "trainer.expert_parallel", "trainer.expert_tensor_parallel"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cuda_stub.memory import STATE
-from tests.cuda_stub.step import Case
-from tests.cuda_stub.test_steps import CP, DP, EP, ETP, PP, SP, TP, VPP
+from tests.cuda_stub.step import CP, DP, EP, ETP, PP, SP, TP, VPP, Case
 
 LAYERS = 12
 """Many enough that one layer's workspace is small beside what all layers keep, as in models that people train."""

@@ -11,12 +11,8 @@ import pytest
 
 from tests.cuda_stub.experiments import EXPERIMENTS
 from tests.cuda_stub.ranks import classes
-from tests.cuda_stub.step import Case, settings
+from tests.cuda_stub.step import CP, DP, EP, ETP, PP, SP, TP, VPP, Case, settings
 from tests.fakes import reusing
-
-TP, SP, PP = "trainer.tensor_parallel", "trainer.sequence_parallel", "trainer.pipeline_parallel"
-VPP, CP, DP = "trainer.virtual_pipeline", "trainer.context_parallel", "trainer.data_parallel"
-EP, ETP = "trainer.expert_parallel", "trainer.expert_tensor_parallel"
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},

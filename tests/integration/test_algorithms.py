@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import reusing
-from tests.integration.test_trainer import VOCAB, Outcome, drawn_groups, launch
+from tests.integration.updates import VOCAB, Outcome, drawn_groups, launch
 
 pytestmark = pytest.mark.integration
 SIZES = {"vocab": VOCAB, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "layers": 4, "dtype": "float32"}

@@ -16,8 +16,8 @@ from asyncrl.models.tiny import write_random_model
 from tests.fakes import changed, reusing, tiny_values
 from tests.integration.families import CHOOSES
 from tests.integration.ranks import run_ranks
-from tests.integration.test_step import VOCAB, groups, weights
-from tests.integration.test_variants import FULL, prepare, run, selective
+from tests.integration.updates import VOCAB, drawn_samples, token_weights
+from tests.integration.variants import FULL, prepare, run, selective
 
 pytestmark = pytest.mark.integration
 
@@ -131,7 +131,7 @@ def parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 def logprobs(model: Any) -> Tensor:
     """Return the log-probabilities of all tokens."""
     rows = []
-    for one in (one for group in groups() for one in group):
+    for one in (one for group in drawn_samples() for one in group):
         every = torch.log_softmax(model(torch.tensor([one.prompt_ids + one.token_ids])).logits[0], -1)
         rows.append(every[len(one.prompt_ids) - 1 : -1].gather(1, torch.tensor(one.token_ids)[:, None])[:, 0])
     return torch.cat(rows)
@@ -156,7 +156,7 @@ def expected(folder: Path, name: str) -> dict[str, Tensor]:
     with torch.no_grad(), model.disable_adapter():
         found = {"base_logprobs": logprobs(model)}
     found["logprobs"] = logprobs(model)
-    (-(weights() * found["logprobs"]).sum()).backward()
+    (-(token_weights() * found["logprobs"]).sum()).backward()
     found |= {f"gradient {key}": one.grad.clone() for key, one in own.items() if one.grad is not None}
     found["norm"] = torch.nn.utils.clip_grad_norm_(own.values(), CLIP)
     adamw.step()

@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl.planner.lengths import Lengths
 from tests.integration.faulty_users import write_questions
+from tests.integration.ranks import ROOT
 from tests.integration.running import finish, start
-from tests.integration.test_rollout_faults import ROOT
 from tests.integration.workload import Workload
 
 pytestmark = pytest.mark.integration

@@ -43,7 +43,7 @@ def publish_three(tmp_path: Path, transport: str, *, gpus: int, trainer: str) ->
                 figures = publish(publisher, version)
                 assert figures["engines"] == 1
                 assert figures["verify"] > 0
-            publisher._fleet.close()
+            publisher.fleet.close()
 
 
 @pytest.mark.gpu

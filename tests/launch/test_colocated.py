@@ -18,7 +18,7 @@ from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.network.addresses import READY, TRAINING
 from asyncrl.weights.choice import choose
 from tests.fakes import addresses, tiny_config
-from tests.launch.test_restarts import ENGINE, ROUTER
+from tests.launch.preflight.worlds import ENGINE, ROUTER
 
 COLOCATED = {
     "cluster.placement": "colocated",

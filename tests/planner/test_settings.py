@@ -9,7 +9,7 @@ import pytest
 from asyncrl.planner.settings import layout_of, training_of
 from asyncrl.planner.shapes import ParallelLayout, Shape, shape_of
 from tests.fakes import tiny_config
-from tests.models.test_architectures import DEEPSEEK_V3, QWEN3_MOE
+from tests.models.published import DEEPSEEK_V3, QWEN3_MOE
 
 REFERENCE = {"algo.kl.reference": "weights", "algo.kl.coefficient": 0.1, "algo.kl.reference_offload": False}
 SIZES = {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936, "num_attention_heads": 32}

@@ -33,8 +33,19 @@ from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Batch, EncodedGroup, Generate, Prompt, Trajectory
 from tests.examples import examples
 from tests.fakes import addresses, tiny_config, until
-from tests.rollout.machinery import KEY, Deaths, Machinery, RecordedEngine, without_versions
-from tests.rollout.test_machinery import STEPS, machinery, plain, same_bytes, shapes, timings
+from tests.rollout.machinery import (
+    KEY,
+    STEPS,
+    Deaths,
+    Machinery,
+    RecordedEngine,
+    machinery,
+    plain,
+    same_bytes,
+    shapes,
+    timings,
+    without_versions,
+)
 
 
 @given(timings, shapes, st.integers(2, 3))

@@ -15,7 +15,7 @@ from asyncrl.errors import PeerFailed
 from asyncrl.weights import overlap
 from asyncrl.weights.overlap import OverlappedPublisher
 from asyncrl.weights.publish import Staged
-from tests.weights.test_publish import TENSORS, published
+from tests.weights.publishing import TENSORS, published
 
 
 class Parts:

@@ -18,8 +18,7 @@ from asyncrl.errors import ConfigError, EngineError, EpisodeFailed
 from asyncrl.extensions.proxy.agents import Command, Proxied
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.schema import Generate, Prompt, Trajectory
-from tests.agents.talking import Talking, written
-from tests.extensions.proxy.test_programs import dead
+from tests.agents.talking import Talking, dead, written
 from tests.extensions.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, PAIR, Blocking, Raising, soon, template, user
 from tests.fakes import FakeEngine, echo
 

@@ -12,8 +12,8 @@ import pytest
 from asyncrl.child import KEPT_BYTES
 from asyncrl.extensions.proxy import programs
 from asyncrl.extensions.proxy.programs import ProgramResult
+from tests.agents.talking import DEADLINE, alive, dead
 
-DEADLINE = 30.0
 ENV = {"PATH": os.environ["PATH"]}
 
 
@@ -23,21 +23,6 @@ def run(code: str, stdin: bytes = b"", cwd: Path | None = None) -> ProgramResult
             return await programs.run([sys.executable, "-c", code], stdin=stdin, env={**ENV, "X": "y"}, cwd=cwd)
 
     return asyncio.run(main())
-
-
-def alive(pid: int) -> bool:
-    """Neither gone nor a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-async def dead(*pids: int) -> None:
-    """Within the deadline: the kernel takes a moment."""
-    async with asyncio.timeout(DEADLINE):
-        while any(map(alive, pids)):  # noqa: ASYNC110  nothing tells
-            await asyncio.sleep(0.01)
 
 
 def test_program_reads_its_question_and_is_read(tmp_path: Path) -> None:
