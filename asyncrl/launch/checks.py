@@ -281,7 +281,7 @@ def check_devices(config: Config, gpus: int) -> None:
         if section.device == "cuda" and gpus == 0:
             raise ConfigError(f"{name}.device", "cuda", "This machine has no visible GPU: use cpu or auto.")
         wanted += ranks if on_gpu(section, gpus) else 0
-    if config.cluster.placement == "colocated" and on_gpu(config.engine, gpus):
+    if config.cluster.shares_gpus and on_gpu(config.engine, gpus):
         wanted -= config.engine.started * config.engine.ranks  # they use the trainers'
     if wanted > gpus:
         raise ConfigError(

@@ -6,7 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from asyncrl.trainer import __main__ as program
 from asyncrl.trainer.__main__ import longest_wait, watched
 from tests.fakes import tiny_config
 
@@ -36,3 +38,18 @@ def test_a_wait_for_engines_that_use_the_trainers_gpus_may_last_as_long_as_all_c
     deadlines = {"rollout.batch_timeout": 50.0, "engine.start_timeout": 100.0, "weights.timeout": 30.0}
     turns = {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "drain"}
     assert longest_wait(tiny_config(**deadlines, **(turns if shared else {}))) == (220.0 if shared else 100.0)
+
+
+@pytest.mark.parametrize(
+    ("placement", "gpu", "limits"), [("shared", True, [0.5]), ("shared", False, []), ("separate", True, [])]
+)
+def test_a_trainer_beside_an_engine_is_limited_to_its_part_of_the_gpu(
+    placement: str, gpu: bool, limits: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It then runs out of memory itself, before the engine on its GPU does."""
+    found = list[float]()
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", found.append)
+    for name in ("watched", "initialize"):
+        monkeypatch.setattr(program, name, lambda *_, **__: (None, None))
+    program._join(tiny_config(**{"cluster.placement": placement}), tmp_path, 9.0, gpu=gpu)
+    assert found == limits
