@@ -80,6 +80,7 @@ def parts(*, quick: bool, rehearse: bool) -> list[Part]:
         measured("publish-nccl", 15, "publish", "nccl", gpus=2),
         measured("pause", 20),
         *(measured(f"engine-{name}", 15, "engine", name, gpus=one.gpus) for name, one in SETTINGS.items()),
+        measured("shared", 30),
         measured("colocated", 30),
         measured("run", 30, gpus=2),
         measured("run-overlap", 30, "run", "overlap", gpus=2),

@@ -76,7 +76,7 @@ def overrides(setting: Setting, model: Path, *, rehearse: bool, spare: bool = Fa
         own = setting.overrides if setting.on_cpu is None else setting.on_cpu
         return [*common, "engine.dtype=float32", *own]
     common += [f"trainer.device={'auto' if spare else 'cpu'}", "engine.dtype=bfloat16"]
-    common += ["+engine.server_args.mem_fraction_static=0.3"]
+    common += ["engine.memory_fraction=0.3"]
     return [*common, *setting.overrides]
 
 

@@ -5,6 +5,7 @@
     publish HOW      publishes to a real engine over ipc or nccl, against a copy on the device and over the link
     pause            tokens and pauses of running episodes while versions are published, by pause mode
     engine SETTING   publishes to engines of a setting, and their log-probabilities (scripts/gpu_engines.py)
+    shared           a run whose engine and trainer work side by side on one GPU, every version verified
     colocated        a run whose engines and trainers take turns on all GPUs
     run [WHAT]       a run whose engines and trainers have GPUs of their own; with WHAT, a batch is trained during each
                      publish (overlap)
@@ -46,7 +47,7 @@ from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.planner import memory  # noqa: E402
 from asyncrl.planner.activations import Training  # noqa: E402
 from asyncrl.planner.shapes import ParallelLayout, Weight, counted, shape_of  # noqa: E402
-from scripts.gpu_engines import check  # noqa: E402
+from scripts.gpu_engines import BACKENDS, check  # noqa: E402
 from scripts.sizes import MODELS, QWEN3  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
@@ -268,7 +269,7 @@ def publish(options: argparse.Namespace) -> dict[str, Any]:
         dtype = model_of(home / "model", options)
         overrides = [f"model.path={home / 'model'}", f"engine.dtype={dtype}", f"weights.transport={transport}"]
         overrides += [f"trainer.device={'auto' if over_nccl or tiny else 'cpu'}"]  # `cpu`: the engine gets GPU 0
-        overrides += [] if tiny else ["+engine.server_args.mem_fraction_static=0.5"]
+        overrides += [] if tiny else ["engine.memory_fraction=0.5"]
         with engines(home, *overrides, gpus=gpus) as fleet:
             source = OnDevice(fleet.addresses.model)
             source.move(device)
@@ -344,8 +345,8 @@ where tokens are older. Other weights give 1 and more."""
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run asyncrl-train, and return what its summary and its last steps say."""
-    gpus, turns = torch.cuda.device_count(), options.part == "colocated"
-    steps = 5 if options.rehearse else 6 if options.quick else 30
+    gpus, turns, shared = torch.cuda.device_count(), options.part == "colocated", options.part == "shared"
+    steps = 5 if options.rehearse else 6 if options.quick else 20 if shared else 30
     overrides = [
         f"experiment={'tiny' if options.rehearse else 'default'}",
         f"run.max_steps={steps}",
@@ -354,10 +355,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if turns:
         overrides += ["cluster.placement=colocated", "weights.pause_mode=retract", "weights.staging=stream"]
         overrides += ["rollout.max_staleness=0"]
+    overrides += ["cluster.placement=shared", "weights.verify_every=1"] if shared else []
     overrides += ["weights.overlap=true", "weights.verify_every=1"] if options.what == "overlap" else []
     if not options.rehearse:
-        trainers = gpus if turns else gpus // 2
-        overrides += [f"trainer.data_parallel={trainers}", f"engine.count={gpus if turns else gpus - trainers}"]
+        trainers, engines = (1, 1) if shared else (gpus, gpus) if turns else (gpus // 2, gpus - gpus // 2)
+        overrides += [f"trainer.data_parallel={trainers}", f"engine.count={engines}", *(BACKENDS if shared else ())]
         overrides += ["model=smollm2-135m", "trainer.dtype=bfloat16", "engine.dtype=bfloat16"]
     else:
         overrides += ["rollout.batch_groups=4"]
@@ -378,7 +380,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 PARTS = {"mfu": mfu, "mfu-rank": mfu_rank, "publish": publish, "pause": pause, "engine": engine}
-PARTS |= {"colocated": run, "run": run}
+PARTS |= {"shared": run, "colocated": run, "run": run}
 
 
 def main() -> None:

@@ -266,6 +266,9 @@ def _check_vision(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError("weights.verify", True, remedy)
 
 
+ON_THE_SAME = "Or let engines use the trainers' GPUs: set cluster.placement=shared, or colocated (docs/gpu.md)."
+
+
 def check_devices(config: Config, gpus: int) -> None:
     """Refuse more GPU ranks than GPUs; on CPU any number of processes may share the cores."""
     wanted = 0
@@ -290,7 +293,8 @@ def check_devices(config: Config, gpus: int) -> None:
             f"The machine has {gpus} GPUs: lower trainer.tensor_parallel, pipeline_parallel, context_parallel or "
             f"data_parallel ({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel"
             + (", or teacher.count × teacher.tensor_parallel" if config.teacher.started else "")
-            + (", or judge.count × judge.tensor_parallel." if config.judge.started else "."),
+            + (", or judge.count × judge.tensor_parallel." if config.judge.started else ".")
+            + (f" {ON_THE_SAME}" if config.mode == "train" and not config.cluster.shares_gpus else ""),
         )
 
 

@@ -133,8 +133,14 @@ def test_engines_that_do_not_use_the_trainers_gpus_are_refused() -> None:
 @pytest.mark.parametrize("placement", [COLOCATED, SHARED], ids=["in turns", "side by side"])
 def test_shared_gpus_are_counted_once(placement: dict[str, Any]) -> None:
     check_devices(tiny_config(**placement, **SHAPE), gpus=8)
-    with pytest.raises(ConfigError, match="trainer × engine ranks: got 8"):
+    with pytest.raises(ConfigError, match="trainer × engine ranks: got 8") as refused:
         check_devices(tiny_config(**placement, **SHAPE), gpus=7)
+    assert "set cluster.placement" not in refused.value.remedy
+
+
+def test_a_machine_with_one_gpu_is_told_how_engine_and_trainer_use_it() -> None:
+    with pytest.raises(ConfigError, match=r"set cluster\.placement=shared, or colocated"):
+        check_devices(tiny_config(), gpus=1)
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
