@@ -4,9 +4,12 @@ stall timeout, and a wait for others has the sum of what they may take."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from asyncrl.trainer import __main__ as program
 from asyncrl.trainer.__main__ import longest_wait, watched
@@ -53,3 +56,21 @@ def test_a_trainer_beside_an_engine_is_limited_to_its_part_of_the_gpu(
         monkeypatch.setattr(program, name, lambda *_, **__: (None, None))
     program._join(tiny_config(**{"cluster.placement": placement}), tmp_path, 9.0, gpu=gpu)
     assert found == limits
+
+
+@pytest.mark.parametrize("placement", ["shared", "colocated"])
+def test_a_trainer_uses_a_gpu_only_after_its_engines_have_measured_the_memory(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank waits for the engines, and the others for it. Only in turns do the engines hand anything over."""
+    done = list[str]()
+    monkeypatch.setattr(program, "wait_for_file", lambda file, *_: done.append(file.name))
+    monkeypatch.setattr(dist, "barrier", lambda: done.append("barrier"))
+    given = SimpleNamespace(give=lambda: done.append("give"))
+    monkeypatch.setattr(program, "HandOver", lambda *_, **__: given)
+    turns = {"cluster.placement": placement, "rollout.max_staleness": 1, "weights.pause_mode": "drain"}
+    first: Any = SimpleNamespace(is_first=True)
+    fleet: Any = None
+    hand_over = program._hand_over(tiny_config(**turns), tmp_path, fleet, first)
+    assert done == (["ready", "give", "barrier"] if placement == "colocated" else ["ready", "barrier"])
+    assert (hand_over is given) == (placement == "colocated")
