@@ -107,6 +107,7 @@ def played(
         ("reward", 100, "KeyboardInterrupt"),
         ("agent", 60, "KeyError"),
         ("environment", 0, "KeyError"),
+        ("environment", 4, "KeyError"),  # of each process
         ("loss", 3, "KeyError"),
     ],
 )

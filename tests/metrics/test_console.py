@@ -105,8 +105,10 @@ def test_warning_that_repeats_is_shown_once_with_its_count(tmp_path: Path) -> No
         line = {"version": number, "warning": f"g0000000{number}a0000 failed: reward_error: KeyError: 'x'"}
         append(tmp_path / "warnings.jsonl", json.dumps(line) + "\n")
     append(tmp_path / "warnings.jsonl", json.dumps({"version": 3, "warning": "another"}) + "\n")
+    for step, share in enumerate((0.5, 0.1), 1):
+        append(tmp_path / "metrics.jsonl", record(step, **{"completion/truncated": share}))
     screen.console.follow()
-    assert screen.text().count("\n") == 2
+    assert screen.text().count("\n") == 4
     screen.console.end()
     assert screen.text() == (
         "warning  3 times, with other numbers or names: g00000000a0000 failed: reward_error: KeyError: 'x'\n"
@@ -117,7 +119,7 @@ def test_warning_that_repeats_is_shown_once_with_its_count(tmp_path: Path) -> No
     table = screen.text()
     assert re.search(r"groups rejected, reward_error +3\b", table)
     assert re.search(r"warnings +4 of 2 kinds", table)
-    assert "completions truncated" in table
+    assert re.search(r"completions truncated +30%, in the last step 10%", table)
 
 
 def test_start_says_what_it_waits_for_and_again_when_that_changes(tmp_path: Path) -> None:
