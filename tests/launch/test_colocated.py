@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_devices
 from asyncrl.launch.placement import Placement, imagined, place
 from asyncrl.launch.plan import plan
+from asyncrl.launch.preflight.weights import check_sync
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.network.addresses import READY, TRAINING
+from asyncrl.planner.shapes import Weight
 from asyncrl.weights.choice import choose
+from asyncrl.weights.publish import build_transport
 from tests.fakes import addresses, tiny_config
 from tests.launch.test_restarts import ENGINE, ROUTER
 
@@ -176,6 +180,17 @@ def test_weights_stay_on_the_device() -> None:
     assert choose("auto", ["http://127.0.0.1:1"], "127.0.0.1", gpu=True, shared=True)[0] == "tensor"
     with pytest.raises(ConfigError, match="set disk"):
         choose("auto", ["http://10.0.0.2:1"], "10.0.0.1", gpu=True, shared=True)
+
+
+@pytest.mark.parametrize(("changes", "way"), [(COLOCATED, "tensor"), (SHARED, "tensor"), ({}, "distributed")])
+def test_checks_and_trainers_choose_cuda_ipc_where_both_use_a_gpu(changes: dict[str, Any], way: str) -> None:
+    """NCCL, which is the choice for GPUs of their own, refuses two ranks on one GPU."""
+    config: Any = tiny_config(**changes, **{"trainer.dtype": "bfloat16"})
+    (told,) = check_sync(config, placed(config, 1, 2), [Weight("w", (4, 4))], 2)
+    assert told.value.startswith(way)
+    fleet: Any = SimpleNamespace(urls=["http://127.0.0.1:1"])
+    where: dict[str, Any] = {"host": "127.0.0.1", "alone": True, "stage": 0, "gpu": True, "folder": Path("/w")}
+    assert build_transport(config, fleet, **where)[1].startswith(way)
 
 
 def test_engine_is_not_restarted_on_a_gpu_that_the_trainers_use(tmp_path: Path) -> None:
