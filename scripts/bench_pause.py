@@ -92,7 +92,7 @@ async def publish_every(
         heard.holds.append(time.monotonic() - held_at)
 
     publisher._hold = lambda: asyncio.run_coroutine_threadsafe(hold(), loop).result()
-    publisher._announce = lambda version, reused: loop.call_soon_threadsafe(release, version) and None
+    publisher._announce = lambda version: loop.call_soon_threadsafe(release, version) and None
     for version in range(first, first + count):
         await asyncio.sleep(seconds)
         figures = await asyncio.to_thread(publish, publisher, version)
@@ -176,12 +176,16 @@ def gap(
 def main() -> None:
     """Measure every configuration, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two episodes, two versions")
     parser.add_argument("--episodes", type=int, default=16, help="episodes at once")
     parser.add_argument("--publishes", type=int, default=8, help="versions published")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between them")
     parser.add_argument("--checked", type=int, default=24, help="turns of each kind that are compared")
     parser.add_argument("overrides", nargs="*", help="further settings, such as engine.dtype=float32")
     options = parser.parse_args()
+    if options.quick:
+        options.episodes = options.publishes = 2
+        options.every, options.checked = 0.5, 4
     this = machine.report()
     results: dict[str, dict[str, float | None]] = {}
     with (

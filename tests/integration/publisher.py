@@ -114,7 +114,7 @@ def make(
             hf, config.engine.parallel, dtype=dtype, device="cuda" if addresses.gpus else "cpu"
         ),
         hold=hold,
-        announce=lambda version, reused: announce(version),
+        announce=announce,
     )
 
 

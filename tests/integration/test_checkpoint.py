@@ -30,7 +30,7 @@ from asyncrl.weights.names import adapter_of
 from asyncrl.weights.peft_config import adapter_folders
 from asyncrl_convert.cli import main
 from tests.convert.models import tensors
-from tests.fakes import changed
+from tests.fakes import changed, reusing
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
 from tests.integration.test_trainer import LAYOUTS, Outcome, _outcome, folder  # noqa: F401
@@ -44,7 +44,7 @@ CHAINS: dict[str, list[str]] = {
 }
 CHANGED = "model.layers.1.self_attn.o_proj.weight"
 ALGO = {
-    "llama-tied": {"advantage": "gae", "replay_groups": 2},  # a critic, and groups that come again
+    "llama-tied": {"advantage": "gae"},  # a critic, and groups that come again
     "qwen3-moe": {},
     "glm4-moe": {},
 }
@@ -82,6 +82,7 @@ def launch(
     raw["trainer"]["lora"].update(lora or {})
     raw["agents"]["roles"] = roles or {}
     changed(raw["algo"], {} if lora else ALGO[model])
+    changed(raw, reusing(groups=2) if model == "llama-tied" and not lora else {})
     config = load(raw)
     (folder / model / "config.json").write_text(config.model_dump_json())
     name, source = f"{chain}-{number}", f"{chain}-{number - 1}" if number else "-"
@@ -119,7 +120,7 @@ def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -
     (figures, weights), *others = _chain(folder, model)
     for layout, (mine, my_weights) in zip(CHAINS[model][1:], others, strict=True):
         same = layout == CHAINS[model][0]
-        for name in ("loss", "grad_norm", "lr", "logprob_gap/mean", "groups/replayed", "critic/loss"):
+        for name in ("loss", "grad_norm", "lr", "logprob_gap/mean", "sample_reuse/groups", "critic/loss"):
             if name in figures[0]:
                 assert mine[0][name] == (
                     figures[0][name] if same else pytest.approx(figures[0][name], rel=2e-4, abs=1e-5)

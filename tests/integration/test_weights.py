@@ -115,7 +115,7 @@ async def publish_under_way(
     made.inflight.release(serving)
     loop = asyncio.get_running_loop()
     publisher._hold = lambda: loop.call_soon_threadsafe(made.inflight.hold) and None
-    publisher._announce = lambda version, reused: loop.call_soon_threadsafe(made.inflight.release, version) and None
+    publisher._announce = lambda version: loop.call_soon_threadsafe(made.inflight.release, version) and None
     running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(24)])
     await asyncio.sleep(0.02)
     while not all(sent.answered for sent in made.inflight._requests):  # noqa: ASYNC110  nothing tells
@@ -124,7 +124,7 @@ async def publish_under_way(
         figures = await asyncio.to_thread(publish, publisher, version)
     answers = await asyncio.wait_for(running, 300)
     await made.close()
-    publisher._hold, publisher._announce = lambda: None, lambda version, reused: None  # this loop ends
+    publisher._hold, publisher._announce = lambda: None, lambda version: None  # this loop ends
     return figures, answers
 
 

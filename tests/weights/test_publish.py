@@ -68,7 +68,7 @@ def published(
         settings,  # type: ignore[arg-type]
         expected=lambda: None,  # type: ignore[arg-type, return-value]
         hold=lambda: None,
-        announce=lambda version, reused: None,
+        announce=lambda version: None,
     )
     if made._stream:
         made._stream.events = events
@@ -193,7 +193,7 @@ def test_an_engine_that_joins_proves_its_weights_before_it_is_routed_to(every: i
         settings,  # type: ignore[arg-type]
         expected=Expected,  # type: ignore[arg-type]
         hold=lambda: None,
-        announce=lambda version, reused: None,
+        announce=lambda version: None,
     )
     try:
         publisher.publish(1)
