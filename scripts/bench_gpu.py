@@ -98,7 +98,7 @@ def parts(*, quick: bool, rehearse: bool) -> list[Part]:
         tests("tests-trainer", "tests/integration/test_trainer_gpu.py", 14, usual=200),
         measured("mfu-0.6b", 20, "mfu", "0.6b", *LENGTHS, usual=120),
         measured("mfu-4b", 20, "mfu", "4b", *LENGTHS, usual=150),
-        *engines("plain"),
+        *engines("triton", "plain"),
         tests("tests-checksum", "tests/weights/test_checksum_answers.py", usual=30),
         tests("tests-weights", "tests/integration/test_weights_gpu.py"),
         measured("publish-ipc", 15, "publish", "ipc", usual=90),

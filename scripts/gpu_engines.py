@@ -23,6 +23,8 @@ TWO, REPLICAS = "engine.tensor_parallel=2", "engine.data_parallel=2"
 EXPERTS, STAGES = "engine.expert_parallel=2", ("engine.pipeline_parallel=2", "weights.pause_mode=abort")
 CODES = "engine.quantization"
 HICACHE = ("engine.hicache=1", "rollout.cache_key=version")
+BACKENDS = ("+engine.server_args.attention_backend=triton", "+engine.server_args.sampling_backend=pytorch")
+"""Backends that are compiled on the machine, in place of those that SGLang chooses: FlashAttention 3 and FlashInfer."""
 SMALL_CACHE = "engine.max_total_tokens=1024"
 """Room for half of what is asked, so that prefixes must leave the GPU before they are asked for again."""
 
@@ -40,6 +42,7 @@ class Setting:
 
 
 SETTINGS = {
+    "triton": Setting("qwen3", BACKENDS, gap=DENSE, on_cpu=()),
     "plain": Setting("qwen3", (), gap=DENSE),
     "experts": Setting("qwen3_moe", (TWO, EXPERTS), gpus=2),
     "replicas": Setting("qwen3_moe", (TWO, EXPERTS, REPLICAS), gpus=2),
@@ -73,7 +76,7 @@ def overrides(setting: Setting, model: Path, *, rehearse: bool, spare: bool = Fa
         own = setting.overrides if setting.on_cpu is None else setting.on_cpu
         return [*common, "engine.dtype=float32", *own]
     common += [f"trainer.device={'auto' if spare else 'cpu'}", "engine.dtype=bfloat16"]
-    common += ["+engine.server_args.mem_fraction_static=0.3"]
+    common += ["engine.memory_fraction=0.3"]
     return [*common, *setting.overrides]
 
 

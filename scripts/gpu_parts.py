@@ -48,7 +48,7 @@ from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.planner import memory  # noqa: E402
 from asyncrl.planner.activations import Training  # noqa: E402
 from asyncrl.planner.shapes import ParallelLayout, Weight, counted, shape_of  # noqa: E402
-from scripts.gpu_engines import check  # noqa: E402
+from scripts.gpu_engines import BACKENDS, check  # noqa: E402
 from scripts.sizes import MODELS, QWEN3  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
@@ -270,7 +270,7 @@ def publish(options: argparse.Namespace) -> dict[str, Any]:
         dtype = model_of(home / "model", options)
         overrides = [f"model.path={home / 'model'}", f"engine.dtype={dtype}", f"weights.transport={transport}"]
         overrides += [f"trainer.device={'auto' if over_nccl or tiny else 'cpu'}"]  # `cpu`: the engine gets GPU 0
-        overrides += [] if tiny else ["+engine.server_args.mem_fraction_static=0.5"]
+        overrides += [] if tiny else ["engine.memory_fraction=0.5"]
         with engines(home, *overrides, gpus=gpus) as fleet:
             source = OnDevice(fleet.addresses.model)
             source.move(device)
@@ -359,6 +359,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not options.rehearse:
         trainers = gpus if together else gpus // 2
         overrides += [f"trainer.data_parallel={trainers}", f"engine.count={gpus if together else gpus - trainers}"]
+        overrides += BACKENDS if together else []
         overrides += ["model=smollm2-135m", "trainer.dtype=bfloat16", "engine.dtype=bfloat16"]
     else:
         overrides += ["rollout.batch_groups=4"]

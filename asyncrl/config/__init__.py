@@ -32,6 +32,8 @@ from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
 from asyncrl.config.rules import Rule, require
 from asyncrl.config.running import (
+    ENGINE_FRACTION,
+    USABLE,
     CheckpointConfig,
     ClusterConfig,
     MetricsConfig,
@@ -268,7 +270,7 @@ class Config(Section):
         count = self.engine.started + len(self.engine.urls)
         rules: list[Rule] = [
             ("mode", self.mode != "train", "Only a run that trains can be elastic"),
-            ("cluster.placement", self.cluster.placement == "colocated", "Engines and trainers take turns"),
+            ("cluster.placement", self.cluster.shares_gpus, "The engines' GPUs are those of the trainers"),
             ("metrics.timeline", not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
             ("cluster.min_engines", least > count, f"The run starts with {count} engines: lower it"),
             ("cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it"),
@@ -284,6 +286,16 @@ class Config(Section):
     def eval_sets(self) -> dict[str, TaskConfig]:
         """Return the evaluation sets by name: the held-out questions of every task, and the additional sets."""
         return self.mixture | self.eval.sets if self.eval.questions else {}
+
+    @property
+    def engine_fraction(self) -> float | None:
+        """Return the fraction of a GPU's memory for an engine's weights and KV cache; None if SGLang chooses it."""
+        return self.engine.memory_fraction or (ENGINE_FRACTION if self.cluster.placement == "shared" else None)
+
+    @property
+    def trainer_fraction(self) -> float | None:
+        """Return the fraction of a GPU's memory that a trainer rank may use besides its libraries; None for all."""
+        return USABLE - (self.engine_fraction or 0.0) if self.cluster.placement == "shared" else None
 
     @property
     def serves_adapters(self) -> bool:

@@ -50,7 +50,7 @@ def _rules(config: Config) -> list[Rule]:
         ("rollout.over_age", config.rollout.over_age == "drop", "What is dropped is decided when a batch is complete."),
         (
             "cluster.placement",
-            config.cluster.placement == "colocated",
+            config.cluster.takes_turns,
             "Engines stand still while trainers work, so that no group would become ready.",
         ),
         ("deterministic", config.deterministic and trains, "Timing decides which groups a part consists of."),

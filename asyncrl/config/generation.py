@@ -11,7 +11,7 @@ from asyncrl.config.secret_values import Parameters
 from asyncrl.config.server_args import ServerArgs
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
-from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section
+from asyncrl.settings import Count, Dtype, Million, Natural, Part, Positive, Section
 
 OWN_FIELDS = {
     "sampling_params": "asyncrl sets them: see rollout.temperature, rollout.max_new_tokens and rollout.stop. Other "
@@ -59,6 +59,11 @@ class EngineConfig(Section):
     max_total_tokens: Count | None
     """KV cache size of one engine, or of each of its replicas of attention, in tokens; unset: what fits on its GPUs, as
     SGLang measures it, or 16,384 on a CPU."""
+    memory_fraction: Part | None
+    """Fraction of the whole memory of each of its GPUs that an engine fills with weights and KV cache, whatever others
+    use (engine/gpu_share.py); its CUDA graphs and activations come on top. Unset: what SGLang chooses
+    (mem_fraction_static), or 0.4 with cluster.placement=shared, where trainers get the rest up to 0.9. Without meaning
+    on CPUs."""
     max_running_requests: Count
     """Maximum number of requests that one engine decodes concurrently."""
     stream_interval: Count

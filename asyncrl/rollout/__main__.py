@@ -184,7 +184,7 @@ def _resumed(addresses: Addresses) -> Snapshot | None:
 def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
     """Return whether the engines get weights of the trainer before the first rollout."""
     attached = addresses.attached and config.mode == "train"
-    return bool(addresses.resume or attached or config.changes_base or config.cluster.placement == "colocated")
+    return bool(addresses.resume or attached or config.changes_base or config.cluster.takes_turns)
 
 
 def _go_on(

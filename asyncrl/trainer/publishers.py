@@ -133,7 +133,7 @@ class PublisherBuilder:
             hold=hold,
             announce=announce,
             update=update,
-            sent=partial(free, policy.memory) if config.cluster.placement == "colocated" else lambda: None,
+            sent=partial(free, policy.memory) if config.cluster.takes_turns else lambda: None,
             merged=merged,
             group=host_group(self.timeout) if config.weights.overlap else None,
         )

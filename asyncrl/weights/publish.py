@@ -335,9 +335,8 @@ def build_transport(
     is where disk and delta write.
     """
     ranks = config.engine.ranks
-    colocated = config.cluster.placement == "colocated"
-    host_of_all = host if alone else ""
-    name, reason = choose(config.weights.transport, list(fleet.urls), host_of_all, gpu=gpu, colocated=colocated)
+    shared, host_of_all = config.cluster.shares_gpus, host if alone else ""
+    name, reason = choose(config.weights.transport, list(fleet.urls), host_of_all, gpu=gpu, shared=shared)
     if name == "tensor":
         return TensorTransport(fleet, ranks), f"tensor ({reason})"
     if name == "disk":

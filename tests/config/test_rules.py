@@ -33,6 +33,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "overlap": [{"weights.overlap": True, "rollout.max_staleness": 2}, {"weights.overlap": True, **LORA}],
     "colocated": [
         {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"},
+        {"cluster.placement": "shared"},
     ],
     "adapters": [LORA, {**LORA, "trainer.lora.targets": ["q_a_proj"]}, {**LORA, "trainer.lora.targets": ["q_proj"]}],
     "roles": [ROLES],
@@ -57,6 +58,7 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
     ],
     "batch_parts": [ROLES],
     "overlap": [{"rollout.max_staleness": 0}, {"rollout.max_staleness": 2, "rollout.lead": 0}],
+    "colocated": [{"engine.memory_fraction": 0.9}],
     "adapters": [CODES],
     "roles": [{"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True}],
     "engine_shape": [{"algo.routing_replay": "R3"}],

@@ -29,7 +29,7 @@ def publish_three(tmp_path: Path, transport: str, *, gpus: int, trainer: str) ->
         "engine.dtype=bfloat16",
         f"trainer.device={trainer}",
         f"weights.transport={transport}",
-        "+engine.server_args.mem_fraction_static=0.3",
+        "engine.memory_fraction=0.3",
     ]
     with engines(tmp_path, *overrides, gpus=gpus) as fleet:
         for staging in ("full", "stream"):

@@ -206,6 +206,7 @@ def test_tokens_of_a_continued_answer_are_those_after_the_first_of_each_request(
     [
         ("", {"mode": "replay"}, "mode=replay"),
         ("cluster", {"placement": "colocated"}, "cluster.placement=colocated"),
+        ("cluster", {"placement": "shared"}, "cluster.placement=shared"),
         ("engine", {"urls": ["http://a:1"]}, "engine.urls="),
     ],
 )
