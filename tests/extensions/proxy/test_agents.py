@@ -84,7 +84,7 @@ def play(make: Callable[[], Any], generate: Generate) -> Trajectory:
 
 
 def proxied(ends: str = "returns") -> Callable[[], Proxied]:
-    return lambda: Proxied("tests.agents.test_proxied:solve", params={"ends": ends})
+    return lambda: Proxied("tests.extensions.proxy.test_agents:solve", params={"ends": ends})
 
 
 def command(code: str, tmp_path: Path, **options: Any) -> Callable[[], Command]:
@@ -133,14 +133,14 @@ def test_episodes_share_a_server_that_starts_with_the_first() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"agent": "tests.agents.test_proxied:not_async"}, "agent_params.agent: .* Must be an async function"),
-        ({"agent": "tests.agents.test_proxied:nothing"}, "agent_params.agent: .* Must be an import path"),
+        ({"agent": "tests.extensions.proxy.test_agents:not_async"}, "agent_params.agent: .* Must be an async function"),
+        ({"agent": "tests.extensions.proxy.test_agents:nothing"}, "agent_params.agent: .* Must be an import path"),
         (
-            {"agent": "tests.agents.test_proxied:solve", "params": {"x": 1}},
+            {"agent": "tests.extensions.proxy.test_agents:solve", "params": {"x": 1}},
             "agent_params.params: .* rejects them",
         ),
         (
-            {"agent": "tests.agents.test_proxied:solve", "tool_format": "x"},
+            {"agent": "tests.extensions.proxy.test_agents:solve", "tool_format": "x"},
             "agent_params.tool_format: .* Must be one of",
         ),
     ],
@@ -182,7 +182,7 @@ async def at(question: dict[str, Any], base_url: str, api_key: str, temperature:
 
 
 def asking_at(temperature: float) -> Callable[[], Proxied]:
-    return lambda: Proxied("tests.agents.test_proxied:at", params={"temperature": temperature})
+    return lambda: Proxied("tests.extensions.proxy.test_agents:at", params={"temperature": temperature})
 
 
 @pytest.mark.parametrize("drawn", [0.5, 0.0, 0.8])
