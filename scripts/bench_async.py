@@ -34,7 +34,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -96,7 +96,6 @@ class Mode:
     colocated: bool = False
     parts: int = 1
     spread: bool = True
-    replacement: Literal["newest", "slot"] = "newest"
     in_play: int | None = 0
     fill: float = 0.0
     """Seconds in which the trainer fills buckets, before the engines pause."""
@@ -116,7 +115,6 @@ class Mode:
             pause=(15.0 if self.colocated else self.pause) / scale,
             drain=self.drain,
             overlap=self.overlap,
-            replacement=self.replacement,
             spread=self.spread,
             parts=self.parts,
             in_play=self.in_play,
@@ -142,7 +140,6 @@ MODES = [
     Mode("bound 4, together", 4, spread=False),  # the siblings of a group on one engine
     Mode("bound 8, together", 8, spread=False),
     Mode("bound 4, limited", 4, in_play=LIMIT),  # half of what admission allows: groups queue
-    Mode("bound 4, in slots", 4, replacement="slot"),
     Mode("bound 8, auto", 8, in_play=None),  # rollout.max_running_groups
     Mode("bound 4, stream", 4, **STREAM),  # weights.staging
     Mode("bound 4, full", 4, **FULL),

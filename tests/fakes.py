@@ -86,6 +86,12 @@ def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def reusing(**settings: Any) -> dict[str, Any]:
+    """Changes that add the recipe sample_reuse."""
+    path = "asyncrl_recipes.sample_reuse.extension:SampleReuse"
+    return {"extensions": {"sample_reuse": path}, "sample_reuse": settings}
+
+
 def tiny_config(**changes: Any) -> Config:
     """The same, validated."""
     return configuration.load(tiny_values(**changes))

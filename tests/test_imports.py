@@ -24,11 +24,11 @@ SIBLINGS = {  # packages beside the core, and what each may import of it and of 
 }
 SIBLING_FILES = sorted(file for name in SIBLINGS for file in (PACKAGE.parent / name).rglob("*.py"))
 ALL_FILES = FILES + SIBLING_FILES + RECIPE_FILES
-RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings"}
+RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extension"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "imports", "routing", "leases"),
-    *("importing", "network", "progress", "child", "images", "removed"),
+    *("importing", "network", "progress", "child", "images", "removed", "extension"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -36,6 +36,7 @@ ALLOWED = {
     "schema": set(),
     "retries": set(),
     "images": set(),
+    "extension": {"settings"},
     "errors": set(),
     "parallel": set(),
     "jsonl": {"errors"},
@@ -74,7 +75,6 @@ ALLOWED = {
     "weights": {"config", "engine", "models"},
     "trainer": {"config", "algo", "backends", "engine", "weights", "records", "checkpoints", "models"},
     "planner": {"config", "rollout", "engine", "models", "observability"},
-    "collect": set(),
 }
 # Within a package, where only some modules are meant.
 ONLY = {
@@ -278,7 +278,7 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-MOST_LINES = 57_300
+MOST_LINES = 57_100
 """Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
 file or a function: such limits were met by folding lines."""
 

@@ -46,7 +46,6 @@ def _rules(config: Config) -> list[Rule]:
         ("algo.mini_batches", algo.mini_batches > 1, "Parts are accumulated into a single step."),
         ("algo.epochs", algo.epochs > 1, "Parts are accumulated into a single step."),
         ("algo.shaping.normalize", algo.shaping.normalize, "It needs the whole batch."),
-        ("algo.replay_groups", algo.replay_groups > 0, "They are added to a whole batch."),
         ("agents.roles", list(config.adapters), len(config.adapters) > 1, "Every adapter has its own denominator."),
         ("rollout.over_age", config.rollout.over_age == "drop", "What is dropped is decided when a batch is complete."),
         (

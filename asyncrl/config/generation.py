@@ -264,15 +264,11 @@ class RolloutConfig(Section):
     over_age: Literal["wait", "drop"]
     """Handling of a group that is still running when it must be trained. wait: the batch waits for it; drop: the batch
     is completed without it if other groups are ready. Dropping favours short answers."""
-    replacement: Literal["newest", "slot"]
-    """Place of the group that replaces a rejected one. newest: among the groups that are admitted last, so that no
-    batch waits for it longer than for these; slot: that of the rejected group, so that without slack the batches do not
-    depend on when groups end."""
     episode_timeout: Positive | None
     """Timeout of a whole episode in seconds, including its reward; unset: only the timeouts of its parts apply."""
     agent_timeout: Positive
     """Maximum seconds that an agent, or the environment it talks to, may spend between two requests to the model. When
-    any limit is exceeded, the group is dropped with the limit's name as the reason, and its slot is played again."""
+    any limit is exceeded, the group is dropped with the limit's name as the reason, and replaced."""
     reward_timeout: Positive
     """Timeout of the reward of one answer, in seconds."""
     retries: Natural

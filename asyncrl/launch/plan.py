@@ -128,7 +128,7 @@ def _episodes(config: Config, addresses: Addresses, seats: Sequence[Seat], run_d
 
 def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
     """Return the specification of the collector, which replaces the trainers in mode=rollout_only."""
-    argv = [sys.executable, "-m", "asyncrl.collect", str(run_dir)]
+    argv = [sys.executable, "-m", "asyncrl.trainer.rollout_only", str(run_dir)]
     env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": ""}
     return ProcessSpec("collect", argv, env, ends_the_run=True, node=seat.node.name)
 
@@ -181,8 +181,8 @@ def engines(
     label: str = "",
     seed: int = 0,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the policy's engines. `label` distinguishes the
-    names of engines that are started later."""
+    """Return the specifications of the policy's engines. `label` distinguishes the names of engines that are started
+    later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
     shares = config.cluster.placement == "colocated"

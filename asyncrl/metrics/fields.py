@@ -17,7 +17,6 @@ STEP = {
     "reward/std": "standard deviation of the rewards in the trained batch",
     "groups/signal": "fraction of groups in the batch whose rewards are not all equal",
     "groups/trained": "number of groups that went through the model, counted once per epoch",
-    "groups/replayed": "number of groups from earlier batches that were trained again in addition to the batch",
     "groups/running": "number of groups in flight when the batch was taken",
     "groups/ready": "number of finished groups that were waiting to be batched when the batch was taken",
     "groups/rejected": "number of groups rejected since the start of the run",

@@ -52,11 +52,7 @@ from asyncrl.trainer.meter import profiled  # noqa: E402
 from asyncrl.trainer.parallel import host_group, initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.publishers import PublisherBuilder  # noqa: E402
-from asyncrl.trainer.recordings import (  # noqa: E402
-    NoEngines,
-    ReplaySource,
-    ScoreWriter,
-)
+from asyncrl.trainer.recordings import NoEngines, ReplaySource, ScoreWriter  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.trainer.turns import Turns  # noqa: E402
 from asyncrl.weights.export import save_trained  # noqa: E402

@@ -37,12 +37,13 @@ def logs(*probabilities: float) -> Tensor:
 
 def loss(name: str, **settings: Any) -> Algorithm[LossTraits]:
     """The loss with those of these settings that it has."""
-    return LOSSES.find(Choice(name=name, **{one: settings[one] for one in settings.keys() & LOSSES.settings_of(name)}))
+    own = settings.keys() & LOSSES.completed(Choice(name=name)).settings.keys()
+    return LOSSES.find(Choice(name=name, **{one: settings[one] for one in own}))
 
 
 def advantage(name: str, **settings: Any) -> Algorithm[AdvantageTraits]:
     """The estimator with those of these settings that it has."""
-    own = settings if ":" in name else settings.keys() & ADVANTAGES.settings_of(name)
+    own = settings if ":" in name else settings.keys() & ADVANTAGES.completed(Choice(name=name)).settings.keys()
     return ADVANTAGES.find(Choice(name=name, **{one: settings[one] for one in own}))
 
 

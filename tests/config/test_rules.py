@@ -60,10 +60,7 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
     "adapters": [CODES],
     "roles": [{"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True}],
     "engine_shape": [{"algo.routing_replay": "R3"}],
-    "auto_plan": [
-        {"engine.count": 0, "engine.prefill_count": 1, "engine.decode_count": 1},
-        {"cluster.launcher": "slurm", "cluster.trainer_nodes": 1},
-    ],
+    "auto_plan": [{"cluster.launcher": "slurm", "cluster.trainer_nodes": 1}],
 }
 """Settings by module that break rules whose cause is in other fields than the one that they name."""
 EVERYWHERE: list[dict[str, Any]] = [

@@ -187,7 +187,7 @@ def _publish_beside(policy: Any, parallel: Any, config: Config, following: Batch
         *(parallel, Fleet([], Access(""), 1.0, on_lost=lambda *_: None), Waiting(), policy.weights, config.weights),
         expected=lambda: ExpectedChecksums(policy.hf, EngineParallel(), dtype=torch.bfloat16, device="cuda"),
         hold=lambda: None,
-        announce=lambda version, reused: None,
+        announce=lambda version: None,
         group=torch.distributed.new_group(backend="gloo"),
     )
     overlapped = OverlappedPublisher(publisher)

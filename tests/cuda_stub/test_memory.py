@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
         BASE,
         {"trainer.recompute.granularity": "full", "trainer.activation_offload": True},
     ),
-    "reference and resets": (BASE, {"algo.kl.coefficient": 0.01, "algo.reset_every": 3}),
+    "reference": (BASE, {"algo.kl.coefficient": 0.01}),
     "critic, PP 2, last stage": (replace(BASE, rank=1, layers=2), {"algo.advantage": "gae", PP: 2}),
     "critic": (BASE, {"algo.advantage": "gae"}),
     "adapters": (BASE, LORA),

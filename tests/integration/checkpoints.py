@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.config import load
 from asyncrl.launch.main import CONF
-from tests.fakes import changed
+from tests.fakes import changed, reusing
 from tests.integration.ranks import run_ranks
 from tests.integration.updates import Outcome, outcome
 
 ALGO = {
-    "llama-tied": {"advantage": "gae", "replay_groups": 2},  # a critic, and groups that come again
+    "llama-tied": {"advantage": "gae"},  # a critic, and groups that come again
     "qwen3-moe": {},
     "glm4-moe": {},
 }
@@ -57,6 +57,7 @@ def launch(
     raw["trainer"]["lora"].update(lora or {})
     raw["agents"]["roles"] = roles or {}
     changed(raw["algo"], {} if lora else ALGO[model])
+    changed(raw, reusing(groups=2) if model == "llama-tied" and not lora else {})
     config = load(raw)
     (folder / model / "config.json").write_text(config.model_dump_json())
     name, source = f"{chain}-{number}", f"{chain}-{number - 1}" if number else "-"

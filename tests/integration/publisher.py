@@ -85,7 +85,7 @@ class Sender(Publisher):
         _, self.fleet, _, self.weights, *_ = parts
         self.hold, self.announce = hold, announce
         super().__init__(
-            *parts, hold=lambda: self.hold() and None, announce=lambda version, reused: self.announce(version), **more
+            *parts, hold=lambda: self.hold() and None, announce=lambda version: self.announce(version), **more
         )
 
 

@@ -78,7 +78,7 @@ def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -
     (figures, weights), *others = _chain(folder, model)
     for layout, (mine, my_weights) in zip(CHAINS[model][1:], others, strict=True):
         same = layout == CHAINS[model][0]
-        for name in ("loss", "grad_norm", "lr", "logprob_gap/mean", "groups/replayed", "critic/loss"):
+        for name in ("loss", "grad_norm", "lr", "logprob_gap/mean", "sample_reuse/groups", "critic/loss"):
             if name in figures[0]:
                 assert mine[0][name] == (
                     figures[0][name] if same else pytest.approx(figures[0][name], rel=2e-4, abs=1e-5)

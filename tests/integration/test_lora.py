@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.models.tiny import write_random_model
-from tests.fakes import changed, tiny_values
+from tests.fakes import changed, reusing, tiny_values
 from tests.integration.families import CHOOSES
 from tests.integration.ranks import run_ranks
 from tests.integration.updates import VOCAB, drawn_samples, token_weights
@@ -248,7 +248,7 @@ def test_the_base_is_the_reference_and_all_of_an_update_leaves_it_alone(
 ) -> None:
     """The rank asserts it: with a critic, several steps, resets, dropout, and replayed routing if there are experts."""
     algo = {"algo.advantage": "gae", "algo.kl.measure_every": 1, "algo.kl.coefficient": 0.1}
-    reset = {"algo.reset_every": 2, "algo.reset_share": 0.5, "trainer.lora.rank": RANK, "trainer.lora.dropout": 0.2}
+    reset = {**reusing(reset_every=2, reset_share=0.5), "trainer.lora.rank": RANK, "trainer.lora.dropout": 0.2}
     config = prepare(tmp_path, model, layout, {}, {**algo, **reset, "trainer.optimizer.lr": 1e-2})
     run_ranks("rank_adapted.py", str(tmp_path), world=config.trainer.world_size)
 

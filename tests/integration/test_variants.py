@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes import reusing
 from tests.integration.updates import MODELS
 from tests.integration.variants import (
     AGAIN,
@@ -53,7 +54,7 @@ def test_a_critic_is_trained_alike_with_overlapped_communication(tmp_path: Path)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_optimizer_whose_states_leave_the_device_trains_the_same_bits(dtype: str, tmp_path: Path) -> None:
     """Storages of the CPU are moved as those of a GPU would be, and the weights start anew after the first batch."""
-    algo = {"trainer.dtype": dtype, "algo.reset_every": 1, "algo.reset_share": 0.5}
+    algo = {"trainer.dtype": dtype, **reusing(reset_every=1, reset_share=0.5)}
     counts = run(tmp_path, "dp2", {"llama-tied": {"offload": {"optimizer.offload": True}}}, **algo)
     assert counts["llama-tied"]["offload"]["away"] > 0
 

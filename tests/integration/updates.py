@@ -156,13 +156,19 @@ Outcome = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 
 def launch(
-    folder: Path, name: str, models: list[str], settings: dict[str, Any], algo: dict[str, Any] | None = None
+    folder: Path,
+    name: str,
+    models: list[str],
+    settings: dict[str, Any],
+    algo: dict[str, Any] | None = None,
+    others: dict[str, Any] | None = None,
 ) -> dict[str, Outcome]:
-    """Make two updates of each model with these settings of the trainer and the algorithm."""
+    """Make two updates of each model with these settings of the trainer, the algorithm, and other sections."""
     with initialize_config_dir(str(CONF), version_base=None):
         raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny"]), resolve=True)
     raw["trainer"].update(settings)
     changed(raw["algo"], algo or {})
+    changed(raw, others or {})
     raw["rollout"]["temperature"] = 0.8
     raw["trainer"]["optimizer"]["eps"] = (
         1e-3  # a smooth update: with a tiny eps, Adam's first steps are signs of rounding

@@ -14,4 +14,4 @@ def episode(reward: float | None, *intervals: Interval) -> EpisodeTimeline:
 
 def group(uid: str, *episodes: EpisodeTimeline, ended: float = 10.0, **changes: object) -> GroupTimeline:
     values = {"purpose": "training", "outcome": "committed", "task": "sum"} | changes
-    return GroupTimeline(uid, 0, 0, born=0, admitted=0.0, ended=ended, episodes=list(episodes), **values)  # type: ignore[arg-type]
+    return GroupTimeline(uid, 0, born=0, admitted=0.0, ended=ended, episodes=list(episodes), **values)  # type: ignore[arg-type]

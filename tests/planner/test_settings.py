@@ -74,8 +74,6 @@ def test_experts_are_split_as_all_else_unless_their_own_degree_is_set() -> None:
         ({"algo.kl.reference": "weights"}, {"frozen": 0}),  # nobody asks for it
         (REFERENCE, {"frozen": 1}),
         ({**REFERENCE, "algo.kl.reference_offload": True}, {"frozen": 0}),
-        ({"algo.reset_every": 5}, {"frozen": 1}),
-        ({**REFERENCE, "algo.reset_every": 5}, {"frozen": 2}),
     ],
 )
 def test_what_takes_memory_follows_from_the_settings(changes: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -462,17 +462,17 @@ def test_publish_and_rejection_admit_who_waits() -> None:
         await asyncio.sleep(0.01)
         assert not waiting.done()
         await site.play(first, reject="judge")
-        replay = await waiting
-        assert (replay.slot, replay.attempt) == (first.slot, 1)
-        for ticket in (replay, second):
+        replacement = await waiting
+        assert (replacement.slot, replacement.cohort) == (2, first.cohort)
+        for ticket in (replacement, second):
             await site.play(ticket)
         waiting = asyncio.create_task(site.groups.ticket())
         await site.http.get("/batch", params={"version": 0})
         assert not waiting.done()
         await site.http.post("/version", json={"version": 1})
-        assert (await waiting).slot == 2
+        assert (await waiting).slot == 3
 
-    at(play, bound=0, replacement="slot")
+    at(play, bound=0)
 
 
 def test_same_version_again_lets_requests_go_and_trains_nothing() -> None:
@@ -533,7 +533,7 @@ def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
     async def play(site: Site) -> None:
         for version in range(120):
             while (ticket := site.groups._buffer.admit()) is not None:
-                if ticket.attempt:
+                if ticket.slot % 2:
                     await site.play(ticket)
                 else:
                     await site.play(ticket, 40, reject="timeout")  # whatever takes long is lost
@@ -543,7 +543,7 @@ def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
         (told,) = [text for _, warnings in site.published for text in warnings]
         assert "mean length 2 against" in told
 
-    at(play, replacement="slot")
+    at(play)
 
 
 class Told(ConcurrencyLimiter):

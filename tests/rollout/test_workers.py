@@ -298,7 +298,7 @@ def test_a_stopped_group_is_not_played_anew() -> None:
         for one in slow:
             await one.confirm(wire.Begin)
         await starting
-        tickets, playing = [Ticket(0, 0, 0), Ticket(1, 0, 0)], list[asyncio.Task[Any]]()
+        tickets, playing = [Ticket(0, 0), Ticket(1, 0)], list[asyncio.Task[Any]]()
         for ticket, one in zip(tickets, slow, strict=True):
             sessions = [pool.generate(group=ticket.uid, sample="s")]
             playing.append(asyncio.create_task(pool.play(ticket, Prompt("p", [1], {}, "t"), sessions)))

@@ -39,7 +39,7 @@ def published(
         settings,  # type: ignore[arg-type]
         expected=lambda: None,  # type: ignore[arg-type, return-value]
         hold=lambda: None,
-        announce=lambda version, reused: None,
+        announce=lambda version: None,
     )
     if made._stream:
         made._stream.events = events

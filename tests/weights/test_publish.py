@@ -139,7 +139,7 @@ def test_an_engine_that_joins_proves_its_weights_before_it_is_routed_to(every: i
         settings,  # type: ignore[arg-type]
         expected=Expected,  # type: ignore[arg-type]
         hold=lambda: None,
-        announce=lambda version, reused: None,
+        announce=lambda version: None,
     )
     try:
         publisher.publish(1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.replay import ReplayBuffer
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
+from asyncrl_recipes.sample_reuse.extension import Past
 
 
 def group(number: int, version: int, rewards: tuple[float, float] = (0.0, 1.0)) -> Group:
@@ -18,10 +18,10 @@ def group(number: int, version: int, rewards: tuple[float, float] = (0.0, 1.0)) 
 
 @given(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_no_group_is_trained_again_beyond_the_bound_and_every_rank_draws_the_same(count, bound, seed, chance) -> None:
-    ranks = [ReplayBuffer(count, bound, seed) for _ in range(2)]
+    ranks = [Past(count, bound, seed) for _ in range(2)]
     trained: set[str] = set()
     for version in range(12):
-        drawn = [replay.draw(version) for replay in ranks]
+        drawn = [past.draw(version) for past in ranks]
         assert drawn[0] == drawn[1]
         assert len(drawn[0]) <= count
         for one in drawn[0]:
@@ -29,20 +29,19 @@ def test_no_group_is_trained_again_beyond_the_bound_and_every_rank_draws_the_sam
             assert max(one.staleness(version)) <= bound
         new = [group(4 * version + i, version - chance.randint(0, min(bound, version))) for i in range(2)]
         trained |= {one.uid for one in new}
-        for replay in ranks:
-            replay.keep(new)
+        for past in ranks:
+            past.keep(new)
 
 
-def test_what_was_reused_is_counted_and_groups_without_signal_are_not_kept() -> None:
-    replay = ReplayBuffer(3, max_staleness=2, seed=0)
-    replay.keep([group(0, 0), group(1, 0, (1.0, 1.0)), group(2, 1)])
-    assert {one.uid for one in replay.draw(2)} == {"g0", "g2"}
-    assert {one.uid for one in replay.draw(3)} == {"g2"}
-    assert replay.draw(4) == []
-    assert replay.reused == 3
+def test_groups_without_signal_are_not_kept() -> None:
+    past = Past(3, max_staleness=2, seed=0)
+    past.keep([group(0, 0), group(1, 0, (1.0, 1.0)), group(2, 1)])
+    assert {one.uid for one in past.draw(2)} == {"g0", "g2"}
+    assert {one.uid for one in past.draw(3)} == {"g2"}
+    assert past.draw(4) == []
 
 
-def test_nothing_is_kept_where_nothing_is_replayed() -> None:
-    replay = ReplayBuffer(0, max_staleness=8, seed=0)
-    replay.keep([group(0, 0)])
-    assert replay.draw(1) == []
+def test_nothing_is_kept_where_nothing_is_pasted() -> None:
+    past = Past(0, max_staleness=8, seed=0)
+    past.keep([group(0, 0)])
+    assert past.draw(1) == []
