@@ -20,7 +20,7 @@ GROUPS = [
 ]
 NUM_TOKENS = 12
 UPDATE = (
-    *("groups/trained", "groups/replayed", "lr", "grad_norm", "steps/optimizer", "step/skipped", "step/bad"),
+    *("groups/trained", "lr", "grad_norm", "steps/optimizer", "step/skipped", "step/bad"),
     *("loss", "tokens/trained", "tokens/packed", "tokens/shared"),
 )
 """Figures of an update beside those of its tables: they come from Megatron."""
