@@ -12,8 +12,8 @@ written anew after each part.
 
 --quick takes fewer repetitions and smaller models. --minutes N ends after N minutes: a part begins only if the time
 that it usually takes is left, and ends when no time is left. --after FILE leaves out what is ok in an earlier one.
---carried FOLDER first installs an offline bundle (asyncrl-install --bundle) into FOLDER/installed, beside the torch of
-this Python, and keeps compiled kernels in FOLDER/caches, which a later machine can be given too. --rehearse runs the
+--carried FOLDER first installs an offline bundle (asyncrl-install --bundle) into FOLDER/installed, where it also sees
+the packages of this Python, and keeps compiled kernels in FOLDER/caches, which a later machine can be given too. --rehearse runs the
 same parts on a CPU with tiny shapes, so that their code is executed where there is no GPU: its numbers mean nothing,
 and the tests are only collected.
 """
@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -213,21 +214,22 @@ def passed(path: Path) -> set[str]:
         raise SystemExit(f"bench_gpu: --after {path} is not a DATE.json of this program: {problem!r}") from problem
 
 
-def carry(bundle: Path) -> dict[str, str]:
-    """Install a bundle into a folder of its own, and return the environment in which it is used."""
-    site, caches = bundle / "installed", bundle / "caches"
-    if not site.exists():
-        part = bundle / "installing"  # so that `installed` is whole or absent
-        shutil.rmtree(part, ignore_errors=True)
-        command = [sys.executable, "-m", "asyncrl.install", "--from", str(bundle), "--target", str(part)]
+def carry(bundle: Path) -> tuple[Path, dict[str, str]]:
+    """Install a bundle into a virtual environment that also sees the packages of this Python. Return its interpreter,
+    and the environment that keeps compiled kernels beside it. What an earlier call installed stays."""
+    home = bundle / "installed"
+    python, whole = home / "bin" / "python", home / "whole"
+    if not whole.exists():
+        shutil.rmtree(home, ignore_errors=True)
+        venv.create(home, with_pip=False)  # pip is among those packages
+        (site,) = home.glob("lib/python*/site-packages")
+        (site / "outer.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
+        command = [str(python), "-m", "asyncrl.install", "--from", str(bundle)]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        part.rename(site)
+        whole.touch()
     compiled = {"SGLANG_JIT_CACHE_DIR": "jit", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-    return {
-        "PYTHONPATH": _path(site),
-        "PATH": f"{site / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        **{name: str(caches / folder) for name, folder in compiled.items()},
-    }
+    caches = {name: str(bundle / "caches" / folder) for name, folder in compiled.items()}
+    return python, {"PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}", **caches}
 
 
 def _path(first: Path) -> str:
@@ -293,9 +295,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "gpu")
     options = parser.parse_args()
     ends = began + 60 * options.minutes if options.minutes else float("inf")
-    if options.carried:  # before anything is imported that may be in the bundle
-        os.environ |= carry(options.carried.resolve())
-        sys.path[1:1] = [str(options.carried.resolve() / "installed")]
+    if options.carried and Path(sys.prefix) != (carried := options.carried.resolve()) / "installed":
+        python, environment = carry(carried)
+        # The same command with that Python, and with what installing has left of the time.
+        left = [] if ends == float("inf") else ["--minutes", str((ends - time.monotonic()) / 60)]
+        os.execve(python, [str(python), *sys.argv, *left], {**os.environ, **environment})
 
     from asyncrl.launch.machine import count_gpus
 
