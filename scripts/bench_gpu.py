@@ -13,9 +13,9 @@ written anew after each part.
 --quick takes fewer repetitions and smaller models. --minutes N ends after N minutes: a part begins only if the time
 that it usually takes is left, and ends when no time is left. --after FILE leaves out what is ok in an earlier one.
 --carried FOLDER first installs an offline bundle (asyncrl-install --bundle) into FOLDER/installed, where it also sees
-the packages of this Python, and keeps compiled kernels in FOLDER/caches, which a later machine can be given too. --rehearse runs the
-same parts on a CPU with tiny shapes, so that their code is executed where there is no GPU: its numbers mean nothing,
-and the tests are only collected.
+the packages of this Python, and keeps compiled kernels in FOLDER/caches, which a later machine can be given too.
+--rehearse runs the same parts on a CPU with tiny shapes, so that their code is executed where there is no GPU: its
+numbers mean nothing, and the tests are only collected.
 """
 
 from __future__ import annotations
