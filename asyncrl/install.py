@@ -6,6 +6,8 @@ metadata of a wheel cannot request. It takes PyTorch's CPU build if pip's indexe
 build, which PyPI has, with the libraries that this build loads. It needs only the standard library, so it also runs
 after `pip install --no-deps asyncrl`.
 
+With --bundle and --from, it carries the system to machines without a network (asyncrl/bundle.py).
+
 usage: asyncrl-install [--cpu] [--dry-run] [any arguments of pip install, such as --extra-index-url URL]
 """
 
@@ -18,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
+
+from asyncrl import bundle
 
 PIP = (sys.executable, "-m", "pip", "install")
 
@@ -130,8 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="asyncrl-install", description=(__doc__ or "").partition("\n\nusage")[0])
     parser.add_argument("--cpu", action="store_true", help="install the CPU system although there is a GPU")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do nothing")
+    bundle.add_arguments(parser)
     options, pip_arguments = parser.parse_known_args(argv)
 
+    if options.bundle:
+        return bundle.make(options, pip_arguments, lock_file().parent)
+    if options.source:
+        return bundle.install(options, pip_arguments)
     if not options.cpu and has_gpu():
         print(GPU_REMEDY, file=sys.stderr)
         return 1

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import __version__, install
+import asyncrl
+from asyncrl import __version__, bundle, install
 
 ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("asyncrl_convert", "asyncrl_view")
@@ -240,11 +241,11 @@ def write_wheel(
 
 @pytest.fixture(scope="module")
 def bare_environment(tmp_path_factory) -> Path:
-    """A Python with pip alone, and asyncrl/install.py beside locks that name torch only."""
+    """A Python with pip alone, and the modules of the installer beside locks that name torch only."""
     folder = tmp_path_factory.mktemp("bare")
     (folder / "asyncrl").mkdir()
-    (folder / "asyncrl" / "__init__.py").touch()
-    shutil.copy(install.__file__, folder / "asyncrl")
+    for module in (asyncrl, bundle, install):
+        shutil.copy(str(module.__file__), folder / "asyncrl")
     (folder / "requirements").mkdir()
     shutil.copy(ROOT / "requirements" / "cuda.txt", folder / "requirements")
     (folder / "requirements" / "cpu.txt").write_text(f"torch=={lock('cpu.txt')['torch']}\n")
