@@ -51,9 +51,9 @@ LIBRARIES = (
 CPU_INDEX = "<address of PyTorch's CPU index, from its installation page>"
 
 CUDA_NOTICE = f"""\
-asyncrl-install: pip's indexes do not have the CPU build of {{torch}}. It installs the CUDA build and the libraries that
-this build loads, which take about 4 GB of disk; no GPU is needed. To save them, stop it, name PyTorch's index of CPU
-builds, and run the command again:
+asyncrl-install: pip's indexes do not have the CPU build of {{torch}} for Python {bundle.PYTHON}. It
+installs the CUDA build and the libraries that this build loads, which take about 4 GB of disk; no GPU is needed. To
+save them, stop it, name PyTorch's index of CPU builds, and run the command again:
 
     export PIP_EXTRA_INDEX_URL="{CPU_INDEX}"
 """

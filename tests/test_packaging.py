@@ -75,6 +75,40 @@ def test_pyproject_agrees_with_the_locks():
     assert pins(project()["build-system"]["requires"])["hatchling"] == locked["hatchling"]
 
 
+def test_every_python_that_is_declared_is_one_that_the_locks_are_checked_for():
+    declared = [line.split()[-1] for line in project()["project"]["classifiers"] if "Python :: 3." in line]
+    (checked,) = re.findall(r"^PYTHONS=\((.*?)\)", (ROOT / "scripts" / "lock.sh").read_text(), re.MULTILINE)
+    assert declared == checked.split()
+    assert project()["project"]["requires-python"] == f">={declared[0]}"
+
+
+def test_make_refuses_another_python_than_the_one_of_an_environment_that_is_there(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    for path, version in (
+        (python, "3.11.2"),
+        (tmp_path / "python-new", "3.12.1"),
+        (tmp_path / "python-same", "3.11.2"),
+    ):
+        path.write_text(f"#!/bin/sh\necho Python {version}\n")
+        path.chmod(0o755)
+
+    def make(**environment):
+        clean = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS")}
+        command = ["make", "interpreter"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=clean | environment, capture_output=True, text=True, check=False
+        )
+        return done.returncode == 0, done.stderr
+
+    assert make() == (True, "")
+    assert make(PYTHON="./python-same") == (True, "")
+    fine, said = make(PYTHON="./python-new")
+    assert not fine
+    assert ".venv has Python 3.11.2, and PYTHON=./python-new is Python 3.12.1: unset PYTHON, or rename .venv" in said
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
