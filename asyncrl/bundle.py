@@ -71,9 +71,6 @@ FITTING = {"2.11": {"sglang-kernel": "0.4.4"}}
 """By version of torch: versions that take the place of the lock's, because their libraries load with that torch alone.
 The lock's sglang-kernel 0.4.7 needs symbols of torch 2.13. 0.4.4 is the newest that loads with torch 2.11, and it has
 every name that SGLang 0.5.21 imports for dense models."""
-ENVIRONMENT = {"2.11": "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1 SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python"}
-"""By version of torch: what engines need in their environment. SGLang refuses the older kernels by their version, and
-its prefix cache in Rust is built for torch 2.13."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -278,7 +275,7 @@ def _build(sources: Iterable[Path], folder: Path, python: str, pip_arguments: Se
 
 def _compressed(file: Path) -> Iterator[bytes]:
     """Yield streams of xz, which one after another are the compressed file."""
-    workers = os.cpu_count() or 1
+    workers = min(8, os.cpu_count() or 1)  # each takes 0.1 GB
     with file.open("rb") as opened, ThreadPoolExecutor(workers) as pool:
         while blocks := [block for block in (opened.read(BLOCK) for _ in range(workers)) if block]:
             yield from pool.map(lzma.compress, blocks)
@@ -350,7 +347,6 @@ def make(options: Namespace, pip_arguments: Sequence[str], locks: Path) -> int:
         "arch": options.arch,
         "about_arch": "GPU code for other compute capabilities than arch is zeroed" if options.arch else "",
         "without": _entries(options.without),
-        "environment": ENVIRONMENT.get(_minor(options.torch), "") if "engine" in groups else "",
         "groups": {},
     }
     for group, lines in groups.items():
@@ -467,6 +463,4 @@ def install(options: Namespace, pip_arguments: Sequence[str]) -> int:
             _refuse(f"{name} is installed but does not import; Python's own message is above"
                     + (f". Not installed by this command: {absent}" if absent else ""))  # fmt: skip
     print(f"installed: {', '.join(names)}")
-    if manifest["environment"]:
-        print(f"engines with torch {manifest['torch']} need: export {manifest['environment']}")
     return 0

@@ -141,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return bundle.make(options, pip_arguments, lock_file().parent)
     if options.source:
         return bundle.install(options, pip_arguments)
+    if given := [name for name in ("torch", "arch", "with", "without") if getattr(options, name)]:
+        parser.error(f"--{given[0]} is an option of bundles: give --bundle FOLDER or --from FOLDER, too")
     if not options.cpu and has_gpu():
         print(GPU_REMEDY, file=sys.stderr)
         return 1

@@ -27,6 +27,7 @@ from asyncrl import bundle, install
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = torch.__version__.partition("+")[0]
+LOCKED = bundle._lines(ROOT / "requirements" / "cpu.txt")["torch"].partition("==")[2]
 OTHER = "3.99"
 BIG = random.Random(1).randbytes(2_500_000)
 """Does not compress: its wheel needs three pieces of 1 MB."""
@@ -322,14 +323,14 @@ def test_torch_of_the_target_decides_what_is_left_out_and_what_fits() -> None:
     heavy = ("torch=", "torchvision", "triton", "nvidia-cublas", "cuda-")
     assert not [line for lines in other.values() for line in lines if line.startswith(heavy)]
     assert "sglang-kernel==0.4.4" in other["engine"]
-    same = planned("--with", "engine", "--torch", TORCH)
+    same = planned("--with", "engine", "--torch", LOCKED)
     assert {*same["engine"]} - {*other["engine"]} == {
         line for line in locked["engine"] if line.startswith("sglang-kernel")
     }
     assert not [
         line for line in planned("--cpu", "--with", "engine", "--torch", "2.11.0")["engine"] if "kernel" in line
     ]
-    assert [line for line in planned("--cpu")["trainer"] if line.startswith("torch")] == [f"torch=={TORCH}+cpu"]
+    assert [line for line in planned("--cpu")["trainer"] if line.startswith("torch")] == [f"torch=={LOCKED}+cpu"]
 
 
 @pytest.mark.parametrize(
@@ -347,6 +348,12 @@ def test_torch_of_the_target_decides_what_is_left_out_and_what_fits() -> None:
 def test_wrong_option_is_refused_with_what_there_is(arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         planned(*arguments)
+
+
+def test_option_of_bundles_is_refused_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        install.main(["--cpu", "--dry-run", "--torch", "2.11.0"])
+    assert "--torch is an option of bundles" in capsys.readouterr().err
 
 
 def test_files_of_an_earlier_bundle_are_not_mixed_with_a_new_one(made: Path) -> None:
