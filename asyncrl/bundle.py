@@ -353,7 +353,10 @@ def make(options: Namespace, pip_arguments: Sequence[str], locks: Path) -> int:
         with tempfile.TemporaryDirectory(prefix="asyncrl-bundle-") as work:
             wheels = Path(work) / "wheels"
             print(f"{group}: {len(lines)} packages are downloaded", flush=True)
-            _run([*_download(options.python), f"--dest={wheels}", *pip_arguments, *lines], f"the group {group}")
+            # pip names the requirement that it does not find.
+            remedy = "; for torch's CPU build, name PyTorch's index of CPU builds, or give --torch" * options.cpu
+            command = [*_download(options.python), f"--dest={wheels}", *pip_arguments, *lines]
+            _run(command, f"the group {group}{remedy}")
             _build([file for file in wheels.iterdir() if file.suffix != ".whl"], wheels, options.python, pip_arguments)
             manifest["groups"][group] = _pack(group, wheels.glob("*.whl"), options, Path(work))
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")

@@ -6,14 +6,16 @@ This module imports nothing, so that the command can refuse them before it impor
 from __future__ import annotations
 
 LAST = "0a760499"
-"""The last commit that has all of them."""
+"""A commit that has all of them; the log names the last one for each."""
 
 _SPECULATION = "speculative decoding is set by SGLang's own engine.server_args.speculative_*"
 _TRACKIO = "trackio needs an older pillow than asyncrl; use tensorboard, wandb or mlflow"
 _DUTIES = "engines that only prefill or only decode were never seen to gain; every engine does both: set engine.count"
+_RECIPE = "it is the recipe sample_reuse now (recipes/sample_reuse/README.md): take experiment=sample_reuse as a model"
 REMOVED = {
     "rollout.migrate_after": "answers that move between engines gained 2.4 % at most",
     "rollout.migrate_below": "answers no longer move between engines",
+    "rollout.replacement": "a replacement in a rejected group's slot made batches wait, for 42 % of the throughput",
     "rollout.start_order": "another order of starts gained 1.3 % at most, with lengths known exactly",
     "engine.speculative": _SPECULATION,
     "engine.draft_model": _SPECULATION,
@@ -25,13 +27,19 @@ REMOVED = {
     "metrics.sinks=trackio": _TRACKIO,
     "metrics.trackio": _TRACKIO,
     "cluster.lend": "loans of the trainers' GPUs gained 0 to 34 % in simulation, and none ran on a GPU",
+    "algo.replay_groups": _RECIPE,
+    "algo.reset_every": _RECIPE,
+    "algo.reset_share": _RECIPE,
     "trainer.mtp": "layers of multi-token prediction are no longer trained; exports contain them unchanged",
 }
 """Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""
+
+MOVED = {"asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents"}
+"""New names of modules that settings name."""
 
 
 def removal(field: str, value: object = None) -> str | None:
     """Return the message for a removed setting or value; None for any other."""
     sections = (name for name in REMOVED if field.startswith(f"{name}."))
     reason = REMOVED.get(field) or REMOVED.get(f"{field}={value}") or REMOVED.get(next(sections, ""))
-    return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, the last one that has it."
+    return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, which has it."

@@ -58,7 +58,7 @@ def _write(dumps: Sequence[Path], writer: Writer, reward_key: str | None) -> tup
                     groups.append(_group(slot, answers, step, newest, reward_key, dump))
                     slot += 1
             for group in groups:
-                writer.write(Committed(group.slot, 0, packed(group), 0))
+                writer.write(Committed(group.slot, packed(group), 0))
             figures = {
                 "samples/generated": float(sum(len(group.trajectories) for group in groups)),
                 "tokens/generated": float(sum(group.num_tokens for group in groups)),

@@ -34,7 +34,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -96,7 +96,6 @@ class Mode:
     colocated: bool = False
     parts: int = 1
     spread: bool = True
-    replacement: Literal["newest", "slot"] = "newest"
     in_play: int | None = 0
     fill: float = 0.0
     """Seconds in which the trainer fills buckets, before the engines pause."""
@@ -116,7 +115,6 @@ class Mode:
             pause=(15.0 if self.colocated else self.pause) / scale,
             drain=self.drain,
             overlap=self.overlap,
-            replacement=self.replacement,
             spread=self.spread,
             parts=self.parts,
             in_play=self.in_play,
@@ -142,7 +140,6 @@ MODES = [
     Mode("bound 4, together", 4, spread=False),  # the siblings of a group on one engine
     Mode("bound 8, together", 8, spread=False),
     Mode("bound 4, limited", 4, in_play=LIMIT),  # half of what admission allows: groups queue
-    Mode("bound 4, in slots", 4, replacement="slot"),
     Mode("bound 8, auto", 8, in_play=None),  # rollout.max_running_groups
     Mode("bound 4, stream", 4, **STREAM),  # weights.staging
     Mode("bound 4, full", 4, **FULL),
@@ -170,9 +167,12 @@ def dilated(name: str, modes: Sequence[Mode], steps: int, scale: float) -> dict[
         print(f"\n{name}: no asynchronous run exceeds {bound:.0f} tokens/s\n{ROW.format(*COLUMNS)}", flush=True)
         rates: dict[str, tuple[Measured, SimulationResult]] = {}
         for mode in modes:
-            # a synchronous step does not depend on those before, and takes several times as long; for the others the
-            # warm-up lasts until the engines are full
-            warm, counted = (1, math.ceil(steps / 2)) if mode.max_staleness == 0 else (6, steps)
+            # A synchronous step does not depend on those before, and takes several times as long. The others begin
+            # with as many batches at once as the bound allows, which are generated faster than later ones can be:
+            # the warm-up lasts until these are trained, and those that began beside them.
+            synchronous = mode.max_staleness == 0
+            warm = 1 if synchronous else max(6, 2 * (mode.max_staleness + 1))
+            counted = math.ceil(steps / 2) if synchronous else steps
             setting, expected = best_split(mode, workload, counted, warm, scale)
             measured = run.run(setting, counted, warm, fill=mode.fill / scale)
             if measured.staleness_max > mode.max_staleness:
@@ -343,7 +343,7 @@ def rounded(value: Any) -> Any:
 def main() -> None:
     """Measure, and print tables and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps of one mode and workload, or the tiny model")
+    parser.add_argument("--quick", action="store_true", help="one mode and workload, or the tiny model")
     parser.add_argument("--full", action="store_true", help="more steps of all modes")
     parser.add_argument("--real", action="store_true", help="the real engine and trainer")
     parser.add_argument("--runs", type=int, default=3, help="--real: runs of each mode (default 3)")
@@ -360,7 +360,7 @@ def main() -> None:
     wanted = options.modes or (FEWER[:1] if options.quick else [mode.name for mode in MODES] if options.full else FEWER)
     modes = [mode for mode in MODES if mode.colocated or mode.name in wanted]
     workloads = options.workloads or (WORKLOADS[:1] if options.quick else WORKLOADS if options.full else WORKLOADS[:3])
-    steps = options.steps or (4 if options.quick else 24 if options.full else 10)
+    steps = options.steps or (24 if options.full else 10)
     found = {name: dilated(name, modes, steps, options.scale) for name in workloads}
     print(json.dumps({**rounded(found), "machine": this}))
 

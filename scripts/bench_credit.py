@@ -1,6 +1,6 @@
 """Benchmark of the noise of policy-gradient estimators, with and without forks, at the same number of generated turns.
 
-    python scripts/bench_credit.py [--groups N] [--turns 8] [--seed 0]
+    python scripts/bench_credit.py [--quick] [--groups N] [--turns 8] [--seed 0]
 
 A toy agent acts right or wrong in each turn. A wrong turn loses the task for good with some probability. The reward is
 1 at the end of a task that was not lost (`end`); the same plus or minus the luck of the environment, which the agent
@@ -149,10 +149,12 @@ def noise(toy: Toy, case: Case, groups: int, estimators: Estimators) -> dict[str
 def main() -> None:
     """Measure every case, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tenth of the groups")
     parser.add_argument("--groups", type=int, default=2000)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    groups = options.groups // 10 if options.quick else options.groups
     this = machine.report()
     half = options.turns // 2
     cases = [Case(8, {}), Case(4, {half: 2}), Case(4, {half // 2: 1, half + half // 2: 1}), Case(2, {half: 6})]
@@ -162,7 +164,7 @@ def main() -> None:
         toy = Toy(options.turns, rewards, options.seed)
         shown = Table("case", "turns", *ESTIMATORS, title=f"rewards={rewards}: noise (off)")
         for case in cases:
-            found = noise(toy, case, options.groups, estimators)
+            found = noise(toy, case, groups, estimators)
             shown.add_row(
                 str(case), str(case.written(options.turns)), *(f"{a:.2f} ({b:.2f})" for a, b in found.values())
             )

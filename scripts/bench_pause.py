@@ -30,10 +30,9 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl.engine.client import GenerationClient  # noqa: E402
 from asyncrl.schema import Completion  # noqa: E402
-from asyncrl.weights.publish import Publisher  # noqa: E402
 from scripts import machine  # noqa: E402
 from tests.integration.fleet import Engines, engines  # noqa: E402
-from tests.integration.publisher import SeededWeights, make, publish  # noqa: E402
+from tests.integration.publisher import SeededWeights, Sender, make, publish  # noqa: E402
 
 WAYS = (
     ("in_place", "version"),
@@ -73,7 +72,7 @@ async def episodes(client: GenerationClient, heard: Heard, stop: asyncio.Event, 
 
 
 async def publish_every(
-    seconds: float, count: int, first: int, publisher: Publisher, client: GenerationClient, drain: bool, heard: Heard
+    seconds: float, count: int, first: int, publisher: Sender, client: GenerationClient, drain: bool, heard: Heard
 ) -> None:
     """Publish `count` versions, each `seconds` after the previous one."""
     loop = asyncio.get_running_loop()
@@ -91,8 +90,8 @@ async def publish_every(
         client.inflight.release(version)
         heard.holds.append(time.monotonic() - held_at)
 
-    publisher._hold = lambda: asyncio.run_coroutine_threadsafe(hold(), loop).result()
-    publisher._announce = lambda version, reused: loop.call_soon_threadsafe(release, version) and None
+    publisher.hold = lambda: asyncio.run_coroutine_threadsafe(hold(), loop).result()
+    publisher.announce = lambda version: loop.call_soon_threadsafe(release, version)
     for version in range(first, first + count):
         await asyncio.sleep(seconds)
         figures = await asyncio.to_thread(publish, publisher, version)
@@ -131,7 +130,7 @@ async def measured(
     seconds = time.monotonic() - began
     figures = client.inflight.take_figures()
     await client.close()
-    publisher._fleet.close()
+    publisher.fleet.close()
     kept = sum(len(found.token_ids) for _, found in heard.turns)
     return {
         "tokens_per_s": kept / seconds,
@@ -176,12 +175,16 @@ def gap(
 def main() -> None:
     """Measure every configuration, and print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two episodes, two versions")
     parser.add_argument("--episodes", type=int, default=16, help="episodes at once")
     parser.add_argument("--publishes", type=int, default=8, help="versions published")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between them")
     parser.add_argument("--checked", type=int, default=24, help="turns of each kind that are compared")
     parser.add_argument("overrides", nargs="*", help="further settings, such as engine.dtype=float32")
     options = parser.parse_args()
+    if options.quick:
+        options.episodes = options.publishes = 2
+        options.every, options.checked = 0.5, 4
     this = machine.report()
     results: dict[str, dict[str, float | None]] = {}
     with (

@@ -1,9 +1,9 @@
 """Benchmark of the OpenAI proxy: CPU time of a call in the rollout process, minus that of the same call through Chat.
 
-    python scripts/bench_proxy.py [--turns 8] [--episodes 96]
+    python scripts/bench_proxy.py [--quick] [--turns 8] [--episodes 96]
 
 The engine answers immediately. First, clients in another process send prepared requests, so that only the proxy is
-measured; then OpenAI's client runs in the same process, as with agents.proxied:Proxied.
+measured; then OpenAI's client runs in the same process, as with extensions.proxy.agents:Proxied.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from openai import AsyncOpenAI, DefaultAioHttpClient
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.agents.chat import Chat
-from asyncrl.agents.proxy.server import Proxy
 from asyncrl.agents.template import ChatTemplate
+from asyncrl.extensions.proxy.server import Proxy
 from asyncrl.models import tiny
 from asyncrl.rollout.prompts import load_tokenizer
 from asyncrl.schema import Completion, Template, VersionSpan
@@ -118,9 +118,11 @@ class Bench:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="an eighth of the episodes")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--episodes", type=int, default=96)
     options = parser.parse_args()
+    episodes = options.episodes // 8 if options.quick else options.episodes
     figures: dict[str, Any] = {"machine": machine.report()}
     folder = Path(tempfile.mkdtemp()) / "tiny"
     tiny.write(folder)
@@ -132,7 +134,7 @@ async def main() -> None:
         for tokens in (16, 256, 2048):
             bench = Bench(template, options.turns, tokens, proxy, client)
             chat, proxied, openai = [
-                await bench.measure(play, options.episodes) for play in (bench.chat, bench.proxied, bench.with_openai)
+                await bench.measure(play, episodes) for play in (bench.chat, bench.proxied, bench.with_openai)
             ]
             found = {"chat": chat, "proxy": proxied - chat, "openai": openai - chat}
             figures[str(tokens)] = {name: round(value, 1) for name, value in found.items()}

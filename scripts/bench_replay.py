@@ -120,7 +120,7 @@ def long_answers(folder: Path) -> dict[str, float]:
     started = time.process_time()  # CPU time of both threads
     writer = Writer(folder)
     for group in groups:
-        writer.write(Committed(group.slot, 0, packed(group), 0))
+        writer.write(Committed(group.slot, packed(group), 0))
     writer.write(Taken(0, [group.uid for group in groups], {}))
     writer.close()
     written = time.process_time()

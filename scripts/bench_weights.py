@@ -232,7 +232,7 @@ class Bench:
                 figures["seen"] = stream.pause
             results.append({"seen": 0.0, **figures, "send": sent})
         extra = peak() - before
-        publisher._fleet.close()
+        publisher.fleet.close()
         medians = {key: statistics.median(result[key] for result in results) for key in results[0]}
         best = {"best": min(r["publish"] for r in results), "best send": min(r["send"] for r in results)}
         return {**medians, **best, "extra": float(extra), "verify": verified}

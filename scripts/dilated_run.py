@@ -140,7 +140,6 @@ class DilatedRun:
             f"rollout.group_size={self._lengths.group_size}",
             f"rollout.max_staleness={setting.max_staleness}",
             f"rollout.lead={'null' if setting.lead is None else setting.lead}",
-            f"rollout.replacement={setting.replacement}",
             f"rollout.spread_siblings={str(setting.spread).lower()}",
             "rollout.accept=scripts.slow_tools:accept",
             f"rollout.max_running_groups={groups}",

@@ -77,16 +77,11 @@ class _ElasticRun(SimulatedRun):
         self._controller = (
             ElasticController(setting, workload.batch_groups, limits, prompt=workload.prompt) if limits else None
         )
-        self._groups: dict[GroupInFlight, Sequence[SimulatedEpisode]] = {}
         self._groups_ended: list[Sequence[tuple[float, float]]] = []
         self._step_began, self._before = 0.0, (0.0, 0.0)  # of the step: time; trained tokens and busy seconds
         self._still_until = self.engine_seconds = 0.0
 
     # -- what a step measures ------------------------------------------------------------------------------
-
-    def _first_turns(self, playing: GroupInFlight, episodes: Sequence[SimulatedEpisode]) -> None:
-        self._groups[playing] = episodes
-        super()._first_turns(playing, episodes)
 
     def _turn(
         self, playing: GroupInFlight, episode: SimulatedEpisode, number: int, context: float, home: EngineAffinity
@@ -98,7 +93,7 @@ class _ElasticRun(SimulatedRun):
     def _ended(self, playing: GroupInFlight) -> None:
         super()._ended(playing)
         if not playing.left:
-            self._groups_ended.append([(one.tokens, sum(one.seconds)) for one in self._groups.pop(playing)])
+            self._groups_ended.append([(one.tokens, sum(one.seconds)) for one in playing.episodes])
 
     def _take(self) -> None:
         if self.now < self._still_until or self._training:

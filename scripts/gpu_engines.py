@@ -23,6 +23,8 @@ TWO, REPLICAS = "engine.tensor_parallel=2", "engine.data_parallel=2"
 EXPERTS, STAGES = "engine.expert_parallel=2", ("engine.pipeline_parallel=2", "weights.pause_mode=abort")
 CODES = "engine.quantization"
 HICACHE = ("engine.hicache=1", "rollout.cache_key=version")
+BACKENDS = ("+engine.server_args.attention_backend=triton", "+engine.server_args.sampling_backend=pytorch")
+"""Backends that are compiled on the machine, in place of those that SGLang chooses: FlashAttention 3 and FlashInfer."""
 SMALL_CACHE = "engine.max_total_tokens=1024"
 """Room for half of what is asked, so that prefixes must leave the GPU before they are asked for again."""
 
@@ -40,6 +42,7 @@ class Setting:
 
 
 SETTINGS = {
+    "triton": Setting("qwen3", BACKENDS, gap=DENSE, on_cpu=()),
     "plain": Setting("qwen3", (), gap=DENSE),
     "experts": Setting("qwen3_moe", (TWO, EXPERTS), gpus=2),
     "replicas": Setting("qwen3_moe", (TWO, EXPERTS, REPLICAS), gpus=2),
@@ -73,7 +76,7 @@ def overrides(setting: Setting, model: Path, *, rehearse: bool, spare: bool = Fa
         own = setting.overrides if setting.on_cpu is None else setting.on_cpu
         return [*common, "engine.dtype=float32", *own]
     common += [f"trainer.device={'auto' if spare else 'cpu'}", "engine.dtype=bfloat16"]
-    common += ["+engine.server_args.mem_fraction_static=0.3"]
+    common += ["engine.memory_fraction=0.3"]
     return [*common, *setting.overrides]
 
 
@@ -96,9 +99,8 @@ def check(name: str, folder: Path, *, rehearse: bool) -> dict[str, Any]:
     """Publish to engines of a setting, and compare what they generate. Return the differences, by transport."""
     import torch
 
-    from tests.integration.fleet import engines
+    from tests.integration.fleet import engines, settings
     from tests.integration.publisher import SeededWeights, make, publish
-    from tests.integration.test_weights import settings
 
     setting, model = SETTINGS[name], folder / "model"
     spare = not rehearse and torch.cuda.device_count() > setting.gpus
@@ -122,7 +124,7 @@ def check(name: str, folder: Path, *, rehearse: bool) -> dict[str, Any]:
             assert before.mean() > 5 * setting.gap, "no test: both versions give these log-probabilities"
             gaps = {"mean": served.mean().item(), "largest": served.max().item(), "to_other": before.mean().item()}
             figures[transport] = {**gaps, "pause_s": told["pause"], **caches}
-            publisher._fleet.close()
+            publisher.fleet.close()
     return figures
 
 
@@ -131,7 +133,7 @@ def ask(fleet: Any, version: int) -> tuple[list[tuple[list[int], Any]], dict[str
     time with a cache."""
     import torch
 
-    from tests.integration.test_weights import client
+    from tests.integration.fleet import client
 
     prompts = torch.randint(VOCAB, (16, 96), generator=torch.Generator().manual_seed(version)).tolist()
     engine = fleet.config.engine
@@ -155,8 +157,8 @@ def differences(answers: Any, weights: Any, config: Any, version: int, folder: P
     with what the engines hold of the version."""
     import torch
 
+    from tests.integration.fleet import reloaded
     from tests.integration.publisher import quantized
-    from tests.integration.test_engine_shapes import reloaded
 
     tensors, kind = weights.at(version), config.engine.quantization
     if kind != "none":  # the values that the codes stand for

@@ -6,6 +6,8 @@
     pause            tokens and pauses of running episodes while versions are published, by pause mode
     engine SETTING   publishes to engines of a setting, and their log-probabilities (scripts/gpu_engines.py)
     colocated        a run whose engines and trainers take turns on all GPUs
+    shared           the same run with both at once on all GPUs, each with a share of the memory
+    accuracy         the default run on all GPUs, side by side, with its accuracy before and after
     run [WHAT]       a run whose engines and trainers have GPUs of their own; with WHAT, a batch is trained during each
                      publish (overlap)
 
@@ -46,7 +48,7 @@ from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.planner import memory  # noqa: E402
 from asyncrl.planner.activations import Training  # noqa: E402
 from asyncrl.planner.shapes import ParallelLayout, Weight, counted, shape_of  # noqa: E402
-from scripts.gpu_engines import check  # noqa: E402
+from scripts.gpu_engines import BACKENDS, check  # noqa: E402
 from scripts.sizes import MODELS, QWEN3  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
@@ -268,7 +270,7 @@ def publish(options: argparse.Namespace) -> dict[str, Any]:
         dtype = model_of(home / "model", options)
         overrides = [f"model.path={home / 'model'}", f"engine.dtype={dtype}", f"weights.transport={transport}"]
         overrides += [f"trainer.device={'auto' if over_nccl or tiny else 'cpu'}"]  # `cpu`: the engine gets GPU 0
-        overrides += [] if tiny else ["+engine.server_args.mem_fraction_static=0.5"]
+        overrides += [] if tiny else ["engine.memory_fraction=0.5"]
         with engines(home, *overrides, gpus=gpus) as fleet:
             source = OnDevice(fleet.addresses.model)
             source.move(device)
@@ -344,20 +346,20 @@ where tokens are older. Other weights give 1 and more."""
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run asyncrl-train, and return what its summary and its last steps say."""
-    gpus, turns = torch.cuda.device_count(), options.part == "colocated"
-    steps = 5 if options.rehearse else 6 if options.quick else 30
-    overrides = [
-        f"experiment={'tiny' if options.rehearse else 'default'}",
-        f"run.max_steps={steps}",
-        "eval.questions=0",
-    ]
-    if turns:
+    gpus, together = torch.cuda.device_count(), options.part != "run"
+    steps = 5 if options.rehearse else 20 if options.quick else 40
+    overrides = [f"experiment={'tiny' if options.rehearse else 'default'}", f"run.max_steps={steps}"]
+    overrides += ["eval.questions=0"] if options.part != "accuracy" else []
+    if options.part == "colocated":
         overrides += ["cluster.placement=colocated", "weights.pause_mode=retract", "weights.staging=stream"]
-        overrides += ["rollout.max_staleness=0"]
+        overrides += ["rollout.max_staleness=0", "weights.verify_every=1"]
+    elif together:
+        overrides += ["cluster.placement=shared", "weights.verify_every=1"]
     overrides += ["weights.overlap=true", "weights.verify_every=1"] if options.what == "overlap" else []
     if not options.rehearse:
-        trainers = gpus if turns else gpus // 2
-        overrides += [f"trainer.data_parallel={trainers}", f"engine.count={gpus if turns else gpus - trainers}"]
+        trainers = gpus if together else gpus // 2
+        overrides += [f"trainer.data_parallel={trainers}", f"engine.count={gpus if together else gpus - trainers}"]
+        overrides += BACKENDS if together else []
         overrides += ["model=smollm2-135m", "trainer.dtype=bfloat16", "engine.dtype=bfloat16"]
     else:
         overrides += ["rollout.batch_groups=4"]
@@ -366,6 +368,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         subprocess.run(command, check=True)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
         summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+        evaluations = Path(folder) / "run" / "eval.jsonl"
+        evaluated = [json.loads(line) for line in evaluations.read_text().splitlines()] if evaluations.exists() else []
     last = [json.loads(line) for line in lines[1:]]
     spans = ("step", "wait_batch", "release", "train", "publish", "pause", "publish_background")
     times = {f"time/{name}": [step[f"time/{name}"] for step in last if f"time/{name}" in step] for name in spans}
@@ -373,12 +377,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     kept = ("steps", "tokens_per_s/generated", "tokens_per_s/trained", "logprob_gap/mean", "transport")
     return {
         **{name: summary[name] for name in kept},
+        **({"accuracy": [told["accuracy"] for told in evaluated]} if evaluated else {}),
         **{name: statistics.median(values) for name, values in times.items() if values},
     }
 
 
 PARTS = {"mfu": mfu, "mfu-rank": mfu_rank, "publish": publish, "pause": pause, "engine": engine}
-PARTS |= {"colocated": run, "run": run}
+PARTS |= {"colocated": run, "shared": run, "accuracy": run, "run": run}
 
 
 def main() -> None:

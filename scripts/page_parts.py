@@ -137,7 +137,7 @@ def large_recording(folder: Path, size: int) -> None:
         for uid in uids:
             turns = [_turn(length) for _ in range(8)]
             group = PackedGroup(uid, 0, b"\1\0\0\0" * 200, [([turn], 1.0) for turn in turns], "large", None)
-            writer.write(Committed(0, 0, group, 0))
+            writer.write(Committed(0, group, 0))
         writer.write(Taken(step, uids, {}))
         writer.flush()
     writer.close()

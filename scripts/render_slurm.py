@@ -35,7 +35,7 @@ FOUR = [*BASE, *AGAIN, "trainer.data_parallel=8", "rollout.batch_groups=128", "e
 SCRIPTS = {
     "one_node": BASE,
     "several_nodes": FOUR,
-    "disaggregated": [*FOUR, "cluster.trainer_nodes=2", "cluster.cpu_nodes=1", "+cluster.sbatch.partition=gpu"],
+    "trainer_nodes": [*FOUR, "cluster.trainer_nodes=2", "cluster.cpu_nodes=1", "+cluster.sbatch.partition=gpu"],
     "pyxis": [*FOUR, "cluster.container.kind=pyxis", f"cluster.container.image={IMAGE}"],
     "apptainer": [*FOUR, "cluster.container.kind=apptainer", "cluster.container.image=/images/asyncrl.sif"],
 }

@@ -188,7 +188,7 @@ async def _steps(groups: GroupLifecycle, inflight: Any, tokens: int, steps: int)
         size = len(data)
         inflight.hold()
         await inflight.confirmed()
-        await groups.published(version + 1, 0)
+        await groups.published(version + 1)
     samples = (inflight.tokens["training"] - received) / tokens
     return {
         "cpu_us": (time.process_time() - cpu) / samples * 1e6,

@@ -72,8 +72,8 @@ class SyntheticRun:
         """Play one step, and flush it to the files."""
         step, groups = self.step, [self._group(number) for number in range(self.plan.groups)]
         for group in groups:
-            self._records.write(Admitted(group.slot, 0, step, step, f"p{group.slot}", self.plan.siblings))
-            self._records.write(Committed(group.slot, 0, packed(group), 0))
+            self._records.write(Admitted(group.slot, step, step, f"p{group.slot}", self.plan.siblings))
+            self._records.write(Committed(group.slot, packed(group), 0))
         self._records.write(Taken(step, [group.uid for group in groups], {}))
         tokens = [
             logprob - 0.01
@@ -96,7 +96,7 @@ class SyntheticRun:
 
     def record(self, group: Group) -> None:
         """Record another group, with its images, that no batch takes."""
-        self._records.write(Committed(group.slot, 0, packed(group), 0), group.images)
+        self._records.write(Committed(group.slot, packed(group), 0), group.images)
         self._records.flush()
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class SyntheticRun:
             for one in episodes
         ]
         return GroupTimeline(
-            group.uid, group.slot, 0, group.task, "training", self.step, begins, ended, "committed", waited
+            group.uid, group.slot, group.task, "training", self.step, begins, ended, "committed", waited
         )
 
     def _episode(self, one: Trajectory, begins: float, *, slow: bool) -> EpisodeTimeline:

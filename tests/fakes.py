@@ -6,6 +6,7 @@ import asyncio
 import copy
 import itertools
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import GenerationSession
 from asyncrl.launch.compose import algorithm_overrides, find_recipes
+from asyncrl.launch.help import recipe_confs
 from asyncrl.launch.main import CONF
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.rollout.curriculum import Curriculum, Mixer
@@ -35,6 +37,8 @@ from asyncrl.rollout.hooks import by_weight
 from asyncrl.schema import Batch, Completion, Group, Prompt, Trajectory, Turn, VersionSpan, part_of
 
 Result = TypeVar("Result")
+OPTIONS = {(file.parent.name, file.stem): file for conf in (CONF, *recipe_confs()) for file in conf.glob("*/*.yaml")}
+"""Files of conf/ and of the recipes, by group and name."""
 
 # --- configuration ------------------------------------------------------------------------------------------
 
@@ -42,6 +46,14 @@ Result = TypeVar("Result")
 def compose_values(*overrides: str) -> dict[str, Any]:
     """Return the values that Hydra composes, without validation."""
     return copy.deepcopy(_composed(*overrides))
+
+
+def missing(name: str) -> list[str]:
+    """Return the settings that an experiment requires from its user, itself or by one that it begins from."""
+    text = OPTIONS["experiment", name].read_text()
+    begins_from = re.findall(r"^  - (\w+)$", text, re.MULTILINE)
+    own = ["model.path=/models/m", "task.train_file=/questions.jsonl"] if "override /model: folder" in text else []
+    return own or [setting for other in begins_from if other != "_self_" for setting in missing(other)]
 
 
 @cache
@@ -72,6 +84,12 @@ def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
             section = section[part]
         section[last] = value
     return values
+
+
+def reusing(**settings: Any) -> dict[str, Any]:
+    """Changes that add the recipe sample_reuse."""
+    path = "asyncrl_recipes.sample_reuse.extension:SampleReuse"
+    return {"extensions": {"sample_reuse": path}, "sample_reuse": settings}
 
 
 def tiny_config(**changes: Any) -> Config:
@@ -438,3 +456,13 @@ def in_parts(batch: Batch, parts: int) -> list[Batch]:
     """Return a batch in parts, as the rollout process hands it out."""
     bounds = [part_of(len(batch.groups), part, parts) for part in range(parts)]
     return [Batch(batch.version, batch.groups[a:b], {}, b == len(batch.groups)) for a, b in bounds]
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now

@@ -25,14 +25,13 @@ from asyncrl.config import load, read
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch.checks import check_devices, check_model, check_request_fields
 from asyncrl.launch.compose import compose
-from asyncrl.launch.help import docstrings, recipe_confs
+from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
 from asyncrl.removed import LAST, REMOVED
 from asyncrl.settings import Choice, Section
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
-from tests.fakes import compose_values, tiny_config, tiny_values
+from tests.fakes import OPTIONS, compose_values, missing, tiny_config, tiny_values
 
-OPTIONS = {(file.parent.name, file.stem): file for conf in (CONF, *recipe_confs()) for file in conf.glob("*/*.yaml")}
 EXPERIMENTS = sorted(name for group, name in OPTIONS if group == "experiment")
 TASKS = sorted(
     name
@@ -136,14 +135,6 @@ def test_only_what_trains_has_checkpoints() -> None:
 
 
 # --- what is shipped ----------------------------------------------------------------------------------------
-
-
-def missing(name: str) -> list[str]:
-    """Return the settings that an experiment requires from its user, itself or by one that it begins from."""
-    text = OPTIONS["experiment", name].read_text()
-    begins_from = re.findall(r"^  - (\w+)$", text, re.MULTILINE)
-    own = ["model.path=/models/m", "task.train_file=/questions.jsonl"] if "override /model: folder" in text else []
-    return own or [setting for other in begins_from if other != "_self_" for setting in missing(other)]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

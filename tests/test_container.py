@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from asyncrl.launch.preflight.versions import MUST_MATCH, SHOULD_MATCH
 from scripts.container_check import LAST, Image, Instruction, assignments, context, instructions, stages
-from tests.test_packaging import ROOT, lock, pins, project
+from tests.pins import ROOT, lock, pins, project
 
 TEXT = (ROOT / "Dockerfile").read_text()
 VARIANTS = ("gpu", "cpu")

@@ -25,6 +25,7 @@ PAGES = [
     ROOT / "CHANGELOG.md",
     ROOT / "ops/README.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "asyncrl/extensions").glob("*/README.md")),
     *RECIPES,
 ]
 ids = [str(page.relative_to(ROOT).with_suffix("")) for page in PAGES]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts import clean_root, fresh
-from tests.test_packaging import ROOT
+from tests.pins import ROOT
 
 
 def test_system_packages_are_those_of_the_readme() -> None:

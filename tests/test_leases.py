@@ -7,14 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.leases import COUNTED_SECONDS, LEASE_SECONDS, MISSED, RENEW_SECONDS, Lease, Leases, Watched
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fakes import Clock
 
 
 @pytest.fixture

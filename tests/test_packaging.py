@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -18,30 +17,13 @@ import pytest
 
 import asyncrl
 from asyncrl import __version__, bundle, install
+from tests.pins import ROOT, lock, pins, project
 
-ROOT = Path(__file__).resolve().parent.parent
 BESIDE = ("asyncrl_convert", "asyncrl_view")
 """Packages of the wheel beside asyncrl."""
 LOCKS = ["cpu.txt", "dev.txt", "docs.txt"]
 SCRIPTS = ("lock.sh", "container_check.py", "clean_root.py", "debian_tools.py")
 ELSEWHERE = ("../pyproject.toml", "../Dockerfile", *(f"../scripts/{name}" for name in SCRIPTS))
-PIN = re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._-]*)(\[[a-z,]+\])?==(?P<version>[A-Za-z0-9.!]+)")
-
-
-def pins(lines: list[str]) -> dict[str, str]:
-    """{normalised name: version}; any line that is not one exact pin fails."""
-    matches = {line: PIN.fullmatch(line) for line in lines}
-    assert not [line for line, match in matches.items() if match is None]
-    return {re.sub(r"[._-]+", "-", m["name"]).lower(): m["version"] for m in matches.values() if m}
-
-
-def lock(name: str) -> dict[str, str]:
-    lines = (ROOT / "requirements" / name).read_text().splitlines()
-    return pins([line for line in lines if not line.startswith("#")])
-
-
-def project() -> dict:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @pytest.mark.parametrize("name", LOCKS)

@@ -9,21 +9,7 @@ import pytest
 from asyncrl.models.architectures import routing_shape
 from asyncrl.routing import RoutingShape, compact, share_prompt, unpacked
 from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan, encode
-
-SHAPE = RoutingShape(layers=4, sparse=(1, 3), topk=2, experts=8)
-
-
-def told(start: int, end: int, shape: RoutingShape = SHAPE, sibling: int = 0) -> np.ndarray:
-    """int32 [rows, layers, topk]: another number for each position, layer and place; zeros in dense layers."""
-    rows = np.zeros((end - start, shape.layers, shape.topk), np.int32)
-    for row, position in enumerate(range(start, end)):
-        for layer in shape.sparse:
-            rows[row, layer] = (np.arange(shape.topk) + position + 3 * layer + 5 * sibling) % shape.experts
-    return rows
-
-
-def kept(start: int, end: int, shape: RoutingShape = SHAPE, sibling: int = 0) -> Routing:
-    return Routing(start, shape.width, compact(told(start, end, shape, sibling).tobytes(), shape))
+from tests.experts import SHAPE, kept, told
 
 
 @pytest.mark.parametrize(("experts", "width"), [(8, 4), (256, 4), (257, 8), (1000, 8)])

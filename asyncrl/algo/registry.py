@@ -78,13 +78,6 @@ class AlgorithmRegistry(Generic[T]):
         """Return the number of algorithms."""
         return len(self._functions)
 
-    def settings_of(self, name: str) -> set[str]:
-        """Return the names of the settings of a built-in algorithm; none for an unknown one."""
-        if name not in self._functions:
-            return set()
-        function = self._functions[name]
-        return {name for one in [function, *self._parts(self._traits[function])] for name in _settings_of(one)}
-
     def traits(self, choice: Choice) -> T:
         """Return the traits of a choice; those of a user's own function are known only after `find`."""
         return self._plain if choice.is_own else self.find(choice).traits

@@ -5,7 +5,7 @@
                        (with trainer.lora, those of the adapters; the manifest has the hash of their base)
         critic/        likewise, with algo.advantage=gae
         trainer.json   counters of the optimizers, the stop rule and the log                (trainer/checkpoint.py)
-        samples.msgpack  groups that may be trained again, with algo.replay_groups
+        extensions.msgpack  states of extensions, by name
         rollout.msgpack  state of the whole rollout side                                    (rollout/snapshot.py)
         manifest.json
 
@@ -27,7 +27,7 @@ import msgspec
 from asyncrl.errors import RecordError
 
 NAME = "manifest.json"
-COUNTERS, SAMPLES, ROLLOUT = "trainer.json", "samples.msgpack", "rollout.msgpack"
+COUNTERS, EXTENSIONS, ROLLOUT = "trainer.json", "extensions.msgpack", "rollout.msgpack"
 """Files of a checkpoint besides those of its networks."""
 FORMAT = 1
 _BLOCK = 4 << 20

@@ -12,8 +12,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import ConfigDict, ValidationError, model_validator
 
+from asyncrl import extension
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
@@ -31,6 +32,8 @@ from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
 from asyncrl.config.rules import Rule, require
 from asyncrl.config.running import (
+    ENGINE_FRACTION,
+    USABLE,
     CheckpointConfig,
     ClusterConfig,
     MetricsConfig,
@@ -83,7 +86,9 @@ ALONE = tuple(name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)
 
 
 class Config(Section):
-    """The complete configuration of a run."""
+    """The complete configuration of a run. Sections beside the fields below are those of extensions."""
+
+    model_config = ConfigDict(extra="allow")
 
     mode: Literal["train", "rollout_only", "replay"]
     """train: engines generate and trainers train. rollout_only: only engines run, with their initial weights, and their
@@ -124,6 +129,22 @@ class Config(Section):
     cluster: ClusterConfig
     metrics: MetricsConfig
     tracing: TracingConfig
+    extensions: dict[Name, str]
+    """Extensions by name, each as an import path module:Class; the section of that name has its settings:
+    +extensions.NAME=PATH +NAME.SETTING=VALUE (docs/extensions.md). Those of installed packages need not be named."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections_of_extensions(cls, values: dict[str, Any]) -> dict[str, Any]:
+        kinds = extension.classes(values.get("extensions") or {})
+        for name in kinds:
+            if name in cls.model_fields:
+                remedy = "A section of the core has this name: choose another."
+                raise ConfigError(f"extensions.{name}", kinds[name].__qualname__, remedy)
+        for name in values.keys() - cls.model_fields.keys() - kinds.keys():
+            remedy = removal(name, values[name]) or f"No such section, and no extension has this name: {SPELLING}"
+            raise ConfigError(name, values[name], remedy)
+        return values | {name: _section(kind, name, values.get(name, {})) for name, kind in kinds.items()}
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
@@ -206,6 +227,9 @@ class Config(Section):
             if size == 1 and not advantage.is_own and advantage.name not in ALONE:
                 remedy = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
                 raise ConfigError(field, 1, remedy)
+        for one in extension.active(self).values():
+            for problem in one.check(self):
+                raise problem
         return self
 
     def _check_sets(self) -> None:
@@ -246,7 +270,7 @@ class Config(Section):
         count = self.engine.started + len(self.engine.urls)
         rules: list[Rule] = [
             ("mode", self.mode != "train", "Only a run that trains can be elastic"),
-            ("cluster.placement", self.cluster.placement == "colocated", "Engines and trainers take turns"),
+            ("cluster.placement", self.cluster.shares_gpus, "The engines' GPUs are those of the trainers"),
             ("metrics.timeline", not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
             ("cluster.min_engines", least > count, f"The run starts with {count} engines: lower it"),
             ("cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it"),
@@ -262,6 +286,16 @@ class Config(Section):
     def eval_sets(self) -> dict[str, TaskConfig]:
         """Return the evaluation sets by name: the held-out questions of every task, and the additional sets."""
         return self.mixture | self.eval.sets if self.eval.questions else {}
+
+    @property
+    def engine_fraction(self) -> float | None:
+        """Return the fraction of a GPU's memory for an engine's weights and KV cache; None if SGLang chooses it."""
+        return self.engine.memory_fraction or (ENGINE_FRACTION if self.cluster.placement == "shared" else None)
+
+    @property
+    def trainer_fraction(self) -> float | None:
+        """Return the fraction of a GPU's memory that a trainer rank may use besides its libraries; None for all."""
+        return USABLE - (self.engine_fraction or 0.0) if self.cluster.placement == "shared" else None
 
     @property
     def serves_adapters(self) -> bool:
@@ -323,21 +357,30 @@ def read(run_dir: Path) -> Config:
     return load(json.loads((run_dir / "config.json").read_text()))
 
 
+SPELLING = "check the spelling (asyncrl-train --help lists every field)."
 REMEDIES = {
-    "extra_forbidden": "No such field: check the spelling (asyncrl-train --help lists every field).",
+    "extra_forbidden": f"No such field: {SPELLING}",
     "missing": "This field has no value: set it, or take it from a group file in conf/.",
 }
 
 
-def _explained(error: ValidationError) -> ConfigError:
-    """Convert a pydantic error to field, value and remedy, one line per problem."""
+def _section(kind: type[extension.Extension], name: str, values: Any) -> Section:
+    """Validate the settings of an extension. Raises ConfigError."""
+    try:
+        return kind.Settings.model_validate(values)
+    except ValidationError as error:
+        raise _explained(error, f"{name}.") from None
+
+
+def _explained(error: ValidationError, prefix: str = "") -> ConfigError:
+    """Convert a pydantic error to field, value and remedy, one line per problem. `prefix` goes before each field."""
     problems = []
     for item in error.errors():
         cause = item.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):
             problems.append(cause)
             continue
-        field = ".".join(str(part) for part in item["loc"])
+        field = prefix + ".".join(str(part) for part in item["loc"])
         value = None if item["type"] == "missing" else item["input"]
         named = ".".join(part for part in item["loc"] if isinstance(part, str))  # without places in a list
         remedy = removal(named, value) or REMEDIES.get(item["type"], item["msg"] + ".")

@@ -60,7 +60,7 @@ def _rules(config: Config) -> list[Rule]:
         ),
         (
             "cluster.placement",
-            config.cluster.placement == "colocated",
+            config.cluster.takes_turns,
             f"An engine that releases its memory loses its adapters ({VERSIONS}): {otherwise}.",
         ),
         (

@@ -131,13 +131,6 @@ class AlgoConfig(Section):
     """Routing replay: experts that a mixture-of-experts model's routers are forced to use in the policy's passes. R2:
     those that the trainer's routers chose before the batch's first optimizer step; R3: those that the engines chose for
     each token (docs/algorithms.md)."""
-    replay_groups: Natural
-    """Number of past groups that are trained again with each batch, subject to rollout.max_staleness; 0: none."""
-    reset_every: Count | None
-    """Interpolate the weights towards the initial ones, and reset the optimizer's moments, every this many batches
-    (LoRR, arXiv 2508.06412: prevents overfitting at high replay ratios); unset: never."""
-    reset_share: Share
-    """Interpolation factor of that reset: 0 keeps the weights, 1 restores the initial ones."""
     mini_batches: Count
     """Optimizer steps per pass over a batch, each on its share of the groups."""
     epochs: Count

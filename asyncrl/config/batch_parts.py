@@ -46,12 +46,11 @@ def _rules(config: Config) -> list[Rule]:
         ("algo.mini_batches", algo.mini_batches > 1, "Parts are accumulated into a single step."),
         ("algo.epochs", algo.epochs > 1, "Parts are accumulated into a single step."),
         ("algo.shaping.normalize", algo.shaping.normalize, "It needs the whole batch."),
-        ("algo.replay_groups", algo.replay_groups > 0, "They are added to a whole batch."),
         ("agents.roles", list(config.adapters), len(config.adapters) > 1, "Every adapter has its own denominator."),
         ("rollout.over_age", config.rollout.over_age == "drop", "What is dropped is decided when a batch is complete."),
         (
             "cluster.placement",
-            config.cluster.placement == "colocated",
+            config.cluster.takes_turns,
             "Engines stand still while trainers work, so that no group would become ready.",
         ),
         ("deterministic", config.deterministic and trains, "Timing decides which groups a part consists of."),

@@ -1,11 +1,12 @@
-"""Check of the settings that cluster.placement=colocated requires, where engines and trainers use the same GPUs in
-turns."""
+"""Check of the settings that engines and trainers on the same GPUs require: side by side (cluster.placement=shared), or
+in turns (colocated)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from asyncrl.config.rules import Rule, require
+from asyncrl.config.running import USABLE
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -16,17 +17,47 @@ SERVER_ARGS = ("disaggregation_mode", "weight_cache_mode", "enable_memory_saver"
 
 
 def check_colocated(config: Config) -> None:
-    """Refuse settings that do not fit engines and trainers that take turns. Raises ConfigError."""
-    if config.cluster.placement != "colocated":
-        return
-    require(config, _rules(config))
+    """Refuse settings that do not fit engines and trainers on the same GPUs. Raises ConfigError."""
+    if config.cluster.shares_gpus:
+        require(config, _rules(config))
+    if config.cluster.takes_turns:
+        require(config, _rules_of_turns(config))
 
 
 def _rules(config: Config) -> list[Rule]:
-    """Return each rule as field, whether its value breaks it, and the remedy."""
-    weights, rollout, engine = config.weights, config.rollout, config.engine
+    """Return each rule of both placements as field, whether its value breaks it, and the remedy."""
+    placed = f"cluster.placement={config.cluster.placement}"
+    room = config.trainer_fraction
+    return [
+        ("cluster.placement", config.mode != "train", f"mode={config.mode} has no GPUs to share: set separate."),
+        (
+            "weights.transport",
+            config.weights.transport == "distributed",
+            f"NCCL refuses two ranks on one GPU ({placed}): set auto, tensor or disk.",
+        ),
+        (
+            "engine.urls",
+            bool(config.engine.urls),
+            f"With {placed} engines share the GPUs of this run's trainers, so that it must start them: remove them.",
+        ),
+        (
+            "engine.device",
+            config.engine.device != config.trainer.device,
+            f"With {placed} engines and trainers share their devices: set it to trainer.device "
+            f"({config.trainer.device}).",
+        ),
+        (
+            "engine.memory_fraction",
+            room is not None and room <= 0,
+            f"With {placed} the trainers get what is left of {USABLE}: set less.",
+        ),
+    ]
+
+
+def _rules_of_turns(config: Config) -> list[Rule]:
+    """Return each rule of turns as field, whether its value breaks it, and the remedy."""
+    weights = config.weights
     rules: list[Rule] = [
-        ("cluster.placement", config.mode != "train", f"mode={config.mode} has no turns to take: set separate."),
         (
             "weights.pause_mode",
             weights.pause_mode == "in_place",
@@ -35,9 +66,9 @@ def _rules(config: Config) -> list[Rule]:
         ),
         (
             "weights.transport",
-            weights.transport in ("delta", "distributed"),
-            f"With {TURNS} an engine's weights are undefined after a release, so that no delta applies to them, and "
-            "NCCL refuses two ranks on one GPU: set auto, tensor or disk.",
+            weights.transport == "delta",
+            f"With {TURNS} an engine's weights are undefined after a release, so that no delta applies to them: set "
+            "auto, tensor or disk.",
         ),
         (
             "weights.verify",
@@ -46,20 +77,9 @@ def _rules(config: Config) -> list[Rule]:
         ),
         (
             "rollout.max_staleness",
-            rollout.max_staleness > 1,
+            config.rollout.max_staleness > 1,
             f"With {TURNS} engines stand still while trainers work, so that more would only age the samples: set 0 "
             "(synchronous) or 1 (one step off).",
-        ),
-        (
-            "engine.urls",
-            bool(engine.urls),
-            f"With {TURNS} engines share the GPUs of this run's trainers, so that it must start them: remove them.",
-        ),
-        (
-            "engine.device",
-            engine.device != config.trainer.device,
-            f"With {TURNS} engines and trainers share their devices: set it to trainer.device "
-            f"({config.trainer.device}).",
         ),
     ]
     offload = config.trainer.optimizer.offload
@@ -67,5 +87,5 @@ def _rules(config: Config) -> list[Rule]:
     rules.append(("trainer.optimizer.offload", offload, remedy))
     for name in SERVER_ARGS:
         remedy = f"SGLang cannot take turns ({TURNS}) with it: remove it."
-        rules.append((f"engine.server_args.{name}", engine.server_args.get(name) is not None, remedy))
+        rules.append((f"engine.server_args.{name}", config.engine.server_args.get(name) is not None, remedy))
     return rules

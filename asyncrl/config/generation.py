@@ -11,7 +11,7 @@ from asyncrl.config.secret_values import Parameters
 from asyncrl.config.server_args import ServerArgs
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
-from asyncrl.settings import Count, Dtype, Million, Natural, Positive, Section
+from asyncrl.settings import Count, Dtype, Million, Natural, Part, Positive, Section
 
 OWN_FIELDS = {
     "sampling_params": "asyncrl sets them: see rollout.temperature, rollout.max_new_tokens and rollout.stop. Other "
@@ -59,6 +59,11 @@ class EngineConfig(Section):
     max_total_tokens: Count | None
     """KV cache size of one engine, or of each of its replicas of attention, in tokens; unset: what fits on its GPUs, as
     SGLang measures it, or 16,384 on a CPU."""
+    memory_fraction: Part | None
+    """Fraction of the whole memory of each of its GPUs that an engine fills with weights and KV cache, whatever others
+    use (engine/gpu_share.py); its CUDA graphs and activations come on top. Unset: what SGLang chooses
+    (mem_fraction_static), or 0.4 with cluster.placement=shared, where trainers get the rest up to 0.9. Without meaning
+    on CPUs."""
     max_running_requests: Count
     """Maximum number of requests that one engine decodes concurrently."""
     stream_interval: Count
@@ -264,15 +269,11 @@ class RolloutConfig(Section):
     over_age: Literal["wait", "drop"]
     """Handling of a group that is still running when it must be trained. wait: the batch waits for it; drop: the batch
     is completed without it if other groups are ready. Dropping favours short answers."""
-    replacement: Literal["newest", "slot"]
-    """Place of the group that replaces a rejected one. newest: among the groups that are admitted last, so that no
-    batch waits for it longer than for these; slot: that of the rejected group, so that without slack the batches do not
-    depend on when groups end."""
     episode_timeout: Positive | None
     """Timeout of a whole episode in seconds, including its reward; unset: only the timeouts of its parts apply."""
     agent_timeout: Positive
     """Maximum seconds that an agent, or the environment it talks to, may spend between two requests to the model. When
-    any limit is exceeded, the group is dropped with the limit's name as the reason, and its slot is played again."""
+    any limit is exceeded, the group is dropped with the limit's name as the reason, and replaced."""
     reward_timeout: Positive
     """Timeout of the reward of one answer, in seconds."""
     retries: Natural

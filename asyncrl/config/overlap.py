@@ -31,7 +31,7 @@ def _rules(config: Config) -> list[Rule]:
         ),
         (
             "cluster.placement",
-            config.cluster.placement == "colocated",
+            config.cluster.takes_turns,
             "Trainers cannot use the GPUs while engines load (weights.overlap): set separate",
         ),
         (

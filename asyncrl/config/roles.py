@@ -98,7 +98,7 @@ def check_roles(config: Config) -> None:
 
 def _rules(config: Config) -> list[Rule]:
     """Return each rule of several adapters as field, whether its value breaks it, and the remedy."""
-    rank, lora, placement = config.trainer.lora.rank, config.weights.lora, config.cluster.placement
+    rank, lora = config.trainer.lora.rank, config.weights.lora
     return [
         ("trainer.lora.rank", rank is None, "Roles have LoRA adapters (agents.roles): set a rank."),
         (
@@ -109,7 +109,7 @@ def _rules(config: Config) -> list[Rule]:
         ),
         (
             "cluster.placement",
-            placement == "colocated",
+            config.cluster.takes_turns,
             "An engine that releases its memory loses the adapters of roles (agents.roles): set separate.",
         ),
         (

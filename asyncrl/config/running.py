@@ -154,12 +154,19 @@ class ContainerConfig(Section):
         return self
 
 
+ENGINE_FRACTION, USABLE = 0.4, 0.9
+"""With cluster.placement=shared: an engine's part of a GPU's memory, where none is set, and that of engine and trainer
+together. The rest is for two CUDA contexts, the buffers of NCCL, and the engine's CUDA graphs and activations."""
+
+
 class ClusterConfig(Section):
     """Machines, addresses, supervision and shutdown."""
 
-    placement: Literal["separate", "colocated"]
-    """separate: trainers and engines have GPUs of their own and work at the same time. colocated: they use the same
-    GPUs in turns, with rollout.max_staleness of 0 or 1 (docs/colocated.md); without GPUs they take the same turns."""
+    placement: Literal["separate", "shared", "colocated"]
+    """separate: trainers and engines have GPUs of their own and work at the same time. shared: they work at the same
+    time on the same GPUs, each with a part of the memory (engine.memory_fraction). colocated: they use the same GPUs in
+    turns, with rollout.max_staleness of 0 or 1 (docs/colocated.md). Without GPUs, shared is like separate, and
+    colocated takes the same turns."""
     plan: str | None
     """auto: the launcher chooses the number of engines, rollout.lead, rollout.max_running_groups and, on GPUs, the
     parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/planning.md), and keeps
@@ -227,6 +234,16 @@ class ClusterConfig(Section):
     (rollout.processes); the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Return whether the engines use the GPUs of the trainers."""
+        return self.placement != "separate"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Return whether they use them in turns."""
+        return self.placement == "colocated"
 
     @model_validator(mode="after")
     def _has_one_address(self) -> ClusterConfig:

@@ -84,7 +84,7 @@ def secrets(value: Any, field: str = "") -> Iterator[tuple[str, Secret]]:
         for place, item in enumerate(value):
             yield from secrets(item, f"{field}.{place}")
     elif hasattr(type(value), "model_fields"):
-        yield from secrets(vars(value), field)
+        yield from secrets({**vars(value), **(value.model_extra or {})}, field)
 
 
 Parameters = Annotated[dict[str, Any], BeforeValidator(opened), PlainSerializer(closed)]

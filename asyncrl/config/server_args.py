@@ -20,6 +20,7 @@ INSTEAD = {
     **dict.fromkeys(("dp_size", "data_parallel_size", "dp", "enable_dp_attention"), "data_parallel"),
     **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pp"), "pipeline_parallel"),
     **dict.fromkeys(("enable_hierarchical_cache", "hicache_size"), "hicache"),
+    "mem_fraction_static": "memory_fraction",
 }
 """Settings in place of SGLang's arguments. Placement, publishes and the other checks follow from them."""
 CANNOT_LOAD = {
@@ -128,4 +129,4 @@ def _cache_rules(config: Config) -> Iterator[Rule]:
     why = f"SGLang forgets which experts a token had when its cache moves to host memory: {off}, or set none or R2."
     yield "algo.routing_replay", replay == "R3", why
     why = f"Host caches of engines that release their memory were not tried: {off}."
-    yield "cluster.placement", config.cluster.placement == "colocated", why
+    yield "cluster.placement", config.cluster.takes_turns, why

@@ -25,7 +25,8 @@ class EnvironmentsConfig(Section):
     max_failures: Count
     """Number of consecutive failures after which episodes wait until a trial episode succeeds."""
     patience: Positive
-    """Maximum time that episodes wait; then the run ends and names the environment."""
+    """Maximum time that episodes wait; then the run ends and names the environment. An environment with which no
+    episode has succeeded yet gets 30 s at most."""
 
 
 class TaskConfig(Section):

@@ -118,8 +118,8 @@ class InFlight:
         """Send requests again, under the prefix-cache key of `version`, which every engine now serves.
 
         When the caches are not flushed, a request that was in transit or in an engine's queue during the pause may run
-        under the new weights and find its prompt in the cache of the old ones. Or its first token was on its way to the
-        engine that decodes, which would record it under the new version. Such a request is sent again.
+        under the new weights and find its prompt in the cache of the old ones. Such a request is sent again, unless an
+        earlier publish has already ended it.
         """
         self.version, self.held = version, 0.0
         self._changed[version] = time.time()
@@ -129,8 +129,8 @@ class InFlight:
         self._open.set()
         if self._pause_mode == "in_place" and self._cache_key == "version":
             for sent in self._requests:
-                if sent.overtaken:
-                    _send_again(sent)
+                if sent.overtaken and not sent.scope.expired():
+                    sent.scope.reschedule(0.0)
 
     def restore(self, version: int, tokens: Mapping[str, int], late: int) -> None:
         """Restore the saved version and token counts. Requests wait until every engine serves that version."""
@@ -332,12 +332,6 @@ class InFlight:
             self._busy_since = now
         taken, self.figures = self.figures, EngineStats()
         return taken
-
-
-def _send_again(sent: OpenRequest) -> None:
-    """End a request, so that it is sent again, unless an earlier publish has already ended it."""
-    if not sent.scope.expired():
-        sent.scope.reschedule(0.0)
 
 
 def _needed(sessions: Sequence[Listener], request: dict[str, Any], begun: int) -> int:

@@ -36,7 +36,7 @@ class Load:
     used: float
     """Tokens that running requests hold in the KV cache."""
     capacity: float
-    """Size of the KV cache in tokens; 0 in an engine that only prefills."""
+    """Size of the KV cache in tokens."""
     prefilled: float
     """Tokens prefilled so far, without those found in the cache."""
     prefill_seconds: float
@@ -87,11 +87,11 @@ class Loads:
         except httpx.TransportError:
             return []  # the router is dead or restarting
         workers = response.json()["workers"] if response.status_code == 200 else []
-        found = await asyncio.gather(*[self._ask(worker["url"], worker.get("worker_type")) for worker in workers])
+        found = await asyncio.gather(*[self._ask(worker["url"]) for worker in workers])
         self.latest, self._asked = [load for load in found if load], time.monotonic()
         return self.latest
 
-    async def _ask(self, url: str, kind: str | None) -> Load | None:
+    async def _ask(self, url: str) -> Load | None:
         try:
             response = await self._http.get(f"{url}/v1/loads", params={"include": "core"})
             if self._metrics:
@@ -104,8 +104,7 @@ class Loads:
             return None
         counters = self._counters.get(url)
         rates: Any = counters.rates if counters else {}
-        load = replace(load_of(response.json()["loads"], url), **rates)
-        return replace(load, used=0.0, capacity=0.0) if kind == "prefill" else load
+        return replace(load_of(response.json()["loads"], url), **rates)
 
     async def _scrape(self, url: str) -> None:
         now, before = time.monotonic(), self._counters.get(url)

@@ -113,8 +113,8 @@ def _worker(url: str, api_key: str) -> dict[str, Any]:
     Without `drain_settle_secs` a deleted worker stays in the list for 5 s, and a worker that is added again within that
     time is deleted nevertheless. Its open requests finish either way.
     """
-    named = {"runtime_type": "sglang", "worker_type": "regular"}
-    return {"url": url, "api_key": api_key, **named, "health": {"drain_settle_secs": 0}}
+    health = {"drain_settle_secs": 0}
+    return {"url": url, "api_key": api_key, "runtime_type": "sglang", "worker_type": "regular", "health": health}
 
 
 async def register(http: httpx.AsyncClient, engine_url: str, api_key: str) -> None:
@@ -226,14 +226,14 @@ async def wait_until_ready(
             await asyncio.sleep(POLL_SECONDS)
 
 
-async def wait_until_healthy(urls: Sequence[str], access: Access, timeout: float, what: str) -> None:
-    """Wait until all of these servers are healthy. Raises DeadlineExceeded, whose message calls them `what`."""
+async def wait_for_judges(addresses: Addresses, timeout: float) -> None:
+    """Wait until the judge's engines are healthy, if there are any. Raises DeadlineExceeded."""
     deadline = time.monotonic() + timeout
-    waiting = list(urls)
-    async with httpx.AsyncClient(timeout=10.0, **access.http) as http:
+    waiting = list(addresses.judges)
+    async with httpx.AsyncClient(timeout=10.0, **addresses.access.http) as http:
         while waiting := [url for url in waiting if not await _answers(http, f"{url}/health")]:
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(what, timeout, f"not yet up: {waiting}; see logs/")
+                raise DeadlineExceeded("the judge's engines", timeout, f"not yet up: {waiting}; see logs/")
             await asyncio.sleep(POLL_SECONDS)
 
 

@@ -2,10 +2,10 @@
 
 This is the stock server, with in-place pauses that complete the step in flight (overlap.py), adapters that can be
 unloaded after any request (unloading.py), quantized weights that can be published (quantized.py), publishes to stages
-and replicas (stages.py), a warm-up for GPUs (warmup.py), a key for its metrics (they name the model's folder), and the
-CPU shim where there is no CUDA. The run's API key and ports come from the environment, because every user of the
-machine can read a command line. The module is not a `__main__.py`, because multiprocessing would not re-import that in
-spawned children, which need the shim too.
+and replicas (stages.py), a fixed share of a GPU (gpu_share.py), a warm-up for GPUs (warmup.py), a key for its metrics
+(they name the model's folder), and the CPU shim where there is no CUDA. The run's API key and ports come from the
+environment, because every user of the machine can read a command line. The module is not a `__main__.py`, because
+multiprocessing would not re-import that in spawned children, which need the shim too.
 """
 
 from asyncrl import importing
@@ -18,7 +18,7 @@ from importlib.metadata import version
 from typing import Any
 
 from asyncrl.backends.cpu.sglang_shim import install
-from asyncrl.engine import overlap, quantized, stages, unloading, warmup
+from asyncrl.engine import gpu_share, overlap, quantized, stages, unloading, warmup
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS, metrics_key
 from asyncrl.network.ports import REPLICA_PORTS, free_block
@@ -59,6 +59,7 @@ overlap.install()
 stages.install()
 unloading.install()
 quantized.install(sys.argv)
+gpu_share.install(sys.argv)
 warmup.install()
 stores.bind()
 

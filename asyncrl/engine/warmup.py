@@ -38,8 +38,7 @@ def install() -> None:
 
 async def warm_up(mode: str, manager: Any) -> None:
     """Answer prompts of several lengths, each once on every data-parallel replica, with the log-probabilities of all
-    new and some given tokens; then forget them. An engine that only prefills or only decodes does so without a
-    partner."""
+    new and some given tokens; then forget them."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     async def answer(length: int, replica: int) -> None:

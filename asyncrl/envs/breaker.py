@@ -2,7 +2,8 @@
 
 closed   consecutive failures are counted; `most` of them open the breaker
 open     episodes wait; after a pause, which doubles each time, one of them tries, and closes the breaker if it succeeds
-end      after `patience` seconds without a success, the run ends with the environment's name and last failure
+end      after `patience` seconds without a success, the run ends with the environment's name and last failure; after
+         half a minute if no episode has succeeded yet, since an error in the code will not go away
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Callable
 from asyncrl.errors import AsyncRLError
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+UNPROVEN_PATIENCE = 30.0
+"""Longest patience in seconds with an environment that has never worked."""
 
 
 class Breaker:
@@ -33,6 +36,7 @@ class Breaker:
         self._opened: float | None = None
         self._next_try = 0.0
         self._trying = False
+        self._proven = False
         self._changed = asyncio.Event()
 
     async def enter(self) -> None:
@@ -54,6 +58,7 @@ class Breaker:
         if self._opened is not None:
             self._tell(f"{self._name} works again, after {self._clock() - self._opened:.0f} s")
         self._failures, self._pause, self._opened, self._trying = 0, FIRST_PAUSE, None, False
+        self._proven = True
         self._wake()
 
     def failed(self, detail: str) -> None:
@@ -65,10 +70,12 @@ class Breaker:
             self._tell(f"{self._name} has failed {self._failures} times in a row; episodes wait: {detail}")
         if self._opened is None:
             return
-        if now - self._opened > self._patience:
+        patience = self._patience if self._proven else min(self._patience, UNPROVEN_PATIENCE)
+        if now - self._opened > patience:
+            limit = "task.environments.patience" if patience == self._patience else "it has never worked"
             raise AsyncRLError(
-                f"{self._name} has failed {self._failures} times in a row, for {now - self._opened:.0f} s "
-                f"(task.environments.patience); the last failure: {detail}"
+                f"{self._name} has failed {self._failures} times in a row, for {now - self._opened:.0f} s ({limit}); "
+                f"the last failure: {detail}"
             )
         self._next_try, self._trying = now + self._pause, False
         self._pause = min(LONGEST_PAUSE, 2 * self._pause)

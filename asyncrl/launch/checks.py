@@ -15,6 +15,7 @@ from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.config.lora import BLOCK
 from asyncrl.config.quantization import check_codes
 from asyncrl.config.server_args import speculates
+from asyncrl.engine.server import CPU_ARGS
 from asyncrl.errors import ConfigError
 from asyncrl.launch.engine_shape import check_shape
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
@@ -80,7 +81,7 @@ def _check_engine(hf: dict[str, Any]) -> None:
 
 def check_gpu_features(config: Config, gpus: int) -> None:
     """Refuse what SGLang has on GPUs only: speculative decoding at a temperature (its path for CPUs verifies greedily),
-    and copies of caches to host memory."""
+    copies of caches to host memory, and other backends than those that backends/cpu replaces."""
     engine = config.engine
     if on_gpu(engine, gpus) or not engine.started or config.mode == "replay":
         return
@@ -89,6 +90,9 @@ def check_gpu_features(config: Config, gpus: int) -> None:
         raise ConfigError("engine.server_args.speculative_algorithm", algorithm, remedy)
     if engine.hicache:
         raise ConfigError("engine.hicache", engine.hicache, "Engines on CPUs have one cache: raise max_total_tokens.")
+    for name, own in CPU_ARGS.items():
+        if name.endswith("_backend") and (value := engine.server_args.get(name, own)) != own:
+            raise ConfigError(f"engine.server_args.{name}", value, f"On CPUs engines have only {own}: remove it.")
 
 
 def _check_roles(config: Config, hf: dict[str, Any]) -> None:
@@ -262,6 +266,9 @@ def _check_vision(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError("weights.verify", True, remedy)
 
 
+ON_THE_SAME = "Or let engines use the trainers' GPUs: set cluster.placement=shared, or colocated (docs/gpu.md)."
+
+
 def check_devices(config: Config, gpus: int) -> None:
     """Refuse more GPU ranks than GPUs; on CPU any number of processes may share the cores."""
     wanted = 0
@@ -277,7 +284,7 @@ def check_devices(config: Config, gpus: int) -> None:
         if section.device == "cuda" and gpus == 0:
             raise ConfigError(f"{name}.device", "cuda", "This machine has no visible GPU: use cpu or auto.")
         wanted += ranks if on_gpu(section, gpus) else 0
-    if config.cluster.placement == "colocated" and on_gpu(config.engine, gpus):
+    if config.cluster.shares_gpus and on_gpu(config.engine, gpus):
         wanted -= config.engine.started * config.engine.ranks  # they use the trainers'
     if wanted > gpus:
         raise ConfigError(
@@ -286,7 +293,8 @@ def check_devices(config: Config, gpus: int) -> None:
             f"The machine has {gpus} GPUs: lower trainer.tensor_parallel, pipeline_parallel, context_parallel or "
             f"data_parallel ({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel"
             + (", or teacher.count × teacher.tensor_parallel" if config.teacher.started else "")
-            + (", or judge.count × judge.tensor_parallel." if config.judge.started else "."),
+            + (", or judge.count × judge.tensor_parallel." if config.judge.started else ".")
+            + (f" {ON_THE_SAME}" if config.mode == "train" and not config.cluster.shares_gpus else ""),
         )
 
 

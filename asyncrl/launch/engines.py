@@ -95,9 +95,9 @@ class _Run:
         if self.config.mode != "train":
             remedy = "Engines can only join a run that trains."
             raise ConfigError("mode", self.config.mode, remedy)
-        if self.config.cluster.placement == "colocated":
+        if self.config.cluster.shares_gpus:
             remedy = "The engines of this run share the GPUs of its trainers: no others can join, and none can leave."
-            raise ConfigError("cluster.placement", "colocated", remedy)
+            raise ConfigError("cluster.placement", self.config.cluster.placement, remedy)
 
     def lease(self) -> dict[str, object] | None:
         """Return the launcher's lease; None if the launcher has ended, or the run was restarted with other keys."""

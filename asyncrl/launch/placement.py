@@ -140,7 +140,7 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
     fleets: dict[str, list[list[Seat]]] = {}
     for name, section in (("engine", config.engine), ("teacher", config.teacher), ("judge", config.judge)):
         rooms_for = others if config.cluster.trainer_nodes or not _on_gpu(name, section, each) else working
-        if name == "engine" and config.cluster.placement == "colocated":
+        if name == "engine" and config.cluster.shares_gpus:
             rooms_for = _shared(config, trainers, working[:used])
         fleets[name] = _fleet(name, section, section.started, rooms_for, each)
     heads = {name: [seats[0] for seats in fleet] for name, fleet in fleets.items()}
@@ -161,7 +161,7 @@ def _episodes(config: Config, head: _Room, others: list[_Room]) -> tuple[list[Se
 
 
 def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_Room]:
-    """Return the trainers' machines with the trainers' GPUs, for engines that use them in turns."""
+    """Return the trainers' machines with the trainers' GPUs, for engines that use them, too."""
     gpus = {seat.node.name: seat.gpus for seat in trainers}
     rooms = [room.again(gpus[room.node.name]) for room in rooms]
     count, ranks = config.engine.started, config.engine.ranks
@@ -169,8 +169,8 @@ def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_R
         raise ConfigError(
             _sizes("engine", config.engine),
             f"{count} × {ranks}",
-            f"With cluster.placement=colocated the engines use the {shared} GPUs of the trainers: the product must be "
-            "that number.",
+            f"With cluster.placement={config.cluster.placement} the engines use the {shared} GPUs of the trainers: the "
+            "product must be that number.",
         )
     return rooms
 

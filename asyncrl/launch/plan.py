@@ -128,7 +128,7 @@ def _episodes(config: Config, addresses: Addresses, seats: Sequence[Seat], run_d
 
 def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
     """Return the specification of the collector, which replaces the trainers in mode=rollout_only."""
-    argv = [sys.executable, "-m", "asyncrl.collect", str(run_dir)]
+    argv = [sys.executable, "-m", "asyncrl.trainer.rollout_only", str(run_dir)]
     env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": ""}
     return ProcessSpec("collect", argv, env, ends_the_run=True, node=seat.node.name)
 
@@ -181,13 +181,13 @@ def engines(
     label: str = "",
     seed: int = 0,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the policy's engines. `label` distinguishes the
-    names of engines that are started later."""
+    """Return the specifications of the policy's engines. `label` distinguishes the names of engines that are started
+    later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
-    shares = config.cluster.placement == "colocated"
+    turns = config.cluster.takes_turns
     # an IPC handle can only be opened where the trainer's GPU is visible
-    by_ipc = config.weights.transport == "tensor" or (shares and config.weights.transport != "disk")
+    by_ipc = config.weights.transport in (("auto", "tensor") if config.cluster.shares_gpus else ("tensor",))
     for number, seats in enumerate(seats_of):
         for place, seat in enumerate(seats):  # if several: one per machine, of which the first answers
             full = server_argv(
@@ -199,7 +199,8 @@ def engines(
                 custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
                 base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
                 nccl_port=seat.meeting if len(seats) == 1 else None,
-                enable_memory_saver=(shares and gpu) or None,
+                mem_fraction_static=config.engine_fraction if gpu else None,
+                enable_memory_saver=(turns and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **adapter_args(config, gpu=gpu),
                 **_shown(run_dir, seat.url),
@@ -216,7 +217,7 @@ def engines(
                 **trace_env(addresses, _authority(run_dir, seat.url)),
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
-                **(NO_HEALTH_TOKENS if shares else {}),
+                **(NO_HEALTH_TOKENS if turns else {}),
                 **(NO_IMAGE_CACHE if config.trainer.vision.tower == "trained" else {}),
                 "CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus) if gpu and by_ipc else seat.visible,
             }
@@ -234,7 +235,7 @@ def engines(
                     patience=config.weights.timeout,
                     node=seat.node.name,
                     together=name if len(seats) > 1 else "",
-                    shares=shares,
+                    shares=turns,
                 )
             )
     return specs

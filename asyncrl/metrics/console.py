@@ -8,6 +8,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import rich.console
@@ -35,7 +36,7 @@ class Console:
         self._texts: dict[str, str] = {}  # the first text of each
         self._total = 0  # number of warnings
         self._rejected: Counter[str] = Counter()  # groups until the last step, by reason
-        self._truncated = 0.0
+        self._truncated: list[float] = []  # share of completions, by step
         self._waiting, self._looked_at = "", 0.0  # what was shown last, and of which file
         self._first: tuple[int, float] | None = None  # step and time from which the remaining time is extrapolated
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
@@ -86,7 +87,7 @@ class Console:
                 f"[cyan]elastic[/]  step {record['step']}: {escape(record['reason'])}; {escape(record['done'])}"
             )
         for record in self._steps():
-            self._truncated = float(record.get("completion/truncated") or 0.0)
+            self._truncated.append(float(record.get("completion/truncated") or 0.0))
             left, samples = self._seconds_left(record), self._samples_per_second(record)
             if self._view:
                 self._view.step(record, left, samples)
@@ -144,7 +145,8 @@ class Console:
         rejected = ledger.get("groups", {}).get("rejected", {})
         for reason, count in sorted(rejected.items(), key=lambda one: -one[1]):
             table.add_row(f"groups rejected, {escape(reason)}", str(count))
-        table.add_row("completions truncated in the last step", f"{self._truncated:.0%}")
+        if shares := self._truncated:
+            table.add_row("completions truncated", f"{fmean(shares):.0%}, in the last step {shares[-1]:.0%}")
         if self._texts:
             table.add_row("warnings", f"{self._total} of {len(self._texts)} kinds, in warnings.jsonl")
         if self._config.metrics.console:

@@ -17,7 +17,6 @@ STEP = {
     "reward/std": "standard deviation of the rewards in the trained batch",
     "groups/signal": "fraction of groups in the batch whose rewards are not all equal",
     "groups/trained": "number of groups that went through the model, counted once per epoch",
-    "groups/replayed": "number of groups from earlier batches that were trained again in addition to the batch",
     "groups/running": "number of groups in flight when the batch was taken",
     "groups/ready": "number of finished groups that were waiting to be batched when the batch was taken",
     "groups/rejected": "number of groups rejected since the start of the run",
@@ -278,7 +277,7 @@ STEP_OVERLONG = {
 # The same file, if rewards have parts (Score.parts); <part> is the name of a part
 STEP_BY_PART = {"reward/part/<part>": "mean of the part over the answers that were scored since the previous step"}
 
-# The same file, if agents use OpenAI's API (docs/proxy.md); counts since the start of the run
+# The same file, if agents use OpenAI's API (asyncrl/extensions/proxy); counts since the start of the run
 STEP_PROXY = {
     "proxy/turns": "number of answers that agents received",
     "proxy/contexts_begun": "number of these answers that did not continue an earlier answer of their episode; each "

@@ -50,7 +50,6 @@ class GroupTimeline(msgspec.Struct, frozen=True, tag="group"):
 
     uid: str
     slot: int  # -1 in an evaluation
-    attempt: int
     task: str  # or the evaluation set
     purpose: str  # training or evaluation
     born: int  # version when it was admitted

@@ -118,7 +118,7 @@ def refuse(run: Path, settings: Config) -> None:
     engine, placement = settings.engine, settings.cluster.placement
     for name, value, wrong, reason in (
         ("mode", settings.mode, settings.mode != "train", "choose a run that generates and trains"),
-        ("cluster.placement", placement, placement == "colocated", "choose a run with placement=separate"),
+        ("cluster.placement", placement, settings.cluster.shares_gpus, "choose a run with placement=separate"),
         ("engine.urls", engine.urls, bool(engine.urls), "choose a run that starts its own engines"),
     ):
         if wrong:

@@ -24,7 +24,7 @@ of `Hardware`. What overlaps with computation is what Megatron 0.16.1 overlaps u
 Nothing was measured.
 
 Not searched: context parallelism, virtual pipeline stages, tensor parallelism of experts, and engines that are divided
-otherwise than by tensor parallelism, only prefill or decode, or are quantized.
+otherwise than by tensor parallelism, or are quantized.
 """
 
 from __future__ import annotations

@@ -226,8 +226,8 @@ AWAY = ("weights", "frozen base", "masters", "moments", "frozen weights")
 
 
 def turns(trainer: dict[str, int], engine: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Return the bytes on a GPU that a trainer rank and an engine rank use in turns (cluster.placement=colocated),
-    by turn and purpose. The buckets of a publish stay throughout."""
+    """Return the bytes on a GPU that a trainer rank and an engine rank use in turns (cluster.placement=colocated), by
+    turn and purpose. The buckets of a publish stay throughout."""
     both = {f"engine's {name}": size for name, size in engine.items()}
     buckets = {"publish buckets": trainer["publish buckets"]}
     return {

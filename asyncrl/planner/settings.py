@@ -42,7 +42,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         dtype=trainer.dtype,
         tokens=max(trainer.micro_batch_tokens, config.rollout.max_new_tokens),
         logit_rows=trainer.logit_rows,
-        frozen=int(refers and not algo.kl.reference_offload) + int(algo.reset_every is not None),
+        frozen=int(refers and not algo.kl.reference_offload),
         critic=algo.has_critic,
         bucket=config.weights.bucket_mb << 20 if two_buckets else 0,
         publishes=config.mode == "train",

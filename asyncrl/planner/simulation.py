@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Literal
 
 from asyncrl.engine.loads import Load
 from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
@@ -59,7 +58,6 @@ class Setting:
     max_staleness: int
     lead: int | None = None
     _: KW_ONLY
-    replacement: Literal["newest", "slot"] = "newest"
     spread: bool = False
     """Whether the siblings of a group are spread over the engines."""
     train_fixed: float = 0.0
@@ -111,14 +109,13 @@ class SimulatedGroup(Group, frozen=True, array_like=True):
 
 @dataclass(eq=False)
 class GroupInFlight:
-    """A group in flight, with its tokens so far and the version at its start (-1: it has not begun)."""
+    """A group in flight."""
 
     ticket: Ticket
-    left: int
-    tokens: float
-    born: int
-    size: int
+    episodes: Sequence[SimulatedEpisode]
     accepted: bool
+    left: int  # number of episodes that have not ended
+    born: int = -1  # version when the first request began; -1: none has
 
 
 @dataclass(eq=False)
@@ -131,7 +128,24 @@ class EngineAffinity:
 
 def simulate(workload: SimulatedWorkload, setting: Setting, steps: int, warm: int = 4) -> SimulationResult:
     """Simulate `warm` + `steps` steps and measure the latter."""
-    return SimulatedRun(workload, setting).measure(steps, warm)
+    run = SimulatedRun(workload, setting)
+    run.until(warm)
+    started, before = run.now, run.counters()
+    run.until(warm + steps)
+    seconds, after = run.now - started, run.counters()
+    trained, busy, decoded, retracted, prefilled, in_play = (b - a for a, b in zip(before, after, strict=True))
+    ages, shape = run.staleness[warm * workload.batch_groups :], setting.shape
+    return SimulationResult(
+        trained / seconds,
+        seconds / steps,
+        busy / seconds,
+        decoded / (setting.engines * shape.rate(shape.max_running)) / seconds,
+        sum(ages) / len(ages),
+        max(ages),
+        int(retracted),
+        prefilled / trained,
+        in_play / seconds,
+    )
 
 
 class SimulatedRun:
@@ -145,7 +159,6 @@ class SimulatedRun:
             workload.batch_groups,
             setting.max_staleness,
             setting.lead,
-            replacement=setting.replacement,
             overlap=setting.overlap,
             clock=lambda: self.now,
         )
@@ -168,26 +181,6 @@ class SimulatedRun:
         self._needed = 0.0  # tokens that need prefill, since the last observation of the engines
         if self._window:
             self._observe()
-
-    def measure(self, steps: int, warm: int) -> SimulationResult:
-        """Run `warm` + `steps` steps and measure the latter."""
-        self.until(warm)
-        started, before = self.now, self.counters()
-        self.until(warm + steps)
-        seconds, after = self.now - started, self.counters()
-        trained, busy, decoded, retracted, prefilled, in_play = (b - a for a, b in zip(before, after, strict=True))
-        ages, shape = self.staleness[warm * self.workload.batch_groups :], self.setting.shape
-        return SimulationResult(
-            trained / seconds,
-            seconds / steps,
-            busy / seconds,
-            decoded / (self.setting.engines * shape.rate(shape.max_running)) / seconds,
-            sum(ages) / len(ages),
-            max(ages),
-            int(retracted),
-            prefilled / trained,
-            in_play / seconds,
-        )
 
     def counters(self) -> tuple[float, ...]:
         """Return the running totals."""
@@ -241,13 +234,12 @@ class SimulatedRun:
         while self._may_start(self._size) and (ticket := self._buffer.admit()):
             number = next(self._number)
             episodes = self.workload.episodes(number)
-            self._size = size = len(episodes)
-            tokens = sum(one.tokens for one in episodes)
-            playing = GroupInFlight(ticket, size, tokens, -1, size, self.workload.accepted(number))
-            self._in_play += size
+            self._size = len(episodes)
+            playing = GroupInFlight(ticket, episodes, self.workload.accepted(number), left=self._size)
+            self._in_play += self._size
             if self._window:
-                self._window.start(size)
-            self._send(partial(self._first_turns, playing, episodes))
+                self._window.start(self._size)
+            self._send(partial(self._first_turns, playing))
 
     def _fewest_requests(self) -> SimulatedEngine:
         """Return the engine with the fewest requests, the first of equals, like the router."""
@@ -274,8 +266,8 @@ class SimulatedRun:
         else:
             self._held.append(request)
 
-    def _first_turns(self, playing: GroupInFlight, episodes: Sequence[SimulatedEpisode]) -> None:
-        for together in [[one] for one in episodes] if self.setting.spread else [episodes]:
+    def _first_turns(self, playing: GroupInFlight) -> None:
+        for together in [[one] for one in playing.episodes] if self.setting.spread else [playing.episodes]:
             home = EngineAffinity(self._fewest_requests(), len(together))
             self._count(home.engine, 1)
             self._needed += self.workload.prompt
@@ -317,10 +309,10 @@ class SimulatedRun:
         playing.left -= 1
         if playing.left:
             return
-        self._in_play -= playing.size
+        self._in_play -= len(playing.episodes)
         if self._window:
-            self._window.end(playing.size)
-        ticket, tokens = playing.ticket, round(playing.tokens)
+            self._window.end(len(playing.episodes))
+        ticket, tokens = playing.ticket, round(sum(one.tokens for one in playing.episodes))
         if not playing.accepted:
             self._buffer.reject(ticket, "not_accepted", tokens=tokens)
             return

@@ -73,7 +73,6 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     """The buffer issued a ticket, and this prompt is played for it."""
 
     slot: int
-    attempt: int
     born: int
     cohort: int
     prompt: str  # uid
@@ -84,7 +83,6 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
     """A group was handed in; engines also generated `discarded` tokens that are not in it."""
 
     slot: int
-    attempt: int
     group: PackedGroup
     discarded: int
 
@@ -93,7 +91,6 @@ class Rejected(msgspec.Struct, frozen=True, tag="rejected"):
     """A group was rejected; its content is included if it was played to the end."""
 
     slot: int
-    attempt: int
     reason: str
     tokens: int
     group: PackedGroup | None = None

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl import extension
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, read
 from asyncrl.config.server_args import draft_room
 from asyncrl.engine.loads import Loads
-from asyncrl.engine.router import wait_until_healthy, wait_until_ready
+from asyncrl.engine.router import wait_for_judges, wait_until_ready
 from asyncrl.engine.session import GenerationSession
 from asyncrl.imports import load
 from asyncrl.network.addresses import READY, Addresses
@@ -70,7 +71,8 @@ async def main(run_dir: Path) -> None:
     rollout, loads = config.rollout, Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
     mixer = _mixer(config, tasks, prompts)
     correct = {name: task.correct for name, task in tasks.items()}
-    observer = Observer(config, addresses, run_dir, reporter.warn, correct)
+    hooks = [one.rollout() for one in extension.active(config).values()]
+    observer = Observer(config, addresses, run_dir, reporter.warn, correct, hooks)
     evaluations = Evaluations(
         *(playing.attempts, client, tasks, prompts.held_out, config.eval, reporter.evaluated, observer.timelines)
     )
@@ -138,7 +140,7 @@ async def main(run_dir: Path) -> None:
     finally:
         following.cancel()
         progress.doing("ending", within=config.cluster.stop_grace)
-        await close_all([playing, loads], reporter.warn)
+        await close_all([playing, loads, *hooks], reporter.warn)
         observer.close()
         if writer:
             writer.close()
@@ -157,7 +159,7 @@ async def _until_ready(config: Config, addresses: Addresses, tell: Callable[[str
     """Wait until the engines of the policy and the judge can answer."""
     timeout = config.engine.start_timeout
     await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only", tell=tell)
-    await wait_until_healthy(addresses.judges, addresses.access, timeout, "the judge's engines")
+    await wait_for_judges(addresses, timeout)
 
 
 def _ready(run_dir: Path, observer: Observer, addresses: Addresses) -> None:
@@ -182,7 +184,7 @@ def _resumed(addresses: Addresses) -> Snapshot | None:
 def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
     """Return whether the engines get weights of the trainer before the first rollout."""
     attached = addresses.attached and config.mode == "train"
-    return bool(addresses.resume or attached or config.changes_base or config.cluster.placement == "colocated")
+    return bool(addresses.resume or attached or config.changes_base or config.cluster.takes_turns)
 
 
 def _go_on(

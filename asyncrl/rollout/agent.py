@@ -3,7 +3,7 @@
 a function     async def my_agent(prompt, generate) -> Trajectory | float | None
 a class        with such a method, `run`. It is built once, with agent_params, and plays all episodes, many of them
                concurrently. It may define `async start()` and `async close()`, called before the first episode and
-               after the last.
+               after the last, and `figures()`, which returns counts by their names in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict
 from traceback import format_exception
 from typing import Any, Protocol, TypeVar
 
 from asyncrl.agents.multi_turn import MultiTurn
-from asyncrl.agents.proxied import ThroughTheProxy
 from asyncrl.config import Config
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import AsyncRLError, ConfigError, raised_by
@@ -110,11 +108,11 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
 
 
 def figures(agents: Iterable[Agent]) -> dict[str, float]:
-    """Return the counters of agents that work through a proxy, under their names in metrics.jsonl."""
+    """Return the sums of what agents count since the start of the run, under their names in metrics.jsonl."""
     counted = Counter[str]()
     for agent in distinct(agents):
-        if isinstance(agent, ThroughTheProxy):
-            counted.update({f"proxy/{name}": count for name, count in asdict(agent.figures).items()})
+        if count := getattr(agent, "figures", None):
+            counted.update(count())
     return {name: float(count) for name, count in counted.items()}
 
 

@@ -9,18 +9,19 @@ serves, `lead` <= `max_staleness`, slack = max_staleness - lead.
           trainer may take a part of the B earlier, after which the same bound holds with what the step lacks added to
           it: the rest of the step can still take all that is due. Step t also waits until version t is published;
           with `overlap`, until version t - 1 is
-  reject  the seat of a rejected group moves to the newest cohort, lead + v (replacement=newest), or another group is
-          played in its slot (replacement=slot). It begins late: in its slot it is soon due, and the batch waits for it
+  reject  the seat of a rejected group moves to the newest cohort, lead + v. The group that replaces it begins late: in
+          the cohort of the rejected one it would soon be due, and the batch would wait for it
 
 Why the bound is strict: a group of cohort c is born at a version >= c - lead, and nothing of it is left after step
 c + slack, so its staleness is at most lead + slack = max_staleness. Why it cannot deadlock: call U(c) the number of
 untrained seats of cohorts up to c. Before step t, U(c) <= (due - t + 1) * B. This holds when c is opened, since its B
 seats are due later than those of the cohort before; a seat that moves to the newest cohort leaves its U as it was, and
 lowers others. A step leaves at most (due - t) * B; once all groups have ended the lowest slots do that, since they take
-B from every U(c), or all of it. Without rejections, or with replacement=slot, a cohort keeps B seats, and a step waits
-for the one that is due alone; at slack 0 batch t is cohort t, in whatever order groups end. Bound 0 is synchronous.
-Both hold with `overlap`: they say nothing about the version that is served when a step is taken. With lead 0 it has no
-effect, because cohort t is admitted only at version t.
+B from every U(c), or all of it. Without rejections a cohort keeps B seats, and a step waits for the one that is due
+alone; at slack 0 batch t is cohort t, in whatever order groups end. Bound 0 is synchronous, and there batch t is cohort
+t whatever is rejected, since the newest cohort is then that of the rejected group. Both hold with `overlap`: they say
+nothing about the version that is served when a step is taken. With lead 0 it has no effect, because cohort t is
+admitted only at version t.
 
 If the lead changes, a cohort keeps the step at which it is due, c + slack when it was opened. A lower lead applies to
 later cohorts. A higher one changes every due to min(due, c + slack), and waits while some U(c) is too large for that.
@@ -35,7 +36,6 @@ Pure: no I/O, no event loop, an injected clock. `rollout.groups` wraps it for th
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -62,7 +62,6 @@ class CohortBuffer:
         *,
         oversample: int = 0,
         over_age: Literal["wait", "drop"] = "wait",
-        replacement: Literal["newest", "slot"] = "newest",
         overlap: bool = False,
         select: Select = lowest_first,
         clock: Callable[[], float] = time.monotonic,
@@ -73,11 +72,9 @@ class CohortBuffer:
             raise ValueError(f"lead {self.lead} exceeds max_staleness {max_staleness}")
         self.version = self.step = 0  # served by every engine; the next batch to take
         self._oversample, self._drops, self._select, self._clock = oversample, over_age == "drop", select, clock
-        self._moves = replacement == "newest"
         self.ahead = int(overlap)  # by how many steps `take` may be ahead of the published version
         self._next_slot = self._filling = self._requeued = 0  # the next slot, and the cohort that it belongs to
         self._cohorts: dict[int, Cohort] = {}
-        self._vacant: list[tuple[int, int, int]] = []  # heap of (slot, attempt, cohort): rejected, to be replayed
         self._running, self._ready = dict[int, RunningGroup](), dict[int, ReadyGroup]()  # by slot
         self._ready_of = Counter[int]()  # their number by cohort, since `take` is called after every event
         self._training: dict[int, list[ReadyGroup]] = {}  # by step: with overlap, of two steps at most
@@ -100,23 +97,17 @@ class CohortBuffer:
 
     def admit(self) -> Ticket | None:
         """Return a ticket for the next group to play, or None until a publish or a rejection makes room."""
-        if self._vacant:
-            slot, attempt, cohort = heapq.heappop(self._vacant)
-            self._cohorts[cohort].vacant -= 1
-            self._requeued += 1
-        else:
-            while self._cohorts[self._filling].issued >= self._cohorts[self._filling].seats + self._oversample:
-                if self._filling == self._newest():
-                    return None
-                self._filling += 1
-                self._open(self._filling)
-                self._forget(self._filling - 1)
-            slot, attempt, cohort = self._next_slot, 0, self._filling
-            self._cohorts[cohort].issued += 1
-            self._next_slot += 1
-        ticket = Ticket(slot, attempt, self.version, cohort)
-        self._running[slot] = RunningGroup(ticket, self._clock())
-        self._cohorts[cohort].playing += 1
+        while self._cohorts[self._filling].issued >= self._cohorts[self._filling].seats + self._oversample:
+            if self._filling == self._newest():
+                return None
+            self._filling += 1
+            self._open(self._filling)
+            self._forget(self._filling - 1)
+        ticket = Ticket(self._next_slot, self.version, self._filling)
+        self._next_slot += 1
+        self._running[ticket.slot] = RunningGroup(ticket, self._clock())
+        self._cohorts[ticket.cohort].issued += 1
+        self._cohorts[ticket.cohort].playing += 1
         self._issued["groups"] += 1
         return ticket
 
@@ -147,15 +138,11 @@ class CohortBuffer:
         playing = self._close(ticket)
         self._count_rejected(reason, playing, tokens)
         cohort = self._cohorts[ticket.cohort]
-        needed = cohort.playing + cohort.vacant < cohort.seats - cohort.taken
-        if needed and self._moves:
+        if cohort.playing < cohort.seats - cohort.taken:
             cohort.seats -= 1
             cohort.issued -= 1
             self._requeued += 1
             self._move_seats(1)
-        elif needed:
-            heapq.heappush(self._vacant, (ticket.slot, ticket.attempt + 1, ticket.cohort))
-            cohort.vacant += 1
         self._forget(ticket.cohort)
 
     def unwanted(self) -> list[tuple[Ticket, str]]:
@@ -223,7 +210,6 @@ class CohortBuffer:
             events=EventCounts(
                 self._requeued,
                 retried or {},
-                reused=source.reused,
                 evaluation_tokens=source.evaluation,
                 past_tokens=source.past,
             ),
@@ -251,7 +237,6 @@ class CohortBuffer:
         """Say why `take` returns nothing now, for a diagnosis."""
         cohort = self.awaited()
         missing = sorted(slot for slot, playing in self._running.items() if playing.ticket.cohort <= cohort)
-        missing += sorted(slot for slot, _, of in self._vacant if of <= cohort)
         oldest = max((self._clock() - playing.since for playing in self._running.values()), default=0.0)
         due = f"due but not ready: slots {missing[:8]}; " if missing else ""
         return (
@@ -270,7 +255,6 @@ class CohortBuffer:
             self._next_slot,
             self._filling,
             dict(self._cohorts),
-            self._vacant,
             list(self._running.values()),
             list(self._ready.values()),
             self._unwanted,
@@ -286,7 +270,7 @@ class CohortBuffer:
     def restore(self, state: BufferState) -> None:
         """Restore the state of a buffer with the same settings. The clock of groups that were running starts anew."""
         self.version = self.step = state.version
-        self._next_slot, self._filling, self._vacant = state.next_slot, state.filling, state.vacant
+        self._next_slot, self._filling = state.next_slot, state.filling
         self._cohorts, self.lead, self._wanted_lead = dict(state.cohorts), state.lead, state.wanted_lead
         self._running = {one.ticket.slot: replace(one, since=self._clock()) for one in state.running}
         self._ready = {one.group.slot: one for one in state.ready}
@@ -332,10 +316,6 @@ class CohortBuffer:
     def _dismiss(self, cohort: int) -> None:
         """Mark the remaining groups of a cohort as unwanted: its seats are taken."""
         self._unwanted += [one.ticket for one in self._running.values() if one.ticket.cohort == cohort]
-        if self._cohorts[cohort].vacant:
-            self._vacant = [entry for entry in self._vacant if entry[2] != cohort]
-            heapq.heapify(self._vacant)
-            self._cohorts[cohort].vacant = 0
 
     def _move_seats(self, count: int) -> None:
         self._open(self._newest())

@@ -11,17 +11,17 @@ from asyncrl.schema import Group
 
 @dataclass(frozen=True)
 class Ticket:
-    """Permission to play one group: its slot, and how many groups were played for that slot before."""
+    """Permission to play one group."""
 
     slot: int
-    attempt: int
     born: int  # version served by the fleet when the ticket was issued
     cohort: int = 0
 
     @property
     def uid(self) -> str:
-        """Group uid of fixed width: no request id may be a prefix of another, because engines abort by prefix."""
-        return f"g{self.slot:08d}a{self.attempt:04d}"
+        """Group uid of fixed width: no request id may be a prefix of another, because engines abort by prefix. Seeds of
+        answers are derived from it, so that another form would change what a deterministic run generates."""
+        return f"g{self.slot:08d}a0000"
 
 
 @dataclass
@@ -56,7 +56,6 @@ class Cohort:
     due: int  # step that takes what is left of it
     issued: int = 0  # slots issued so far
     playing: int = 0
-    vacant: int = 0  # rejected slots, to be replayed
     taken: int = 0  # seats of groups that are ready, in training or trained
 
 
@@ -68,7 +67,6 @@ class BufferState:
     next_slot: int
     filling: int
     cohorts: dict[int, Cohort]
-    vacant: list[tuple[int, int, int]]
     running: list[RunningGroup]
     ready: list[ReadyGroup]
     unwanted: list[Ticket]

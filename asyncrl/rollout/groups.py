@@ -74,7 +74,7 @@ class GroupLifecycle:
         self._audit, self._publish, self._more_figures = Audit(), publish, figures
         self._recorder, self._timelines = recorder or Recorder(), timelines or Timelines()
         self._rewards: list[float] = []
-        self._drawn, self._reused = 0, 0
+        self._drawn = 0
         self._playing: dict[Ticket, _Group] = {}
         self._parts: dict[int, list[Batch]] = {}  # of the batches that are in training, by version
         self._retried: Counter[str] = Counter()
@@ -218,10 +218,9 @@ class GroupLifecycle:
     async def may_publish(self, version: int) -> None:
         """Wait until a published version may open admission."""
 
-    async def published(self, version: int, reused: int) -> bool:
-        """Record that every engine serves a version, and how many groups were trained again so far. Return whether it
-        is new: if it is not, weights were sent again, and nothing was trained."""
-        self._reused = reused
+    async def published(self, version: int) -> bool:
+        """Record that every engine serves a version. Return whether it is new: if it is not, weights were sent again,
+        and nothing was trained."""
         await self.may_publish(version)
         held = self._client.inflight.held
         self._client.inflight.release(version)
@@ -263,7 +262,6 @@ class GroupLifecycle:
             outstanding,
             self._audit.state(),
             self._drawn,
-            self._reused,
             self._rewards,
             dict(self._retried),
             dict(self._tokens_reported),
@@ -276,7 +274,8 @@ class GroupLifecycle:
         self._buffer.restore(state.buffer)
         self._client.inflight.restore(state.buffer.version, state.tokens, state.late)
         self._audit.restore(state.audit)
-        self._drawn, self._reused, self._rewards = state.drawn, state.reused, state.rewards
+        self._drawn = state.drawn
+        self._rewards = state.rewards
         self._retried, self._tokens_reported = Counter(state.retried), Counter(state.reported)
         for one in state.outstanding:
             uid = one.ticket.uid
@@ -305,7 +304,6 @@ class GroupLifecycle:
             late,
             evaluation=tokens["evaluation"],
             past=tokens["past"],
-            reused=self._reused,
         )
         ledger = self._buffer.ledger(source, dict(self._retried + self._client.inflight.figures.continued))
         ledger.check()
@@ -368,7 +366,6 @@ def build_buffer(rollout: RolloutConfig, *, overlap: bool) -> CohortBuffer:
         rollout.lead,
         oversample=rollout.oversample,
         over_age=rollout.over_age,
-        replacement=rollout.replacement,
         overlap=overlap,
         select=load(rollout.select, "rollout.select"),
     )

@@ -4,7 +4,8 @@ router, and their export."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from time import time
@@ -13,11 +14,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from asyncrl.config import Config
+from asyncrl.extension import RolloutHooks
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability.episodes import EpisodeFigures
 from asyncrl.observability.otlp import MOST_BYTES, SpanExporter, SpanReceiver
 from asyncrl.observability.spans import traceparent
-from asyncrl.observability.timeline import ENGINES, ROLLOUT, Started, TimelineWriter, in_sample, sampled
+from asyncrl.observability.timeline import ENGINES, ROLLOUT, Record, Started, TimelineWriter, in_sample, sampled
 from asyncrl.rollout.exposition import PrometheusMetrics
 from asyncrl.rollout.gpus import Gpus
 from asyncrl.rollout.timelines import Timelines
@@ -36,17 +38,18 @@ class Observer:
         run_dir: Path,
         warn: Callable[[str], None],
         correct: Mapping[str, Callable[[float], bool]],
+        hooks: Sequence[RolloutHooks] = (),
     ) -> None:
         """`correct` says for each task whether a reward is that of a correct answer."""
+        self._hooks = hooks
         self.gpus, self.exposed = Gpus(), PrometheusMetrics(run_dir, addresses, config.run.name)
         self._episodes = EpisodeFigures(correct)
         enabled = config.metrics.timeline
         self._timeline = TimelineWriter(run_dir, ROLLOUT, warn, enabled=enabled)
         self._engines = TimelineWriter(run_dir, ENGINES, warn, enabled=enabled and config.tracing.engines)
         self._timeline(Started(addresses.run_id, time()))
-        self.timelines = Timelines(
-            [sampled(self._timeline, config.metrics.timeline_share)], [self._episodes, self.exposed]
-        )
+        listeners: list[Callable[[Record], None]] = [self._episodes, self.exposed, *(one.record for one in hooks)]
+        self.timelines = Timelines([sampled(self._timeline, config.metrics.timeline_share)], listeners)
         self._exporter = self._receiver = None
         self._told = self._measured = 0.0
         if config.tracing.engines:
@@ -61,7 +64,8 @@ class Observer:
         metrics = self.timelines.metrics_seconds
         seconds = {"time/timeline": total - self._told, "time/metrics": metrics - self._measured}
         self._told, self._measured = total, metrics
-        return {**seconds, **self._episodes.take_figures(), **self.gpus.take_figures()}
+        own = {**seconds, **self._episodes.take_figures(), **self.gpus.take_figures()}
+        return {**own, **dict(ChainMap(*(one.figures() for one in self._hooks)))}
 
     def ready(self, started: float) -> None:
         """Record that all engines can answer; the command started at that time."""

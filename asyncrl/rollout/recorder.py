@@ -37,18 +37,18 @@ class Recorder:
 
     def admitted(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
         """Record that a group begins to play this prompt."""
-        self.write(Admitted(ticket.slot, ticket.attempt, ticket.born, ticket.cohort, prompt, trajectories))
+        self.write(Admitted(ticket.slot, ticket.born, ticket.cohort, prompt, trajectories))
 
     def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
         """Record that a finished group is handed in, whether or not it gets a seat."""
         if content := self._content(group):
             images = group.images if content.images else None
-            self.write(Committed(ticket.slot, ticket.attempt, content, discarded), images)
+            self.write(Committed(ticket.slot, content, discarded), images)
 
     def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
         """Record that a group is rejected."""
         content, images = (self._content(group), group.images) if group else (None, None)
-        self.write(Rejected(ticket.slot, ticket.attempt, reason, tokens, content), images)
+        self.write(Rejected(ticket.slot, reason, tokens, content), images)
 
     def part_taken(self, step: int, groups: Sequence[Group]) -> None:
         """Record that these groups of a batch are trained before it is complete."""

@@ -92,7 +92,7 @@ class ScheduleReplay(GroupLifecycle):
         self._recording, self.inflight = recording, _InFlight()
         client: Any = _Client(self.inflight)
         super().__init__(buffer, client, **settings)
-        self._tickets: dict[tuple[int, int], Ticket] = {}
+        self._tickets: dict[int, Ticket] = {}
         self._sessions: dict[Ticket, list[_Session]] = {}
         self._allowed = 0  # number of parts of the next batch that the trainer may have by now
         self._publishing, self._over = -1, False
@@ -128,10 +128,10 @@ class ScheduleReplay(GroupLifecycle):
                     self._admit(event)
                 case Committed():
                     group = self._recording.whole(event.group)
-                    ticket = self._close_with(event.slot, event.attempt, group.num_tokens + event.discarded)
+                    ticket = self._close_with(event.slot, group.num_tokens + event.discarded)
                     await self.commit(ticket, group)
                 case Rejected():
-                    ticket = self._close_with(event.slot, event.attempt, event.tokens)
+                    ticket = self._close_with(event.slot, event.tokens)
                     await self.reject(ticket, event.reason, self._recording.whole(event.group) if event.group else None)
                 case PartTaken() | Taken():
                     await self._take_again(event)
@@ -147,16 +147,16 @@ class ScheduleReplay(GroupLifecycle):
 
     def _admit(self, event: Admitted) -> None:
         ticket = self._buffer.admit()
-        if ticket != Ticket(event.slot, event.attempt, event.born, event.cohort):
+        if ticket != Ticket(event.slot, event.born, event.cohort):
             raise RecordError(f"the buffer admits {ticket}, but the recording has {event}")
-        self._tickets[event.slot, event.attempt] = ticket
+        self._tickets[event.slot] = ticket
         self._sessions[ticket] = [_Session() for _ in range(event.trajectories)]
         prompt = self.draw(lambda: Prompt(event.prompt, [], {}, ""))
         self.begin(ticket, prompt, self._sessions[ticket])  # type: ignore[arg-type]
 
-    def _close_with(self, slot: int, attempt: int, tokens: int) -> Ticket:
-        """End the group of this slot and attempt, for which engines generated so many tokens, and return its ticket."""
-        ticket = self._tickets.pop((slot, attempt))
+    def _close_with(self, slot: int, tokens: int) -> Ticket:
+        """End the group of this slot, for which engines generated so many tokens, and return its ticket."""
+        ticket = self._tickets.pop(slot)
         self._received(self._sessions.pop(ticket), tokens)
         return ticket
 

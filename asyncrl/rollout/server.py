@@ -140,7 +140,7 @@ class RolloutServer:
         """Record that a version is published. Return which adapters are in use."""
         told = await request.json()
         version = int(told["version"])
-        if await self._groups.published(version, int(told.get("reused", 0))):
+        if await self._groups.published(version):
             if self._encoded and self._encoded.version < version:
                 self._encoded = None
             if self._evaluations:

@@ -56,7 +56,6 @@ class GroupsState:
     outstanding: list[Outstanding]
     audit: AuditState
     drawn: int  # prompts
-    reused: int  # groups that the trainer reused
     rewards: list[float]  # of groups that have ended since the last batch
     retried: dict[str, int]
     reported: dict[str, int]  # tokens already reported in the figures of batches

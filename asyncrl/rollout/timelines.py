@@ -47,7 +47,7 @@ class Timelines:
         began, ended = time.thread_time(), time.time()
         episodes = _episodes(siblings, rewards or [None for _ in siblings], ended)
         record = GroupTimeline(
-            ticket.uid, ticket.slot, ticket.attempt, task, "training", ticket.born, admitted, ended, outcome, episodes
+            ticket.uid, ticket.slot, task, "training", ticket.born, admitted, ended, outcome, episodes
         )
         if outcome == COMMITTED:
             self._last = ticket.uid
@@ -62,7 +62,7 @@ class Timelines:
         admitted, born = sessions[0].activity.began, sessions[0].born
         episodes = _episodes(sessions, rewards, ended)
         outcome = COMMITTED if None not in rewards else "failed"
-        record = GroupTimeline(uid, -1, 0, prompt.task, "evaluation", born, admitted, ended, outcome, episodes)
+        record = GroupTimeline(uid, -1, prompt.task, "evaluation", born, admitted, ended, outcome, episodes)
         self._tell(record, began)
 
     def asked(self) -> None:

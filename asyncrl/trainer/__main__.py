@@ -52,11 +52,7 @@ from asyncrl.trainer.meter import profiled  # noqa: E402
 from asyncrl.trainer.parallel import host_group, initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.publishers import PublisherBuilder  # noqa: E402
-from asyncrl.trainer.recordings import (  # noqa: E402
-    NoEngines,
-    ReplaySource,
-    ScoreWriter,
-)
+from asyncrl.trainer.recordings import NoEngines, ReplaySource, ScoreWriter  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.trainer.turns import Turns  # noqa: E402
 from asyncrl.weights.export import save_trained  # noqa: E402
@@ -82,8 +78,7 @@ def main(run_dir: Path) -> None:
     timeout = longest_wait(config) + TIMEOUT_MARGIN
     progress, begins, parallel = _join(config, run_dir, timeout, gpu=on_gpu(config.trainer, addresses.gpus))
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
-    colocated = config.cluster.placement == "colocated"
-    hand_over = _hand_over(config, run_dir, fleet, parallel) if colocated else None
+    hand_over = _hand_over(config, run_dir, fleet, parallel) if config.cluster.shares_gpus else None
     policy = Policy(config, addresses.model, parallel, progress.part)
     if config.trainer.lora.base != "none" and config.checkpoint.every:
         origin = addresses.resume.parent.parent if addresses.resume else None
@@ -97,7 +92,7 @@ def main(run_dir: Path) -> None:
     timeline = _timeline(config, run_dir, parallel, warn)
     overlapped = _overlapped(publisher, timeline, parallel) if config.weights.overlap else None
     log = _log(config, addresses, run_dir, parallel, begins, timeline)
-    turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if colocated else None
+    turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if config.cluster.takes_turns else None
     publisher = turns or overlapped or publisher
     published = overlapped.finish if overlapped else lambda: None
     stop = StopRule(config.run, end)
@@ -153,7 +148,7 @@ def main(run_dir: Path) -> None:
         parts=config.trainer.batch_parts,
         asked_to_stop=(run_dir / STOP).exists,
         take_back=turns.take_back if turns else lambda: None,
-        group=host_group(timeout) if overlapped or colocated else None,
+        group=host_group(timeout) if overlapped or config.cluster.shares_gpus else None,
     )
     reason, version = train(update, batches, publisher, log, stop, save=save, version=first)
     begins("end", version)
@@ -187,6 +182,10 @@ def _join(
     position."""
     progress, begins = watched(config, run_dir, timeout - TIMEOUT_MARGIN / 2, gpu=gpu)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=timeout)
+    if gpu and config.trainer_fraction:
+        torch.cuda.set_per_process_memory_fraction(
+            config.trainer_fraction
+        )  # more is this rank's error, not an engine's
     if config.deterministic:  # a call, even with False, imports torch's compiler in 1 CPU second
         torch.use_deterministic_algorithms(True)
     return progress, begins, parallel
@@ -196,7 +195,7 @@ def longest_wait(config: Config) -> float:
     """Return the most seconds that rank 0 waits for others within a part of a step: for a batch, or for engines. Where
     engines hand over GPUs, they are paused and release their memory before and after the wait for those that are being
     restarted (engine/hand_over.py)."""
-    hands_over = config.cluster.placement == "colocated"
+    hands_over = config.cluster.takes_turns
     engines = config.engine.start_timeout + (4 * config.weights.timeout if hands_over else 0.0)
     return max(config.rollout.batch_timeout, engines, config.weights.timeout)
 
@@ -233,14 +232,15 @@ def _overlapped(publisher: VersionPublisher, timeline: TimelineWriter, parallel:
 
 
 def _hand_over(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel) -> HandOver | None:
-    """Return, on rank 0, the hand-over of the engines that use the trainers' GPUs in turn with them. They are up and
-    have released their memory: this rank may use the GPU."""
+    """Wait for the engines that use the trainers' GPUs: they have measured the memory, so that this rank may use its
+    GPU. Return, on rank 0, the hand-over of those that do so in turns, which have released their memory."""
     hand_over = None
     if parallel.is_first:
         timeout = config.engine.start_timeout
         wait_for_file(run_dir / READY, timeout, "the engines")
-        hand_over = HandOver(fleet, mode=config.weights.pause_mode, start_timeout=timeout, folder=run_dir)
-        hand_over.give()
+        if config.cluster.takes_turns:
+            hand_over = HandOver(fleet, mode=config.weights.pause_mode, start_timeout=timeout, folder=run_dir)
+            hand_over.give()
     dist.barrier()
     return hand_over
 

@@ -33,9 +33,8 @@ class BatchSource(Protocol):
         """Hold back new requests, because the weights are about to change."""
         ...
 
-    def announce(self, version: int, reused: int = 0) -> InUse:
-        """Announce that every engine serves `version`; `reused` counts the groups that were trained more than once so
-        far. Returns which adapters are in use."""
+    def announce(self, version: int) -> InUse:
+        """Announce that every engine serves `version`. Returns which adapters are in use."""
         ...
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
@@ -96,10 +95,9 @@ class RolloutClient:
                     "the answers in flight (weights.pause_mode=drain)", self._batch_timeout, response.text
                 )
 
-    def announce(self, version: int, reused: int = 0) -> InUse:
-        """Announce that every engine serves `version`; `reused` counts the groups that were trained more than once so
-        far. Returns which adapters are in use."""
-        body = {"version": version, "reused": reused}
+    def announce(self, version: int) -> InUse:
+        """Announce that every engine serves `version`. Returns which adapters are in use."""
+        body = {"version": version}
         told = self._ask("POST", "/version", body, timeout=self._batch_timeout).content  # until all processes know it
         return msgspec.json.decode(told, type=InUse)
 

@@ -25,13 +25,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from asyncrl.checkpoints import manifest
-from asyncrl.checkpoints.manifest import COUNTERS, ROLLOUT, SAMPLES, FileEntry, Manifest
+from asyncrl.checkpoints.manifest import COUNTERS, EXTENSIONS, ROLLOUT, FileEntry, Manifest
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import METADATA, write_frame
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, RecordError
 from asyncrl.parallel import Parallel
-from asyncrl.schema import Group
 from asyncrl.trainer import sharded
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.sharded import StagedCopy
@@ -150,8 +149,9 @@ class Checkpoints:
 
     def _from_rollout_and_loop(self, version: int) -> dict[str, bytes]:
         counters = {**self._counters(), "policy": self._policy.counters()}
-        samples = msgspec.msgpack.encode(self._policy.samples())
-        files = {COUNTERS: json.dumps(counters).encode(), SAMPLES: samples}
+        files = {COUNTERS: json.dumps(counters).encode()}
+        if states := self._policy.extension_states():
+            files[EXTENSIONS] = msgspec.msgpack.encode(states)
         rollout = self._snapshot(version)
         return {**files, ROLLOUT: rollout} if rollout else files
 
@@ -235,8 +235,9 @@ def load(folder: Path, policy: Policy) -> dict[str, Any]:
         part.load(folder / name)
     try:
         counters: dict[str, Any] = json.loads((folder / COUNTERS).read_bytes())
-        samples = msgspec.msgpack.decode((folder / SAMPLES).read_bytes(), type=list[Group])
-        policy.restore(counters["policy"], samples)
+        file = folder / EXTENSIONS
+        states = msgspec.msgpack.decode(file.read_bytes(), type=dict[str, bytes]) if file.exists() else {}
+        policy.restore(counters["policy"], states)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{folder} cannot be read: {type(error).__name__}: {error}") from None
     return counters

@@ -36,9 +36,9 @@ class BatchFeed:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Set up the feed of batches in `parts` parts. Only rank 0 has a `source` and calls the callbacks, except for
-        `take_back`, which every rank calls when a batch has arrived. With `group` the
-        ranks wait for rank 0 on the host: a kernel that waits on a GPU would hold up a publish in the background, or
-        take time from engines on the same GPU."""
+        `take_back`, which every rank calls when a batch has arrived. With `group` the ranks wait for rank 0 on the
+        host: a kernel that waits on a GPU would hold up a publish in the background, or take time from engines on the
+        same GPU."""
         self._group = group
         self._source, self._interrupt, self._parallel, self._asked = source, interrupt, parallel, asked_to_stop
         self._take_back, self._parts = take_back, parts
@@ -48,7 +48,9 @@ class BatchFeed:
     def get(self, version: int, part: int = 0) -> Batch | None:
         """Wait until this part of batch `version` arrives. Returns None if `interrupt` says that none will come, or if
         the run is asked to stop; it does not stop within a batch."""
-        data = self._next(version, part)
+        data = self._fetch(version, part) if self._source else b""
+        if dist.get_world_size() > 1:
+            data = self._broadcast(data)
         self.stopped = data == STOPPED
         if not data or self.stopped:
             return None
@@ -57,12 +59,8 @@ class BatchFeed:
         self._take_back()
         return batch
 
-    def _next(self, version: int, part: int) -> bytes:
-        """Return the part, or what comes instead of it."""
-        data = self._fetch(version, part) if self._source else b""
-        return self._broadcast(data) if dist.get_world_size() > 1 else data
-
     def _fetch(self, version: int, part: int) -> bytes:
+        """Return the part, or what comes instead of it."""
         assert self._source
         instead: bytes | None = None
 

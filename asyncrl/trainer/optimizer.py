@@ -261,28 +261,3 @@ def _masters(part: Any) -> Iterator[tuple[Tensor, int, Tensor]]:
         yield from ((own, 0, own) for group in part.fp32_from_fp32_groups for own in group)
     else:
         yield from ((own, 0, own) for group in part.optimizer.param_groups for own in group["params"])
-
-
-class Resets:
-    """Every `every` batches, weights <- (1 - share) * weights + share * start (LoRR, arXiv 2508.06412; shrink and
-    perturb, arXiv 1910.08475). Keeps a copy of the initial weights, in their own precision, only if resets are
-    enabled."""
-
-    def __init__(self, every: int | None, share: float, network: Network, optimizer: NetworkOptimizer) -> None:
-        self._every, self._share = every, share
-        self._optimizer = optimizer
-        self._trained = [parameter for parameter in network.parameters() if parameter.requires_grad] if every else []
-        self._start: list[Tensor] = [parameter.detach().clone() for parameter in self._trained]
-
-    def states(self) -> list[Tensor]:
-        """Return the initial weights; none if resets are off."""
-        return self._start
-
-    @torch.no_grad()
-    def after(self, batches: int) -> None:
-        """Reset the weights if this number of trained batches calls for it."""
-        if not self._every or batches % self._every:
-            return
-        for parameter, start in zip(self._trained, self._start, strict=True):
-            parameter.lerp_(start.to(parameter.device), self._share)
-        self._optimizer.start_anew()

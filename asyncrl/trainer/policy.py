@@ -11,18 +11,19 @@ from typing import Any
 
 from torch import Tensor
 
+from asyncrl import extension
 from asyncrl.algo.advantage import ADVANTAGES, gae_raw
 from asyncrl.algo.distill import tempered
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
-from asyncrl.algo.replay import ReplayBuffer
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.shaping import shaped, trainable
 from asyncrl.algo.table import TokenTable, TrainingTable, build_table
 from asyncrl.config import Config
 from asyncrl.config.batch_parts import check_traits
+from asyncrl.errors import RecordError
 from asyncrl.parallel import Parallel
-from asyncrl.schema import Batch, Group
+from asyncrl.schema import Batch
 from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head
@@ -30,7 +31,7 @@ from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
 from asyncrl.trainer.offload import DeviceMemory, HeldTensors
-from asyncrl.trainer.optimizer import NetworkOptimizer, Resets
+from asyncrl.trainer.optimizer import NetworkOptimizer
 from asyncrl.trainer.parallel import reseed
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.sharded import ShardedState
@@ -50,10 +51,8 @@ class Policy:
         self.network = Network(config.trainer, folder, parallel, adapters=config.adapters, progress=progress)
         self.weights, self.hf = self.network.weights, self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
-        self._optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
+        self.optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
         self._reference = self._load_reference(folder)
-        self._replay = ReplayBuffer(algo.replay_groups, config.rollout.max_staleness, config.run.seed)
-        self._resets = Resets(algo.reset_every, algo.reset_share, self.network, self._optimizer)
         self._advantage = ADVANTAGES.find(algo.advantage)
         check_traits(config, self._advantage.traits, LOSSES.find(algo.loss).traits)
         self._objective = Objective(algo, config.rollout)
@@ -64,19 +63,16 @@ class Policy:
         )
         self._warm_at = algo.critic.warmup if self._critic else 0
         self._temperature = config.rollout.temperature
-        self._parts, self._replayed = self._no_parts(), 0
+        self._parts = self._no_parts()
+        self._added = 0  # tokens of the last batch that extensions added to it
         self.memory = DeviceMemory(self._held)
-
-    @property
-    def reused(self) -> int:
-        """Number of groups that were trained again so far."""
-        return self._replay.reused
+        self._hooks = {name: one.trainer(self) for name, one in extension.active(config).items()}
 
     @property
     def started(self) -> Tensor:
         """Log-probabilities [N] of the last batch's tokens under the policy that its steps started from, NaN for tokens
         that were not run."""
-        return self._objective.started[: len(self._objective.started) - self._replayed]
+        return self._objective.started[: len(self._objective.started) - self._added]
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
@@ -91,32 +87,36 @@ class Policy:
     def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""
         read = self.memory.readable
-        parts = {"policy": ShardedState(self.network, self._optimizer, read)}
+        parts = {"policy": ShardedState(self.network, self.optimizer, read)}
         return {**parts, "critic": self._critic.sharded(read)} if self._critic else parts
 
     def _held(self) -> HeldTensors:
         critic = self._critic.held() if self._critic else HeldTensors([], [], [])
-        holders = [self._resets, self._reference, self.network.vision]
+        holders = [self._reference, self.network.vision]
         frozen = [tensor for holder in holders if holder for tensor in holder.states()]
         return HeldTensors(
             [*self.network.parameters(), *self.network.packed()],
             [*self.network.gradients(), *critic.gradients],
-            [*self._optimizer.states(), *critic.states, *frozen],
+            [*self.optimizer.states(), *critic.states, *frozen],
         )
 
     def counters(self) -> dict[str, Any]:
         """Return the counters that a checkpoint holds besides weights and moments."""
-        own = {"optimizer": self._optimizer.counters(), "reused": self._replay.reused}
+        own = {"optimizer": self.optimizer.counters()}
         return {**own, "critic": self._critic.optimizer.counters()} if self._critic else own
 
-    def samples(self) -> list[Group]:
-        """Return the groups that may be trained again."""
-        return self._replay.kept
+    def extension_states(self) -> dict[str, bytes]:
+        """Return the states of extensions that have one, by name."""
+        states = ((name, hooks.state()) for name, hooks in self._hooks.items())
+        return {name: state for name, state in states if state is not None}
 
-    def restore(self, counters: dict[str, Any], samples: list[Group]) -> None:
-        """Restore what `counters` and `samples` returned."""
-        self._optimizer.restore(counters["optimizer"])
-        self._replay.kept, self._replay.reused = samples, counters["reused"]
+    def restore(self, counters: dict[str, Any], states: dict[str, bytes]) -> None:
+        """Restore what `counters` and `extension_states` returned. Raises RecordError if an extension is missing."""
+        self.optimizer.restore(counters["optimizer"])
+        for name, state in states.items():
+            if name not in self._hooks:
+                raise RecordError(f"the checkpoint was written with the extension {name}: set extensions.{name} again")
+            self._hooks[name].restore(state)
         if self._critic:
             self._critic.optimizer.restore(counters["critic"])
 
@@ -129,10 +129,9 @@ class Policy:
         objective, shaping, first = self._objective, self.config.algo.shaping, not self._parts.begun
         if first and self.config.trainer.lora.dropout:  # so that a resumed run draws the same masks
             reseed(self.config.run.seed + batch.version)
-        replayed = self._replay.draw(batch.version)
-        self._replayed = sum(group.num_tokens for group in replayed)
-        self._replay.keep(batch.groups)
-        trained = [*batch.groups, *replayed]
+        added = [group for hooks in self._hooks.values() for group in hooks.before_update(batch)]
+        self._added = sum(group.num_tokens for group in added)
+        trained = [*batch.groups, *added]
         groups = build_samples(trained, self.config.adapter_of)
         if self.network.vision:
             groups = self.network.vision.begin(trained, groups)
@@ -158,8 +157,9 @@ class Policy:
         if self._critic:
             returns = step.column("values") + self._advantage.call(gae_raw, step)
             figures |= self._critic.train(groups, replace(step, weights=objective.shares(groups, step)), returns)
-        self._resets.after(batch.version + 1)
-        return {"groups/replayed": float(len(replayed)), **figures}
+        for hooks in self._hooks.values():
+            figures |= hooks.after_update(batch.version + 1)
+        return figures
 
     def _scored(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
         """Return the table with what the algorithm needs to know about each token: log-probabilities under the
@@ -192,7 +192,7 @@ class Policy:
     def _train(self, groups: Groups, table: TrainingTable) -> dict[str, float]:
         """Take the optimizer steps: one for each mini-batch, as long as the policy stays in the trust region."""
         objective, seen = self._objective, TokenAccumulator(table.num_tokens, self.parallel)
-        trust, lr = self.config.algo.trust_region, self._optimizer.lr
+        trust, lr = self.config.algo.trust_region, self.optimizer.lr
         norms, bad, trained = [0.0], 0, 0
         for number, chosen in enumerate(self._mini_batches(groups)):
             table = replace(table, weights=objective.shares(chosen, table))
@@ -201,7 +201,7 @@ class Policy:
             self._accumulate(chosen, table, seen)
             if number and trust and objective.distance(table, seen) > trust:
                 break
-            norm, applied = self._optimizer.step()
+            norm, applied = self.optimizer.step()
             norms.append(norm)
             bad, trained = bad + (not applied), trained + len(chosen)
         self.network.gather()
@@ -210,7 +210,7 @@ class Policy:
     def _train_part(self, groups: Groups, table: TrainingTable, *, last: bool) -> dict[str, float]:
         """Add the gradient of a part of a batch. Take the optimizer step after the last one and return the statistics
         of the whole batch."""
-        objective, parts, lr = self._objective, self._parts, self._optimizer.lr
+        objective, parts, lr = self._objective, self._parts, self.optimizer.lr
         table, seen = parts.add(replace(table, weights=objective.shares(groups, table)), last=last)
         chosen = objective.with_gradient(groups, table)
         if last and parts.trained:
@@ -220,7 +220,7 @@ class Policy:
         parts.trained += len(chosen)
         if not last:
             return {}
-        norm, applied = self._optimizer.step() if parts.trained else (0.0, True)
+        norm, applied = self.optimizer.step() if parts.trained else (0.0, True)
         self.network.gather()
         self._parts = self._no_parts()
         norms = [0.0, norm] if parts.trained else [0.0]
@@ -236,7 +236,7 @@ class Policy:
         `first`."""
         packs, here = self.network.packs(groups), table.to(self.parallel.device)
         if first:
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
         self.network.train(packs, partial(self._objective.loss, table=here, seen=seen), first=first, last=last)
         seen.add("packed", sum(pack.num_tokens for pack in packs))
         seen.add("apart", sum(pack.tokens_apart for pack in packs))

@@ -12,7 +12,7 @@ import torch
 
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config, on_gpu
-from asyncrl.engine.adapters import AdapterName, InUse, adapter_names
+from asyncrl.engine.adapters import AdapterName, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.network.addresses import Addresses
@@ -50,15 +50,12 @@ class PublisherBuilder:
         """Return the publisher and the reason for its choice of transport. `update` is the protocol of engines that
         share their GPUs with trainers, on rank 0."""
         if self.config.mode == "replay":
-            publisher = NoEngines(self.source.announce, lambda: self.policy.reused, first=self.parallel.is_first)
+            publisher = NoEngines(self.source.announce, first=self.parallel.is_first)
             return publisher, "none (mode=replay)"
         if names := adapter_names(self.config, self.addresses.run_id):
             return self._of_adapters(names)
         (merged,) = self.config.adapters
         return self._of_weights(hold=self.source.hold, announce=self.source.announce, update=update, merged=merged)
-
-    def _announce(self, version: int) -> InUse:
-        return self.source.announce(version, self.policy.reused)
 
     def _of_adapters(self, names: AdapterName) -> tuple[VersionPublisher, str]:
         """Return a publisher of versions as adapters. Engines that did not load this base from the model folder get it
@@ -66,7 +63,7 @@ class PublisherBuilder:
         make, why = build_adapters(self.config, self.fleet, host=os.environ["ASYNCRL_HOST"], folder=self._folder())
 
         def base(update: Update) -> Publisher:
-            return self._of_weights(hold=lambda: None, announce=lambda *_: None, update=update, merged=None)[0]
+            return self._of_weights(hold=lambda: None, announce=lambda _: None, update=update, merged=None)[0]
 
         publisher = AdapterPublisher(
             self.parallel,
@@ -76,7 +73,7 @@ class PublisherBuilder:
             self.config.weights,
             getattr(torch, self.config.engine.dtype),
             names=names,
-            announce=self._announce,
+            announce=self.source.announce,
             base=base if self.addresses.attached or self._changes_base else None,
             past=self._past() if self.config.agents.past else None,
         )
@@ -103,7 +100,7 @@ class PublisherBuilder:
         self,
         *,
         hold: Callable[[], None],
-        announce: Callable[[int, int], object],
+        announce: Callable[[int], object],
         update: Update | None,
         merged: str | None,
     ) -> tuple[Publisher, str]:
@@ -135,9 +132,8 @@ class PublisherBuilder:
             ),
             hold=hold,
             announce=announce,
-            reused=lambda: policy.reused,
             update=update,
-            sent=partial(free, policy.memory) if config.cluster.placement == "colocated" else lambda: None,
+            sent=partial(free, policy.memory) if config.cluster.takes_turns else lambda: None,
             merged=merged,
             group=host_group(self.timeout) if config.weights.overlap else None,
         )

@@ -51,7 +51,7 @@ class ReplaySource:
     def hold(self) -> None:
         """Do nothing: no generation is running."""
 
-    def announce(self, version: int, reused: int = 0) -> InUse:
+    def announce(self, version: int) -> InUse:
         """Do nothing: nobody listens, and no adapter is in use."""
         return InUse([], {})
 
@@ -71,10 +71,9 @@ class ReplaySource:
 class NoEngines:
     """Publisher for a run in which nothing generates."""
 
-    def __init__(self, announce: Callable[[int, int], object], reused: Callable[[], int], *, first: bool) -> None:
-        """Set up the publisher. `first` is True on rank 0, which alone announces versions, with the count of reused
-        groups."""
-        self._announce, self._reused, self._first = announce, reused, first
+    def __init__(self, announce: Callable[[int], object], *, first: bool) -> None:
+        """Set up the publisher. `first` is True on rank 0, which alone announces versions."""
+        self._announce, self._first = announce, first
 
     def publish(self, version: int) -> dict[str, float]:
         """Announce the version without sending any weights."""
@@ -83,12 +82,12 @@ class NoEngines:
     def stage(self, version: int) -> Staged:
         """Copy no weights."""
         figures = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
-        return Staged(version, figures, self._reused())
+        return Staged(version, figures)
 
     def complete(self, staged: Staged) -> dict[str, float]:
         """Announce the version."""
         if self._first:
-            self._announce(staged.version, staged.reused)
+            self._announce(staged.version)
         return staged.figures
 
 

@@ -19,21 +19,21 @@ DENSE = (
 """Architectures whose adapters the engines serve. Adapters of experts and of latent attention were not tried."""
 
 
-def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool, colocated: bool = False) -> tuple[str, str]:
-    """Return the transport for the setting `weights.transport`, and the reason. `colocated` says that trainers and
+def choose(setting: str, engines: Sequence[str], host: str, *, gpu: bool, shared: bool = False) -> tuple[str, str]:
+    """Return the transport for the setting `weights.transport`, and the reason. `shared` says that trainers and
     engines share their GPUs. Raises ConfigError if it cannot reach the engines."""
     hosts = {str(urlsplit(url).hostname) for url in engines}
     here = hosts <= LOOPBACK | {host}
-    if not here and (setting == "tensor" or (setting == "auto" and colocated)):
+    if not here and (setting == "tensor" or (setting == "auto" and shared)):
         raise ConfigError(
             "weights.transport",
             setting,
             f"The engines are on the hosts {sorted(hosts)}, but shared memory works only within one host: set "
-            + ("disk." if colocated else "auto."),
+            + ("disk." if shared else "auto."),
         )
     if setting != "auto":
         return setting, "as configured"
-    if colocated:
+    if shared:
         return "tensor", "engines and trainers share their devices: engines read the buckets where they are"
     if gpu:
         return "distributed", "trainers and engines have separate GPUs: NCCL uses the fastest path between them"

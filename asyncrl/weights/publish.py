@@ -62,11 +62,10 @@ NAMED = 8
 
 @dataclass(frozen=True)
 class Staged:
-    """What the rest of a publish needs. `reused` counts the groups that were trained more than once so far."""
+    """What the rest of a publish needs."""
 
     version: int
     figures: dict[str, float]
-    reused: int = 0
     expected: ExpectedChecksums | None = None
 
 
@@ -84,19 +83,18 @@ class Publisher:
         *,
         expected: Callable[[], ExpectedChecksums],
         hold: Callable[[], None],
-        announce: Callable[[int, int], object],
-        reused: Callable[[], int] = lambda: 0,
+        announce: Callable[[int], object],
         update: Update | None = None,
         sent: Callable[[], None] = lambda: None,
         merged: str | None = POLICY,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """`update` is the protocol, on rank 0; `sent` is called on every rank before the engines continue. `merged` is
-        the adapter that is added to the weights, if there is one. `announce` gets the version and the count of reused
-        groups. `group` has all ranks, for collectives beside those of training (weights.overlap)."""
+        the adapter that is added to the weights, if there is one. `announce` gets the version. `group` has all ranks,
+        for collectives beside those of training (weights.overlap)."""
         self._parallel, self._fleet, self._transport = parallel, fleet, transport
         self._weights, self._settings, self._merged = weights, settings, merged
-        self._expected, self._hold, self._announce, self._reused = expected, hold, announce, reused
+        self._expected, self._hold, self._announce = expected, hold, announce
         self._group = group
         self._update, self._sent = update or Update(fleet, mode=settings.pause_mode), sent
         gpu = parallel.device.type == "cuda"
@@ -143,7 +141,7 @@ class Publisher:
             "engines": float(len(self._fleet.serving)),
             **({} if self._streams else self._error()),
         }
-        return Staged(version, figures, self._reused(), expected)
+        return Staged(version, figures, expected)
 
     @torch.no_grad()
     def complete(self, staged: Staged) -> dict[str, float]:
@@ -163,7 +161,7 @@ class Publisher:
                 self._update.label(staged.version)
             self._sent()
         if first:
-            self._announce(staged.version, staged.reused)
+            self._announce(staged.version)
         return {
             **staged.figures,
             "pause": pause.seconds,
@@ -337,9 +335,8 @@ def build_transport(
     is where disk and delta write.
     """
     ranks = config.engine.ranks
-    colocated = config.cluster.placement == "colocated"
-    host_of_all = host if alone else ""
-    name, reason = choose(config.weights.transport, list(fleet.urls), host_of_all, gpu=gpu, colocated=colocated)
+    shared, host_of_all = config.cluster.shares_gpus, host if alone else ""
+    name, reason = choose(config.weights.transport, list(fleet.urls), host_of_all, gpu=gpu, shared=shared)
     if name == "tensor":
         return TensorTransport(fleet, ranks), f"tensor ({reason})"
     if name == "disk":

@@ -120,7 +120,7 @@ class EpisodeIndex:
             batch = self.recording.batch(step)
             self._rows.add(Taken(step, [group.uid for group in batch.groups], batch.rollout))
             for group in batch.groups:
-                self._rows.add(Committed(group.slot, 0, packed(group), 0))
+                self._rows.add(Committed(group.slot, packed(group), 0))
         return self._rows.batches[step].uids if step in self._rows.batches else []
 
     def _contains(self, uid: str, words: str) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from asyncrl.agents.linking import CompletedRequest
 from asyncrl.schema import Completion, Template, VersionSpan
 from tests.fakes import FakeTemplate
 
+DEADLINE = 30.0
 EOS = 10
 
 
@@ -43,3 +46,18 @@ class Spoken(FakeTemplate):
     def begin(self, messages: Any, tools: Any = ()) -> list[int]:
         digits = ["".join(c for c in one["content"] if c.isdigit()) for one in messages]
         return super().begin([{"content": one} for one in digits], tools)
+
+
+async def dead(*pids: int) -> None:
+    """Within the deadline: the kernel takes a moment."""
+    async with asyncio.timeout(DEADLINE):
+        while any(map(alive, pids)):  # noqa: ASYNC110  nothing tells
+            await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    """Neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False

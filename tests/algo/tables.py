@@ -15,10 +15,12 @@ from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
 from asyncrl.algo.correction import CORRECTIONS, MASKS, masked
 from asyncrl.algo.loss import LOSSES, LossTraits
 from asyncrl.algo.registry import Algorithm
-from asyncrl.algo.table import WHOLE, LossRows, TokenTable
+from asyncrl.algo.table import WHOLE, LossRows, TokenTable, build_table
+from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from asyncrl.settings import Choice
 from tests.examples import examples
 
+P = [12, 1, 11]
 few = settings(max_examples=examples(12))  # a table is large; the tests over them are many
 quarters = st.integers(-20, 20).map(lambda n: n / 4)
 
@@ -35,12 +37,13 @@ def logs(*probabilities: float) -> Tensor:
 
 def loss(name: str, **settings: Any) -> Algorithm[LossTraits]:
     """The loss with those of these settings that it has."""
-    return LOSSES.find(Choice(name=name, **{one: settings[one] for one in settings.keys() & LOSSES.settings_of(name)}))
+    own = settings.keys() & LOSSES.completed(Choice(name=name)).settings.keys()
+    return LOSSES.find(Choice(name=name, **{one: settings[one] for one in own}))
 
 
 def advantage(name: str, **settings: Any) -> Algorithm[AdvantageTraits]:
     """The estimator with those of these settings that it has."""
-    own = settings if ":" in name else settings.keys() & ADVANTAGES.settings_of(name)
+    own = settings if ":" in name else settings.keys() & ADVANTAGES.completed(Choice(name=name)).settings.keys()
     return ADVANTAGES.find(Choice(name=name, **{one: settings[one] for one in own}))
 
 
@@ -165,3 +168,68 @@ def with_empty(table: LossRows, group: int | None = None) -> LossRows:
         reward=torch.cat([table.reward, numbers([7.0])]),
         truncated=torch.cat([table.truncated, torch.tensor([False])]),
     )
+
+
+def cut(trajectory: Trajectory, prompt: list[int], at: set[int]) -> Trajectory:
+    """The same episode, with samples that begin at these turns: all before is read again, as context."""
+    context, turns = list(prompt), []
+    for place, turn in enumerate(trajectory.turns):
+        context += turn.observation
+        begins = place in at
+        observation = list(context) if begins else turn.observation
+        turns.append(Turn(observation, turn.completion, turn.reward, begins=begins, state=turn.state))
+        context += turn.completion.token_ids
+    return Trajectory(turns, trajectory.reward)
+
+
+def said(*ids: int, finish: str = "stop", **turn) -> Turn:
+    written = Completion(list(ids), [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))] if ids else [], finish)
+    return Turn(turn.pop("observation", []), written, **turn)
+
+
+def table_of(*trajectories: Trajectory) -> TokenTable:
+    return build_table([Group("g", 0, P, list(trajectories), "t")], 0)
+
+
+# P | 4 o 5 (rewards 1 2), from behind 4 | 6 o 7 (4 8); and another episode, P | 9 (5)
+TREE = Trajectory(
+    [
+        said(4, reward=1.0),
+        said(5, observation=[0], reward=2.0),
+        said(6, observation=[*P, 4, 0], begins=True, fork=0, reward=4.0),
+        said(7, observation=[0], reward=8.0),
+    ]
+)
+PLAIN = Trajectory([said(9, reward=5.0)])
+
+
+def found(name: str, *trajectories: Trajectory, **params: float) -> list[float]:
+    return advantage(name, **params)(table_of(*trajectories)).tolist()
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[Trajectory]:
+    """Episodes with forks, of few words and states, so that contexts meet."""
+    quarter = st.integers(-8, 8).map(lambda n: n / 4)
+
+    def way(length: int, **first: Any) -> list[Turn]:
+        return [
+            said(
+                *draw(st.lists(st.integers(4, 5), min_size=1, max_size=2)),
+                reward=draw(quarter),
+                state=draw(st.sampled_from("abc")),
+                **(first if n == 0 else {"observation": [0]}),
+            )
+            for n in range(length)
+        ]
+
+    made = []
+    for _ in range(draw(st.integers(1, 4))):
+        trunk = way(draw(st.integers(1, 3)))
+        turns = list(trunk)
+        for at in draw(st.lists(st.integers(0, len(trunk) - 1), max_size=2)):
+            context = [*P, *(token for one in trunk[:at] for token in [*one.observation, *one.completion.token_ids])]
+            context += trunk[at].observation
+            turns += way(draw(st.integers(1, 3)), observation=context, begins=True, fork=at - 1)
+        made.append(Trajectory(turns, draw(quarter)))
+    return made

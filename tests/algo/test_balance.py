@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from asyncrl.algo.balance import Costs, assign_micro_batches, measure, micro_batches, partition
 from asyncrl.algo.pack import pack
 from asyncrl.algo.samples import Sample
-from tests.algo.test_pack import Groups, packs
+from tests.algo.packs import Groups, packs
 
 COSTS = Costs(pair=3000, row=200_000)
 costs_lists = st.lists(st.integers(0, 10**9), max_size=40)

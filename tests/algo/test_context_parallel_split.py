@@ -12,7 +12,7 @@ from asyncrl.algo.balance import TOKEN, Costs
 from asyncrl.algo.context_parallel_split import bounds_of, cut, part
 from asyncrl.algo.pack import pack
 from asyncrl.algo.samples import Sample
-from tests.algo.test_pack import packs
+from tests.algo.packs import packs
 
 COSTS = Costs(pair=TOKEN // 50, row=TOKEN)
 

@@ -13,24 +13,7 @@ from hypothesis import strategies as st
 from asyncrl.algo.advantage import gae_raw, whiten
 from asyncrl.algo.siblings import EPSILON
 from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
-from tests.algo.tables import advantage, few, make, numbers
-from tests.algo.test_turn_context import P, said, table_of
-
-# P | 4 o 5 (rewards 1 2), from behind 4 | 6 o 7 (4 8); and another episode, P | 9 (5)
-TREE = Trajectory(
-    [
-        said(4, reward=1.0),
-        said(5, observation=[0], reward=2.0),
-        said(6, observation=[*P, 4, 0], begins=True, fork=0, reward=4.0),
-        said(7, observation=[0], reward=8.0),
-    ]
-)
-PLAIN = Trajectory([said(9, reward=5.0)])
-
-
-def found(name: str, *trajectories: Trajectory, **params: float) -> list[float]:
-    return advantage(name, **params)(table_of(*trajectories)).tolist()
-
+from tests.algo.tables import PLAIN, TREE, P, advantage, few, forests, found, make, numbers, said, table_of
 
 # -- by hand -------------------------------------------------------------------------------------------------------
 
@@ -121,34 +104,6 @@ def test_rewards_of_tokens_count_for_their_turn(name: str) -> None:
 # -- for every group -----------------------------------------------------------------------------------------------
 
 NAMES = ["turn_discounted", "turn_loo"]
-
-
-@st.composite
-def forests(draw: st.DrawFn) -> list[Trajectory]:
-    """Episodes with forks, of few words and states, so that contexts meet."""
-    quarter = st.integers(-8, 8).map(lambda n: n / 4)
-
-    def way(length: int, **first: Any) -> list[Turn]:
-        return [
-            said(
-                *draw(st.lists(st.integers(4, 5), min_size=1, max_size=2)),
-                reward=draw(quarter),
-                state=draw(st.sampled_from("abc")),
-                **(first if n == 0 else {"observation": [0]}),
-            )
-            for n in range(length)
-        ]
-
-    made = []
-    for _ in range(draw(st.integers(1, 4))):
-        trunk = way(draw(st.integers(1, 3)))
-        turns = list(trunk)
-        for at in draw(st.lists(st.integers(0, len(trunk) - 1), max_size=2)):
-            context = [*P, *(token for one in trunk[:at] for token in [*one.observation, *one.completion.token_ids])]
-            context += trunk[at].observation
-            turns += way(draw(st.integers(1, 3)), observation=context, begins=True, fork=at - 1)
-        made.append(Trajectory(turns, draw(quarter)))
-    return made
 
 
 @pytest.mark.parametrize("name", ["rloo", *NAMES])

@@ -15,7 +15,7 @@ from asyncrl.algo.routing_replay_index import RoutingReplayIndex, engine_routes,
 from asyncrl.algo.samples import Sample, build_samples
 from asyncrl.routing import RoutingShape, share_prompt
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
-from tests.test_routing import SHAPE, kept, told
+from tests.experts import SHAPE, kept, told
 
 Groups = list[list[Sample]]
 

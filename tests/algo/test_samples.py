@@ -13,7 +13,7 @@ from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.samples import Sample, build_samples, shares
 from asyncrl.algo.table import build_table
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
-from tests.algo.tables import advantage
+from tests.algo.tables import advantage, cut
 from tests.fakes import completion
 
 AGGREGATIONS = ["token", "sequence", "constant"]
@@ -123,18 +123,6 @@ def test_empty_answer_changes_no_weight_of_the_others(aggregation: str) -> None:
     full = weights([group(0, [2, 3])], aggregation).tolist()
     assert weights([group(0, [2, 3]), group(1, [0, 0])], aggregation).tolist() == full
     assert weights([group(0, [2, 0, 3])], aggregation).tolist() == full
-
-
-def cut(trajectory: Trajectory, prompt: list[int], at: set[int]) -> Trajectory:
-    """The same episode, with samples that begin at these turns: all before is read again, as context."""
-    context, turns = list(prompt), []
-    for place, turn in enumerate(trajectory.turns):
-        context += turn.observation
-        begins = place in at
-        observation = list(context) if begins else turn.observation
-        turns.append(Turn(observation, turn.completion, turn.reward, begins=begins, state=turn.state))
-        context += turn.completion.token_ids
-    return Trajectory(turns, trajectory.reward)
 
 
 @given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=4), st.data())

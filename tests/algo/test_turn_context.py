@@ -7,22 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.table import TokenTable, build_table
+from asyncrl.algo.table import build_table
 from asyncrl.algo.turn_context import turn_contexts
-from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
-from tests.algo.test_samples import cut
-
-P = [12, 1, 11]
-
-
-def said(*ids: int, finish: str = "stop", **turn) -> Turn:
-    written = Completion(list(ids), [-0.5] * len(ids), [VersionSpan(0, 0, len(ids))] if ids else [], finish)
-    return Turn(turn.pop("observation", []), written, **turn)
-
-
-def table_of(*trajectories: Trajectory) -> TokenTable:
-    return build_table([Group("g", 0, P, list(trajectories), "t")], 0)
-
+from asyncrl.schema import Group, Trajectory
+from tests.algo.tables import P, cut, said, table_of
 
 # P | 4 o 5 o 6, and from behind 4: | 7 o 8
 TREE = Trajectory(

@@ -10,7 +10,7 @@ from asyncrl.algo.advantage import AdvantageTraits
 from asyncrl.algo.loss import LossTraits
 from asyncrl.config.batch_parts import check_traits
 from asyncrl.errors import ConfigError
-from tests.fakes import tiny_config
+from tests.fakes import reusing, tiny_config
 
 PARTS = {"rollout.batch_groups": 4, "trainer.batch_parts": 4}
 
@@ -25,7 +25,7 @@ PARTS = {"rollout.batch_groups": 4, "trainer.batch_parts": 4}
         ({"algo.advantage": "gae"}, "algo.advantage", "needs the whole batch"),
         ({"algo.loss": "m2po", "algo.correction": None}, "algo.loss", "needs the whole batch"),
         ({"algo.shaping.normalize": True}, "algo.shaping.normalize", "needs the whole batch"),
-        ({"algo.replay_groups": 2}, "algo.replay_groups", "added to a whole batch"),
+        (reusing(groups=2), "sample_reuse.groups", "added to a whole batch"),
         ({"rollout.over_age": "drop"}, "rollout.over_age", "when a batch is complete"),
         ({"deterministic": True, "rollout.max_staleness": 0, "rollout.lead": None}, "deterministic", "Timing decides"),
     ],

@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.auto_plan import Devices, make
 from asyncrl.launch.engine_shape import check_shape
 from tests.fakes import tiny_config
-from tests.launch.test_generations import AMPERE, BLACKWELL, HOPPER, check
+from tests.launch.preflight.worlds import AMPERE, BLACKWELL, HOPPER, check
 
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
 ROLE: dict[str, Any] = {"adapter": "judge", "past": None}
@@ -33,6 +33,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "overlap": [{"weights.overlap": True, "rollout.max_staleness": 2}, {"weights.overlap": True, **LORA}],
     "colocated": [
         {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"},
+        {"cluster.placement": "shared"},
     ],
     "adapters": [LORA, {**LORA, "trainer.lora.targets": ["q_a_proj"]}, {**LORA, "trainer.lora.targets": ["q_proj"]}],
     "roles": [ROLES],
@@ -57,13 +58,11 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
     ],
     "batch_parts": [ROLES],
     "overlap": [{"rollout.max_staleness": 0}, {"rollout.max_staleness": 2, "rollout.lead": 0}],
+    "colocated": [{"engine.memory_fraction": 0.9}],
     "adapters": [CODES],
     "roles": [{"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True}],
     "engine_shape": [{"algo.routing_replay": "R3"}],
-    "auto_plan": [
-        {"engine.count": 0, "engine.prefill_count": 1, "engine.decode_count": 1},
-        {"cluster.launcher": "slurm", "cluster.trainer_nodes": 1},
-    ],
+    "auto_plan": [{"cluster.launcher": "slurm", "cluster.trainer_nodes": 1}],
 }
 """Settings by module that break rules whose cause is in other fields than the one that they name."""
 EVERYWHERE: list[dict[str, Any]] = [

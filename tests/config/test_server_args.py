@@ -91,11 +91,28 @@ def test_experts_on_gpus_run_on_kernels_that_leave_their_weights_as_they_were_lo
     assert expert_args(tiny_config(**exchanged).engine, gpu=True) == {}
 
 
+BACKENDS = {ARGS: {"attention_backend": "triton", "sampling_backend": "pytorch"}}
+
+
+def test_engines_on_gpus_get_the_backends_that_they_are_told_and_otherwise_choose_them() -> None:
+    for base, wanted in ((BACKENDS, True), ({}, False)):
+        argv = server_argv(tiny_config(**base).engine, Path("/model"), "http://127.0.0.1:1", gpu=True, seed=0)
+        assert ("--attention-backend" in argv, "--sampling-backend" in argv) == (wanted, wanted)
+        assert not wanted or argv[argv.index("--attention-backend") + 1] == "triton"
+        assert not wanted or argv[argv.index("--sampling-backend") + 1] == "pytorch"
+
+
 @pytest.mark.parametrize(
     ("base", "field"),
-    [(NGRAM, f"{ARGS}.speculative_algorithm"), (EAGLE, f"{ARGS}.speculative_algorithm"), (CACHED, "engine.hicache")],
+    [
+        (NGRAM, f"{ARGS}.speculative_algorithm"),
+        (EAGLE, f"{ARGS}.speculative_algorithm"),
+        (CACHED, "engine.hicache"),
+        (BACKENDS, f"{ARGS}.attention_backend"),  # pytorch's sampling is that of CPUs, too
+        ({ARGS: {"sampling_backend": "flashinfer"}}, f"{ARGS}.sampling_backend"),
+    ],
 )
-def test_cpus_do_not_draft_and_have_one_cache(base: dict[str, Any], field: str) -> None:
+def test_cpus_do_not_draft_and_have_one_cache_and_backends_of_their_own(base: dict[str, Any], field: str) -> None:
     check_gpu_features(tiny_config(**base), 1)
     with pytest.raises(ConfigError, match="CPUs") as caught:
         check_gpu_features(tiny_config(**base), 0)

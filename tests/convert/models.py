@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -89,3 +90,27 @@ def described(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
 def rewritten(folder: Path, **fields: Any) -> None:
     hf = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**hf, **fields}))
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, arguments: list[str]) -> str:
+    """The one line of a conversion that must fail and leave nothing."""
+    out = Path(arguments[3 if arguments[0] == "merge" else 2])
+    before = sorted(out.parent.iterdir())
+    capsys.readouterr()
+    assert main(arguments) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert sorted(out.parent.iterdir()) == before
+    assert lines[-1].startswith("asyncrl-convert: error: ")
+    assert not any("Traceback" in line for line in lines)
+    return lines[-1]
+
+
+def changed(folder: Path, **new: Tensor | None) -> None:
+    """The folder's weights with some tensors replaced, added or (None) taken away."""
+    held = tensors(folder)
+    for name, tensor in new.items():
+        if tensor is None:
+            del held[name]
+        else:
+            held[name] = tensor
+    save_file(held, folder / "model.safetensors")

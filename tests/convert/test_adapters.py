@@ -17,8 +17,7 @@ from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import user_config
 from asyncrl_convert.cli import main
-from tests.convert.models import described, rewritten, tensors, written
-from tests.convert.test_refusals import changed, refused
+from tests.convert.models import changed, described, refused, rewritten, tensors, written
 from tests.fakes import tiny_config
 from tests.weights.adapters import RANK, adapters, loaded, logits, lora, merged
 

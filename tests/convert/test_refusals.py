@@ -15,35 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from asyncrl_convert.cli import main
-from tests.convert.models import converted, described, rewritten, tensors
-
-
-def refused(capsys: pytest.CaptureFixture[str], code: int, arguments: list[str]) -> str:
-    """The one line of a conversion that must fail and leave nothing."""
-    out = Path(arguments[3 if arguments[0] == "merge" else 2])
-    before = sorted(out.parent.iterdir())
-    capsys.readouterr()
-    assert main(arguments) == code
-    lines = capsys.readouterr().err.splitlines()
-    assert sorted(out.parent.iterdir()) == before
-    assert lines[-1].startswith("asyncrl-convert: error: ")
-    assert not any("Traceback" in line for line in lines)
-    return lines[-1]
-
-
-def changed(folder: Path, **new: Tensor | None) -> None:
-    """The folder's weights with some tensors replaced, added or (None) taken away."""
-    held = tensors(folder)
-    for name, tensor in new.items():
-        if tensor is None:
-            del held[name]
-        else:
-            held[name] = tensor
-    save_file(held, folder / "model.safetensors")
+from tests.convert.models import changed, converted, described, refused, rewritten
 
 
 @pytest.mark.parametrize(

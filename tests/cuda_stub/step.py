@@ -187,7 +187,7 @@ def _publish_beside(policy: Any, parallel: Any, config: Config, following: Batch
         *(parallel, Fleet([], Access(""), 1.0, on_lost=lambda *_: None), Waiting(), policy.weights, config.weights),
         expected=lambda: ExpectedChecksums(policy.hf, EngineParallel(), dtype=torch.bfloat16, device="cuda"),
         hold=lambda: None,
-        announce=lambda version, reused: None,
+        announce=lambda version: None,
         group=torch.distributed.new_group(backend="gloo"),
     )
     overlapped = OverlappedPublisher(publisher)
@@ -198,3 +198,8 @@ def _publish_beside(policy: Any, parallel: Any, config: Config, following: Batch
     trained.set()
     overlapped.finish()
     return {"waits": waits, "sent": sent, "buckets": len(publisher._plan or []), "figures": figures}
+
+
+TP, SP, PP = "trainer.tensor_parallel", "trainer.sequence_parallel", "trainer.pipeline_parallel"
+VPP, CP, DP = "trainer.virtual_pipeline", "trainer.context_parallel", "trainer.data_parallel"
+EP, ETP = "trainer.expert_parallel", "trainer.expert_tensor_parallel"

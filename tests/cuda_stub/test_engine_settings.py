@@ -12,6 +12,7 @@ from scripts.gpu_engines import SETTINGS, composed
 
 SHAPE = ("tp_size", "ep_size", "dp_size", "pp_size")
 EXPECTED: dict[str, dict[str, Any]] = {
+    "triton": {"attention_backend": "triton", "sampling_backend": "pytorch"},
     "hicache": {"enable_hierarchical_cache": True, "hicache_size": 1, "disable_radix_cache": False},
     "fp8": {"load_format": "dummy"},
     "int8": {"load_format": "dummy"},

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cuda_stub.memory import STATE
-from tests.cuda_stub.step import Case
-from tests.cuda_stub.test_steps import CP, DP, EP, ETP, PP, SP, TP, VPP
+from tests.cuda_stub.step import CP, DP, EP, ETP, PP, SP, TP, VPP, Case
 
 LAYERS = 12
 """Many enough that one layer's workspace is small beside what all layers keep, as in models that people train."""
@@ -37,7 +36,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
         BASE,
         {"trainer.recompute.granularity": "full", "trainer.activation_offload": True},
     ),
-    "reference and resets": (BASE, {"algo.kl.coefficient": 0.01, "algo.reset_every": 3}),
+    "reference": (BASE, {"algo.kl.coefficient": 0.01}),
     "critic, PP 2, last stage": (replace(BASE, rank=1, layers=2), {"algo.advantage": "gae", PP: 2}),
     "critic": (BASE, {"algo.advantage": "gae"}),
     "adapters": (BASE, LORA),

@@ -11,11 +11,8 @@ import pytest
 
 from tests.cuda_stub.experiments import EXPERIMENTS
 from tests.cuda_stub.ranks import classes
-from tests.cuda_stub.step import Case, settings
-
-TP, SP, PP = "trainer.tensor_parallel", "trainer.sequence_parallel", "trainer.pipeline_parallel"
-VPP, CP, DP = "trainer.virtual_pipeline", "trainer.context_parallel", "trainer.data_parallel"
-EP, ETP = "trainer.expert_parallel", "trainer.expert_tensor_parallel"
+from tests.cuda_stub.step import CP, DP, EP, ETP, PP, SP, TP, VPP, Case, settings
+from tests.fakes import reusing
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -49,7 +46,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "critic": {"algo.advantage": "gae"},
     "entropy": {"algo.entropy_bonus": 0.01},
-    "resets": {"algo.reset_every": 1},
+    "resets": reusing(reset_every=1),
     "four mini-batches, twice": {"algo.mini_batches": 4, "algo.epochs": 2},
     "three parts": {"trainer.batch_parts": 3},
     "chunks of logits": {"trainer.logit_rows": 64},
@@ -69,13 +66,13 @@ FEATURES: dict[str, dict[str, Any]] = {
         "trainer.lora.dropout": 0.1,
         "trainer.recompute.granularity": "full",
         "algo.kl.coefficient": 0.01,
-        "algo.reset_every": 1,
+        **reusing(reset_every=1),
     },
     "all": {
         "algo.advantage": "gae",
         "algo.kl.coefficient": 0.01,
         "algo.entropy_bonus": 0.01,
-        "algo.reset_every": 1,
+        **reusing(reset_every=1),
         "algo.mini_batches": 4,
     },
 }

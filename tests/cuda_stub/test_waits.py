@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_stub.step import Case
-from tests.cuda_stub.test_steps import DP, EP, ETP, PP, SP, TP, VPP
+from tests.cuda_stub.step import DP, EP, ETP, PP, SP, TP, VPP, Case
 
 AN_UPDATE = 1
 """The sums and columns of the batch, in one copy (trainer/token_accumulator.py)."""

@@ -15,7 +15,7 @@ from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import SavedCompletion
 from asyncrl.schema import Completion, VersionSpan
-from tests.engine.asking import PROMPT, asked
+from tests.engine.asking import PROMPT, answering, asked, named
 from tests.fakes import FakeEngine, Reply, completion, pieces, stream, tiny_config, until
 
 
@@ -37,22 +37,6 @@ def played(engine: FakeEngine, play: Callable[[GenerationClient], Coroutine[Any,
         return found
 
     return asked(engine, checked, names=adapter_names(config(), "run0"), retry_timeout=5.0, **settings)
-
-
-def answering(*, label: int = 9, before: Callable[[int], Reply | None] = lambda number: None) -> FakeEngine:
-    """Return an engine that serves a later version than any request names. `before` may give the n-th reply."""
-
-    def answer(request: dict[str, Any]) -> Reply:
-        reply = before(len(engine.requests) - 1)
-        told = [completion(3, (label,), "length") for _ in range(request["sampling_params"]["n"])]
-        return reply or stream(event for i, one in enumerate(told) for event in pieces(one, index=i))
-
-    engine = FakeEngine(answer)
-    return engine
-
-
-def named(engine: FakeEngine) -> list[str | None]:
-    return [request.get("lora_path") for request in engine.requests]
 
 
 def test_requests_name_the_adapter_of_the_newest_version_and_tokens_have_that_version() -> None:

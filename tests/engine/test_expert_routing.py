@@ -18,8 +18,8 @@ from asyncrl.engine.stream import _events
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion, VersionSpan
 from tests.engine.asking import PROMPT, asked
+from tests.experts import SHAPE, kept, told
 from tests.fakes import FakeEngine, Reply, pieces, stream
-from tests.test_routing import SHAPE, kept, told
 
 WRITTEN = list(range(100, 108))
 CUTS = ("abort", "abort in the queue", "broken", "503")

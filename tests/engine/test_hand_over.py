@@ -78,7 +78,7 @@ class Rig:
             config.weights,
             expected=lambda: ExpectedChecksums(hf, EngineParallel(), dtype=torch.float32),
             hold=lambda: None,
-            announce=lambda version, reused: None,
+            announce=lambda version: None,
             update=self.hand_over.update,
         )
 

@@ -12,16 +12,7 @@ from asyncrl.engine.loads import Load, Loads, counters_of, load_of, rates_of
 from asyncrl.errors import EngineError
 from asyncrl.metrics.fields import STEP_BY_ENGINE, STEP_ENGINE_COUNTERS, STEP_ENGINES
 from asyncrl.network.addresses import Access
-
-RANK = {
-    "dp_rank": 0,
-    "num_running_reqs": 3,
-    "num_waiting_reqs": 1,
-    "num_used_tokens": 500,
-    "max_total_num_tokens": 1000,
-    "total_prefill_uncached_tokens": 900,
-    "total_prefill_busy_us": 2_500_000,
-}
+from tests.engine.asking import RANK
 
 
 def asked(answers: dict[str, httpx.Response | Exception]) -> list[Load]:

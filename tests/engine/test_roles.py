@@ -17,8 +17,7 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.schema import Completion, Generate, Prompt, Trajectory, VersionSpan
-from tests.engine.asking import PROMPT, asked
-from tests.engine.test_adapters import answering, named
+from tests.engine.asking import PROMPT, answering, asked, named
 from tests.fakes import FakeEngine, FakeTemplate, Reply, completion, pieces, stream, tiny_config, until
 
 ROLES = {"proposer": {"adapter": "b"}, "solver": {}, "old": {"past": {"every": 2, "keep": 3}}}

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from asyncrl.envs.breaker import FIRST_PAUSE, LONGEST_PAUSE, Breaker
+from asyncrl.envs.breaker import FIRST_PAUSE, LONGEST_PAUSE, UNPROVEN_PATIENCE, Breaker
 from asyncrl.errors import AsyncRLError
 
 MOST, PATIENCE = 3, 1000.0
@@ -90,6 +90,7 @@ def test_one_episode_tries_and_all_may_when_it_goes_well() -> None:
 
 def test_pauses_double_up_to_the_longest_and_begin_anew_after_a_success() -> None:
     async def script(world: World) -> None:
+        world.breaker.succeeded()
         world.fail()
         pause = FIRST_PAUSE
         for _ in range(8):
@@ -120,8 +121,19 @@ def test_try_that_ends_without_a_verdict_leaves_its_place_to_another() -> None:
     run(script)
 
 
+def test_environment_that_never_worked_ends_the_run_soon() -> None:
+    async def script(world: World) -> None:
+        world.fail()
+        world.now += UNPROVEN_PATIENCE + 1
+        with pytest.raises(AsyncRLError, match=r"never worked.*: it raised"):
+            world.fail(1)
+
+    run(script)
+
+
 def test_patience_ends_with_the_name_and_the_last_failure() -> None:
     async def script(world: World) -> None:
+        world.breaker.succeeded()
         world.fail()
         world.now += PATIENCE
         world.fail(1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +12,12 @@ from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.envs.env import EnvSpec, Step
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.envs.shell import ShellEnv
-from asyncrl.envs.tools.shared import close_shared
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Prompt
 from tests.agents.talking import Talking, written
+from tests.envs.shells import QUESTION, SANDBOX, block, play, run
 from tests.envs.tools.sandboxes import Folders
 from tests.fakes import FakeTemplate
-
-SANDBOX = {"sandbox": "tests.envs.tools.sandboxes:Folders"}
-QUESTION = {
-    "messages": [],
-    "files": {"data/n.txt": "1\n2\n"},
-    "tests": {"check.sh": "cat answer.txt"},
-    "checks": [
-        {"command": "sh check.sh", "expect": "3"},
-        {"command": "test -f answer.txt"},
-        {"command": "cat data/n.txt", "expect": "1\n2"},
-        {"command": "false"},
-    ],
-}
 
 
 @pytest.fixture(autouse=True)
@@ -40,33 +26,6 @@ def nothing_is_left() -> Iterator[None]:
     Folders.opened.clear()
     yield
     assert [one for one in Folders.opened if one.path.exists()] == []
-
-
-def run(script: Callable[[], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        try:
-            async with asyncio.timeout(60):
-                return await script()
-        finally:
-            await close_shared()
-
-    return asyncio.run(main())
-
-
-def play(*texts: str, question: dict[str, Any] = QUESTION, **options: Any) -> list[Step]:
-    async def script() -> list[Step]:
-        env = ShellEnv(**SANDBOX, **options)
-        await env.reset(question)
-        try:
-            return [await env.step(text) for text in texts]
-        finally:
-            await env.close()
-
-    return run(script)
-
-
-def block(command: str) -> str:
-    return f"I will.\n```bash\n{command}\n```\n"
 
 
 def shown(step: Step) -> str:

@@ -14,8 +14,7 @@ pytest.importorskip("asyncrl.sandbox.local")
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.envs.tools.toolbox import ToolboxEnv
 from asyncrl_recipes.shell.tasks import KINDS, ShellTasks
-from tests.envs.test_shell import block
-from tests.recipes.test_shell import SOLUTIONS
+from tests.envs.shells import SOLUTIONS, block
 
 pytestmark = pytest.mark.integration
 LIMITS = {"seconds": 20.0, "cpu_seconds": 20.0, "memory_mb": 256, "output_kb": 64}

@@ -38,9 +38,8 @@ from asyncrl.network.ports import free_port
 from asyncrl.records import events
 from asyncrl.rollout.snapshot import Snapshot
 from asyncrl.schema import Batch, Completion, Trajectory, encode
-from tests.fakes import addresses, completion, compose_values, trajectory
+from tests.fakes import addresses, completion, compose_values, missing, trajectory
 from tests.golden import replay
-from tests.test_config import missing
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / ".venv/golden"

@@ -22,11 +22,11 @@ ESC = "\x1b"
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Two batches of two groups, one group that was rejected, and one that is ready."""
-    found: list[Event] = [Rejected(9, 0, "no_signal", 4, packed(group(9, rewards=[0.0, 0.0])))]
+    found: list[Event] = [Rejected(9, "no_signal", 4, packed(group(9, rewards=[0.0, 0.0])))]
     for slot, (tokens, rewards) in enumerate([(2, (0, 1)), (5, (1, 1)), (3, (0, 0.5)), (7, (0, 0)), (2, (0, 1))]):
         versions = (1,) if slot == 3 else (0, 1)
         played = group(slot, rewards=rewards, tokens=tokens, versions=versions, task="sum" if slot % 2 else "sort")
-        found += [Admitted(slot, 0, 0, 0, f"p{slot}", 2), Committed(slot, 0, packed(played), 0)]
+        found += [Admitted(slot, 0, 0, f"p{slot}", 2), Committed(slot, packed(played), 0)]
     found += [Taken(0, ["g0", "g1"], {}), Taken(1, ["g2", "g3"], {"tokens/generated": 20.0})]
     writer = Writer(tmp_path / "records")
     for event in found:
@@ -94,7 +94,7 @@ def test_what_models_and_strangers_wrote_does_not_steer_the_terminal(
     monkeypatch.setattr("asyncrl_view.inspection.render.decoder", lambda run: lambda token: visible("\x1b]0;owned\x07"))
     steering = f"{ESC}[2J[red]"
     writer = Writer(run / "records")
-    writer.write(Rejected(20, 0, steering, 4, packed(group(20, rewards=[0.0], task=steering))))
+    writer.write(Rejected(20, steering, 4, packed(group(20, rewards=[0.0], task=steering))))
     writer.close()
     for arguments in ([], ["--reason", steering], ["--uid", "g20", "--text"]):
         text = shown(capsys, run, *arguments)

@@ -37,8 +37,8 @@ HOSTILE = "</script><script>document.title='owned'</script><!--<script>"
 def run(tmp_path: Path) -> Path:
     """A batch of two groups of two, of five tokens each, one group that the trainer ran; and a rejected one."""
     groups = [group(slot, rewards=(0, 1), tokens=5, versions=(0, 1)) for slot in range(3)]
-    events: list[Event] = [Committed(slot, 0, packed(groups[slot]), 0) for slot in (0, 1)]
-    events += [Rejected(2, 0, "no_signal", 4, packed(groups[2])), Taken(0, ["g0", "g1"], {})]
+    events: list[Event] = [Committed(slot, packed(groups[slot]), 0) for slot in (0, 1)]
+    events += [Rejected(2, "no_signal", 4, packed(groups[2])), Taken(0, ["g0", "g1"], {})]
     for folder, told in ((tmp_path / "records", events), (tmp_path / "records" / TRAINER, [scored(0, SCORES)])):
         writer = Writer(folder)
         for event in told:
@@ -79,7 +79,7 @@ def test_turns_tell_who_acts_and_what_they_follow_where_that_is_not_the_turn_bef
     played = group(0, rewards=(0,))
     played = msgspec.structs.replace(played, trajectories=[Trajectory(turns, 1.0)])
     writer = Writer(tmp_path / "records")
-    for event in (Committed(0, 0, packed(played), 0), Taken(0, ["g0"], {})):
+    for event in (Committed(0, packed(played), 0), Taken(0, ["g0"], {})):
         writer.write(event)
     writer.close()
     (shown,) = held(made(tmp_path))["groups"]
@@ -158,7 +158,7 @@ def test_images_are_shown_once_as_data_and_nothing_of_them_is_executed(tmp_path:
     turn = Turn([], completion(), images=[name])
     one = Group("g0", 0, [1], [Trajectory([turn], 1.0)], "t", None, [name], {name: png})
     writer = Writer(tmp_path / "records")
-    writer.write(Committed(0, 0, packed(one), 0), one.images)
+    writer.write(Committed(0, packed(one), 0), one.images)
     writer.write(Taken(0, ["g0"], {}))
     writer.close()
     text = made(tmp_path)

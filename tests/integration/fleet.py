@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 from asyncrl.config import Config, load
+from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.router import RouterWorkers, wait_until_ready
 from asyncrl.launch.machine import this_node
 from asyncrl.launch.main import CONF
@@ -28,7 +33,10 @@ from asyncrl.models import catalog
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.network.tls import Authority
+from asyncrl.schema import Completion
+from tests.integration.publisher import publish
 
+PROMPT, EOS = [12, 1, 2, 3, 11], 10
 START = 400.0
 """Time limit for engines to start in seconds: many times what they take on an idle machine."""
 
@@ -145,3 +153,99 @@ def engines(
         yield made
     finally:
         made.close()
+
+
+def settings(config: Config, **weights: object) -> Config:
+    return config.model_copy(update={"weights": config.weights.model_copy(update={"timeout": 30.0, **weights})})
+
+
+def client(fleet: Engines, **changes: object) -> GenerationClient:
+    values = {
+        "run": "w",
+        "access": fleet.addresses.access,
+        "max_new_tokens": 48,
+        "temperature": 1.0,
+        "stop_token_ids": [EOS],
+        "timeout": 60.0,
+        "retry_timeout": 30.0,
+        "coalesce": False,
+    }
+    return GenerationClient(fleet.addresses.router, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def answers_across_publishes(
+    publisher: Any, fleet: Engines, first: int, enough: Callable[[int, Completion], bool]
+) -> tuple[int, list[Completion]]:
+    """Publish a version, then five more while requests are in flight. Return the version and the whole answers, of
+    which one is `enough`. Try again from later versions if none is: where others work, too, answers may end before the
+    publishes."""
+    for serving in range(first, first + 1000, 100):
+        publish(publisher, serving)
+        _, answers = asyncio.run(publish_under_way(publisher, fleet, serving, range(serving + 1, serving + 6)))
+        for found in answers:
+            whole(found)
+        if any(enough(serving, found) for found in answers):
+            return serving, answers
+    pytest.fail("the publishes fell outside the answers")
+
+
+def ask(fleet: Engines, count: int, version: int, **changes: object) -> list[Completion]:
+    async def answers() -> list[Completion]:
+        made = client(fleet, **changes)
+        made.inflight.release(version)
+        generate = made.generate()
+        found = await asyncio.gather(*[generate(PROMPT) for _ in range(count)])
+        await made.close()
+        return found
+
+    return asyncio.run(answers())
+
+
+def reloaded(model: Path, tensors: dict[str, torch.Tensor], folder: Path) -> torch.nn.Module:
+    """Return a model with these tensors, whose experts transformers stacks as it loads them."""
+    from transformers import AutoModelForCausalLM
+
+    folder.mkdir()
+    shutil.copy(model / "config.json", folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def whole(found: Completion) -> None:
+    """Check that an answer is complete: it ended as the model or the limit requires, and every token has its
+    log-probability."""
+    assert len(found.token_ids) == len(found.logprobs)
+    assert len(found.token_ids) == 48 or found.token_ids[-1] == EOS
+    assert EOS not in found.token_ids[:-1]
+    assert [span.start for span in found.versions[1:]] == [span.end for span in found.versions[:-1]]
+    assert (found.versions[0].start, found.versions[-1].end) == (0, len(found.token_ids))
+    assert [span.version for span in found.versions] == sorted({span.version for span in found.versions})
+
+
+async def publish_under_way(
+    publisher: Any, fleet: Engines, serving: int, versions: Iterable[int]
+) -> tuple[dict[str, float], list[Completion]]:
+    """Publish versions one after the other while requests are in flight.
+
+    Return the figures of the last one, and the answers.
+    """
+    made = client(
+        fleet,
+        run=f"under-way-{serving}",
+        pause_mode=publisher._update._mode,
+        replicas=fleet.config.engine.data_parallel,
+    )
+    made.inflight.release(serving)
+    loop = asyncio.get_running_loop()
+    publisher.hold = lambda: loop.call_soon_threadsafe(made.inflight.hold)
+    publisher.announce = lambda version: loop.call_soon_threadsafe(made.inflight.release, version)
+    running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(24)])
+    await asyncio.sleep(0.02)
+    while not all(sent.answered for sent in made.inflight._requests):  # noqa: ASYNC110  nothing tells
+        await asyncio.sleep(0.001)
+    for version in versions:
+        figures = await asyncio.to_thread(publish, publisher, version)
+    answers = await asyncio.wait_for(running, 300)
+    await made.close()
+    publisher.hold, publisher.announce = lambda: None, lambda version: None  # this loop ends
+    return figures, answers

@@ -78,6 +78,17 @@ def quantized(weights: SeededWeights, hf: dict[str, Any], kind: Any, wide: torch
     return QuantizedWeights(weights, hf["architectures"][0], kind, wide)  # type: ignore[arg-type]
 
 
+class Sender(Publisher):
+    """A publisher with its engines and weights, and with what it calls before and after a publish, which may change."""
+
+    def __init__(self, *parts: Any, hold: Callable[[], object], announce: Callable[[int], object], **more: Any) -> None:
+        _, self.fleet, _, self.weights, *_ = parts
+        self.hold, self.announce = hold, announce
+        super().__init__(
+            *parts, hold=lambda: self.hold() and None, announce=lambda version: self.announce(version), **more
+        )
+
+
 def make(
     config: Config,
     addresses: Addresses,
@@ -85,10 +96,10 @@ def make(
     folder: Path,
     *,
     urls: tuple[str, ...] | None = None,
-    hold: Callable[[], None] = lambda: None,
-    announce: Callable[[int], None] = lambda version: None,
+    hold: Callable[[], object] = lambda: None,
+    announce: Callable[[int], object] = lambda version: None,
     device: str = "cpu",
-) -> Publisher:
+) -> Sender:
     """Return a publisher of one rank, created as in trainer/__main__.py. `device` is the trainer's."""
     timeout = config.weights.timeout
     fleet = Fleet(
@@ -104,7 +115,7 @@ def make(
     hf = flat(json.loads((addresses.model / "config.json").read_text()))
     dtype, kind = getattr(torch, config.engine.dtype), config.engine.quantization
     sent: Any = weights if kind == "none" else quantized(weights, hf, kind, dtype)
-    return Publisher(
+    return Sender(
         parallel,
         fleet,
         transport,
@@ -114,13 +125,13 @@ def make(
             hf, config.engine.parallel, dtype=dtype, device="cuda" if addresses.gpus else "cpu"
         ),
         hold=hold,
-        announce=lambda version, reused: announce(version),
+        announce=announce,
     )
 
 
-def publish(publisher: Publisher, version: int) -> dict[str, float]:
+def publish(publisher: Sender, version: int) -> dict[str, float]:
     """Set the weights to a version and publish it."""
-    weights: Any = publisher._weights
+    weights: Any = publisher.weights
     getattr(weights, "_weights", weights).version = version
     return publisher.publish(version)
 
@@ -132,11 +143,11 @@ def main(order: dict[str, Any]) -> None:
         config, addresses, SeededWeights(addresses.model), Path(order["folder"]), urls=tuple(order["serving"])
     )
     for url in order["joining"]:
-        publisher._fleet.join(url)
+        publisher.fleet.join(url)
     for version in range(order["first"], order["last"] + 1):
         print(f"publishing {version}", flush=True)
         publish(publisher, version)
-        print(f"published {version} to {len(publisher._fleet.serving)}", flush=True)
+        print(f"published {version} to {len(publisher.fleet.serving)}", flush=True)
         time.sleep(order["pause"])
 
 

@@ -115,10 +115,10 @@ def main(folder: Path) -> None:
         assert all(not one.equal(two) for one, two in zip(trained, now[0], strict=True))
     check_replicas(own.network, parallel)
     before = split(own.network)[0]
-    own._resets.after(4)
+    own._hooks["sample_reuse"].after_update(4)
     for one, two, first in zip(before, split(own.network)[0], start[0], strict=True):
-        assert two.equal(one.lerp(first, config.algo.reset_share))
-    states = sum(one.numel() for one in own._optimizer.states())
+        assert two.equal(one.lerp(first, config.sample_reuse.reset_share))
+    states = sum(one.numel() for one in own.optimizer.states())
     assert states <= 3 * sum(one.numel() for one in start[0]), "there are masters or moments of the base"
 
 

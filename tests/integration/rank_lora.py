@@ -35,9 +35,9 @@ from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.sharded import ShardedState  # noqa: E402
 from asyncrl.trainer.token_accumulator import TokenAccumulator  # noqa: E402
 from asyncrl.weights.names import adapter_of  # noqa: E402
-from tests.integration.test_step import groups, weights  # noqa: E402
+from tests.integration.updates import drawn_samples, token_weights  # noqa: E402
 
-ROWS, ROLES = len(weights()), (POLICY, "solver")
+ROWS, ROLES = len(token_weights()), (POLICY, "solver")
 
 
 def scored(network: Network, parallel: Parallel, of: Groups | None = None) -> Tensor:
@@ -49,7 +49,7 @@ def scored(network: Network, parallel: Parallel, of: Groups | None = None) -> Te
         seen.note(one.table_rows, logprobs=logprobs)
         return logprobs.sum()
 
-    network.score(network.packs(of or groups()), visit)
+    network.score(network.packs(of or drawn_samples()), visit)
     return seen.gather(("logprobs",))[0]["logprobs"].float()
 
 
@@ -66,7 +66,7 @@ def gradients(network: Network, adapter: str = POLICY) -> dict[str, Tensor]:
 
 def loss(head: Head, one: Pack) -> Tensor:
     """Return the loss of a pack."""
-    return -(weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
+    return -(token_weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
 
 
 def restored(network: Network, state: ShardedState, folder: Path) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def check_roles(trainer: TrainerConfig, model: Path, parallel: Parallel, checkpo
     made = {ROLES: Network(trainer, model, parallel, adapters=ROLES)}
     made |= {(role,): Network(plainly, model, parallel, adapters=(role,)) for role in ROLES}
     optimizers = {names: NetworkOptimizer(trainer, network, 100) for names, network in made.items()}
-    samples = [[replace(one, adapter=ROLES[n % 2]) for n, one in enumerate(group)] for group in groups()]
+    samples = [[replace(one, adapter=ROLES[n % 2]) for n, one in enumerate(group)] for group in drawn_samples()]
     own = {role: [[one for one in group if one.adapter == role] for group in samples] for role in ROLES}
     for seed, role in enumerate(ROLES):
         for network in (made[ROLES], made[role,]):
@@ -189,7 +189,7 @@ def main(folder: Path, layout: str) -> None:
         base = {key: tensor.clone() for key, tensor in network.weights.hf_tensors(merged=None)}
         frozen = [one.detach().clone() for one in network.parameters() if not one.requires_grad]
         optimizer.zero_grad()
-        network.train(network.packs(groups()), loss)
+        network.train(network.packs(drawn_samples()), loss)
         if not network.sharded:
             out |= {f"gradient {key}": tensor for key, tensor in gradients(network).items()}
         out["norm"] = torch.tensor(optimizer.step()[0])

@@ -1,5 +1,5 @@
-"""One trainer rank of test_memory.py: python rank_memory.py FOLDER, under torchrun. It reports the bytes that it
-holds."""
+"""One trainer rank of test_memory.py: python rank_memory.py FOLDER ROWS VOCABULARY, under torchrun. It
+reports the bytes that it holds."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
-from tests.integration.test_memory import ROWS, VOCAB  # noqa: E402
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, rows: int, vocab: int) -> None:
     trainer = TrainerConfig.model_validate(json.loads((folder / "trainer.json").read_text()))
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
     network = Network(trainer, folder / "model", parallel)
@@ -40,16 +39,16 @@ def main(folder: Path) -> None:
         "gradients": sum(one.main_grad.nbytes for one in parameters),  # type: ignore[attr-defined]
         "masters": sum(one.nbytes for one in apart),
         "moments": sum(moment.nbytes for one in shards for moment in one.moments.values()),
-        "activations": kept_by_forward(network),
+        "activations": kept_by_forward(network, rows, vocab),
     }
     (folder / f"told-{parallel.rank}.json").write_text(json.dumps(told))
 
 
-def kept_by_forward(network: Network) -> int:
+def kept_by_forward(network: Network, rows: int, vocab: int) -> int:
     """Return the bytes of all memory that autograd keeps at the end of forward, except the parameters, and those of the
     largest unit that backward recomputes."""
     one = Sample(
-        [i % VOCAB for i in range(ROWS)], [(i + 1) % VOCAB for i in range(ROWS)], [True] * ROWS, number=0, first_row=0
+        [i % vocab for i in range(rows)], [(i + 1) % vocab for i in range(rows)], [True] * rows, number=0, first_row=0
     )
     own = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
     kept: dict[int, Tensor] = {}  # by address, held so that none is used again
@@ -80,4 +79,4 @@ def sizes(tensors: dict[int, Tensor]) -> int:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -23,14 +23,14 @@ from asyncrl.trainer.offload import DeviceMemory, HeldTensors  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.sharded import ShardedState  # noqa: E402
-from tests.integration.test_step import groups, weights  # noqa: E402
+from tests.integration.updates import drawn_samples, token_weights  # noqa: E402
 
 UPDATES = 3
 Values = dict[str, Tensor]
 
 
 def visit(head: Head, one: Pack) -> Tensor:
-    return -(weights()[one.table_rows] * head.score(one, 1.0)[0].float()).sum()
+    return -(token_weights()[one.table_rows] * head.score(one, 1.0)[0].float()).sum()
 
 
 class Trained:
@@ -50,7 +50,7 @@ class Trained:
 
     def update(self) -> None:
         self.optimizer.zero_grad()
-        self.network.train(self.network.packs(groups()), visit)
+        self.network.train(self.network.packs(drawn_samples()), visit)
         self.optimizer.step()
 
     def published(self) -> Values:

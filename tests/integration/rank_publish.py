@@ -139,7 +139,7 @@ def main(folder: Path, turns: bool, beside: bool) -> None:
         *(parallel, fleet, transport, weights, settings),
         expected=lambda: None,  # type: ignore[arg-type, return-value]
         hold=lambda: None,
-        announce=lambda version, reused: None,
+        announce=lambda version: None,
         group=dist.new_group(backend="gloo", timeout=PATIENCE) if beside else None,
     )
     overlapped = OverlappedPublisher(publisher)

@@ -31,7 +31,7 @@ from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from tests.integration.rank_lora import scored  # noqa: E402
-from tests.integration.test_step import groups, weights  # noqa: E402
+from tests.integration.updates import drawn_samples, token_weights  # noqa: E402
 
 
 def passes(network: Network, parallel: Parallel) -> list[Tensor]:
@@ -40,10 +40,10 @@ def passes(network: Network, parallel: Parallel) -> list[Tensor]:
     network.weights.load_adapters(lambda name, shape: torch.randn(*shape, generator=draw) * 0.1)
 
     def visit(head: Head, one: Pack) -> Tensor:
-        return -(weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
+        return -(token_weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
 
     found = [scored(network, parallel)]
-    network.train(network.packs(groups()), visit)
+    network.train(network.packs(drawn_samples()), visit)
     return [*found, *(buffer.clone() for buffer in network.gradients())]
 
 

@@ -21,7 +21,7 @@ from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
-from tests.integration.test_step import MODELS, groups, weights  # noqa: E402
+from tests.integration.updates import TIED, drawn_samples, token_weights  # noqa: E402
 
 
 def main(folder: Path) -> None:
@@ -29,15 +29,15 @@ def main(folder: Path) -> None:
     parallel = initialize(trainer, gpu=False, seed=0, timeout=120.0)
 
     def visit(head: Head, one: Pack) -> Tensor:
-        return -(weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
+        return -(token_weights()[one.table_rows] * head.score(one, 1.0)[0]).sum()
 
-    for name in MODELS:
+    for name in TIED:
         network = Network(trainer, folder / name, parallel)
         optimizer = NetworkOptimizer(trainer, network, 100)
         norms = []
         for split in (3, 2, 1):  # the first update has one micro-batch, later ones two
             optimizer.zero_grad()
-            network.train([pack(part) for part in (groups()[:split], groups()[split:]) if part], visit)
+            network.train([pack(part) for part in (drawn_samples()[:split], drawn_samples()[split:]) if part], visit)
             norms.append(optimizer.step()[0])
         save_file(
             {key: tensor.clone() for key, tensor in network.weights.hf_tensors()} | {"norms": torch.tensor(norms)},

@@ -53,7 +53,7 @@ def counted_away(policy: Policy) -> None:
     own = policy.network.train
 
     def train(*args: Any, **kwargs: Any) -> None:
-        COUNTS["away"] += sum(not tensor.untyped_storage().nbytes() for tensor in policy._optimizer.states())
+        COUNTS["away"] += sum(not tensor.untyped_storage().nbytes() for tensor in policy.optimizer.states())
         own(*args, **kwargs)
 
     policy.network.train = train  # type: ignore[method-assign]
@@ -88,7 +88,7 @@ def updated(
     if offload := policy.network.offload:
         offload.stand_in, offload.least = True, 0
         counted_activations(offload)
-    if memory := policy._optimizer.memory:
+    if memory := policy.optimizer.memory:
         memory._stand_in = True
         counted_away(policy)
     batches = [in_parts(Batch(version, groups, {}), config.trainer.batch_parts) for version in range(2)]

@@ -67,7 +67,7 @@ def started(config: Config, folder: Path, saved_as: str, groups: list[Group], pa
     policy = Policy(config, folder, parallel)
     policy.update(Batch(0, groups, {}))
     found, counters = policy.started.float(), policy.counters()
-    kept = msgspec.msgpack.decode(msgspec.msgpack.encode(policy.samples()), type=list[Group])
+    kept = policy.extension_states()
     with tempfile.TemporaryDirectory() as saved:
         for name, state in policy.sharded().items():
             sharded.write(Path(saved) / name, list(state.written()), None)

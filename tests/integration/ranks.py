@@ -26,7 +26,7 @@ from asyncrl.network.ports import free_port
 
 PRELOADED = (
     *("asyncrl.trainer.policy", "asyncrl.trainer.sharded", "asyncrl.weights.export"),  # with most of Megatron
-    "tests.integration.test_step",  # with pytest, hydra and httpx, which several scripts need
+    "tests.integration.updates",  # with pytest, hydra and httpx, which several scripts need
 )
 ROOT = Path(__file__).parents[2]
 LAST = 4000  # characters of a failure's output

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,19 @@ import psutil
 from asyncrl.jsonl import Tail
 from asyncrl.metrics.fields import unknown
 
+STEPS, BOUND, BATCH, GROUP = 14, 3, 4, 8
+RUN = [
+    f"run.max_steps={STEPS}",
+    "eval.questions=8",
+    f"rollout.batch_groups={BATCH}",
+    f"rollout.group_size={GROUP}",
+    f"rollout.max_staleness={BOUND}",
+    "rollout.lead=2",
+    "record=true",
+    "resume=auto",
+    "checkpoint.every=2",
+]
+DETERMINISTIC = ["deterministic=true", "rollout.max_staleness=0", "rollout.lead=null"]
 TIMEOUT = 600.0
 """Time limit of a run in seconds: many times its duration, so that tests do not fail on a busy machine."""
 
@@ -143,3 +158,57 @@ def alive(processes: list[psutil.Process]) -> list[int]:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 alive.append(process.pid)
     return alive
+
+
+def wait_until(met: Callable[[], bool], process: Any, run_dir: Path, what: str) -> None:
+    """Wait until this is so, while the run goes on."""
+    deadline = time.monotonic() + TIMEOUT
+    while not met():
+        assert process.poll() is None, f"the run ended before {what}:\n{evidence(run_dir)}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT} s: {what}\n{evidence(run_dir)}"
+        time.sleep(0.1)
+
+
+def serving(run_dir: Path) -> float:
+    """Return how many engines served in the last step."""
+    return float(lines(run_dir / "metrics.jsonl")[-1]["engines/serving"])
+
+
+@dataclass(frozen=True)
+class Blow:
+    """Kill of one process at a given moment."""
+
+    victim: str
+    step: int  # behind which it comes
+    delay: float  # seconds later
+
+    def strike(self, run_dir: Path, *settings: str) -> str:
+        """Start the run and inject the kill. Return what it printed."""
+        with start(run_dir, *RUN, *settings) as launcher:
+            wait_for_step(launcher, run_dir, self.step)
+            time.sleep(self.delay)
+            started, named = descendants(launcher), processes_of(launcher, run_dir)
+            victims = sorted(name for name in named if name.startswith(self.victim))
+            if self.victim == "everything":
+                launcher.kill()  # its children die with it
+            elif victims:
+                os.kill(named[victims[-1]], signal.SIGKILL)
+            code, text = finish(launcher, run_dir)
+        assert code in (0, 1, -signal.SIGKILL), text  # it may have ended before
+        if code == 1:
+            assert f"{victims[-1]} died: killed by SIGKILL" in text, text
+        nothing_is_left(run_dir, started)
+        return text
+
+
+def go_on_to_the_end(run_dir: Path, *settings: str, victim: str = "", step: int = 0) -> str:
+    """Run the same command again. A process that is restarted may be killed behind a step."""
+    with start(run_dir, *RUN, *settings) as launcher:
+        if victim:
+            pid = wait_for_process(launcher, run_dir, victim)  # before that, the steps may be those of the killed run
+            wait_for_step(launcher, run_dir, step)
+            os.kill(pid, signal.SIGKILL)
+        code, text = finish(launcher, run_dir)
+    assert code == 0, text
+    nothing_is_left(run_dir)
+    return text

@@ -18,9 +18,12 @@ from asyncrl.config.adapters import resident_adapters
 from asyncrl.metrics.fields import unknown
 from asyncrl_convert.cli import main as convert
 from tests.integration import roles
+from tests.integration.books import balanced, check_books, check_replay, groups_of, tensors, trained, weights
 from tests.integration.running import (
+    Blow,
     descendants,
     finish,
+    go_on_to_the_end,
     lines,
     nothing_is_left,
     processes_of,
@@ -28,9 +31,6 @@ from tests.integration.running import (
     start,
     wait_for_step,
 )
-from tests.integration.test_agents import books_balance, groups_of
-from tests.integration.test_replay import trained, weights
-from tests.integration.test_resume import Blow, check_books, check_replay, go_on_to_the_end, tensors
 
 SETTINGS = (
     *("trainer.lora.rank=8", "weights.lora=versions", "rollout.max_staleness=2", "record=true", "checkpoint.every=5"),
@@ -111,7 +111,7 @@ def test_a_run_with_several_adapters_survives_its_engine_and_is_resumed_after_ev
     nothing_is_left(run_dir, started)
     run(run_dir, *settings)
     check_versions(run_dir, 20)
-    assert books_balance(run_dir)["events"]["past_tokens"] > 0
+    assert balanced(run_dir).events.past_tokens > 0
     assert {folder.name for folder in (run_dir / "past/policy").iterdir()} >= {"v000018", "v000020"}
     again = ("resume=null", "mode=replay", f"replay.from={run_dir}", "checkpoint.every=null")
     whole = run(tmp_path / "whole", *settings, *again)
@@ -147,7 +147,7 @@ def test_many_steps_never_exceed_the_bound(tmp_path: Path, per: str) -> None:
     run_dir = tmp_path / "run"
     run(run_dir, *SETTINGS, "run.max_steps=80", "engine.count=2", f"rollout.adapter_per={per}")
     check_versions(run_dir, 80)
-    books_balance(run_dir)
+    balanced(run_dir)
 
 
 @pytest.mark.campaign

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections import Counter
@@ -10,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.records.events import Committed, unpacked
-from asyncrl.records.reading import Recording
-from asyncrl.schema import Group
+from tests.integration.books import balanced, groups_of
 from tests.integration.running import lines, nothing_is_left, run
 from tests.sandbox.machine import public
 
@@ -29,23 +26,6 @@ async def my_agent(prompt, generate, bonus):
 '''
 
 
-def books_balance(run_dir: Path) -> dict:
-    """Return the ledger of the summary, or of the last step of a stopped run. Its equations must hold."""
-    summary, last = run_dir / "summary.json", run_dir / "ledger.json"
-    ledger: dict = json.loads(summary.read_text())["ledger"] if summary.exists() else json.loads(last.read_text())
-    for kind in ("prompts", "groups", "trajectories"):
-        places = sum(ledger[kind][place] for place in ("running", "ready", "training", "trained"))
-        assert ledger[kind]["issued"] == places + sum(ledger[kind]["rejected"].values())
-    tokens = dict(ledger["tokens"])
-    assert tokens.pop("generated") == sum(tokens.values()) > 0
-    return ledger
-
-
-def groups_of(run_dir: Path) -> list[Group]:
-    """Return the groups of the run's recording."""
-    return [unpacked(event.group) for event in Recording(run_dir).events() if isinstance(event, Committed)]
-
-
 def test_function_that_edits_its_context_trains_every_token_that_it_was_answered(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SMALLEST)
     run_dir = tmp_path / "run"
@@ -53,8 +33,7 @@ def test_function_that_edits_its_context_trains_every_token_that_it_was_answered
         run_dir,
         *("agent=mine:my_agent", "+agent_params.bonus=0.5", "run.max_steps=2", "eval.questions=0", "record=true"),
     )
-    ledger = books_balance(run_dir)
-    assert ledger["tokens"]["discarded"] == 0
+    assert balanced(run_dir).tokens.discarded == 0
     for trajectory in (t for g in groups_of(run_dir) for t in g.trajectories):
         first, second = trajectory.turns
         assert (first.begins, second.begins, second.observation[0]) == (False, True, 12)
@@ -89,7 +68,7 @@ def _faults(run_dir: Path, public: Path, port: int, count: int, steps: int, *set
         *("rollout.max_failures=1000", "rollout.max_staleness=4"),
         timeout=600 + 2 * count,
     )
-    books_balance(run_dir)
+    balanced(run_dir)
     nothing_is_left(run_dir)
     warnings = [line["warning"].partition(" failed: ")[2] for line in lines(run_dir / "warnings.jsonl")]
     return Counter(warning.split(":")[0] for warning in warnings if warning)

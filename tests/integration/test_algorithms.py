@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl.models.tiny import write_random_model
-from tests.integration.test_trainer import VOCAB, Outcome, drawn_groups, launch
+from tests.fakes import reusing
+from tests.integration.updates import VOCAB, Outcome, drawn_groups, launch
 
 pytestmark = pytest.mark.integration
 SIZES = {"vocab": VOCAB, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 48, "layers": 4, "dtype": "float32"}
@@ -29,8 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def trained(folder: Path, name: str, algo: dict[str, Any], **settings: Any) -> Outcome:
-    return launch(folder, name, ["policy"], settings, algo)["policy"]
+def trained(
+    folder: Path, name: str, algo: dict[str, Any], others: dict[str, Any] | None = None, **settings: Any
+) -> Outcome:
+    return launch(folder, name, ["policy"], settings, algo, others)["policy"]
 
 
 def same(one: Outcome, other: Outcome, *, atol: float) -> None:
@@ -113,15 +116,15 @@ def scored(model: Any, sample: Any) -> torch.Tensor:
 @pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16", "data_parallel": 2}], ids=["float32", "bfloat16-dp2"])
 def test_full_reset_brings_back_the_weights_that_training_started_from(folder: Path, settings: dict[str, Any]) -> None:
     name = f"reset-{len(settings)}"
-    _, weights = trained(folder, name, {"reset_every": 1, "reset_share": 1.0}, **settings)
+    _, weights = trained(folder, name, {}, reusing(reset_every=1, reset_share=1.0), **settings)
     start = load_file(folder / "policy" / "model" / "model.safetensors")
     for key, tensor in weights.items():
         torch.testing.assert_close(tensor, start[key].to(tensor.dtype), rtol=0, atol=0)
 
 
-def test_replayed_groups_are_trained_beside_the_batch_and_counted(folder: Path) -> None:
-    first, second = trained(folder, "replay", {"replay_groups": 3})[0]
-    assert (first["groups/replayed"], second["groups/replayed"]) == (0.0, 3.0)
+def test_past_groups_are_trained_beside_the_batch_and_counted(folder: Path) -> None:
+    first, second = trained(folder, "reuse", {}, reusing(groups=3))[0]
+    assert (first["sample_reuse/groups"], second["sample_reuse/groups"]) == (0.0, 3.0)
     assert second["groups/trained"] == first["groups/trained"] + 3
 
 

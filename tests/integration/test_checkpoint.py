@@ -7,7 +7,6 @@ layout loads the checkpoint of the previous one, writes it again, and trains the
 from __future__ import annotations
 
 import shutil
-import warnings
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict_loader import load as load_chunks
 
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.store import CheckpointStore
@@ -30,10 +28,10 @@ from asyncrl.weights.names import adapter_of
 from asyncrl.weights.peft_config import adapter_folders
 from asyncrl_convert.cli import main
 from tests.convert.models import tensors
-from tests.fakes import changed
+from tests.integration.checkpoints import ALGO, launch, written
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
-from tests.integration.test_trainer import LAYOUTS, Outcome, _outcome, folder  # noqa: F401
+from tests.integration.updates import LAYOUTS, Outcome, write_models
 
 pytestmark = pytest.mark.integration
 
@@ -43,59 +41,20 @@ CHAINS: dict[str, list[str]] = {
     "glm4-moe": ["pp2-vpp2-ep2", "tp2-sp-ep2"],
 }
 CHANGED = "model.layers.1.self_attn.o_proj.weight"
-ALGO = {
-    "llama-tied": {"advantage": "gae", "replay_groups": 2},  # a critic, and groups that come again
-    "qwen3-moe": {},
-    "glm4-moe": {},
-}
 
 
-def written(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a checkpoint, unsharded."""
-    found: dict[str, torch.Tensor] = {}
-    for part in sorted(path for path in checkpoint.iterdir() if path.is_dir()):
-        state: dict[str, Any] = {
-            key: torch.full(entry.size, torch.nan, dtype=entry.properties.dtype)  # type: ignore[union-attr]
-            for key, entry in read_metadata(part).state_dict_metadata.items()
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # there is one process
-            load_chunks(state, checkpoint_id=part, no_dist=True)
-        found |= {f"{part.name}/{key}": tensor for key, tensor in state.items()}
-    return found
-
-
-def launch(
-    folder: Path,  # noqa: F811
-    model: str,
-    number: int,
-    trainer: dict[str, Any],
-    lora: dict[str, Any] | None = None,
-    chain: str = "link",
-    roles: dict[str, Any] | None = None,
-) -> Outcome:
-    """Run link `number` of a model's chain."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(compose("train", ["experiment=tiny", "checkpoint.every=1"]), resolve=True)
-    optimizer = {"eps": 1e-3, "schedule": "cosine", "warmup_steps": 2, **trainer.get("optimizer", {})}
-    raw["trainer"].update({**trainer, "optimizer": {**raw["trainer"]["optimizer"], **optimizer}})
-    raw["trainer"]["lora"].update(lora or {})
-    raw["agents"]["roles"] = roles or {}
-    changed(raw["algo"], {} if lora else ALGO[model])
-    config = load(raw)
-    (folder / model / "config.json").write_text(config.model_dump_json())
-    name, source = f"{chain}-{number}", f"{chain}-{number - 1}" if number else "-"
-    run_ranks("rank_checkpoint.py", name, source, str(folder / model), world=config.trainer.world_size)
-    return _outcome(folder / model, name)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("layouts"))
 
 
 @cache
-def _chain(folder: Path, model: str) -> list[Outcome]:  # noqa: F811
+def _chain(folder: Path, model: str) -> list[Outcome]:
     return [launch(folder, model, number, LAYOUTS[layout]) for number, layout in enumerate(CHAINS[model])]
 
 
 @pytest.mark.parametrize("model", CHAINS)
-def test_a_checkpoint_is_the_same_whichever_layout_wrote_it(folder: Path, model: str) -> None:  # noqa: F811
+def test_a_checkpoint_is_the_same_whichever_layout_wrote_it(folder: Path, model: str) -> None:
     links = _chain(folder, model)
     first = written(CheckpointStore(folder / model / "link-0").path(VERSION))
     moments = [tensor for key, tensor in first.items() if "/optimizer.exp_avg." in key]
@@ -114,12 +73,12 @@ def test_a_checkpoint_is_the_same_whichever_layout_wrote_it(folder: Path, model:
 
 
 @pytest.mark.parametrize("model", CHAINS)
-def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -> None:  # noqa: F811
+def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -> None:
     """The same layout continues bit for bit. In another, sums are computed in another order."""
     (figures, weights), *others = _chain(folder, model)
     for layout, (mine, my_weights) in zip(CHAINS[model][1:], others, strict=True):
         same = layout == CHAINS[model][0]
-        for name in ("loss", "grad_norm", "lr", "logprob_gap/mean", "groups/replayed", "critic/loss"):
+        for name in ("loss", "grad_norm", "lr", "logprob_gap/mean", "sample_reuse/groups", "critic/loss"):
             if name in figures[0]:
                 assert mine[0][name] == (
                     figures[0][name] if same else pytest.approx(figures[0][name], rel=2e-4, abs=1e-5)
@@ -128,7 +87,7 @@ def test_training_goes_on_as_if_nothing_had_happened(folder: Path, model: str) -
             torch.testing.assert_close(tensor, weights[name], rtol=0, atol=0 if same else 1e-5)
 
 
-def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:  # noqa: F811
+def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:
     """One rank without a distributed optimizer is followed by two with one, and float32 by bfloat16."""
     half = {"dtype": "bfloat16"}
     settings = [half, {**half, **LAYOUTS["dp2"]}, {**half, **LAYOUTS["tp2"]}, {}]
@@ -155,7 +114,7 @@ def test_in_bfloat16_the_masters_go_on(folder: Path) -> None:  # noqa: F811
     ],
 )
 def test_a_checkpoint_of_adapters_holds_them_alone_and_any_layout_goes_on(
-    folder: Path,  # noqa: F811
+    folder: Path,
     model: str,
     layouts: list[str],
     roles: dict[str, Any],
@@ -241,7 +200,7 @@ def check_peft(base: Path, adapters: dict[str, Path], merged: dict[str, Path]) -
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
 
 
-def test_disk_that_is_full_costs_a_checkpoint_and_nothing_else(folder: Path) -> None:  # noqa: F811
+def test_disk_that_is_full_costs_a_checkpoint_and_nothing_else(folder: Path) -> None:
     """All ranks skip the checkpoint, whichever rank's disk is full.
 
     Earlier checkpoints stay complete, and the next is written.

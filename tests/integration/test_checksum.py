@@ -10,91 +10,29 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
-from asyncrl.config import Config, load
 from asyncrl.engine.server import server_argv, server_env
-from asyncrl.launch.main import CONF
 from asyncrl.network.ports import free_port
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, parse
 from asyncrl.weights.folder import HFFolder
+from tests.integration.engine_jobs import EVERYTHING, MODELS, engine_of, named, run_jobs, write_model
 
 pytestmark = pytest.mark.integration
 
 START_TIMEOUT = 300.0
-SIZES = {
-    "vocab_size": 197,  # divides by nothing
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-GROUPED = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "moe_layer_freq": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "rope_parameters": {  # the only kind that SGLang has for this family on CPU
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 2.0,
-        "original_max_position_embeddings": 128,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama, tied": ("llama", {"tie_word_embeddings": True}),
-    "llama": ("llama", {}),
-    "llama, padded": ("llama", {"num_key_value_heads": 1, "intermediate_size": 72}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {"num_hidden_layers": 3}),
-    "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}),
-    "qwen3_moe": ("qwen3_moe", ROUTED),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "glm4_moe": ("glm4_moe", {**GROUPED, "use_qk_norm": True, "attention_bias": True}),
-    "deepseek_v3": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": 32}),
-    "deepseek_v3, whole queries": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
-}
 ROUTED_MODELS = tuple(name for name in MODELS if name.startswith(("qwen3_moe", "mixtral", "glm4", "deepseek")))
 REPLICATED_MODELS = ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3, whole queries")
 STAGED_MODELS = tuple(name for name in MODELS if name not in ("llama, tied", "llama, padded"))
-EVERYTHING = ("qwen3_moe", EngineParallel(tp=2, ep=2, dp=2, pp=2))
 SHAPED = [
     *((name, EngineParallel(tp=2, ep=2)) for name in ROUTED_MODELS),
     *((name, EngineParallel(tp=4, ep=2 if name in ROUTED_MODELS else 1, dp=2)) for name in REPLICATED_MODELS),
@@ -107,36 +45,6 @@ USUAL = [
     *(("qwen3, tied", EngineParallel(pp=2)), ("llama", EngineParallel(pp=2)), EVERYTHING),
 ]
 CASES = [*USUAL, *(case for case in SHAPED if case not in USUAL)]
-
-
-def named(value: object) -> str | None:
-    return "-".join(map(str, astuple(value))) if isinstance(value, EngineParallel) else None
-
-
-def write_model(folder: Path, model_type: str, changes: dict[str, Any]) -> None:
-    """Write an HF folder with random weights in which all layers and all experts differ."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **{**SIZES, **changes})
-    model = AutoModelForCausalLM.from_config(config).bfloat16()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)  # norms and biases would otherwise all be equal
-    for module in model.modules():
-        if hasattr(module, "e_score_correction_bias"):
-            module.e_score_correction_bias = torch.randn(module.e_score_correction_bias.shape)  # float32, as released
-    model.save_pretrained(folder)
-
-
-def engine_of(shape: EngineParallel) -> Config:
-    """Return the configuration with the settings that matter here."""
-    fields = ("tensor_parallel", "expert_parallel", "data_parallel", "pipeline_parallel")
-    sizes = [f"engine.{field}={size}" for field, size in zip(fields, astuple(shape), strict=True)]
-    with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(
-            compose("train", ["experiment=tiny", "engine.dtype=bfloat16", *sizes]), resolve=True
-        )
-    return load(raw)
 
 
 @contextmanager
@@ -183,16 +91,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, folder in found.items():
         write_model(folder, *MODELS[name])
     return found
-
-
-def run_jobs(folder: Path, jobs: list[dict[str, Any]]) -> Path:
-    """Run jobs of engine_ranks.py, and return their log. Many take longer than the usual ones."""
-    plan, log = folder / "jobs.json", folder / "jobs.log"
-    plan.write_text(json.dumps(jobs))
-    with log.open("w") as out:
-        command = [sys.executable, "-m", "tests.integration.engine_ranks", str(plan)]
-        subprocess.run(command, stdout=out, stderr=out, check=True, timeout=max(600, 60 * len(jobs)))
-    return log
 
 
 Loaded = Callable[[bool], tuple[dict[tuple[str, EngineParallel], Path], Path]]

@@ -16,6 +16,7 @@ import pytest
 
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.network.addresses import TRAINING
+from tests.integration.books import tensors
 from tests.integration.running import (
     TIMEOUT,
     descendants,
@@ -26,11 +27,11 @@ from tests.integration.running import (
     output,
     processes_of,
     run,
+    serving,
     start,
     wait_for_step,
+    wait_until,
 )
-from tests.integration.test_survival import serving, wait_until
-from tests.integration.test_synchronous import weights
 
 pytestmark = pytest.mark.integration
 
@@ -68,7 +69,7 @@ def test_colocated_run_trains_the_same_weights_and_asks_for_every_step_in_order(
             assert one.get(name) == other.get(name), name
         assert other["time/release"] > 0
         assert other["time/pause"] > other["time/train"]
-    mine, theirs = weights(tmp_path / "turns" / "hf"), weights(tmp_path / "separate" / "hf")
+    mine, theirs = tensors(tmp_path / "turns" / "hf"), tensors(tmp_path / "separate" / "hf")
     assert mine.keys() == theirs.keys()
     assert all(mine[name].equal(theirs[name]) for name in mine)
     log = (tmp_path / "turns" / "logs" / "engine-0.log").read_text()
@@ -80,7 +81,7 @@ def test_colocated_run_trains_the_same_weights_and_asks_for_every_step_in_order(
     middle = CheckpointStore(tmp_path / "turns").path(STEPS // 2)
     resumed = run(tmp_path / "resumed", *common, *COLOCATED, f"resume={middle}")
     assert resumed[-1]["grad_norm"] == turns[-1]["grad_norm"]
-    again = weights(tmp_path / "resumed" / "hf")
+    again = tensors(tmp_path / "resumed" / "hf")
     assert all(mine[name].equal(again[name]) for name in mine)
 
 

@@ -21,9 +21,19 @@ from asyncrl.engine.server import server_argv
 from asyncrl.models import catalog
 from asyncrl.network.ports import free_port
 from tests.fakes import tiny_config
-from tests.integration.running import alive, finish, lines, nothing_is_left, processes_of, run, start, wait_for_step
-from tests.integration.test_agents import books_balance
-from tests.integration.test_survival import serving, wait_until
+from tests.integration.books import balanced
+from tests.integration.running import (
+    alive,
+    finish,
+    lines,
+    nothing_is_left,
+    processes_of,
+    run,
+    serving,
+    start,
+    wait_for_step,
+    wait_until,
+)
 
 HOST, KEY = "127.0.0.1", "key-of-engines-elsewhere"
 LONG = ("run.max_steps=100000", "eval.questions=0", "rollout.batch_groups=4", "rollout.group_size=8")
@@ -92,7 +102,7 @@ def test_engines_come_and_leave_and_die_while_the_run_goes_on(tmp_path: Path) ->
         code, text = finish(process, run_dir)
     assert code == 128 + signal.SIGINT, text
     assert "engine-0 has left" in text
-    books_balance(run_dir)
+    balanced(run_dir)
     steps = lines(run_dir / "metrics.jsonl")
     assert [step["version"] for step in steps] == list(range(1, len(steps) + 1))
     assert max(step["staleness/max"] for step in steps) <= 2
@@ -163,7 +173,7 @@ def test_run_takes_engines_that_run_already_and_gives_them_its_weights_whenever_
     assert code == 128 + signal.SIGTERM, text
     assert "stopped by SIGTERM" in text
     assert elsewhere.process.poll() is None  # it is theirs; a publish that was cut short leaves it paused
-    books_balance(run_dir)
+    balanced(run_dir)
     nothing_is_left(run_dir)
     gaps = [step["logprob_gap/mean"] for step in lines(run_dir / "metrics.jsonl")]
     assert max(gaps) < 0.5, "tokens of weights that are not the run's were trained"
@@ -190,5 +200,5 @@ def test_engine_that_a_slow_trainer_does_not_need_is_given_back(tmp_path: Path) 
     assert not any("failed" in one["done"] for one in decisions), decisions
     assert (steps[0]["engines/serving"], steps[-1]["engines/serving"]) == (2, 1)
     assert max(step["staleness/max"] for step in steps) <= 2
-    books_balance(run_dir)
+    balanced(run_dir)
     nothing_is_left(run_dir)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from asyncrl.planner.lengths import Lengths
+from tests.integration.books import balanced
 from tests.integration.faulty_users import write_questions
+from tests.integration.ranks import ROOT
 from tests.integration.running import finish, lines, nothing_is_left, start
-from tests.integration.test_rollout_faults import ROOT, balanced
 from tests.integration.workload import Workload
 
 STEPS = 32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +11,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from asyncrl.models.tiny import write_random_model
-from tests.integration.fleet import Engines, engines
+from tests.integration.fleet import PROMPT, Engines, answers_across_publishes, ask, engines, reloaded, settings
 from tests.integration.publisher import SeededWeights, make, publish
-from tests.integration.test_weights import PROMPT, answers_across_publishes, ask, settings
 
 pytestmark = pytest.mark.integration
 
@@ -47,14 +43,6 @@ SHAPES = {
 }
 PAUSES = {"replicas": ("in_place", "retract", "abort"), "stages": ("abort",)}
 EVERY_WAY = ("tensor", "distributed", "disk", "delta")
-
-
-def reloaded(model: Path, tensors: dict[str, torch.Tensor], folder: Path) -> torch.nn.Module:
-    """Return a model with these tensors, whose experts transformers stacks as it loads them."""
-    folder.mkdir()
-    shutil.copy(model / "config.json", folder)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def logprobs(model: torch.nn.Module, answer: list[int]) -> torch.Tensor:
@@ -102,7 +90,7 @@ def test_an_engine_of_any_shape_serves_what_was_sent(shape: str, ways: tuple[str
                 assert {span.version for span in found.versions} == {version}
                 expected = logprobs(served, found.token_ids)
                 torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=1e-4)
-            publisher._fleet.close()
+            publisher.fleet.close()
 
 
 @pytest.mark.campaign
@@ -119,7 +107,7 @@ def test_answers_in_flight_at_a_publish_have_the_log_probabilities_of_the_versio
             serving, answers = answers_across_publishes(
                 publisher, fleet, 1000 * (number + 1), lambda _, found: len(found.versions) >= 2
             )
-            publisher._fleet.close()
+            publisher.fleet.close()
             known = {
                 version: reloaded(fleet.addresses.model, weights.at(version), tmp_path / f"{mode}-{version}")
                 for version in range(serving, serving + 6)

@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 
 from asyncrl.schema import Group
 from tests.fakes import compose_values
+from tests.integration.books import balanced, groups_of
 from tests.integration.running import lines, nothing_is_left, run
 from tests.integration.speaker import write_speaker
-from tests.integration.test_agents import books_balance, groups_of
 
 pytestmark = pytest.mark.integration
 
@@ -101,7 +101,7 @@ def test_every_experiment_and_agent_trains_and_is_evaluated(tmp_path: Path, monk
     )
     played = by_task(run_dir)
     assert played.keys() == {*EXPERIMENTS, *recipes}
-    assert books_balance(run_dir)["groups"]["rejected"] == {}
+    assert balanced(run_dir).groups.rejected == {}
     assert sum(step["proxy/turns"] for step in steps) > 0
     rewards = {
         name: {round(t.total, 3) for group in groups for t in group.trajectories} for name, groups in played.items()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.metrics.fields import STEP_TRAINER
+from asyncrl.metrics.fields import STEP, STEP_TRAINER, SUMMARY
 from asyncrl.observability.intervals import DECODE
 from asyncrl.observability.spans import trace_id
 from asyncrl.observability.timeline import (
@@ -28,6 +28,7 @@ from asyncrl.observability.timeline import (
     TimelineReader,
 )
 from asyncrl_view.inspection import cli
+from tests.integration.books import balanced
 from tests.integration.running import lines, nothing_is_left, run
 from tests.observability.collector import collector
 
@@ -75,6 +76,8 @@ def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layo
     assert max(step["logprob_gap/max"] for step in steps) < 1e-4
     assert steps[0]["time/verify"] > 0  # every run's first publish is verified
     assert min(step["grad_norm"] for step in steps) > 0  # the weights did change between publishes
+    assert all(STEP.keys() <= step.keys() for step in steps)  # run() has checked that all are documented
+    assert SUMMARY.keys() <= json.loads((tmp_path / "run" / "summary.json").read_text()).keys()
     nothing_is_left(tmp_path / "run")
     if TRACED in layout:
         steps_are_measured_and_one_is_profiled(tmp_path / "run", steps)
@@ -145,11 +148,7 @@ def test_an_asynchronous_run_keeps_its_bound_and_its_word(tmp_path: Path) -> Non
     )
     assert 0 < max(step["staleness/max"] for step in steps) <= 4
     summary = json.loads((run_dir / "summary.json").read_text())
-    ledger = summary["ledger"]["groups"]
-    assert ledger["trained"] == 40 * 16
-    assert ledger["issued"] == sum(ledger[place] for place in ("running", "ready", "training", "trained")) + sum(
-        ledger["rejected"].values()
-    )
+    assert balanced(run_dir).groups.trained == 40 * 16
     assert sum(summary["staleness/histogram"].values()) == 40 * 16 * 16
     evaluations = [json.loads(line) for line in (run_dir / "eval.jsonl").read_text().splitlines()]
     assert evaluations[0]["version_max"] == 0

@@ -25,16 +25,8 @@ from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.checksum import CpuHash, ExpectedChecksums, differing
 from asyncrl.weights.names import unit_of
 from asyncrl.weights.quantization import FORMATS
+from tests.integration.engine_jobs import EVERYTHING, MODELS, SIZES, engine_of, named, run_jobs, write_model
 from tests.integration.publisher import SeededWeights, quantized
-from tests.integration.test_checksum import (
-    EVERYTHING,
-    MODELS,
-    SIZES,
-    engine_of,
-    named,
-    run_jobs,
-    write_model,
-)
 
 pytestmark = pytest.mark.integration
 

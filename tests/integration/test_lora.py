@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from asyncrl.models.tiny import write_random_model
-from tests.fakes import changed, tiny_values
+from tests.fakes import changed, reusing, tiny_values
 from tests.integration.families import CHOOSES
 from tests.integration.ranks import run_ranks
-from tests.integration.test_step import VOCAB, groups, weights
-from tests.integration.test_variants import FULL, prepare, run, selective
+from tests.integration.updates import VOCAB, drawn_samples, token_weights
+from tests.integration.variants import FULL, prepare, run, selective
 
 pytestmark = pytest.mark.integration
 
@@ -131,7 +131,7 @@ def parameters(model: Any) -> dict[str, torch.nn.Parameter]:
 def logprobs(model: Any) -> Tensor:
     """Return the log-probabilities of all tokens."""
     rows = []
-    for one in (one for group in groups() for one in group):
+    for one in (one for group in drawn_samples() for one in group):
         every = torch.log_softmax(model(torch.tensor([one.prompt_ids + one.token_ids])).logits[0], -1)
         rows.append(every[len(one.prompt_ids) - 1 : -1].gather(1, torch.tensor(one.token_ids)[:, None])[:, 0])
     return torch.cat(rows)
@@ -156,7 +156,7 @@ def expected(folder: Path, name: str) -> dict[str, Tensor]:
     with torch.no_grad(), model.disable_adapter():
         found = {"base_logprobs": logprobs(model)}
     found["logprobs"] = logprobs(model)
-    (-(weights() * found["logprobs"]).sum()).backward()
+    (-(token_weights() * found["logprobs"]).sum()).backward()
     found |= {f"gradient {key}": one.grad.clone() for key, one in own.items() if one.grad is not None}
     found["norm"] = torch.nn.utils.clip_grad_norm_(own.values(), CLIP)
     adamw.step()
@@ -248,7 +248,7 @@ def test_the_base_is_the_reference_and_all_of_an_update_leaves_it_alone(
 ) -> None:
     """The rank asserts it: with a critic, several steps, resets, dropout, and replayed routing if there are experts."""
     algo = {"algo.advantage": "gae", "algo.kl.measure_every": 1, "algo.kl.coefficient": 0.1}
-    reset = {"algo.reset_every": 2, "algo.reset_share": 0.5, "trainer.lora.rank": RANK, "trainer.lora.dropout": 0.2}
+    reset = {**reusing(reset_every=2, reset_share=0.5), "trainer.lora.rank": RANK, "trainer.lora.dropout": 0.2}
     config = prepare(tmp_path, model, layout, {}, {**algo, **reset, "trainer.optimizer.lr": 1e-2})
     run_ranks("rank_adapted.py", str(tmp_path), world=config.trainer.world_size)
 

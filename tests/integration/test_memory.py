@@ -79,7 +79,7 @@ def test_a_rank_holds_what_the_planner_says(case: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     write_random_model(model, arch, **sizes, tied=False, seed=0, dtype=trainer.dtype, max_positions=2048)
     (model / "tokenizer.json").write_text("{}")
-    run_ranks("rank_memory.py", str(tmp_path), world=trainer.world_size)
+    run_ranks("rank_memory.py", str(tmp_path), str(ROWS), str(VOCAB), world=trainer.world_size)
     told = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("told-*.json"))]
     assert len(told) == trainer.world_size
 

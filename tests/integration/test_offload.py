@@ -14,7 +14,8 @@ import pytest
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import tiny_config
 from tests.integration.ranks import run_ranks
-from tests.integration.test_step import VOCAB
+from tests.integration.updates import VOCAB
+from tests.integration.variants import check_offload
 
 pytestmark = pytest.mark.integration
 
@@ -23,22 +24,7 @@ pytestmark = pytest.mark.integration
 @pytest.mark.parametrize("replicas", [1, 2])  # with 2, Megatron's distributed optimizer
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 def test_offload_between_updates_changes_no_bit(dtype: str, replicas: int, experts: bool, tmp_path: Path) -> None:
-    family = "qwen3_moe" if experts else "llama"
-    sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
-    write_random_model(tmp_path / "model", family, vocab=VOCAB, tied=True, seed=1, dtype=dtype, **sizes)
-    config = tiny_config(**{"trainer.dtype": dtype, "trainer.data_parallel": replicas})
-    (tmp_path / "trainer.json").write_text(config.trainer.model_dump_json())
-    run_ranks("rank_offload.py", str(tmp_path), world=replicas)
-    for rank in range(replicas):
-        found = json.loads((tmp_path / f"found-{rank}.json").read_text())
-        assert found["restored"]
-        for update in found["updates"]:
-            assert update["published"]
-            assert update["saved"]
-            assert update["nothing"] == 0
-            assert update["everything"] > 2.5 * update["weights_alone"]
-            assert update["weights_alone"] >= found["parameters"]
-            assert update["weights_alone"] < 1.2 * found["parameters"]  # a buffer is padded
+    check_offload(tmp_path, dtype, replicas, experts)
 
 
 def test_a_quantized_base_leaves_the_device_too_and_is_published_when_it_is_back(tmp_path: Path) -> None:

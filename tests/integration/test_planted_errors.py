@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl.planner.lengths import Lengths
 from tests.integration.faulty_users import write_questions
+from tests.integration.ranks import ROOT
 from tests.integration.running import finish, start
-from tests.integration.test_rollout_faults import ROOT
 from tests.integration.workload import Workload
 
 pytestmark = pytest.mark.integration
@@ -107,6 +107,7 @@ def played(
         ("reward", 100, "KeyboardInterrupt"),
         ("agent", 60, "KeyError"),
         ("environment", 0, "KeyError"),
+        ("environment", 4, "KeyError"),  # of each process
         ("loss", 3, "KeyError"),
     ],
 )

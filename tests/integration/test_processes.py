@@ -11,9 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.running import finish, lines, nothing_is_left, processes_of, run, start, wait_for_step
-from tests.integration.test_replay import trained, weights
-from tests.integration.test_resume import DETERMINISTIC, RUN, STEPS, check_books, check_replay
+from tests.integration.books import check_books, check_replay, trained, weights
+from tests.integration.running import (
+    DETERMINISTIC,
+    RUN,
+    STEPS,
+    finish,
+    lines,
+    nothing_is_left,
+    processes_of,
+    run,
+    start,
+    wait_for_step,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 

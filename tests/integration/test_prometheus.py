@@ -25,13 +25,12 @@ from asyncrl.network.tls import Authority, signed
 from asyncrl.observability.intervals import PHASES, Interval
 from asyncrl.observability.timeline import BatchTimeline, PublishTimeline
 from asyncrl.rollout.exposition import PrometheusMetrics
-from tests.engine.test_loads import RANK
+from tests.engine.asking import RANK
 from tests.fakes import addresses
 from tests.integration.running import start, wait_for_step
-from tests.observability.test_episodes import episode, group
+from tests.observability.timelines import episode, group
 from tests.ops.programs import found
-from tests.rollout.test_server import Site
-from tests.rollout.test_status import file_of
+from tests.rollout.service import Site, file_of
 
 UP = 'up{run="a run"} == 1'
 """Query that finds data if the run was scraped last."""

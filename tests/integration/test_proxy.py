@@ -12,9 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from asyncrl.agents.chat import Chat
-from asyncrl.agents.proxied import Command, Proxied
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.engine.client import GenerationClient
+from asyncrl.extensions.proxy.agents import Command, Proxied
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
@@ -123,7 +123,7 @@ def test_proxied_agents_have_the_trajectories_of_direct_ones(two_engines: Engine
             found = await greedy(two_engines, agent, episodes)
             for one, other in zip(found, direct[:episodes], strict=True):
                 same(one, other)
-            assert (agent.figures.contexts_begun, agent.figures.turns) == (episodes, 4 * episodes)
+            assert (agent.figures()["proxy/contexts_begun"], agent.figures()["proxy/turns"]) == (episodes, 4 * episodes)
             await agent.close()
 
     asyncio.run(main())

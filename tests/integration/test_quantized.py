@@ -19,7 +19,7 @@ from asyncrl.planner.shapes import counted, shape_of
 from tests.fakes import tiny_config
 from tests.integration.ranks import run_ranks
 from tests.integration.running import run
-from tests.integration.test_step import VOCAB
+from tests.integration.updates import VOCAB
 
 pytestmark = pytest.mark.integration
 

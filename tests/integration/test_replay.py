@@ -3,7 +3,6 @@ bit."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -22,6 +21,7 @@ from asyncrl.rollout.prompts import load_tokenizer
 from asyncrl.schema import encode
 from asyncrl_view.watch.runs import RunFolder
 from asyncrl_view.watch.server import app
+from tests.integration.books import trained, weights
 from tests.integration.running import finish, lines, nothing_is_left, run, start
 
 pytestmark = pytest.mark.integration
@@ -36,19 +36,6 @@ LAYOUTS = {
     "tp2-sp": ["trainer.tensor_parallel=2", "trainer.sequence_parallel=true"],
 }
 DROPPING = ["rollout.oversample=2", "rollout.accept=asyncrl.rollout.hooks:has_signal", "rollout.over_age=drop"]
-TRAINED = ("loss", "grad_norm", "lr", "entropy", "tokens/trained", "logprob_gap/mean", "reward/mean", "staleness/mean")
-
-
-def trained(steps: list[dict[str, Any]]) -> list[list[float | None]]:
-    """Return what each step computed, not how long it took. Entropy is absent without an entropy bonus."""
-    return [[step.get(name) for name in TRAINED] for step in steps]
-
-
-def weights(run_dir: Path) -> str:
-    digest = hashlib.sha256()
-    for file in sorted((run_dir / "hf").rglob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def replay(folder: Path, source: Path, *overrides: str) -> list[dict[str, Any]]:

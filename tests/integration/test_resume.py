@@ -12,136 +12,30 @@ import os
 import random
 import shutil
 import signal
-import time
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from asyncrl.checkpoints.store import CheckpointStore
-from asyncrl.records.events import Admitted, Committed, Published, Taken
-from asyncrl.records.reading import Recording
 from asyncrl_convert.cli import main as convert
+from tests.integration.books import check_books, check_replay, tensors, trained, weights
 from tests.integration.running import (
-    descendants,
+    DETERMINISTIC,
+    RUN,
+    STEPS,
+    Blow,
     finish,
+    go_on_to_the_end,
     lines,
-    nothing_is_left,
-    processes_of,
     run,
     start,
-    wait_for_process,
     wait_for_step,
 )
-from tests.integration.test_replay import trained, weights
 
 pytestmark = pytest.mark.integration
 
-STEPS, BOUND, BATCH, GROUP = 14, 3, 4, 8
-RUN = [
-    f"run.max_steps={STEPS}",
-    "eval.questions=8",
-    f"rollout.batch_groups={BATCH}",
-    f"rollout.group_size={GROUP}",
-    f"rollout.max_staleness={BOUND}",
-    "rollout.lead=2",
-    "record=true",
-    "resume=auto",
-    "checkpoint.every=2",
-]
 VICTIMS = ["everything", "trainer", "rollout"]
-
-
-@dataclass(frozen=True)
-class Blow:
-    """Kill of one process at a given moment."""
-
-    victim: str
-    step: int  # behind which it comes
-    delay: float  # seconds later
-
-    def strike(self, run_dir: Path, *settings: str) -> str:
-        """Start the run and inject the kill. Return what it printed."""
-        with start(run_dir, *RUN, *settings) as launcher:
-            wait_for_step(launcher, run_dir, self.step)
-            time.sleep(self.delay)
-            started, named = descendants(launcher), processes_of(launcher, run_dir)
-            victims = sorted(name for name in named if name.startswith(self.victim))
-            if self.victim == "everything":
-                launcher.kill()  # its children die with it
-            elif victims:
-                os.kill(named[victims[-1]], signal.SIGKILL)
-            code, text = finish(launcher, run_dir)
-        assert code in (0, 1, -signal.SIGKILL), text  # it may have ended before
-        if code == 1:
-            assert f"{victims[-1]} died: killed by SIGKILL" in text, text
-        nothing_is_left(run_dir, started)
-        return text
-
-
-def go_on_to_the_end(run_dir: Path, *settings: str, victim: str = "", step: int = 0) -> str:
-    """Run the same command again. A process that is restarted may be killed behind a step."""
-    with start(run_dir, *RUN, *settings) as launcher:
-        if victim:
-            pid = wait_for_process(launcher, run_dir, victim)  # before that, the steps may be those of the killed run
-            wait_for_step(launcher, run_dir, step)
-            os.kill(pid, signal.SIGKILL)
-        code, text = finish(launcher, run_dir)
-    assert code == 0, text
-    nothing_is_left(run_dir)
-    return text
-
-
-def check_books(run_dir: Path, number: int = STEPS) -> None:
-    """Check that each of `number` steps ran once, every group was trained once, the bound holds, and the ledger of the
-    whole run balances."""
-    steps = lines(run_dir / "metrics.jsonl")
-    assert [step["version"] for step in steps] == list(range(1, number + 1))
-    assert max(step["staleness/max"] for step in steps) <= BOUND
-    summary = json.loads((run_dir / "summary.json").read_text())
-    ledger = summary["ledger"]
-    assert ledger["groups"]["trained"] == ledger["prompts"]["trained"] == number * BATCH
-    assert ledger["trajectories"]["trained"] == number * BATCH * GROUP == sum(summary["staleness/histogram"].values())
-    for kind in ("prompts", "groups", "trajectories"):
-        books = ledger[kind]
-        placed = sum(books[place] for place in ("running", "ready", "training", "trained"))
-        assert books["issued"] == placed + sum(books["rejected"].values())
-    tokens = ledger["tokens"]
-    assert tokens["generated"] == sum(
-        tokens[place] for place in ("running", "held", "trained", "rejected", "discarded")
-    )
-    events = list(Recording(run_dir).events())
-    taken = Counter(uid for event in events if isinstance(event, Taken) for uid in event.uids)
-    assert sorted(taken.values()) == [1] * number * BATCH
-    prompts = [event.prompt for event in events if isinstance(event, Admitted)]
-    assert len(set(prompts)) == len(prompts)
-    # between the last version and its own end a run still begins groups, which its summary may not know
-    last = max(number for number, event in enumerate(events) if isinstance(event, Published))
-    admitted = sum(isinstance(event, Admitted) for event in events[:last])
-    assert admitted == events[last].ledger["prompts"]["issued"] <= ledger["prompts"]["issued"]
-    committed = Counter(event.group.uid for event in events if isinstance(event, Committed))
-    assert set(committed.values()) == {1}
-    assert {line["version_max"] for line in lines(run_dir / "eval.jsonl")} == {0, number}
-
-
-def check_replay(run_dir: Path, tmp_path: Path, *settings: str, schedule: bool = True) -> None:
-    """Check that an uninterrupted run on the recorded answers gives the same results."""
-    shape = [one for one in RUN if not one.startswith(("record", "resume", "checkpoint"))]
-    again = [*shape, *settings, "mode=replay", f"replay.from={run_dir}"]
-    whole = run(tmp_path / "whole", *again, *(["replay.schedule=true"] if schedule else []))
-    assert trained(whole) == trained(lines(run_dir / "metrics.jsonl"))
-    assert weights(tmp_path / "whole") == weights(run_dir)
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of an HF folder."""
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-DETERMINISTIC = ["deterministic=true", "rollout.max_staleness=0", "rollout.lead=null"]
 
 
 @pytest.mark.campaign  # test_resume_environments.py makes the same comparison for a game

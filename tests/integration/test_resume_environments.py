@@ -16,10 +16,20 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.records.events import Committed, unpacked
 from asyncrl.records.reading import Recording
 from asyncrl.rollout import snapshot
+from tests.integration.books import check_books, trained, weights
 from tests.integration.noted_envs import TURNS
-from tests.integration.running import lines, pids_carrying, run, start, wait_for_step
-from tests.integration.test_replay import trained, weights
-from tests.integration.test_resume import DETERMINISTIC, GROUP, RUN, Blow, check_books, go_on_to_the_end
+from tests.integration.running import (
+    DETERMINISTIC,
+    GROUP,
+    RUN,
+    Blow,
+    go_on_to_the_end,
+    lines,
+    pids_carrying,
+    run,
+    start,
+    wait_for_step,
+)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ the real engines it is asyncrl-train alone. A trial is its seed.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
@@ -18,21 +17,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from asyncrl.planner.lengths import Lengths
 from asyncrl.planner.simulation import SimulatedEpisode
-from asyncrl.rollout.ledger import Ledger
 from asyncrl.schema import Batch, Trajectory, decode_batch
 from scripts.stub_engine import number_of
+from tests.integration.books import balanced
 from tests.integration.faults import CUT, KILLED, ROUTER_KILLED, ROUTER_STOPPED, STOPPED, Fault, Injector, draw
 from tests.integration.faulty_users import HANGS, RAISES, write_questions
+from tests.integration.ranks import ROOT
 from tests.integration.running import finish, lines, nothing_is_left, start
 from tests.integration.stub_trainer import BATCHES
 from tests.integration.workload import Workload
 
-ROOT = Path(__file__).resolve().parents[2]
 TRIALS = int(os.environ.get("ASYNCRL_TRIALS", "20"))
 STEPS, LAST = 40, 30
 """Number of batches of a trial with stubs, and the last version after which faults are injected."""
@@ -180,13 +178,6 @@ def play(trial: Trial, folder: Path, monkeypatch: pytest.MonkeyPatch, tally: Cou
         f"asked anew {retried}; {time.monotonic() - began:.0f} s"
     )
     return run_dir
-
-
-def balanced(run_dir: Path) -> Ledger:
-    """Return the ledger at the end, which must balance."""
-    ledger = msgspec.convert(json.loads((run_dir / "summary.json").read_text())["ledger"], Ledger)
-    ledger.check()
-    return ledger
 
 
 # -- every token over stubs ----------------------------------------------------------------------------------

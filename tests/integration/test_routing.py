@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -23,13 +22,13 @@ from asyncrl.launch.main import CONF
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.tiny import write_random_model
 from asyncrl.routing import RoutingShape, share_prompt
-from asyncrl.schema import Completion, Group, Routing, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Group, Trajectory, Turn
 from tests.integration.fleet import engines
 from tests.integration.ranks import run_ranks
+from tests.integration.updates import VOCAB, foreign
 
 pytestmark = pytest.mark.integration
 
-VOCAB = 257
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "tp2-sp-ep2": {
@@ -68,40 +67,6 @@ def train(folder: Path, name: str, groups: list[Group], **settings: Any) -> dict
 
 
 # --- layouts ------------------------------------------------------------------------------------------------
-
-
-def foreign(shape: RoutingShape) -> list[Group]:
-    """Return groups of unequal prompts with a common prefix, one with two turns.
-
-    The experts of every token are random.
-    """
-    draw, chance = random.Random(4), np.random.default_rng(4)
-
-    def tokens(count: int) -> list[int]:
-        return [draw.randrange(VOCAB) for _ in range(count)]
-
-    def experts(start: int, end: int) -> Routing:
-        chosen = chance.random((end - start, len(shape.sparse), shape.experts)).argsort(-1)[..., : shape.topk]
-        return Routing(start, shape.width, chosen.astype("u1").tobytes())
-
-    def turn(observation: list[int], count: int, start: int, end: int) -> Turn:
-        ids = tokens(count)
-        written = Completion(ids, [-draw.random() * 6 for _ in ids], [VersionSpan(0, 0, count)], "stop")
-        return Turn(observation, msgspec.structs.replace(written, routing=experts(start, end)))
-
-    head, groups = tokens(10), []
-    for slot in range(5):
-        prompt, members = head + tokens(draw.randint(3, 9)), []
-        for _ in range(3):
-            first = draw.randint(1, 7)
-            end = len(prompt) + first - 1
-            turns = [turn([], first, 0, end)]
-            if draw.random() < 0.5:
-                seen = tokens(3)
-                turns.append(turn(seen, 4, end, end + 1 + len(seen) + 3))
-            members.append(Trajectory(turns, draw.random()))
-        groups.append(share_prompt(Group(f"g{slot}", slot, prompt, members, "drawn")))
-    return groups
 
 
 @pytest.fixture(scope="module")

@@ -13,21 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from asyncrl.checkpoints.store import CheckpointStore
-from tests.integration.running import lines, nothing_is_left, pids_carrying, run
-from tests.integration.test_agents import books_balance
-from tests.integration.test_replay import trained, weights
-from tests.slurm.lab import HOST, ROOT, Lab, missing, missing_networks
+from tests.integration.books import balanced, trained, weights
+from tests.integration.running import lines, nothing_is_left, run
+from tests.slurm.lab import JOB, ROOT, SMALL, TIMEOUT, Lab, Submitted, missing, missing_networks, nodes_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(missing()), reason=missing())]
-JOB = ("experiment=tiny", "cluster=slurm", "cluster.gpus=0", f"cluster.host={HOST}", "weights.transport=distributed")
 SHARED = ("cluster.sbatch.exclusive=false", "cluster.sbatch.mem=1000")
-SMALL = ("rollout.batch_groups=4", "rollout.group_size=8", "eval.questions=0")
 GOES_ON = (*SMALL, "checkpoint.every=5", "cluster.requeues=3", "record=true")
-TIMEOUT = 600.0
 
 
 @pytest.fixture(scope="module")
@@ -42,84 +37,11 @@ def lab() -> Iterator[Lab]:
         shutil.rmtree(folder)
 
 
-class Submitted:
-    """Submitted job."""
-
-    def __init__(self, lab: Lab, run_dir: Path, *overrides: str) -> None:
-        self.lab, self.run_dir = lab, run_dir
-        argv = [sys.executable, "-m", "asyncrl.launch.main", *JOB, f"run.dir={run_dir}", *overrides]
-        done = subprocess.run(lab.at_head(*argv), env=lab.env, capture_output=True, text=True, timeout=600, check=False)
-        assert done.returncode == 0, done.stderr
-        self.id = done.stdout.partition("submitted job ")[2].partition(";")[0]
-
-    @property
-    def output(self) -> str:
-        out = self.run_dir / "slurm" / f"{self.id}.out"
-        return out.read_text() if out.exists() else ""
-
-    def show(self) -> dict[str, str]:
-        """Return Slurm's description of the job."""
-        words = self.lab.run("scontrol", "show", "job", self.id).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
-
-    def minutes(self) -> int:
-        """Return the whole minutes for which the job has run."""
-        hours, minutes, _ = self.show()["RunTime"].split(":")
-        return 60 * int(hours) + int(minutes)
-
-    def steps(self) -> list[dict[str, Any]]:
-        return lines(self.run_dir / "metrics.jsonl")
-
-    def wait_for_step(self, step: int) -> None:
-        def there() -> bool:
-            assert self.show()["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), self.output
-            return len(self.steps()) >= step
-
-        self.lab.wait_for(there, f"step {step} of {self.run_dir}", TIMEOUT)
-
-    def wait_for_state(self, *states: str) -> dict[str, str]:
-        self.lab.wait_for(lambda: self.show()["JobState"] in states, f"{states} in {self.output}", TIMEOUT)
-        return self.show()
-
-    def finishes(self) -> None:
-        """Wait until the job ends with success."""
-        shown = self.wait_for_state("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), self.output
-
-    def is_queued_again(self, times: int, **changes: int) -> None:
-        """Wait for the requeue, and start the job immediately with these changes, because Slurm would wait for two
-        minutes."""
-        self.lab.wait_for(lambda: int(self.show()["Restarts"]) >= times, "requeue", TIMEOUT)
-        time.sleep(3)  # the credential of the start before is revoked, by its second
-
-        def started() -> bool:
-            changed = [f"{name}={value}" for name, value in changes.items()]
-            self.lab.run("scontrol", "update", f"jobid={self.id}", "starttime=now", *changed, check=False)
-            return self.show()["JobState"] == "RUNNING"
-
-        self.lab.wait_for(started, f"start of {self.show()}", TIMEOUT)
-
-    def nodes(self) -> dict[str, str]:
-        """Return the node of each process of the job."""
-        return nodes_of(self.run_dir)
-
-
-def nodes_of(run_dir: Path) -> dict[str, str]:
-    """Return the node of each process of a run."""
-    run_id = json.loads((run_dir / "addresses.json").read_text())["run_id"]
-    found = {}
-    for pid in pids_carrying(run_id):
-        environment = psutil.Process(pid).environ()
-        if "ASYNCRL_TASK" in environment:
-            found[environment["ASYNCRL_TASK"].partition("/")[2]] = environment["SLURMD_NODENAME"]
-    return found
-
-
 def goes_on_exactly(job: Submitted, steps: int, tmp_path: Path) -> None:
     """Check that every step ran once, the ledger balances, and an uninterrupted replay with as many trainers gives the
     same losses and weights, bit for bit."""
     assert [step["version"] for step in job.steps()] == list(range(1, steps + 1))
-    books_balance(job.run_dir)
+    balanced(job.run_dir)
     shape = ("trainer.data_parallel=2", f"run.max_steps={steps}")
     again = run(tmp_path / "again", *SMALL, *shape, "mode=replay", f"replay.from={job.run_dir}")
     assert trained(again) == trained(job.steps())
@@ -190,7 +112,7 @@ def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) 
     assert "ended as requested" in job.output
     job.finishes()
     assert [step["version"] for step in job.steps()] == list(range(1, steps + 1))
-    books_balance(job.run_dir)
+    balanced(job.run_dir)
     nothing_is_left(job.run_dir)
 
 

@@ -15,8 +15,7 @@ import pytest
 from asyncrl.config import read
 from scripts.render_slurm import FOLDER
 from tests.integration.running import lines, nothing_is_left
-from tests.integration.test_slurm import SMALL, TIMEOUT, Submitted
-from tests.slurm.lab import Lab, missing, missing_networks
+from tests.slurm.lab import SMALL, TIMEOUT, Lab, Submitted, missing, missing_networks
 
 REASON = missing() or missing_networks()
 pytestmark = [pytest.mark.campaign, pytest.mark.skipif(bool(REASON), reason=REASON)]

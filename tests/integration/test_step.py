@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +11,15 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from torch import Tensor
 
-from asyncrl.algo.samples import Sample
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
 from tests.integration.ranks import run_ranks
+from tests.integration.updates import TIED, VOCAB, drawn_samples, token_weights
 
 pytestmark = pytest.mark.integration
 
-VOCAB = 257
 CLIP = 0.001
-MODELS = {"tied": True, "untied": False}
-
-
-def groups() -> list[list[Sample]]:
-    """Return three groups of four samples; some answers share a prefix."""
-    draw = random.Random(0)
-    made: list[list[Sample]] = []
-    row = 0
-    for _ in range(3):
-        prompt = [draw.randrange(VOCAB) for _ in range(12)]
-        turn = [draw.randrange(VOCAB) for _ in range(6)]
-        made.append([])
-        for number in range(4):
-            answer = turn * (number % 2) + [draw.randrange(VOCAB) for _ in range(draw.randint(1, 9))]
-            made[-1].append(Sample(prompt, answer, [True] * len(answer), 0, row))
-            row += len(answer)
-    return made
-
-
-def weights() -> Tensor:
-    """Return the factor of each token's log-probability in the loss."""
-    last = groups()[-1][-1]
-    return torch.randn(last.first_row + last.num_trained, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the models, and train them with Megatron."""
     made = tmp_path_factory.mktemp("step")
     sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
-    for name, tied in MODELS.items():
+    for name, tied in TIED.items():
         write_random_model(made / name, "llama", vocab=VOCAB, tied=tied, seed=1, dtype="float32", **sizes)
     with initialize_config_dir(str(CONF), version_base=None):
         overrides = ["experiment=tiny", f"trainer.optimizer.clip_grad={CLIP}", "trainer.optimizer.lr=1e-3"]
@@ -63,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TIED)
 def test_three_clipped_updates_are_those_of_transformers_and_torch(folder: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -80,10 +54,10 @@ def test_three_clipped_updates_are_those_of_transformers_and_torch(folder: Path,
     norms = []
     for _ in range(3):
         adamw.zero_grad()
-        for one in (one for group in groups() for one in group):
+        for one in (one for group in drawn_samples() for one in group):
             every = torch.log_softmax(model(torch.tensor([one.prompt_ids + one.token_ids])).logits[0], -1)
             own = every[len(one.prompt_ids) - 1 : -1].gather(1, torch.tensor(one.token_ids)[:, None])[:, 0]
-            (-(weights()[one.first_row : one.first_row + one.num_trained] * own).sum()).backward()
+            (-(token_weights()[one.first_row : one.first_row + one.num_trained] * own).sum()).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP).detach()))
         adamw.step()
     assert min(norms) > 10 * CLIP

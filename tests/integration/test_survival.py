@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from asyncrl.observability.intervals import RETRY
 from asyncrl.observability.timeline import GroupTimeline, ProcessSpan, TimelineReader
+from tests.integration.books import balanced
 from tests.integration.running import (
-    TIMEOUT,
-    evidence,
     finish,
     lines,
     nothing_is_left,
     processes_of,
+    serving,
     start,
     wait_for_step,
+    wait_until,
 )
 
 SMALL = ("rollout.batch_groups=4", "rollout.group_size=8", "eval.questions=0")
 
 
-def wait_until(met: Callable[[], bool], process: Any, run_dir: Path, what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not met():
-        assert process.poll() is None, f"the run ended before {what}:\n{evidence(run_dir)}"
-        assert time.monotonic() < deadline, f"not within {TIMEOUT} s: {what}\n{evidence(run_dir)}"
-        time.sleep(0.1)
-
-
-def serving(run_dir: Path) -> float:
-    return float(lines(run_dir / "metrics.jsonl")[-1]["engines/serving"])
-
-
 def all_is_accounted_for(run_dir: Path) -> None:
-    ledger = json.loads((run_dir / "summary.json").read_text())["ledger"]
-    assert ledger["groups"]["rejected"] == {}, "a group was lost"
-    for kind in ("prompts", "groups", "trajectories"):
-        places = [ledger[kind][place] for place in ("running", "ready", "training", "trained")]
-        assert ledger[kind]["issued"] == sum(places)
-    generated = ledger["tokens"].pop("generated")
-    assert generated == sum(ledger["tokens"].values())
+    assert balanced(run_dir).groups.rejected == {}, "a group was lost"
     steps = lines(run_dir / "metrics.jsonl")
     assert [step["version"] for step in steps] == list(range(1, len(steps) + 1))
     assert max(step["staleness/max"] for step in steps) <= 2

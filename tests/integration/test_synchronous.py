@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from asyncrl.models import catalog
 from asyncrl.schema import Group
 from tests.fakes import tiny_config
+from tests.integration.books import tensors
 from tests.integration.fleet import engines
 from tests.integration.ranks import run_ranks
 from tests.integration.recorder import FILE
@@ -36,11 +36,7 @@ class Outcome:
         self.batches = msgspec.json.decode(groups.read_bytes(), type=list[list[Group]]) if groups.exists() else []
         figures = folder / "figures.json"
         self.figures: list[dict[str, float]] = json.loads(figures.read_text()) if figures.exists() else []
-        self.weights = weights(folder / "hf")
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        self.weights = tensors(folder / "hf")
 
 
 def driven(how: str, folder: Path) -> None:
@@ -57,7 +53,7 @@ def same_training(figures: list[dict[str, float]], mine: dict[str, torch.Tensor]
         assert {name: one[name] for name in other if not name.startswith(of_versions)} == {
             name: value for name, value in other.items() if not name.startswith(of_versions)
         }
-    start = weights(catalog.resolve("builtin:tiny"))
+    start = tensors(catalog.resolve("builtin:tiny"))
     assert mine.keys() == plain.weights.keys() == start.keys()
     for name, tensor in plain.weights.items():
         assert not tensor.equal(start[name]), name
@@ -93,4 +89,4 @@ def test_run_at_bound_0_is_that_of_a_plain_driver_on_the_real_engine(tmp_path: P
     plain = Outcome(tmp_path / "plain")
     groups = [msgspec.json.decode(line, type=Group) for line in (tmp_path / "groups.jsonl").read_bytes().splitlines()]
     assert groups[: STEPS * 4] == [group for batch in plain.batches for group in batch]
-    same_training(figures, weights(tmp_path / "run" / "hf"), plain)
+    same_training(figures, tensors(tmp_path / "run" / "hf"), plain)

@@ -10,8 +10,18 @@ from pathlib import Path
 import pytest
 
 from asyncrl.network.addresses import PLAN
-from tests.integration.running import finish, lines, nothing_is_left, processes_of, start, wait_for_step
-from tests.integration.test_resume import RUN, STEPS, check_books, check_replay, go_on_to_the_end
+from tests.integration.books import check_books, check_replay
+from tests.integration.running import (
+    RUN,
+    STEPS,
+    finish,
+    go_on_to_the_end,
+    lines,
+    nothing_is_left,
+    processes_of,
+    start,
+    wait_for_step,
+)
 
 SETTINGS = (
     *("engine.count=2", "rollout.processes=2", "engine.quantization=fp8_simulated", "cluster.plan=auto"),

@@ -22,10 +22,10 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import load
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
+from tests.integration.checkpoints import written
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_on_gpu, run_ranks
-from tests.integration.test_checkpoint import written
-from tests.integration.test_trainer import Outcome, _outcome, drawn_groups
+from tests.integration.updates import Outcome, drawn_groups, outcome
 
 CUDA = pytest.param(
     "cuda",
@@ -80,7 +80,7 @@ def updated(folder: Path, device: str, dtype: str, *changes: str) -> Outcome:
     configure(folder, dtype, *changes)
     name = "-".join([device, dtype, *changes])
     run(device, "rank_update.py", name, str(folder))
-    return _outcome(folder, name)
+    return outcome(folder, name)
 
 
 @on_both
@@ -157,7 +157,7 @@ def test_a_checkpoint_restores_every_bit(folder: Path, dtype: str, device: str) 
     first, again = (written(CheckpointStore(place / link).path(VERSION)) for link in links)
     assert first.keys() == again.keys()
     assert [key for key in first if not torch.equal(first[key], again[key])] == []
-    (figures, weights), (more, more_weights) = (_outcome(place, link) for link in links)
+    (figures, weights), (more, more_weights) = (outcome(place, link) for link in links)
     tolerance = 0.0 if device == "cpu" else 1e-5  # sums of a GPU may have another order
     for name in ("loss", "grad_norm", "lr"):
         assert more[0][name] == pytest.approx(figures[0][name], rel=tolerance, abs=tolerance)

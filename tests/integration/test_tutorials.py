@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from scripts.run_notebooks import execute
+from tests.integration.books import balanced, groups_of
 from tests.integration.running import lines, nothing_is_left
-from tests.integration.test_agents import books_balance, groups_of
 
 pytestmark = pytest.mark.integration
 TUTORIALS = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
@@ -35,7 +35,7 @@ def test_environment_of_twenty_lines_trains(tmp_path: Path) -> None:
     execute(TUTORIALS / "a_game.ipynb", tmp_path)
     run_dir = tmp_path / "run"
     assert len(lines(run_dir / "metrics.jsonl")) == 24
-    assert books_balance(run_dir)["groups"]["rejected"] == {}
+    assert balanced(run_dir).groups.rejected == {}
     groups = groups_of(run_dir)
     assert {1, 2} <= {len(t.turns) for g in groups for t in g.trajectories} <= {1, 2, 3, 4}
     for trajectory in (t for g in groups for t in g.trajectories):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from asyncrl.models import tiny_vision
 from asyncrl.weights.folder import HFFolder
-from tests.fakes import changed, tiny_config, tiny_values
+from tests.fakes import changed, reusing, tiny_config, tiny_values
 from tests.integration.ranks import run_ranks
 from tests.integration.vision import transformers_logprobs, vision_groups, weights
 
@@ -45,11 +45,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "critic": {"algo.advantage": "gae", "trainer.micro_batch_tokens": 40, "algo.mini_batches": 2},
-    "reference": {"algo.kl.coefficient": 0.1, "algo.epochs": 2, "algo.replay_groups": 1, "algo.entropy_bonus": 0.1},
+    "reference": {"algo.kl.coefficient": 0.1, "algo.epochs": 2, "algo.entropy_bonus": 0.1, **reusing(groups=1)},
     "sequences": {
         "algo.loss": "gspo",
         "algo.aggregation": "sequence",
-        "algo.reset_every": 1,
+        **reusing(reset_every=1),
         "trainer.share_prompts": False,
     },
     "tower": {"trainer.vision.tower": "trained", "trainer.vision.lr": TOWER_LR, "algo.kl.coefficient": 0.1},

@@ -29,6 +29,7 @@ from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Completion
 from tests.integration import adapters, publisher
 from tests.integration.fleet import Engines, engines
+from tests.integration.vision import ADAPTERS
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +54,6 @@ OF_ARCH: dict[str, dict[str, Any]] = {
         },
     },
 }
-ADAPTERS = ("policy", "second")
 Play = Callable[[GenerationClient], Awaitable[Any]]
 
 
@@ -304,7 +304,7 @@ def test_an_image_that_was_read_before_is_encoded_by_the_tower_of_the_newest_ver
         answer = await session(context, images=[image])
         assert difference(fleet, context, [image], answer) < 1e-5
         publishing = publisher.make(config, fleet.addresses, weights, tmp_path)
-        with closing(publishing._fleet), closing(publishing._fleet._router._http):
+        with closing(publishing.fleet), closing(publishing.fleet._router._http):
             await asyncio.to_thread(publishing.publish, 1)
         client.inflight.release(1)
         answer = await session(context, images=[image])

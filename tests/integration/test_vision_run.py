@@ -11,11 +11,19 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.images import png_size
 from asyncrl.records.reading import Recording
 from asyncrl_view.inspection.cli import main
-from tests.integration.running import finish, lines, nothing_is_left, output, run, start, wait_for_step
-from tests.integration.test_replay import trained, weights
-from tests.integration.test_resume import DETERMINISTIC, tensors
-from tests.integration.test_survival import wait_until
-from tests.integration.test_vision_engine import ADAPTERS
+from tests.integration.books import tensors, trained, weights
+from tests.integration.running import (
+    DETERMINISTIC,
+    finish,
+    lines,
+    nothing_is_left,
+    output,
+    run,
+    start,
+    wait_for_step,
+    wait_until,
+)
+from tests.integration.vision import ADAPTERS
 
 pytestmark = pytest.mark.integration
 

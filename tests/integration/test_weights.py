@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,23 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import Config
-from asyncrl.engine.client import GenerationClient
 from asyncrl.schema import Completion
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.tensor import TensorTransport
-from tests.integration.fleet import Engines, engines
+from tests.integration.fleet import (
+    PROMPT,
+    Engines,
+    answers_across_publishes,
+    ask,
+    engines,
+    publish_under_way,
+    settings,
+    whole,
+)
 from tests.integration.publisher import SeededWeights, make, publish, quantized
 
 pytestmark = pytest.mark.integration
 
-PROMPT, EOS = [12, 1, 2, 3, 11], 10
 WAYS = [
     ("tensor", "full", "in_place"),
     ("tensor", "stream", "retract"),
@@ -45,24 +51,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield started
 
 
-def settings(config: Config, **weights: object) -> Config:
-    return config.model_copy(update={"weights": config.weights.model_copy(update={"timeout": 30.0, **weights})})
-
-
-def client(fleet: Engines, **changes: object) -> GenerationClient:
-    values = {
-        "run": "w",
-        "access": fleet.addresses.access,
-        "max_new_tokens": 48,
-        "temperature": 1.0,
-        "stop_token_ids": [EOS],
-        "timeout": 60.0,
-        "retry_timeout": 30.0,
-        "coalesce": False,
-    }
-    return GenerationClient(fleet.addresses.router, **{**values, **changes})  # type: ignore[arg-type]
-
-
 def logprobs(tensors: dict[str, torch.Tensor], fleet: Engines, prompt: list[int], found: Completion) -> torch.Tensor:
     """Return the log-probabilities of a completion's tokens under these weights, computed by transformers."""
     model = AutoModelForCausalLM.from_pretrained(fleet.addresses.model, dtype=torch.float32)
@@ -70,74 +58,6 @@ def logprobs(tensors: dict[str, torch.Tensor], fleet: Engines, prompt: list[int]
     with torch.no_grad():
         every = model(torch.tensor([prompt + found.token_ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return every.gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
-
-
-def whole(found: Completion) -> None:
-    """Check that an answer is complete: it ended as the model or the limit requires, and every token has its
-    log-probability."""
-    assert len(found.token_ids) == len(found.logprobs)
-    assert len(found.token_ids) == 48 or found.token_ids[-1] == EOS
-    assert EOS not in found.token_ids[:-1]
-    assert [span.start for span in found.versions[1:]] == [span.end for span in found.versions[:-1]]
-    assert (found.versions[0].start, found.versions[-1].end) == (0, len(found.token_ids))
-    assert [span.version for span in found.versions] == sorted({span.version for span in found.versions})
-
-
-def answers_across_publishes(
-    publisher: Any, fleet: Engines, first: int, enough: Callable[[int, Completion], bool]
-) -> tuple[int, list[Completion]]:
-    """Publish a version, then five more while requests are in flight. Return the version and the whole answers, of
-    which one is `enough`. Try again from later versions if none is: where others work, too, answers may end before the
-    publishes."""
-    for serving in range(first, first + 1000, 100):
-        publish(publisher, serving)
-        _, answers = asyncio.run(publish_under_way(publisher, fleet, serving, range(serving + 1, serving + 6)))
-        for found in answers:
-            whole(found)
-        if any(enough(serving, found) for found in answers):
-            return serving, answers
-    pytest.fail("the publishes fell outside the answers")
-
-
-async def publish_under_way(
-    publisher: Any, fleet: Engines, serving: int, versions: Iterable[int]
-) -> tuple[dict[str, float], list[Completion]]:
-    """Publish versions one after the other while requests are in flight.
-
-    Return the figures of the last one, and the answers.
-    """
-    made = client(
-        fleet,
-        run=f"under-way-{serving}",
-        pause_mode=publisher._update._mode,
-        replicas=fleet.config.engine.data_parallel,
-    )
-    made.inflight.release(serving)
-    loop = asyncio.get_running_loop()
-    publisher._hold = lambda: loop.call_soon_threadsafe(made.inflight.hold) and None
-    publisher._announce = lambda version, reused: loop.call_soon_threadsafe(made.inflight.release, version) and None
-    running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(24)])
-    await asyncio.sleep(0.02)
-    while not all(sent.answered for sent in made.inflight._requests):  # noqa: ASYNC110  nothing tells
-        await asyncio.sleep(0.001)
-    for version in versions:
-        figures = await asyncio.to_thread(publish, publisher, version)
-    answers = await asyncio.wait_for(running, 300)
-    await made.close()
-    publisher._hold, publisher._announce = lambda: None, lambda version, reused: None  # this loop ends
-    return figures, answers
-
-
-def ask(fleet: Engines, count: int, version: int, **changes: object) -> list[Completion]:
-    async def answers() -> list[Completion]:
-        made = client(fleet, **changes)
-        made.inflight.release(version)
-        generate = made.generate()
-        found = await asyncio.gather(*[generate(PROMPT) for _ in range(count)])
-        await made.close()
-        return found
-
-    return asyncio.run(answers())
 
 
 @pytest.mark.parametrize(("transport", "staging", "mode"), WAYS, ids=["-".join(way) for way in WAYS])
@@ -153,12 +73,12 @@ def test_what_is_served_is_what_was_sent(transport, staging, mode, bucket, fleet
         figures = publish(publisher, version)
         assert figures["engines"] == 2
         assert figures["verify"] > 0
-    assert set(publisher._fleet.versions().values()) == {"3"}
+    assert set(publisher.fleet.versions().values()) == {"3"}
     for found in ask(fleet, 4, 3, run=f"w-{transport}-{staging}-{mode}-{bucket}"):
         assert {span.version for span in found.versions} == {3}
         expected = logprobs(weights.at(3), fleet, PROMPT, found)
         torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=1e-4)
-    publisher._fleet.close()
+    publisher.fleet.close()
 
 
 @pytest.mark.parametrize("kind", ["fp8_simulated", "int8_simulated"])
@@ -179,7 +99,7 @@ def test_values_on_the_grid_reach_the_engines_bit_for_bit(kind: str, fleet: Engi
     (found,) = ask(fleet, 1, 2, run=f"w-{kind}")
     torch.testing.assert_close(torch.tensor(found.logprobs), logprobs(grid, fleet, PROMPT, found), rtol=0, atol=1e-4)
     assert (torch.tensor(found.logprobs) - logprobs(weights.at(2), fleet, PROMPT, found)).abs().max() > 1e-3
-    publisher._fleet.close()
+    publisher.fleet.close()
 
 
 def test_request_in_flight_across_five_publishes_tells_truly_which_version_wrote_what(
@@ -196,7 +116,7 @@ def test_request_in_flight_across_five_publishes_tells_truly_which_version_wrote
             expected = logprobs(weights.at(span.version), fleet, PROMPT, found)[span.start : span.end]
             served = torch.tensor(found.logprobs[span.start : span.end])
             torch.testing.assert_close(served, expected, rtol=0, atol=1e-4)
-    publisher._fleet.close()
+    publisher.fleet.close()
 
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
@@ -211,7 +131,7 @@ def test_request_in_flight_keeps_its_tokens_in_the_other_modes(mode: str, fleet:
             continue  # a request on the wire at a pause may find the prompt in the cache of older weights
         expected = logprobs(weights.at(first.version), fleet, PROMPT, found)[: first.end]
         torch.testing.assert_close(torch.tensor(found.logprobs[: first.end]), expected, rtol=0, atol=1e-4)
-    publisher._fleet.close()
+    publisher.fleet.close()
 
 
 def test_token_of_the_step_in_flight_at_an_in_place_pause_has_the_version_that_made_it(tmp_path: Path) -> None:
@@ -221,7 +141,7 @@ def test_token_of_the_step_in_flight_at_an_in_place_pause_has_the_version_that_m
         weights = SeededWeights(running.addresses.model)
         publisher = make(settings(running.config, transport="tensor"), running.addresses, weights, tmp_path)
         serving, answers = answers_across_publishes(publisher, running, 50, _changes_from)
-        publisher._fleet.close()
+        publisher.fleet.close()
     for found in (found for found in answers if _changes_from(serving, found)):
         first = found.versions[0].end
         gaps = (torch.tensor(found.logprobs) - logprobs(weights.at(serving), running, PROMPT, found)).abs()
@@ -259,14 +179,14 @@ def test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_m
     weights = SeededWeights(fleet.addresses.model)
     publisher = make(config, fleet.addresses, weights, tmp_path)
     victim = fleet.addresses.engines[1]
-    publisher._transport = OneWrongBit(publisher._fleet, 2, victim=victim)
+    publisher._transport = OneWrongBit(publisher.fleet, 2, victim=victim)
     figures, answers = asyncio.run(publish_under_way(publisher, fleet, 29, [30]))
     assert figures["engines"] == 1
     assert len(answers) == 24
     for found in answers:  # also those that the lost engine was writing: it was paused in place
         whole(found)
     first = next(iter(weights.at(0)))
-    reason = publisher._fleet.lost[victim]
+    reason = publisher.fleet.lost[victim]
     assert "holds other weights than were sent" in reason
     assert first.replace("q_proj", "qkv_proj") in reason
     assert victim in capsys.readouterr().err
@@ -275,11 +195,11 @@ def test_engine_that_holds_other_weights_is_taken_out_and_its_tensor_named_and_m
         torch.testing.assert_close(
             torch.tensor(found.logprobs), logprobs(weights.at(30), fleet, PROMPT, found), rtol=0, atol=1e-4
         )
-    publisher._transport = TensorTransport(publisher._fleet, 2)
-    publisher._fleet.join(victim)
+    publisher._transport = TensorTransport(publisher.fleet, 2)
+    publisher.fleet.join(victim)
     assert publish(publisher, 31)["engines"] == 2
     assert routed(fleet, fleet.addresses.engines)
-    publisher._fleet.close()
+    publisher.fleet.close()
 
 
 def routed(fleet: Engines, expected: tuple[str, ...]) -> bool:
@@ -313,7 +233,7 @@ def test_engines_at_both_parallelisms_write_what_an_engine_started_from_the_expo
         from_export = greedy(fresh, fresh.addresses.engines[0])
         for publisher in publishers:
             publish(publisher, 40)
-            publisher._fleet.close()
+            publisher.fleet.close()
         published = [greedy(fleet, url) for url in fleet.addresses.engines]  # tensor-parallel 2
         alone = greedy(fresh, fresh.addresses.engines[0])  # tensor-parallel 1
     assert from_export == alone == published[0] == published[1]

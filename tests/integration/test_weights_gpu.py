@@ -29,7 +29,7 @@ def publish_three(tmp_path: Path, transport: str, *, gpus: int, trainer: str) ->
         "engine.dtype=bfloat16",
         f"trainer.device={trainer}",
         f"weights.transport={transport}",
-        "+engine.server_args.mem_fraction_static=0.3",
+        "engine.memory_fraction=0.3",
     ]
     with engines(tmp_path, *overrides, gpus=gpus) as fleet:
         for staging in ("full", "stream"):
@@ -43,7 +43,7 @@ def publish_three(tmp_path: Path, transport: str, *, gpus: int, trainer: str) ->
                 figures = publish(publisher, version)
                 assert figures["engines"] == 1
                 assert figures["verify"] > 0
-            publisher._fleet.close()
+            publisher.fleet.close()
 
 
 @pytest.mark.gpu

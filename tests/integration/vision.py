@@ -120,3 +120,6 @@ def transformers_logprobs(model: torch.nn.Module, folder: Path, groups: list[Gro
 
 def _count(token: int, own: bool, counts: Iterator[int]) -> int:
     return next(counts) if token == HOLDER and not own else 1
+
+
+ADAPTERS = ("policy", "second")

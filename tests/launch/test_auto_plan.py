@@ -206,7 +206,13 @@ def test_a_file_of_asyncrl_plan_is_used_kept_and_compared(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "word", ["agent=asyncrl.agents.proxied:Command", "task.reward=mine:reward", "engine.count={a: b}", "model.path=/x"]
+    "word",
+    [
+        "agent=mine:Agent",
+        "task.reward=mine:reward",
+        "engine.count={a: b}",
+        "model.path=/x",
+    ],
 )
 def test_a_plan_of_somebody_else_sets_nothing_but_what_plans_choose(word: str, tmp_path: Path) -> None:
     """Neither the file of cluster.plan nor the one beside a checkpoint."""

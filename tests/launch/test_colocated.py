@@ -1,10 +1,11 @@
-"""cluster.placement=colocated: engines sit on the trainers' GPUs, start as engines that can release their memory, and
-every setting that cannot work is refused by name."""
+"""cluster.placement=colocated and shared: engines sit on the trainers' GPUs, start as engines that can release their
+memory, or with their part of it, and every setting that cannot work is refused by name."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_devices
 from asyncrl.launch.placement import Placement, imagined, place
 from asyncrl.launch.plan import plan
+from asyncrl.launch.preflight.weights import check_sync
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.network.addresses import READY, TRAINING
+from asyncrl.planner.shapes import Weight
 from asyncrl.weights.choice import choose
+from asyncrl.weights.publish import build_transport
 from tests.fakes import addresses, tiny_config
-from tests.launch.test_restarts import ENGINE, ROUTER
+from tests.launch.preflight.worlds import ENGINE, ROUTER
 
 COLOCATED = {
     "cluster.placement": "colocated",
@@ -55,8 +59,50 @@ def test_what_cannot_take_turns_is_refused_by_name(field: str, value: Any, remed
 
 
 def test_only_training_takes_turns() -> None:
-    with pytest.raises(ConfigError, match=r"mode=rollout_only has no turns"):
+    with pytest.raises(ConfigError, match=r"mode=rollout_only has no GPUs to share"):
         colocated(mode="rollout_only", record=True)
+
+
+SHARED = {"cluster.placement": "shared"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("weights.transport", "distributed", "NCCL refuses two ranks on one GPU .*: set auto, tensor or disk"),
+        ("engine.urls", ["http://127.0.0.1:1"], "remove them"),
+        ("engine.device", "cpu", r"trainer.device \(auto\)"),
+        ("engine.memory_fraction", 0.9, "what is left of 0.9: set less"),
+        ("engine.server_args", {"mem_fraction_static": 0.3}, "Set engine.memory_fraction instead"),
+        ("cluster.elastic", "advise", "The engines' GPUs are those of the trainers"),
+    ],
+)
+def test_what_cannot_share_gpus_is_refused_by_name(field: str, value: Any, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        tiny_config(**SHARED, **{"metrics.timeline": True, field: value})
+    with pytest.raises(ConfigError, match="mode=rollout_only has no GPUs to share"):
+        tiny_config(**SHARED, mode="rollout_only", record=True)
+
+
+def test_engines_that_share_gpus_and_memory_need_no_turns() -> None:
+    """What takes_turns alone refuses: 2 versions of staleness, pauses in place, deltas, parts, overlapped publishes."""
+    settings = {"rollout.max_staleness": 2, "weights.pause_mode": "in_place", "weights.verify": False}
+    tiny_config(**SHARED, **settings, **{"weights.transport": "delta"})
+    tiny_config(**SHARED, **settings, **{"trainer.batch_parts": 2})
+    tiny_config(**SHARED, **settings, **{"weights.overlap": True})
+    tiny_config(**SHARED, **settings, **{"trainer.lora.rank": 4, "weights.lora": "versions"})
+
+
+@pytest.mark.parametrize(("given", "engine", "trainer"), [(None, 0.4, 0.5), (0.3, 0.3, 0.6)])
+def test_trainers_that_share_gpus_get_what_engines_and_libraries_leave(
+    given: float | None, engine: float, trainer: float
+) -> None:
+    config = tiny_config(**SHARED, **{"engine.memory_fraction": given})
+    assert config.engine_fraction == engine
+    assert config.trainer_fraction == pytest.approx(trainer)
+    for placement in ({}, COLOCATED):
+        alone = tiny_config(**placement, **{"engine.memory_fraction": given})
+        assert (alone.engine_fraction, alone.trainer_fraction) == (given, None)
 
 
 def placed(config: Config, nodes: int, gpus: int) -> Placement:
@@ -66,8 +112,9 @@ def placed(config: Config, nodes: int, gpus: int) -> Placement:
 SHAPE = {"trainer.data_parallel": 4, "trainer.tensor_parallel": 2, "engine.count": 4, "engine.tensor_parallel": 2}
 
 
-def test_engines_use_all_gpus_of_the_trainers_and_no_others() -> None:
-    found = placed(colocated(**SHAPE, **{"cluster.launcher": "slurm"}), 3, 4)
+@pytest.mark.parametrize("placement", [COLOCATED, SHARED], ids=["in turns", "side by side"])
+def test_engines_use_all_gpus_of_the_trainers_and_no_others(placement: dict[str, Any]) -> None:
+    found = placed(tiny_config(**placement, **SHAPE, **{"cluster.launcher": "slurm"}), 3, 4)
     on = [(seats[0].node.name, seats[0].gpus) for seats in found.engines]
     assert on == [("node0", (0, 1)), ("node0", (2, 3)), ("node1", (0, 1)), ("node1", (2, 3))]
     assert {(seat.node.name, seat.gpus) for seat in found.trainers} == {
@@ -83,12 +130,21 @@ def test_engines_that_do_not_use_the_trainers_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="the engines use the 8 GPUs of the trainers"):
         placed(colocated(**SHAPE | {"engine.count": 3}), 1, 8)
     placed(colocated(**SHAPE | {"engine.count": 3}), 1, 0)  # on CPU any number may share the cores
+    with pytest.raises(ConfigError, match=r"With cluster\.placement=shared the engines use the 8 GPUs of the trainers"):
+        placed(tiny_config(**SHARED, **SHAPE | {"engine.count": 5}), 1, 16)
 
 
-def test_shared_gpus_are_counted_once() -> None:
-    check_devices(colocated(**SHAPE), gpus=8)
-    with pytest.raises(ConfigError, match="trainer × engine ranks: got 8"):
-        check_devices(colocated(**SHAPE), gpus=7)
+@pytest.mark.parametrize("placement", [COLOCATED, SHARED], ids=["in turns", "side by side"])
+def test_shared_gpus_are_counted_once(placement: dict[str, Any]) -> None:
+    check_devices(tiny_config(**placement, **SHAPE), gpus=8)
+    with pytest.raises(ConfigError, match="trainer × engine ranks: got 8") as refused:
+        check_devices(tiny_config(**placement, **SHAPE), gpus=7)
+    assert "set cluster.placement" not in refused.value.remedy
+
+
+def test_a_machine_with_one_gpu_is_told_how_engine_and_trainer_use_it() -> None:
+    with pytest.raises(ConfigError, match=r"set cluster\.placement=shared, or colocated"):
+        check_devices(tiny_config(), gpus=1)
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
@@ -104,10 +160,37 @@ def test_engines_start_with_a_memory_saver_on_gpus_and_see_those_that_ipc_handle
     assert specs["trainer-1"].env["CUDA_VISIBLE_DEVICES"] == ("0,1" if gpus else "")
 
 
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_engines_beside_trainers_start_with_their_part_of_the_memory_and_weights(gpus: int) -> None:
+    config = tiny_config(**SHARED, **{"trainer.data_parallel": 2, "engine.count": 2, "engine.memory_fraction": 0.3})
+    specs = {spec.name: spec for spec in plan(config, addresses(2, gpus), placed(config, 1, gpus), Path("/runs/r"))}
+    engine = specs["engine-1"]
+    assert ("--mem-fraction-static" in engine.argv) == (gpus > 0)
+    assert not gpus or engine.argv[engine.argv.index("--mem-fraction-static") + 1] == "0.3"
+    assert not gpus or engine.argv[engine.argv.index("--base-gpu-id") + 1] == "1"
+    assert (
+        engine.env["CUDA_VISIBLE_DEVICES"] == specs["trainer-1"].env["CUDA_VISIBLE_DEVICES"] == ("0,1" if gpus else "")
+    )
+    assert "--enable-memory-saver" not in engine.argv
+    assert "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION" not in engine.env
+    assert not engine.shares  # it is restarted at any time
+
+
 def test_weights_stay_on_the_device() -> None:
-    assert choose("auto", ["http://127.0.0.1:1"], "127.0.0.1", gpu=True, colocated=True)[0] == "tensor"
+    assert choose("auto", ["http://127.0.0.1:1"], "127.0.0.1", gpu=True, shared=True)[0] == "tensor"
     with pytest.raises(ConfigError, match="set disk"):
-        choose("auto", ["http://10.0.0.2:1"], "10.0.0.1", gpu=True, colocated=True)
+        choose("auto", ["http://10.0.0.2:1"], "10.0.0.1", gpu=True, shared=True)
+
+
+@pytest.mark.parametrize(("changes", "way"), [(COLOCATED, "tensor"), (SHARED, "tensor"), ({}, "distributed")])
+def test_checks_and_trainers_choose_cuda_ipc_where_both_use_a_gpu(changes: dict[str, Any], way: str) -> None:
+    """NCCL, which is the choice for GPUs of their own, refuses two ranks on one GPU."""
+    config: Any = tiny_config(**changes, **{"trainer.dtype": "bfloat16"})
+    (told,) = check_sync(config, placed(config, 1, 2), [Weight("w", (4, 4))], 2)
+    assert told.value.startswith(way)
+    fleet: Any = SimpleNamespace(urls=["http://127.0.0.1:1"])
+    where: dict[str, Any] = {"host": "127.0.0.1", "alone": True, "stage": 0, "gpu": True, "folder": Path("/w")}
+    assert build_transport(config, fleet, **where)[1].startswith(way)
 
 
 def test_engine_is_not_restarted_on_a_gpu_that_the_trainers_use(tmp_path: Path) -> None:

@@ -95,6 +95,12 @@ def test_machine_that_weights_or_requests_would_not_reach_is_refused(
     assert caught.value.field == field
 
 
+def test_no_engine_joins_those_that_use_the_trainers_gpus(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="share the GPUs of its trainers: no others can join") as caught:
+        _Run(under_way(tmp_path / "run", **{"cluster.placement": "shared"}))
+    assert caught.value.value == "shared"
+
+
 def test_machine_that_they_reach_passes(tmp_path: Path) -> None:
     check_reach(_Run(under_way(tmp_path / "one")), Node("", "127.0.0.1", (), ()))
     far = {"trainers": ("10.0.0.1", "10.0.0.2"), "router": "http://10.0.0.1:1", "engines": ("http://10.0.0.3:2",)}

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.generations import check_generations
-from tests.launch.preflight.worlds import job, machine, nodes, placed
-
-AMPERE, HOPPER, BLACKWELL = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
-
-
-def check(gpu: str, **changes: Any) -> None:
-    """Check a job on two GPUs, of which the first, the trainer's, is of the supported generation."""
-    config = job(**{f"engine.{name}": value for name, value in {"dtype": "bfloat16", **changes}.items()})
-    known = machine(gpus=2)
-    known = replace(known, gpus=(known.gpus[0], replace(known.gpus[1], name=gpu)))
-    seats = [seat for one in placed(config, 1, 2).engines for seat in one]
-    check_generations(config.engine, seats, nodes(config, 1, 2), [known])
+from tests.launch.preflight.worlds import AMPERE, BLACKWELL, HOPPER, check, job, nodes, placed
 
 
 @pytest.mark.parametrize(

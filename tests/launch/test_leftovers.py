@@ -17,7 +17,7 @@ import pytest
 
 from asyncrl.launch.leftovers import NOTED, OWNER, PREFIX, SHARED, Scratch, carrying, shared_files, sweep
 from asyncrl.sandbox.cgroups import Marker
-from tests.test_leases import Clock
+from tests.fakes import Clock
 
 MAPS = """
 import mmap, sys, time

@@ -167,11 +167,11 @@ def test_engines_that_hold_codes_start_with_random_ones_in_the_format_of_the_pub
 
 
 def test_server_args_win_and_take_flags_numbers_and_absence() -> None:
-    extra = {"log_level": "debug", "enable_metrics": True, "mem_fraction_static": 0.5, "skip_server_warmup": False}
+    extra = {"log_level": "debug", "enable_metrics": True, "context_length": 4096, "skip_server_warmup": False}
     found = flags(made(**{"engine.server_args": extra})["engine-0"])
     assert found["log-level"] == "debug"
     assert found["enable-metrics"] is True
-    assert found["mem-fraction-static"] == "0.5"
+    assert found["context-length"] == "4096"
     assert "skip-server-warmup" not in found
 
 

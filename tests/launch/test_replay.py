@@ -27,7 +27,7 @@ from tests.forks import forked
 def recorded(folder: Path, prompt: list[int] | None = None, **changes: Any) -> Path:
     """Write a run's folder: one batch, and the settings that made it."""
     writer: Writer[Any] = Writer(folder / RECORDS)
-    writer.write(Committed(0, 0, packed(group(0, prompt=prompt or [12, 1, 11])), 0))
+    writer.write(Committed(0, packed(group(0, prompt=prompt or [12, 1, 11])), 0))
     writer.write(Taken(0, ["g0"], {}))
     writer.close()
     (folder / "config.json").write_text(tiny_config(**changes).model_dump_json())

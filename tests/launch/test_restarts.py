@@ -16,9 +16,8 @@ from asyncrl.launch.restarts import RestartPolicy, restart_policy
 from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.network.addresses import LOST, READY, Addresses
 from asyncrl.observability.timeline import ProcessSpan, TimelineReader
+from tests.launch.preflight.worlds import ENGINE, ROUTER
 
-ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")
-ROUTER = ProcessSpec("router", [], {}, restarts=2)
 TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True)
 
 

@@ -21,7 +21,7 @@ from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.stalls import SHOWN, Stalls, innermost, stack_file, state, write_stack
 from asyncrl.network.addresses import READY
 from asyncrl.progress import FOLDER, Progress
-from tests.test_leases import Clock
+from tests.fakes import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 100.0

@@ -13,16 +13,9 @@ import pytest
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.watch import EVERY_SECONDS, HealthWatch
 from asyncrl.network.addresses import READY, Access
+from tests.fakes import Clock
 
 PATIENCE = 30.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @contextmanager
@@ -52,7 +45,7 @@ def asked(watch: HealthWatch, clock: Clock) -> None:
 
 def test_server_that_never_answers_hangs_after_its_patience_and_not_before() -> None:
     with server() as listening:
-        watch = watched(listening, clock := Clock())
+        watch = watched(listening, clock := Clock(0.0))
         asked(watch, clock)
         clock.now += PATIENCE
         assert not watch.hangs()
@@ -67,7 +60,7 @@ def test_server_that_never_answers_hangs_after_its_patience_and_not_before() -> 
 
 def test_answer_resets_the_patience_and_carries_the_key() -> None:
     with server() as listening:
-        watch = watched(listening, clock := Clock())
+        watch = watched(listening, clock := Clock(0.0))
         for _ in range(3):
             asked(watch, clock)
             clock.now += PATIENCE
@@ -84,7 +77,7 @@ def test_answer_resets_the_patience_and_carries_the_key() -> None:
 @pytest.mark.parametrize("ending", ["refuses", "closes"])
 def test_server_that_is_dead_does_not_hang(ending: str) -> None:
     with server() as listening:
-        watch = watched(listening, clock := Clock())
+        watch = watched(listening, clock := Clock(0.0))
         if ending == "refuses":
             listening.close()
         clock.now += EVERY_SECONDS
@@ -97,7 +90,7 @@ def test_server_that_is_dead_does_not_hang(ending: str) -> None:
 
 def test_policy_gives_up_who_hangs_once_all_were_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with server() as listening:
-        watch = watched(listening, clock := Clock())
+        watch = watched(listening, clock := Clock(0.0))
         policy = RestartPolicy(tmp_path, watches={"router": watch})
         asked(watch, clock)
         clock.now += PATIENCE + 1

@@ -51,12 +51,18 @@ def append(file: Path, text: str) -> None:
         out.write(text)
 
 
+def lacks(text: str, *values: str) -> list[str]:
+    """Return those of the values that a text does not show."""
+    return [value for value in values if value not in text]
+
+
 def test_opening_says_what_starts_and_where_it_writes(tmp_path: Path) -> None:
     screen = Screen(tmp_path, **{"rollout.max_staleness": 4, "rollout.lead": 1})
     screen.console.opening()
     text = screen.text()
-    assert "tiny: builtin:tiny on copy3; 1 engine(s), trainer TP 1 × PP 1 × CP 1 × DP 1; lead 1, staleness ≤ 4" in text
-    assert f"run folder {tmp_path}" in text
+    assert (
+        lacks(text, "builtin:tiny", "copy3", "1 engine", "TP 1", "PP 1", "DP 1", "lead 1", "≤ 4", str(tmp_path)) == []
+    )
 
 
 def test_what_models_wrote_does_not_steer_the_terminal(tmp_path: Path) -> None:
@@ -77,13 +83,10 @@ def test_line_shows_progress_reward_times_rate_and_what_is_left(terminal: str, t
     append(tmp_path / "metrics.jsonl", record(1) + record(2))
     screen.console.follow()
     first, second = screen.text().splitlines()
-    assert first.startswith("step    1/200  reward 0.500")
-    assert "stale 0.5≤2" in first
-    assert "2.0s (wait 0.5 train 0.5 publish 0.5)" in first
-    assert "32 samples/s" in first
-    assert "left 6:38" in first  # 199 steps of 2 s
-    assert "left 6:36" in second
-    assert "bad step" not in first
+    assert lacks(first, "1/200", "reward 0.500", "0.5≤2", "2.0s", "wait 0.5", "train 0.5", "publish 0.5") == []
+    assert lacks(first, "32 samples/s", "6:38") == []  # 199 steps of 2 s
+    assert "6:36" in second
+    assert "bad" not in first
 
 
 def test_line_counts_the_groups_that_were_rejected_since_the_last_one_by_reason(tmp_path: Path) -> None:
@@ -94,9 +97,10 @@ def test_line_counts_the_groups_that_were_rejected_since_the_last_one_by_reason(
     append(tmp_path / "metrics.jsonl", record(3, **{**rejected, "groups/rejected/zero_signal": 4.0}))
     screen.console.follow()
     first, second, third = screen.text().splitlines()
-    assert first.endswith("rejected 2 reward_error, 1 zero_signal")
-    assert "rejected" not in second
-    assert third.endswith("rejected 3 zero_signal")
+    assert lacks(first, "2 reward_error", "1 zero_signal") == []
+    assert lacks(second, "reward_error", "zero_signal") == ["reward_error", "zero_signal"]
+    assert "3 zero_signal" in third
+    assert "reward_error" not in third
 
 
 def test_warning_that_repeats_is_shown_once_with_its_count(tmp_path: Path) -> None:
@@ -105,19 +109,21 @@ def test_warning_that_repeats_is_shown_once_with_its_count(tmp_path: Path) -> No
         line = {"version": number, "warning": f"g0000000{number}a0000 failed: reward_error: KeyError: 'x'"}
         append(tmp_path / "warnings.jsonl", json.dumps(line) + "\n")
     append(tmp_path / "warnings.jsonl", json.dumps({"version": 3, "warning": "another"}) + "\n")
+    for step, share in enumerate((0.5, 0.1), 1):
+        append(tmp_path / "metrics.jsonl", record(step, **{"completion/truncated": share}))
     screen.console.follow()
-    assert screen.text().count("\n") == 2
+    assert screen.text().count("\n") == 4
     screen.console.end()
-    assert screen.text() == (
-        "warning  3 times, with other numbers or names: g00000000a0000 failed: reward_error: KeyError: 'x'\n"
-    )
+    repeated = screen.text()
+    assert lacks(repeated, "3 times", "g00000000a0000 failed: reward_error: KeyError: 'x'") == []
+    assert repeated.count("\n") == 1
     summary = {"ledger": {"groups": {"rejected": {"reward_error": 3}}}}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     screen.console.closing()
     table = screen.text()
     assert re.search(r"groups rejected, reward_error +3\b", table)
     assert re.search(r"warnings +4 of 2 kinds", table)
-    assert "completions truncated" in table
+    assert re.search(r"completions truncated +30%, in the last step 10%", table)
 
 
 def test_start_says_what_it_waits_for_and_again_when_that_changes(tmp_path: Path) -> None:
@@ -127,19 +133,21 @@ def test_start_says_what_it_waits_for_and_again_when_that_changes(tmp_path: Path
         status.write_text(json.dumps({"waiting_for": wait}))
         os.utime(status, (number, number))
         screen.console.follow()
-    assert screen.text() == f"waiting  {waits[0]}\nwaiting  {waits[2]}\n"
+    first, second = screen.text().splitlines()
+    assert first.endswith(waits[0])
+    assert second.endswith(waits[2])
     append(tmp_path / "metrics.jsonl", record(1))
     screen.console.follow()
     status.write_text(json.dumps({"waiting_for": "groups"}))
     screen.console.follow()
-    assert "waiting" not in screen.text()
+    assert "groups\n" not in screen.text()
 
 
 def test_bad_step_is_shown(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     append(tmp_path / "metrics.jsonl", record(1, **{"step/bad": 1.0}))
     screen.console.follow()
-    assert "bad step: gradient not applied" in screen.text()
+    assert "bad step" in screen.text()
 
 
 def test_lines_are_shown_once_and_only_when_they_are_whole(tmp_path: Path) -> None:
@@ -151,10 +159,10 @@ def test_lines_are_shown_once_and_only_when_they_are_whole(tmp_path: Path) -> No
     assert screen.text() == ""
     append(file, line[20:] + record(2)[:-1])
     screen.console.follow()
-    assert screen.text().count("step ") == 1
+    assert screen.text().count("/200") == 1
     append(file, "\n")
     screen.console.follow()
-    assert screen.text().startswith("step    2/200")
+    assert "2/200" in screen.text()
     screen.console.follow()
     assert screen.text() == ""
 
@@ -165,25 +173,28 @@ def test_evaluation_names_the_version_that_answered(tmp_path: Path) -> None:
     line |= {"failed": 0, "skipped": 0}
     append(tmp_path / "eval.jsonl", json.dumps(line) + "\n")
     screen.console.follow()
-    assert screen.text() == "held out  version 0: accuracy 0.250 of 100 questions\n"
+    text = screen.text()
+    assert lacks(text, "version 0", "0.250", "100 questions") == []
+    assert lacks(text, "pass@", "failed", "skipped") == ["pass@", "failed", "skipped"]
     line |= {"version_max": 2, "failed": 1, "skipped": 3, "pass@1": 0.25, "pass@2": 0.5}
     append(tmp_path / "eval.jsonl", json.dumps(line) + "\n")
     screen.console.follow()
-    assert screen.text() == (
-        "held out  version 0..2: accuracy 0.250 of 100 questions, pass@2 0.500; 1 answers failed; "
-        "3 evaluations skipped meanwhile\n"
+    text = screen.text()
+    assert (
+        lacks(text, "0..2", "0.250", "100 questions", "pass@2 0.500", "1 answers failed", "3 evaluations skipped") == []
     )
+    assert "pass@1" not in text  # it is the accuracy
 
 
 def test_tasks_and_sets_are_named_where_there_are_several(tmp_path: Path) -> None:
     task = tiny_values()["task"]
     screen = Screen(tmp_path, tasks={"sort": task, "sum": task}, **{"eval.sets": {"hard": task}})
     screen.console.opening()
-    assert "builtin:tiny on sort, sum; " in screen.text()
+    assert "sort, sum" in screen.text()
     line = {"set": "hard", "version_min": 4, "version_max": 4, "accuracy": 0.25, "questions": 10, "failed": 0}
     append(tmp_path / "eval.jsonl", json.dumps(line | {"skipped": 0}) + "\n")
     screen.console.follow()
-    assert screen.text() == "held out  hard, version 4: accuracy 0.250 of 10 questions\n"
+    assert lacks(screen.text(), "hard, version 4", "0.250", "10 questions") == []
 
 
 def test_closing_shows_the_summary_without_the_ledger(tmp_path: Path) -> None:
@@ -247,15 +258,15 @@ def test_terminal_gets_a_live_view_of_progress_reward_episodes_and_engines(
     (tmp_path / "status.json").write_text(json.dumps(state))
     screen.console.follow()
     found = drawn(screen)
-    assert found[0].startswith("progress     2/200 ━")
-    assert found[0].rstrip().endswith("left 6:36")
-    assert found[1].split() == ["reward", "0.750", "▁█", "held", "out", "0.250", "(version", "2)"]
-    assert found[2].startswith(
-        "step         2.0 s (wait 0.5 train 0.5 publish 0.5)  32 samples/s  stale 0.5≤2  gap 0.500"
+    shown = (
+        ("progress", "2/200", "━", "6:36"),
+        ("reward", "0.750", "▁█", "0.250", "version 2"),
+        ("step", "2.0 s", "wait 0.5 train 0.5 publish 0.5", "32 samples/s", "0.5≤2", "gap 0.500"),
+        ("episodes", "12 decode, 1 tool", "4 groups running", "2 ready", "publish"),
+        ("engines", "1 of 2", "3 requests", "1 queued", "80 tokens/s", "50 %"),
+        ("warnings", "1", "warnings.jsonl"),
     )
-    assert found[3].strip() == "episodes     12 decode, 1 tool  (4 groups running, 2 ready)  held back for a publish"
-    assert found[4].strip() == "engines      1 of 2 answer  3 requests, 1 queued  80 tokens/s  cache 50 %"
-    assert found[5].strip() == "warnings     1, in warnings.jsonl"
+    assert [lacks(line, *values) for line, values in zip(found, shown, strict=False)] == [[]] * 6
     assert max(map(len, found)) <= 100
     assert "\x1b]" not in screen.out.getvalue()
     assert "version 1: \\x1b]0;title\\x07 [red]" in screen.out.getvalue()  # above the view
@@ -304,25 +315,32 @@ def stops(rewards: list[float], **changes: Any) -> tuple[int, str]:
 
 
 def test_run_ends_after_its_steps() -> None:
-    assert stops([0.0] * 9, max_steps=4) == (4, "run.max_steps 4 reached")
+    step, reason = stops([0.0] * 9, max_steps=4)
+    assert step == 4
+    assert "run.max_steps 4" in reason
 
 
 def test_run_ends_once_its_tokens_are_spent() -> None:
-    assert stops([0.0] * 9, token_budget=25) == (3, "30 generated tokens reached run.token_budget 25")
+    step, reason = stops([0.0] * 9, token_budget=25)
+    assert step == 3
+    assert lacks(reason, "30 ", "run.token_budget 25") == []
 
 
 def test_replay_ends_with_the_last_batch_of_its_recording_whatever_the_run_would_have_ended_with() -> None:
     rule = StopRule(tiny_config(**{"run.max_steps": 2}).run, end=4)
     reasons = [rule.reason({"step": step, "reward/mean": 1.0, "tokens/generated": 10.0}) for step in range(1, 6)]
-    assert reasons == [None, None, None, "every batch of the recording is trained", None]
+    assert [reason is not None for reason in reasons] == [False, False, False, True, False]
+    assert "max_steps" not in str(reasons[3])
 
 
 def test_run_ends_once_its_mean_reward_over_a_whole_window_is_reached() -> None:
     rewards = [9.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
     step, reason = stops(rewards, reward_target=1.0, reward_window=3)
-    assert (step, reason) == (3, "reward 3.000 over 3 steps reached run.reward_target 1.0")
+    assert step == 3
+    assert lacks(reason, "3.000", "run.reward_target 1.0") == []
     step, reason = stops([0.0, *rewards[1:]], reward_target=1.0, reward_window=3)
-    assert (step, reason) == (6, "reward 1.333 over 3 steps reached run.reward_target 1.0")
+    assert step == 6
+    assert "1.333" in reason
 
 
 def test_high_reward_before_the_window_is_full_does_not_end_the_run() -> None:

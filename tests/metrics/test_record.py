@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import inspect
 import json
 import re
 import time
@@ -14,68 +12,14 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
-from asyncrl.algo.diagnostics import gap_figures, loss_figures
-from asyncrl.algo.table import build_table
 from asyncrl.jsonl import append
 from asyncrl.metrics.fields import EVAL, EVAL_BY_K, STEP, STEP_BY_ROLE, STEP_BY_TASK, SUMMARY, SUMMARY_BY_SET, unknown
 from asyncrl.metrics.record import StepLog, accuracies
-from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.evaluation import Evaluations, played_here
-from asyncrl.rollout.groups import GroupLifecycle
-from asyncrl.schema import Batch, Generate, Group, Prompt, Trajectory, Turn
-from tests.fakes import FakeClient, LengthTask, completion, group, tiny_config, trajectory
-
-TRAINER = Path(inspect.getfile(StepLog)).parent.parent / "trainer"
-SENT = {"fill": 0.1, "pause": 0.25, "bytes": 100.0, "verify": 0.0, "engines": 1.0}
-
-
-def rollout_figures() -> dict[str, float]:
-    """Return metrics as the rollout process makes them."""
-    client: Any = FakeClient()
-    groups = GroupLifecycle(CohortBuffer(1, 1), client)  # type: ignore[arg-type]
-    own = dict.fromkeys(("episodes/retried", "time/timeline", "time/metrics"), 0.0)  # of EpisodePlayer and Observer
-    return groups._figures() | own
-
-
-def written_keys(file: str, function: str) -> set[str]:
-    """The string keys of the dictionaries in a function that cannot run here: it needs Megatron."""
-    tree = ast.parse((TRAINER / file).read_text())
-    (node,) = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
-    dicts = [n for n in ast.walk(node) if isinstance(n, ast.Dict)]
-    return {key.value for d in dicts for key in d.keys if isinstance(key, ast.Constant)}
-
-
-def policy_figures(**changes: float) -> dict[str, float]:
-    """A realistic update."""
-    keys = written_keys("policy.py", "update") | written_keys("policy.py", "_of_steps")
-    keys |= written_keys("objective.py", "figures")
-    table = build_table(GROUPS, 2).trained(torch.zeros(NUM_TOKENS), torch.ones(NUM_TOKENS, dtype=torch.bool))
-    table = table.with_proximal(torch.zeros(NUM_TOKENS))
-    nothing = torch.zeros(NUM_TOKENS, dtype=torch.bool)
-    keys |= gap_figures(table, nothing).keys()
-    keys |= loss_figures(table, nothing, nothing, nothing, cap=1.0, clip=(0.0, 0.0)).keys()
-    return {**dict.fromkeys(sorted(keys), 0.5), **changes}
-
-
-class Clock:
-    """Moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def stepped(log: StepLog, clock: Clock, version: int, groups: list[Group], **figures: float) -> dict[str, Any]:
-    """One step: 1 s of waiting, 3 s of training, 0.5 s of publishing."""
-    for name, seconds in (("wait_batch", 1.0), ("train", 3.0), ("publish", 0.5)):
-        with log.span(name):
-            clock.now += seconds
-    rollout = rollout_figures() | {"tokens/generated": 20, "samples/generated": 4, "time/engine_busy": 1.5}
-    return dict(log.step(version, Batch(version - 1, groups, rollout), policy_figures(**figures), SENT))
+from asyncrl.schema import Batch, Generate, Prompt, Trajectory, Turn
+from tests.fakes import Clock, FakeClient, LengthTask, completion, group, tiny_config, trajectory
+from tests.metrics.steps import GROUPS, SENT, policy_figures, rollout_figures, stepped
 
 
 def log_of(clock: Clock, *sinks: Any, since: float = 10.0, tasks: tuple[str, ...] = ("length",)) -> StepLog:
@@ -87,13 +31,6 @@ def filled(patterns: dict[str, str], *values: object) -> list[str]:
     return [re.sub("<.*>", str(value), pattern) for pattern in patterns for value in values]
 
 
-GROUPS = [
-    group(0, [0.0, 1.0], tokens=4, versions=(0, 1)),
-    group(1, [1.0, 1.0], tokens=2, versions=(2,), finish="length"),
-]
-NUM_TOKENS = 12
-
-
 def test_fields_are_known_by_their_names_and_patterns() -> None:
     known = ["loss", "entropy", "logprob_gap/lag3", "reward/part/code/passed", "reward/mean/sort", "proxy/turns"]
     assert unknown(known) == []
@@ -101,12 +38,12 @@ def test_fields_are_known_by_their_names_and_patterns() -> None:
 
 
 def test_step_record_has_the_documented_fields_and_no_other() -> None:
-    record = stepped(log_of(clock := Clock()), clock, 1, GROUPS)
+    record = stepped(log_of(clock := Clock(50.0)), clock, 1, GROUPS)
     assert sorted(record) == sorted(STEP)
 
 
 def test_step_record_of_several_tasks_has_the_documented_fields_of_each() -> None:
-    log = log_of(clock := Clock(), tasks=("sort", "sum", "absent"))
+    log = log_of(clock := Clock(50.0), tasks=("sort", "sum", "absent"))
     groups = [group(0, [0.0, 1.0, 1.0], task="sort"), group(1, [1.0, 1.0], task="sum"), group(2, [3.0], task="sum")]
     record = stepped(log, clock, 1, groups)
     assert sorted(record) == sorted([*STEP, *filled(STEP_BY_TASK, "sort", "sum"), "groups/batch/absent"])
@@ -124,7 +61,7 @@ def test_step_record_of_several_roles_has_the_reward_of_each_and_counts_what_was
     forked = [turn("a", 2.0), turn("a", 4.0, begins=True, fork=-1)]
     played = group(0, [0.0, 0.0])
     played = msgspec.structs.replace(played, trajectories=[Trajectory(game, 0.5), Trajectory(forked)])
-    record = stepped(log_of(clock := Clock()), clock, 1, [played])
+    record = stepped(log_of(clock := Clock(50.0)), clock, 1, [played])
     assert sorted(record) == sorted([*STEP, *filled(STEP_BY_ROLE, "a", "b")])
     assert record["reward/role/a"] == pytest.approx((1.5 + 3.0) / 2)  # the mean of the ways that fork
     assert record["reward/role/b"] == pytest.approx(-0.5)
@@ -133,9 +70,9 @@ def test_step_record_of_several_roles_has_the_reward_of_each_and_counts_what_was
 
 
 def test_summary_has_the_documented_fields_and_no_other() -> None:
-    log = log_of(clock := Clock())
+    log = log_of(clock := Clock(50.0))
     stepped(log, clock, 1, GROUPS)
-    added = {"reason", "transport"} | written_keys("__main__.py", "_tell_the_end")
+    added = {"reason", "transport", "ledger"}
     assert sorted(log.summary(10).keys() | added | accuracies([], []).keys()) == sorted(SUMMARY)
 
 
@@ -167,7 +104,7 @@ def test_evaluation_line_has_the_documented_fields_and_no_other() -> None:
 
 
 def test_figures_of_a_step_by_hand() -> None:
-    log = log_of(clock := Clock())
+    log = log_of(clock := Clock(50.0))
     first, second = (stepped(log, clock, version, GROUPS) for version in (3, 4))
     assert (second["step"], second["version"]) == (4, 4)
     assert second["reward/mean"] == 0.75
@@ -187,7 +124,7 @@ def test_figures_of_a_step_by_hand() -> None:
 
 
 def test_summary_by_hand() -> None:
-    log = log_of(clock := Clock())
+    log = log_of(clock := Clock(50.0))
     for version, reward in enumerate([0.0, 1.0, 1.0, 2.0], start=1):
         stepped(log, clock, version, [group(0, [reward] * 2, versions=(0,))], **{"tokens/trained": 10.0})
     found = log.summary(window=2)
@@ -208,7 +145,7 @@ def test_summary_by_hand() -> None:
 
 
 def test_span_that_runs_twice_in_a_step_adds_up_and_starts_anew_in_the_next() -> None:
-    log = log_of(clock := Clock())
+    log = log_of(clock := Clock(50.0))
     with log.span("train"):
         clock.now += 1
     assert stepped(log, clock, 1, GROUPS)["time/train"] == 4.0
@@ -216,7 +153,7 @@ def test_span_that_runs_twice_in_a_step_adds_up_and_starts_anew_in_the_next() ->
 
 
 def test_sinks_get_every_record_and_jsonl_can_be_followed(tmp_path: Path) -> None:
-    log = log_of(clock := Clock(), partial(append, tmp_path / "metrics.jsonl"))
+    log = log_of(clock := Clock(50.0), partial(append, tmp_path / "metrics.jsonl"))
     records = []
     for version in (1, 2):
         records.append(stepped(log, clock, version, GROUPS))

@@ -17,10 +17,11 @@ from asyncrl.jsonl import append
 from asyncrl.launch import checks
 from asyncrl.launch.checks import check_sinks
 from asyncrl.metrics import sinks as module
+from asyncrl.metrics.fields import STEP
 from asyncrl.metrics.record import StepLog
 from asyncrl.metrics.sinks import Sinks
-from tests.fakes import tiny_config, tiny_values
-from tests.metrics.test_record import GROUPS, STEP, Clock, stepped
+from tests.fakes import Clock, tiny_config, tiny_values
+from tests.metrics.steps import GROUPS, stepped
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
@@ -32,7 +33,7 @@ class Run:
         from tokenizers import Tokenizer
         from tokenizers.models import WordLevel
 
-        self.folder, self.warned, self.clock = folder, list[str](), Clock()
+        self.folder, self.warned, self.clock = folder, list[str](), Clock(50.0)
         Tokenizer(WordLevel({f"word{number}": number for number in range(16)}, "word0")).save(
             str(folder / "tokenizer.json")
         )

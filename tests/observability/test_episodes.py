@@ -7,22 +7,12 @@ import pytest
 from asyncrl.metrics.fields import unknown
 from asyncrl.observability.episodes import EpisodeFigures
 from asyncrl.observability.intervals import Interval
-from asyncrl.observability.timeline import BatchTimeline, EpisodeTimeline, GroupTimeline
-
-DECODE, TOOL, ENVIRONMENT, WAITING = "decode", "tool", "environment", "waiting"
+from asyncrl.observability.timeline import BatchTimeline
+from tests.observability.timelines import DECODE, ENVIRONMENT, TOOL, WAITING, episode, group
 
 
 def figures() -> EpisodeFigures:
     return EpisodeFigures({"sum": lambda reward: reward > 0.5})
-
-
-def episode(reward: float | None, *intervals: Interval) -> EpisodeTimeline:
-    return EpisodeTimeline(reward, 3, list(intervals))
-
-
-def group(uid: str, *episodes: EpisodeTimeline, ended: float = 10.0, **changes: object) -> GroupTimeline:
-    values = {"purpose": "training", "outcome": "committed", "task": "sum"} | changes
-    return GroupTimeline(uid, 0, 0, born=0, admitted=0.0, ended=ended, episodes=list(episodes), **values)  # type: ignore[arg-type]
 
 
 def test_time_of_an_episode_is_split_into_phases_and_calls() -> None:

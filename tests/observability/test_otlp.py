@@ -118,7 +118,7 @@ def test_engines_and_router_need_the_key_and_bad_messages_are_refused(
 
 
 def record(number: int) -> GroupTimeline:
-    return GroupTimeline(f"g{number}", number, 0, "copy", "training", 0, 1.0, 2.0, "committed", [])
+    return GroupTimeline(f"g{number}", number, "copy", "training", 0, 1.0, 2.0, "committed", [])
 
 
 def test_collector_gets_the_spans_of_all_processes_once_and_none_of_an_earlier_start(tmp_path: Path) -> None:

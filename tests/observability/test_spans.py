@@ -31,7 +31,7 @@ RUN = "run0"
 
 def group(*episodes: list[Interval], uid: str = "g0", outcome: str = "committed") -> GroupTimeline:
     played = [EpisodeTimeline(0.5, 7, intervals) for intervals in episodes]
-    return GroupTimeline(uid, 0, 0, "copy", "training", 3, 1.0, 20.0, outcome, played)
+    return GroupTimeline(uid, 0, "copy", "training", 3, 1.0, 20.0, outcome, played)
 
 
 def spans(*records: timeline.Record) -> list[Span]:

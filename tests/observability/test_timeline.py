@@ -26,7 +26,7 @@ from asyncrl.records.index import usable
 
 def group(slot: int, ended: float = 2.0) -> GroupTimeline:
     episode = EpisodeTimeline(1.0, 7, [Interval(DECODE, 1.0, ended, version=3)])
-    return GroupTimeline(f"g{slot}", slot, 0, "copy", "training", 3, 0.5, ended, "committed", [episode])
+    return GroupTimeline(f"g{slot}", slot, "copy", "training", 3, 0.5, ended, "committed", [episode])
 
 
 RECORDS: list[Record] = [

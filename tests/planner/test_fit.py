@@ -62,7 +62,7 @@ def generated() -> list[GroupTimeline]:
             spans += [Interval(TOOL, ended, later), Interval(PREFILL, later, later), Interval(DECODE, later, later)]
         by_group.setdefault(group, []).append(EpisodeTimeline(0.0, int(tokens) + 1 + group % 2, spans))
     return [
-        GroupTimeline(f"g{group}", group, 0, "t", "training", 0, 0.0, 1.0, "committed", episodes)
+        GroupTimeline(f"g{group}", group, "t", "training", 0, 0.0, 1.0, "committed", episodes)
         for group, episodes in sorted(by_group.items())
     ]
 
@@ -186,14 +186,14 @@ def test_turns_are_requests_that_were_answered_and_an_outage_is_no_tool(
     intervals: list[Interval], turns: int, seconds: float
 ) -> None:
     episode = EpisodeTimeline(0.0, 100, intervals)
-    found = length_fields([GroupTimeline("g", 0, 0, "t", "training", 0, 0.0, 1.0, "committed", [episode] * 2)])
+    found = length_fields([GroupTimeline("g", 0, "t", "training", 0, 0.0, 1.0, "committed", [episode] * 2)])
     assert (found["turns"], found["tool_seconds"]) == (turns, seconds)
     assert outside(episode) == seconds
 
 
 def test_tokens_of_a_continued_answer_are_those_after_the_first_of_each_request() -> None:
     episodes = [EpisodeTimeline(0.0, 42, CUT)] * 4
-    group = GroupTimeline("g", 0, 0, "t", "training", 0, 0.0, 9.0, "committed", episodes)
+    group = GroupTimeline("g", 0, "t", "training", 0, 0.0, 9.0, "committed", episodes)
     per_token, per_request = engine_times([group], 1)
     assert per_token + 4 * per_request == pytest.approx(4.0 / 40)  # 4 seconds of decoding
 
@@ -206,6 +206,7 @@ def test_tokens_of_a_continued_answer_are_those_after_the_first_of_each_request(
     [
         ("", {"mode": "replay"}, "mode=replay"),
         ("cluster", {"placement": "colocated"}, "cluster.placement=colocated"),
+        ("cluster", {"placement": "shared"}, "cluster.placement=shared"),
         ("engine", {"urls": ["http://a:1"]}, "engine.urls="),
     ],
 )
@@ -240,7 +241,7 @@ def test_tasks_with_other_group_sizes_are_noted_and_their_mean_is_taken(run: Pat
     writer = timeline.writer(run, timeline.ROLLOUT)
     for number in range(8):
         episodes = [EpisodeTimeline(0.0, 100, request(0, 1))] * (2 if number % 2 else 6)
-        writer.write(GroupTimeline(f"g{number}", number, 0, "t", "training", 0, 0.0, 1.0, "committed", episodes))
+        writer.write(GroupTimeline(f"g{number}", number, "t", "training", 0, 0.0, 1.0, "committed", episodes))
     writer.close()
     found = fit(run)
     assert found.fields["group_size"] == 4

@@ -39,7 +39,7 @@ def group(number: int, outcome: str = "committed", purpose: str = "training") ->
         Interval(DECODE, 4.0, 6.0),
     ]
     episodes = [EpisodeTimeline(0.0, 42, spans)] * 4
-    return GroupTimeline(f"g{number}", number, 0, "t", purpose, 0, 0.0, 6.0, outcome, episodes)
+    return GroupTimeline(f"g{number}", number, "t", purpose, 0, 0.0, 6.0, outcome, episodes)
 
 
 @pytest.mark.parametrize("limit", [5, None, "auto"])

@@ -48,9 +48,9 @@ def test_bound_is_one_that_costs_no_learning_unless_a_higher_one_is_asked_for(
     assert inputs.parse({name: value for name, value in NUMBERS.items() if name != "max_staleness"}).max_staleness == 2
     words = [f"{name}={value}" for name, value in (NUMBERS | {"max_staleness": 8}).items()]
     assert main([*words, "--simulate", "0"]) == 0
-    assert "chosen for speed alone" in " ".join(capsys.readouterr().out.split())
+    assert "docs/algorithms.md" in capsys.readouterr().out  # what a higher one costs
     assert main([*words, "max_staleness=2", "--simulate", "0"]) == 0
-    assert "chosen for speed alone" not in " ".join(capsys.readouterr().out.split())
+    assert "docs/algorithms.md" not in capsys.readouterr().out
 
 
 def test_no_other_split_is_faster_in_the_simulation() -> None:
@@ -188,49 +188,48 @@ def test_a_model_with_experts_accepts_its_plans(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["gpus=8", "longest=20", "model=builtin:tiny"], "mean: got None. It is needed: add mean=NUMBER"),
-        (
-            ["gpu=b300", "model=nowhere"],
-            "longest: It is needed: add longest=NUMBER. gpu: Choose h100, h200, a100. model: ",
-        ),
-        (["gpus=0", "mean=10", "longest=20"], "gpus: got 0. Expected int >= 1"),
-        (["gpus=many", "mean=10", "longest=20"], "gpus: got 'many'"),
-        (["gpu=h100", "gpus=8", "mean=10", "longest=20"], "per_token, per_request, train_rate: got None. per_"),
-        (["gpus=8", "mean=.nan", "longest=20"], "mean: got nan. Expected float"),
-        (["speed=3"], "speed: got 3. No such field"),
-        (["nowhere.yaml"], "INPUT: got 'nowhere.yaml'"),
-        (["model=nowhere", "gpus=8", "mean=10", "longest=20"], "model: got 'nowhere'"),
-        ([f"{name}={value}" for name, value in (NUMBERS | {"gpus": 1}).items()], "gpus: got 1. Trainer and engines"),
+        (["gpus=8", "longest=20", "model=builtin:tiny"], ["mean: got None", "mean=NUMBER"]),
+        (["gpu=b300", "model=nowhere"], ["longest: ", "longest=NUMBER", "gpu: ", "h100, h200, a100", "model: "]),
+        (["gpus=0", "mean=10", "longest=20"], ["gpus: got 0", ">= 1"]),
+        (["gpus=many", "mean=10", "longest=20"], ["gpus: got 'many'"]),
+        (["gpu=h100", "gpus=8", "mean=10", "longest=20"], ["per_token, per_request, train_rate: got None"]),
+        (["gpus=8", "mean=.nan", "longest=20"], ["mean: got nan", "float"]),
+        (["speed=3"], ["speed: got 3"]),
+        (["nowhere.yaml"], ["INPUT: got 'nowhere.yaml'"]),
+        (["model=nowhere", "gpus=8", "mean=10", "longest=20"], ["model: got 'nowhere'"]),
+        ([f"{name}={value}" for name, value in (NUMBERS | {"gpus": 1}).items()], ["gpus: got 1"]),
         (
             [f"{name}={value}" for name, value in (NUMBERS | {"trainers": 60, "engines": 10, "gpus": 64}).items()],
-            "gpus: got 64. Trainer and engines need GPUs of their own. No split has whole engines and copies with "
-            "engines=10, trainers=60: add GPUs, or set less.",
+            ["gpus: got 64", "engines=10, trainers=60", "add GPUs"],
         ),
-        (["gpus=8", "mean=10", "longest=20", "gpu=b200"], "gpu: Choose h100, h200, a100."),
-        (["gpus=8", "mean=10", "longest=20", "layout=4"], "layout: got 4. Give tensor, pipeline and expert"),
+        (["gpus=8", "mean=10", "longest=20", "gpu=b200"], ["gpu: ", "h100, h200, a100"]),
+        (["gpus=8", "mean=10", "longest=20", "layout=4"], ["layout: got 4", "tensor, pipeline and expert"]),
     ],
 )
-def test_wrong_input_is_named_with_its_remedy(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_named_with_its_remedy(
+    words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words) == 2
-    assert said in capsys.readouterr().err
+    told = " ".join(capsys.readouterr().err.split())
+    assert [one for one in said if one not in told] == [], told
 
 
 @pytest.mark.parametrize(
     ("field", "said"),
     [
-        (
-            {"engine_gpus": 3},
-            "engine_gpus: got 3. Must divide the model's 32 attention heads and 8 key-value heads: one",
-        ),
-        ({"layout": [3, 1, 1]}, "layout: got 3. Must divide the model's 32 attention heads"),
-        ({"layout": [1, 5, 1]}, "5 must divide the model's 36 layers"),
-        ({"layout": [1, 1, 2]}, "2 must divide the model's 1 experts"),
-        ({"layout": [2, 1, 1], "trainers": 7}, "trainers: got 7. The trainer fits with layout=[2, 1, 1]"),
+        ({"engine_gpus": 3}, ["engine_gpus: got 3", "32 attention heads", "8 key-value heads"]),
+        ({"layout": [3, 1, 1]}, ["layout: got 3", "32 attention heads"]),
+        ({"layout": [1, 5, 1]}, ["layout", "5", "36 layers"]),
+        ({"layout": [1, 1, 2]}, ["layout", "2", "1 experts"]),
+        ({"layout": [2, 1, 1], "trainers": 7}, ["trainers: got 7", "layout=[2, 1, 1]"]),
     ],
 )
-def test_layouts_that_the_model_does_not_have_are_refused(field: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_layouts_that_the_model_does_not_have_are_refused(
+    field: dict[str, Any], said: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as refused:
         inputs.splits(qwen3(tmp_path, **field))
+    assert [one for one in said if one not in str(refused.value)] == [], refused.value
 
 
 def said(plan: Plan, own_error: float | None = None, **changes: Any) -> str:
@@ -240,9 +239,11 @@ def said(plan: Plan, own_error: float | None = None, **changes: Any) -> str:
 
 def test_a_recorded_runs_own_error_is_the_uncertainty_and_a_large_one_is_a_warning() -> None:
     plan = planned()
-    assert "error of -83%. That is too much for a plan" in said(plan, -0.83)
-    assert "do not rely" not in said(plan, 0.1)
-    assert "Uncertainty" not in said(plan)
+    plain, small, large = said(plan), said(plan, 0.1), said(plan, -0.83)
+    assert ("+10%" in small, "-83%" in large) == (True, True)
+    assert len(small.splitlines()) == len(large.splitlines()) == len(plain.splitlines()) + 1
+    assert said(plan, 0.15).replace("+15%", "+10%") == small
+    assert large.replace("-83%", "+10%") != small  # a warning is added
 
 
 def test_one_seed_has_no_spread_and_no_simulation_is_said() -> None:
@@ -250,8 +251,8 @@ def test_one_seed_has_no_spread_and_no_simulation_is_said() -> None:
     splits, choices = inputs.splits(given), Choices((4,))
     one = search(splits, given.workload, choices, few=1, seeds=1)
     assert report(one, given)["best"]["spread"] is None
-    assert "seeds differ" not in said(one)
-    assert "Nothing was simulated" in said(search(splits, given.workload, choices, few=0))
+    assert "docs/planning.md" not in said(one)
+    assert "docs/planning.md" in said(search(splits, given.workload, choices, few=0))  # what laws alone are worth
 
 
 def test_changed_inputs_give_the_range_of_a_plan_and_splits_that_would_be_better() -> None:
@@ -261,8 +262,12 @@ def test_changed_inputs_give_the_range_of_a_plan_and_splits_that_would_be_better
     assert min(rates) < 0.9 * plan.best.law.samples_per_s < 1.1 * plan.best.law.samples_per_s < 1.3 * max(rates)
     for one in plan.changed:
         assert one.better is None or one.better_rate > (1 + NEAR) * one.rate
-    assert any(one.better for one in plan.changed)
-    assert "trainer GPUs would be better" in said(plan)
+    better = [one for one in plan.changed if one.better]
+    assert better
+    lines = said(plan).splitlines()
+    for one in better:
+        (line,) = [line for line in lines if f"{one.factor} times the {one.name}" in line]
+        assert f"{one.better_rate:.3g}" in line
 
 
 def test_a_synchronous_run_within_the_margin_is_the_plan_and_called_equal() -> None:
@@ -276,52 +281,61 @@ def test_a_synchronous_run_within_the_margin_is_the_plan_and_called_equal() -> N
 
     assert against(0.99).synchronous
     assert not against(0.97).synchronous
-    assert "about equal" in said(against(0.99))
-    assert "so asynchronous is better" in said(against(0.5))
-    assert "do not fit" in said(replace(plan, colocated=None))
+    near, far = against(0.99), against(0.5)
+    assert f"{near.doubt:.0%}: " in said(near)  # the margin
+    assert f"{far.doubt:.0%}: " not in said(far)
+    assert "2.00 x" in said(far)
+    assert " x as fast" not in said(replace(plan, colocated=None))
 
 
 def test_what_helps_is_the_largest_part_of_a_step() -> None:
     few = {"trainers": 1, "max_staleness": 8}
-    assert "helps is more trainer GPUs" in said(planned(**few, train_rate=300))
-    assert "helps is a shorter publish" in said(planned(**few, train_fixed=0, pause=30))
-    assert "helps is a shorter fixed part" in said(planned(**few, train_fixed=40))
+    for part, numbers in (
+        ("trainer GPUs", {"train_rate": 300}),
+        ("publish", {"train_fixed": 0, "pause": 30}),
+        ("fixed part", {"train_fixed": 40}),
+    ):
+        first, *_ = findings(planned(**few, **numbers), inputs.parse(NUMBERS))
+        assert part in first
 
 
 def test_gpus_that_are_not_needed_or_not_used_are_said() -> None:
     plan = planned(gpus=40, batch_groups=4)
     assert plan.enough[0] + plan.enough[1] < 20
-    assert "40 for" not in (told := said(plan, gpus=40))
-    assert "GPUs give 98% of this" in told
-    assert "2 of 42 GPUs are not used" in said(plan, gpus=42)
+    assert f"{sum(plan.enough)} GPUs give 98%" in said(plan, gpus=40)
+    assert "of 40 GPUs" not in said(plan, gpus=40)
+    assert "2 of 42 GPUs" in said(plan, gpus=42)
 
 
 def test_the_time_to_change_over_that_is_assumed_is_said() -> None:
     plan = planned()
-    assert "changes over in 15 s a step (switch=)" in said(plan)
-    assert "changes over" not in said(plan, switch=3.0)
+    (line,) = [line for line in said(plan).splitlines() if "switch=" in line]
+    assert "15 s" in line
+    assert "switch=" not in said(plan, switch=3.0)
 
 
 def test_what_typed_numbers_do_not_say_is_said() -> None:
     plan = planned()
-    assert "one GPU holds a copy" in said(plan)
-    assert "4 GPUs hold a copy" in said(plan, trainer_gpus=4)
-    assert "Memory per GPU is not known" in said(plan)
-    assert "set kv_tokens" in said(plan)
-    assert "set kv_tokens" not in said(plan, kv_tokens=1000)
+    copies = [line for told in (said(plan), said(plan, trainer_gpus=4)) for line in told.splitlines() if "copy" in line]
+    assert ["trainer_gpus=" in line for line in copies] == [True, True]
+    assert ["4 GPUs" in line for line in copies] == [False, True]
+    assert "model=" in said(plan)  # from which memory would be known
+    assert "kv_tokens" in said(plan)
+    assert "kv_tokens" not in said(plan, kv_tokens=1000)
 
 
 def test_episodes_that_are_cut_off_are_said() -> None:
-    assert "100% of the episodes are cut off at longest=100: they have 100 tokens" in said(
-        planned(mean=9000, longest=100, sigma=0.3), mean=9000, longest=100, sigma=0.3
-    )
-    assert "cut off" not in said(planned())
+    short = {"mean": 9000, "longest": 100, "sigma": 0.3}
+    (line,) = [line for line in said(planned(**short), **short).splitlines() if "longest=100" in line]
+    assert "100%" in line
+    assert "100 tokens" in line
+    assert "longest=" not in said(planned())
 
 
 def test_the_work_of_a_plan_is_bounded() -> None:
-    with pytest.raises(ConfigError, match=r"batch_groups: got 1000000. A batch has at most 131072 episodes"):
+    with pytest.raises(ConfigError, match=r"batch_groups: got 1000000.* 131072 episodes"):
         inputs.parse(NUMBERS | {"batch_groups": 1_000_000})
-    with pytest.raises(ConfigError, match=r"max_staleness: got 1000. Expected int <= 64"):
+    with pytest.raises(ConfigError, match=r"max_staleness: got 1000.*<= 64"):
         inputs.parse(NUMBERS | {"max_staleness": 1000})
     one = planned(max_staleness=1).best
     for bound, groups in ((8, 64), (64, 64), (64, 1024), (8, 10_000)):
@@ -334,8 +348,8 @@ def test_the_work_of_a_plan_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--seeds", "0"], "argument --seeds: got 0: at least 1"),
-        (["--simulate", "-1"], "argument --simulate: got -1: at least 0"),
+        (["--seeds", "0"], "--seeds: got 0: at least 1"),
+        (["--simulate", "-1"], "--simulate: got -1: at least 0"),
     ],
 )
 def test_counts_that_mean_nothing_are_refused(
@@ -354,13 +368,13 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(
     assert main([*words, "--svg", str(tmp_path)]) == 2
     told = capsys.readouterr()
     assert "weighing" not in told.err
-    assert told.err.count("Name a file in a folder that exists") == 2
+    assert [one for one in (str(tmp_path / "none" / "plan.json"), str(tmp_path)) if one not in told.err] == []
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "numbers.yaml").write_bytes(b"gpus: \xff\xfe")
     assert main([str(tmp_path / "numbers.yaml")]) == 2
-    assert "Name a run, a YAML file or FIELD=VALUE" in capsys.readouterr().err
+    assert "FIELD=VALUE" in capsys.readouterr().err
 
 
 def test_help_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
@@ -369,7 +383,6 @@ def test_help_has_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for name in inputs.PlanInput.__struct_fields__:
         assert re.search(rf"^  .*\b{name}\b", told, re.MULTILINE), name
-    assert "Seconds per step for which engines are paused." in " ".join(told.split())
 
 
 def test_command_prints_overrides_last_and_writes_both_files(

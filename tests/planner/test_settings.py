@@ -9,7 +9,7 @@ import pytest
 from asyncrl.planner.settings import layout_of, training_of
 from asyncrl.planner.shapes import ParallelLayout, Shape, shape_of
 from tests.fakes import tiny_config
-from tests.models.test_architectures import DEEPSEEK_V3, QWEN3_MOE
+from tests.models.published import DEEPSEEK_V3, QWEN3_MOE
 
 REFERENCE = {"algo.kl.reference": "weights", "algo.kl.coefficient": 0.1, "algo.kl.reference_offload": False}
 SIZES = {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936, "num_attention_heads": 32}
@@ -74,8 +74,6 @@ def test_experts_are_split_as_all_else_unless_their_own_degree_is_set() -> None:
         ({"algo.kl.reference": "weights"}, {"frozen": 0}),  # nobody asks for it
         (REFERENCE, {"frozen": 1}),
         ({**REFERENCE, "algo.kl.reference_offload": True}, {"frozen": 0}),
-        ({"algo.reset_every": 5}, {"frozen": 1}),
-        ({**REFERENCE, "algo.reset_every": 5}, {"frozen": 2}),
     ],
 )
 def test_what_takes_memory_follows_from_the_settings(changes: dict[str, Any], expected: dict[str, Any]) -> None:

@@ -83,9 +83,11 @@ def test_slack_never_costs_throughput_nor_breaks_the_bound(lead: int) -> None:
 
 def test_no_batch_waits_for_a_replacement_that_began_late_and_the_bound_holds() -> None:
     half = SimulatedWorkload(LENGTHS.episodes(), batch_groups=8, accepted=lambda number: number % 2 == 0)
-    slot, newest = (outcome(40, workload=half, replacement=one, max_staleness=3) for one in ("slot", "newest"))
-    assert newest.tokens_per_s > 1.3 * slot.tokens_per_s
-    assert max(slot.staleness_max, newest.staleness_max) <= 3
+    found = outcome(40, workload=half, max_staleness=3)
+    assert (
+        found.tokens_per_s > 0.6 * outcome(40, max_staleness=3).tokens_per_s
+    )  # 0.4 if it took the rejected one's place
+    assert found.staleness_max <= 3
 
 
 def test_siblings_that_are_spread_make_engines_equally_busy() -> None:

@@ -19,9 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.schema import Group, Trajectory, Turn
 from asyncrl.settings import Choice
 from tests.algo.decisions import groups, world
-from tests.algo.tables import advantage, few, make, numbers
-from tests.algo.test_credit import PLAIN, TREE, forests, found
-from tests.algo.test_turn_context import P, said
+from tests.algo.tables import PLAIN, TREE, P, advantage, few, forests, found, make, numbers, said
 from tests.fakes import compose_values
 
 GIGPO, DR_GIGPO = "asyncrl_recipes.gigpo.advantage:gigpo", "asyncrl_recipes.gigpo.advantage:dr_gigpo"

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
 import pytest
 
 from asyncrl_recipes.shell.tasks import KINDS, ShellTasks
-from tests.envs.test_shell import SANDBOX, block, play
-
-SOLUTIONS: list[Callable[[str], str]] = [
-    lambda text: "echo '{}' > {}".format(text.split("one line: ")[1].split("\n")[0], text.split()[3]),
-    lambda text: f"grep -c '^{text.split('begin with ')[1].split(':')[0]} ' log.txt > answer.txt",
-    lambda text: 'for f in notes/*.txt; do mv "$f" "${f%.txt}.md"; done',
-    lambda text: "sort -u words.txt > sorted.txt",
-    lambda text: "sed -i 's/+/*/' shapes.py",
-]
+from tests.envs.shells import SANDBOX, SOLUTIONS, block, play
 
 
 @pytest.mark.parametrize("index", range(2 * len(KINDS)))

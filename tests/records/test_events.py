@@ -55,7 +55,7 @@ def content(told: list[Event]) -> bytes:
 
 @given(groups)
 def test_group_comes_back_to_the_last_bit(group: Group) -> None:
-    (event,) = decode(content([Committed(1, 0, packed(group), 3)]))
+    (event,) = decode(content([Committed(1, packed(group), 3)]))
     assert isinstance(event, Committed)
     assert msgspec.msgpack.encode(unpacked(event.group)) == msgspec.msgpack.encode(group)
 
@@ -70,9 +70,9 @@ def test_log_probabilities_of_an_engine_take_four_bytes_each() -> None:
 
 def test_events_keep_their_kind_and_order() -> None:
     told: list[Event] = [
-        Admitted(0, 1, 2, 3, "p0", 4),
+        Admitted(0, 2, 3, "p0", 4),
         Taken(7, ["g1", "g0"], {"x": 1.5}),
-        Admitted(1, 0, 2, 3, "p1", 4),
+        Admitted(1, 2, 3, "p1", 4),
     ]
     assert decode(content(told)) == told
 

@@ -27,11 +27,11 @@ from tests.fakes import completion, group
 
 def told(steps: int = 3, batch: int = 2, pack: Callable[[Group], Any] = packed) -> list[Event]:
     """Groups that are played and taken, one of them rejected."""
-    found: list[Event] = [Rejected(0, 0, "no_signal", 4, pack(group(1000)))]
+    found: list[Event] = [Rejected(0, "no_signal", 4, pack(group(1000)))]
     for step in range(steps):
         slots = range(step * batch, (step + 1) * batch)
-        found += [Admitted(slot, 0, step, step, f"p{slot}", 2) for slot in slots]
-        found += [Committed(slot, 0, pack(group(slot, prompt=[12, slot, 11])), 0) for slot in reversed(slots)]
+        found += [Admitted(slot, step, step, f"p{slot}", 2) for slot in slots]
+        found += [Committed(slot, pack(group(slot, prompt=[12, slot, 11])), 0) for slot in reversed(slots)]
         found.append(Taken(step, [f"g{slot}" for slot in slots], {"tokens/generated": float(step)}))
     return found
 
@@ -193,7 +193,7 @@ def test_events_that_were_rolled_back_are_left_out(tmp_path: Path) -> None:
         return list(Recording(tmp_path).events())
 
     def rejected(slot: int) -> Event:
-        return Rejected(slot, 0, "judge", 1, packed(group(slot)))
+        return Rejected(slot, "judge", 1, packed(group(slot)))
 
     first = [began(0), rejected(0), Saved(4), rejected(1), Taken(4, ["g1"], {}), Saved(8), rejected(2)]
     assert record(*first) == first
@@ -218,7 +218,7 @@ def test_images_are_stored_once_and_come_back_with_their_groups(tmp_path: Path) 
     ]
     writer = Writer(tmp_path)
     for one, pack in zip(groups, [packed, compressed, compressed], strict=True):
-        writer.write(Committed(one.slot, 0, pack(one), 0), one.images)  # type: ignore[arg-type]
+        writer.write(Committed(one.slot, pack(one), 0), one.images)  # type: ignore[arg-type]
     writer.write(Taken(0, ["g0", "g2"], {}))
     writer.close()
     files = sorted((tmp_path / "images").iterdir())

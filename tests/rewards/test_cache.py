@@ -12,8 +12,7 @@ import pytest
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards import RewardInput, Score, build
 from asyncrl.rewards.cache import CachedReward, identity
-from tests.rewards.doubles import answer
-from tests.rewards.test_combine import Fixed, Later
+from tests.rewards.doubles import Fixed, Later, answer
 
 
 def length(one: RewardInput) -> Score:

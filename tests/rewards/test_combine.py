@@ -17,55 +17,10 @@ from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards import RewardInput, Score, build
 from asyncrl.rewards.combine import GatedReward, WeightedReward
 from asyncrl.rewards.process import ProcessReward
-from tests.rewards.doubles import answer
+from tests.rewards.doubles import Fixed, Later, answer
 
 NUMBERS = st.floats(-100, 100)
 A = answer("first", "second")
-
-
-class Fixed:
-    """Says always the same, or raises it; counts what is asked, begun, ended and closed."""
-
-    def __init__(self, says: Any, inline: bool = True, pure: bool = True) -> None:
-        self.says, self.inline, self.pure = says, inline, pure
-        self.asked = 0
-        self.closed = False
-
-    def __call__(self, one: RewardInput) -> Any:
-        self.asked += 1
-        if isinstance(self.says, Exception):
-            raise self.says
-        return self.says(one) if callable(self.says) else self.says
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-class Later(Fixed):
-    """The same, async; waits for `until` first."""
-
-    def __init__(self, says: Any, until: asyncio.Event | None = None) -> None:
-        super().__init__(says)
-        self.until = until
-        self.begun = self.cancelled = 0
-        self.beginning = asyncio.Semaphore(0)  # once for each that has begun
-
-    def __call__(self, one: RewardInput) -> Any:
-        self.asked += 1
-        return self._later(one)
-
-    async def _later(self, one: RewardInput) -> Any:
-        self.begun += 1
-        self.beginning.release()
-        try:
-            if self.until:
-                await self.until.wait()
-            await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        self.asked -= 1
-        return super().__call__(one)
 
 
 def score(reward: Any, one: RewardInput = A) -> Score:

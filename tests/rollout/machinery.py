@@ -7,11 +7,14 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+from hypothesis import strategies as st
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.session import GenerationSession
@@ -40,6 +43,7 @@ from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import TaskScoreReward
+from tests import synchronous
 from tests.fakes import FakeEngine, FakeTemplate, LengthTask, addresses, pieces, prompts, tiny_config, until
 
 EOS, LONGEST = 10, 8
@@ -329,3 +333,50 @@ class Deaths:
         assert all(task.cancelled() or task.result() is None for task in self._tasks)
         told: dict[str, float] = self._pool.take_played()
         return told
+
+
+STEPS = 5
+
+
+@dataclass
+class Timing:
+    """Timing of a run, which may vary without changing the result."""
+
+    seed: int
+    jitter: int
+    max_running: int | None
+    cache_key: str
+    pause_mode: str
+
+
+timings = st.builds(
+    Timing,
+    seed=st.integers(0, 2**32),
+    jitter=st.sampled_from([0, 5, 25]),
+    max_running=st.sampled_from([None, 1, 3]),
+    cache_key=st.sampled_from(["version", "group"]),
+    pause_mode=st.sampled_from(["in_place", "retract"]),
+)
+shapes = st.fixed_dictionaries({"batch_groups": st.integers(1, 4), "group_size": st.integers(1, 3)})
+
+
+def machinery(timing: Timing, fails: float = 0.0, **settings: Any) -> Machinery:
+    values = asdict(timing)
+    engine = RecordedEngine(values.pop("seed"), jitter=values.pop("jitter"), fails=fails)
+    return Machinery(engine, **values, **settings)
+
+
+def plain(batch_groups: int, group_size: int) -> list[list[Group]]:
+    """Return what the synchronous driver trains."""
+    driver = synchronous.batches(
+        lambda prompt, version: recorded(prompt, group_size, version),
+        prompts(),
+        LengthTask(),
+        lambda ids: "x" * len(ids),
+        batch_groups,
+    )
+    return list(islice(driver, STEPS))
+
+
+def same_bytes(one: object, other: object) -> bool:
+    return msgspec.msgpack.encode(one) == msgspec.msgpack.encode(other)

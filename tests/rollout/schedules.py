@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +28,12 @@ class Run:
     slack: int
     seed: int = 0
     rejections: float = 0.0
+    rejects: Callable[[int], bool] | None = None  # whether the group of a slot is rejected, instead of by chance
     concurrency: int = 10**6
     stragglers: float = 0.0  # share of tickets that end only when nothing else can happen
     steps: int = 12
     oversample: int = 0
     over_age: str = "wait"
-    replacement: str = "newest"
     picky: bool = False  # a hook that chooses at random
     saves: bool = False  # at every version the buffer is another one, made from what a checkpoint keeps
     moves: bool = False  # the lead changes at random, within the bound
@@ -63,7 +64,6 @@ class Run:
             self.lead,
             oversample=self.oversample,
             over_age=self.over_age,  # type: ignore[arg-type]
-            replacement=self.replacement,  # type: ignore[arg-type]
             overlap=self.overlap,
             select=(lambda ready, count: self.random.sample(ready, count)) if self.picky else lowest_first,
             clock=lambda: 0.0,
@@ -111,7 +111,7 @@ class Run:
         self.running.remove(ticket)
         tokens, size = self.random.randint(1, 4), self.sizes[ticket]
         self._hear(ticket, max(0, tokens * size - self.received[ticket]))
-        if self.random.random() < self.rejections:
+        if self.rejects(ticket.slot) if self.rejects else self.random.random() < self.rejections:
             self._reject(ticket, self.random.choice(["judge", "timeout"]))
         else:
             self._end(ticket)
@@ -224,7 +224,6 @@ def schedules(kind: type[Run], **more: st.SearchStrategy[Any]) -> st.SearchStrat
         concurrency=st.sampled_from([1, 2, 5, 10**6]),
         stragglers=st.sampled_from([0.0, 0.1, 0.5]),
         saves=st.booleans(),
-        replacement=st.sampled_from(["newest", "slot"]),
         overlap=st.booleans(),
         **more,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,11 +40,23 @@ def test_step_leaves_nothing_of_the_cohort_due(run: Run) -> None:
 @given(schedules(Run, parts=st.booleans()))
 @settings(max_examples=examples(50))
 def test_without_slack_batches_do_not_depend_on_completion_order(run: Run) -> None:
-    run.slack, run.replacement = 0, "slot"
+    run.slack, run.rejections = 0, 0.0
     run.__post_init__()
     size = run.batch_groups
     batches = [sorted(batch) for batch in run.play().batches]
     assert batches == [list(range(t * size, (t + 1) * size)) for t in range(run.steps)]
+
+
+@given(schedules(Run, parts=st.booleans()))
+@settings(max_examples=examples(50))
+def test_at_bound_0_batches_do_not_depend_on_completion_order_whatever_is_rejected(run: Run) -> None:
+    """Batch t is made of the first slots, not in earlier batches, that are not rejected."""
+    run.lead = run.slack = 0
+    run.rejects = lambda slot: random.Random(f"{run.seed} {slot}").random() < run.rejections
+    run.__post_init__()
+    kept = (slot for slot in itertools.count() if not run.rejects(slot))
+    expected = [list(itertools.islice(kept, run.batch_groups)) for _ in range(run.steps)]
+    assert [sorted(batch) for batch in run.play().batches] == expected
 
 
 @given(schedules(Run))
@@ -234,28 +249,13 @@ def test_admission_stops_at_the_lead_and_a_publish_opens_one_cohort() -> None:
     assert buffer.admit() is None
 
 
-def test_rejected_slot_is_played_anew_first_under_another_uid_and_a_later_birth() -> None:
-    buffer = CohortBuffer(1, 2, replacement="slot")
-    first, second, _ = buffer.admit(), buffer.admit(), buffer.admit()
-    assert first is not None
-    assert second is not None
-    buffer.commit(first, group(0))
-    buffer.take()
-    buffer.publish(1)
-    buffer.reject(second, "judge")
-    again = buffer.admit()
-    assert again == Ticket(slot=1, attempt=1, born=1, cohort=1)
-    assert buffer.ledger(SourceCounts(0, 0, 0, 0)).events.requeued == 1
-    assert again.uid != second.uid
-    assert len(again.uid) == len(second.uid)
-
-
 def test_no_batch_waits_for_a_replacement_of_the_newest_cohort() -> None:
     buffer = CohortBuffer(2, 1)
     tickets = [ticket for _ in range(4) if (ticket := buffer.admit())]
     buffer.reject(tickets[0], "no_signal")
     late = buffer.admit()
-    assert late == Ticket(slot=4, attempt=0, born=0, cohort=1)
+    assert late == Ticket(slot=4, born=0, cohort=1)
+    assert buffer.ledger(SourceCounts(0, 0, 0, 0)).events.requeued == 1
     assert buffer.admit() is None  # as many as before are under way
     for ticket in tickets[1:3]:
         buffer.commit(ticket, group(ticket.slot))
@@ -309,17 +309,16 @@ def test_commit_or_reject_of_a_ticket_that_does_not_run_is_refused() -> None:
             close(ticket)
 
 
-def test_overdue_commit_does_not_evict_the_attempt_that_runs() -> None:
-    buffer = CohortBuffer(1, 0, replacement="slot")
+def test_overdue_commit_does_not_evict_the_group_that_replaced_it() -> None:
+    buffer = CohortBuffer(1, 0)
     other = buffer.admit()
     assert other is not None
     buffer.reject(other, "judge")
-    replay = buffer.admit()
-    assert replay is not None
-    assert replay.slot == other.slot
+    replacement = buffer.admit()
+    assert replacement is not None
     with pytest.raises(ValueError, match="is not running"):
-        buffer.commit(other, group(0))  # the first attempt, overdue, while the second runs
-    buffer.commit(replay, group(0))
+        buffer.commit(other, group(0))
+    buffer.commit(replacement, group(1))
     assert buffer.groups().ready == 1
 
 

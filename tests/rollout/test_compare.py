@@ -37,7 +37,7 @@ def test_first_other_token_and_the_gap_before_it(now: Completion, then: Completi
 def test_groups_are_told_apart_and_counted(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "then")
     for slot in range(2):
-        writer.write(Committed(slot, 0, packed(group(slot, rewards=[0.0, 1.0])), 0))
+        writer.write(Committed(slot, packed(group(slot, rewards=[0.0, 1.0])), 0))
     writer.close()
     told: list[dict[str, object]] = []
     comparison = ComparingRecorder(Recording(tmp_path / "then"), told.append)
@@ -45,7 +45,7 @@ def test_groups_are_told_apart_and_counted(tmp_path: Path) -> None:
     turn = changed.trajectories[1].turns[0]
     changed.trajectories[1].turns[0] = msgspec.structs.replace(turn, completion=answer([0, 7]))
     for one in (group(0, rewards=[0.0, 1.0]), changed, group(0, prompt=[12, 9, 11]), group(5)):
-        comparison.committed(Ticket(one.slot, 0, 0), one, 0)
+        comparison.committed(Ticket(one.slot, 0), one, 0)
     assert [line["same"] for line in told] == [True, True, True, False]
     assert (told[3]["uid"], told[3]["trajectory"], told[3]["turn"], told[3]["token"]) == ("g1", 1, 0, 1)
     assert comparison.take_figures() == {"compare/same": 0.75, "compare/gap": 0.0, "compare/others": 2.0}
@@ -57,8 +57,8 @@ def test_run_that_is_compared_is_recorded_too(tmp_path: Path) -> None:
     before.write(Saved(0))
     before.close()
     comparison = ComparingRecorder(Recording(tmp_path / "then"), list[object]().append, writer)
-    comparison.committed(Ticket(0, 0, 0), group(0), 0)
-    comparison.rejected(Ticket(1, 0, 0), "no_signal", 2, group(1))
+    comparison.committed(Ticket(0, 0), group(0), 0)
+    comparison.rejected(Ticket(1, 0), "no_signal", 2, group(1))
     comparison.saved(3)
     writer.close()
     assert [type(event).__name__ for event in Recording(tmp_path / "now").events()] == [

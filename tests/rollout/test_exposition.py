@@ -9,12 +9,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from asyncrl.jsonl import append
 from asyncrl.metrics import fields
+from asyncrl.observability.intervals import Interval
 from asyncrl.observability.timeline import BatchTimeline, PublishTimeline
 from asyncrl.rollout.exposition import TOKEN, PrometheusMetrics, exposed
 from tests.fakes import addresses
-from tests.observability.test_episodes import DECODE, TOOL, Interval, episode, group
-from tests.rollout.test_server import KEY, Site, at
-from tests.rollout.test_status import file_of
+from tests.observability.timelines import DECODE, TOOL, episode, group
+from tests.rollout.machinery import KEY
+from tests.rollout.service import Site, at, file_of
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:

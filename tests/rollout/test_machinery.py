@@ -4,67 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict, dataclass
-from itertools import islice, pairwise
-from typing import Any
+from itertools import pairwise
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.metrics.record import StepLog
-from asyncrl.schema import Batch, Group, VersionSpan
-from tests import synchronous
+from asyncrl.schema import Batch, VersionSpan
 from tests.examples import examples
-from tests.fakes import LengthTask, prompts
-from tests.rollout.machinery import Machinery, RecordedEngine, recorded, without_versions
-
-STEPS = 5
-
-
-@dataclass
-class Timing:
-    """Timing of a run, which may vary without changing the result."""
-
-    seed: int
-    jitter: int
-    max_running: int | None
-    cache_key: str
-    pause_mode: str
-
-
-timings = st.builds(
+from tests.rollout.machinery import (
+    STEPS,
+    Machinery,
+    RecordedEngine,
     Timing,
-    seed=st.integers(0, 2**32),
-    jitter=st.sampled_from([0, 5, 25]),
-    max_running=st.sampled_from([None, 1, 3]),
-    cache_key=st.sampled_from(["version", "group"]),
-    pause_mode=st.sampled_from(["in_place", "retract"]),
+    machinery,
+    plain,
+    same_bytes,
+    shapes,
+    timings,
+    without_versions,
 )
-shapes = st.fixed_dictionaries({"batch_groups": st.integers(1, 4), "group_size": st.integers(1, 3)})
-
-
-def machinery(timing: Timing, fails: float = 0.0, **settings: Any) -> Machinery:
-    values = asdict(timing)
-    engine = RecordedEngine(values.pop("seed"), jitter=values.pop("jitter"), fails=fails)
-    return Machinery(engine, **values, **settings)
-
-
-def plain(batch_groups: int, group_size: int) -> list[list[Group]]:
-    """Return what the synchronous driver trains."""
-    driver = synchronous.batches(
-        lambda prompt, version: recorded(prompt, group_size, version),
-        prompts(),
-        LengthTask(),
-        lambda ids: "x" * len(ids),
-        batch_groups,
-    )
-    return list(islice(driver, STEPS))
-
-
-def same_bytes(one: object, other: object) -> bool:
-    return msgspec.msgpack.encode(one) == msgspec.msgpack.encode(other)
 
 
 @given(timings, shapes)

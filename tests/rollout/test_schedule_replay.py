@@ -13,7 +13,7 @@ from asyncrl.records.events import Adjusted, Admitted
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.schedule_replay import ScheduleReplay
 
-FIRST, SECOND = Admitted(0, 0, 0, 0, "p0", 1), Admitted(1, 0, 0, 1, "p1", 1)
+FIRST, SECOND = Admitted(0, 0, 0, "p0", 1), Admitted(1, 0, 1, "p1", 1)
 
 
 def replayed(*events: Any) -> CohortBuffer:

@@ -6,108 +6,24 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
-import msgspec
 import pytest
 
-from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import LedgerError
 from asyncrl.network.ports import free_ports
 from asyncrl.observability import intervals
 from asyncrl.observability.intervals import PUBLISH, QUEUED, REWARD, TOOL
-from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline, Record
+from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline
 from asyncrl.rollout import activity
 from asyncrl.rollout import groups as groups_module
 from asyncrl.rollout import server as module
-from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.ledger import Ledger, TokenCounts
 from asyncrl.rollout.limiter import ConcurrencyLimiter
-from asyncrl.rollout.server import RolloutServer
-from asyncrl.rollout.timelines import Timelines
 from asyncrl.schema import decode_batch
-from tests.fakes import FakeClient, group, prompts
-
-KEY = {"authorization": "Bearer key0"}
-
-
-class FakeEvaluations:
-    """Stand-in with the parts of the evaluations that the server uses."""
-
-    def __init__(self) -> None:
-        self.asked: list[int | str] = []
-
-    def published(self, version: int) -> None:
-        self.asked.append(version)
-
-    async def now(self) -> list[dict[str, Any]]:
-        self.asked.append("now")
-        return [{"accuracy": 0.5}]
-
-
-class Site:
-    """A service of batches of two, and an HTTP client at its source."""
-
-    def __init__(self, bound: int = 1, *, drain: bool = False, **options: Any) -> None:
-        self.client = FakeClient()
-        self.evaluations = FakeEvaluations()
-        self.prompts = prompts()
-        self.published: list[tuple[dict[str, Any], list[str]]] = []
-        self.records: list[Record] = []
-        self.groups = GroupLifecycle(
-            CohortBuffer(2, bound, **options),
-            self.client,  # type: ignore[arg-type]
-            publish=lambda ledger, warnings: self.published.append((ledger, warnings)),
-            timelines=Timelines([self.records.append]),
-        )
-        self.server = RolloutServer(
-            self.groups,
-            self.client.inflight,  # type: ignore[arg-type]
-            self.evaluations,  # type: ignore[arg-type]
-            "key0",
-            drain=drain,
-        )
-        transport = httpx.ASGITransport(app=self.server.app())
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://service", headers=KEY)
-
-    async def fill(self, count: int = 2) -> None:
-        for _ in range(count):
-            await self.play(await self.groups.ticket())
-
-    async def play(self, ticket: Ticket, tokens: int = 2, reject: str | None = None) -> None:
-        """A group of two, with this many tokens each, is committed or rejected."""
-        sessions = self.begin(ticket)
-        for session in sessions:
-            self.receive(session, tokens)
-        if reject:
-            await self.groups.reject(ticket, reject)
-        else:
-            played = group(ticket.slot, versions=(ticket.born,), tokens=tokens)
-            await self.groups.commit(ticket, msgspec.structs.replace(played, uid=ticket.uid))
-
-    def begin(self, ticket: Ticket) -> list[GenerationSession]:
-        sessions: list[GenerationSession] = [self.client.generate(group=ticket.uid) for _ in range(2)]
-        self.groups.begin(ticket, self.groups.draw(lambda: next(self.prompts)), sessions)
-        return sessions
-
-    def receive(self, session: GenerationSession, tokens: int) -> None:
-        """Count a chunk as engine/inflight.py does."""
-        self.client.tokens[session.purpose] += tokens
-        session.hear(tokens)
-
-
-def at(play: Callable[[Site], Coroutine[Any, Any, None]], **settings: Any) -> None:
-    async def main() -> None:
-        site = Site(**settings)
-        async with site.http:
-            await asyncio.wait_for(play(site), 60)
-
-    asyncio.run(main())
+from tests.rollout.service import Site, at
 
 
 @pytest.fixture(autouse=True)
@@ -546,17 +462,17 @@ def test_publish_and_rejection_admit_who_waits() -> None:
         await asyncio.sleep(0.01)
         assert not waiting.done()
         await site.play(first, reject="judge")
-        replay = await waiting
-        assert (replay.slot, replay.attempt) == (first.slot, 1)
-        for ticket in (replay, second):
+        replacement = await waiting
+        assert (replacement.slot, replacement.cohort) == (2, first.cohort)
+        for ticket in (replacement, second):
             await site.play(ticket)
         waiting = asyncio.create_task(site.groups.ticket())
         await site.http.get("/batch", params={"version": 0})
         assert not waiting.done()
         await site.http.post("/version", json={"version": 1})
-        assert (await waiting).slot == 2
+        assert (await waiting).slot == 3
 
-    at(play, bound=0, replacement="slot")
+    at(play, bound=0)
 
 
 def test_same_version_again_lets_requests_go_and_trains_nothing() -> None:
@@ -617,7 +533,7 @@ def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
     async def play(site: Site) -> None:
         for version in range(120):
             while (ticket := site.groups._buffer.admit()) is not None:
-                if ticket.attempt:
+                if ticket.slot % 2:
                     await site.play(ticket)
                 else:
                     await site.play(ticket, 40, reject="timeout")  # whatever takes long is lost
@@ -627,7 +543,7 @@ def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
         (told,) = [text for _, warnings in site.published for text in warnings]
         assert "mean length 2 against" in told
 
-    at(play, replacement="slot")
+    at(play)
 
 
 class Told(ConcurrencyLimiter):

@@ -278,7 +278,7 @@ def test_whoever_is_restored_is_what_was_saved() -> None:
     service = again.groups.state()
     assert again.mixer.state() == whole.mixer
     assert whole.mixer.played["length"].groups > 0
-    for field in ("audit", "drawn", "reused", "rewards", "retried", "reported", "tokens", "late"):
+    for field in ("audit", "drawn", "rewards", "retried", "reported", "tokens", "late"):
         assert getattr(service, field) == getattr(whole.service, field), field
     assert whole.service.audit.cohorts
     told = [[(s.received, s.said) for s in one.siblings] for one in service.outstanding]

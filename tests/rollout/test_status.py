@@ -5,33 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from asyncrl import jsonl
-from asyncrl.engine.loads import load_of
 from asyncrl.observability.intervals import DECODE, PREFILL, PUBLISH, QUEUED
 from asyncrl.rollout import status as module
-from asyncrl.rollout.status import StatusFile
-from tests.engine.test_loads import RANK
 from tests.fakes import addresses, until
-from tests.rollout.test_server import Site, at
-
-
-class FakeLoads:
-    """Answers for the first engine alone."""
-
-    latest: tuple[Any, ...] = ()
-
-    async def recent(self, age: float) -> list[Any]:
-        return [load_of([RANK], addresses().engines[0])]
-
-
-def file_of(site: Site, folder: Path) -> StatusFile:
-    loads: Any = FakeLoads()
-    inflight: Any = site.client.inflight
-    return StatusFile(folder, site.server.state, site.groups, inflight, loads, addresses(engines=2))
+from tests.rollout.service import Site, at, file_of
 
 
 def test_file_says_who_waits_for_what_and_which_engine_is_silent(

@@ -13,7 +13,7 @@ from asyncrl.rollout.player import means
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.schema import Completion, Prompt, Trajectory, Turn, VersionSpan
 from tests.fakes import until
-from tests.rollout.test_worker import Site
+from tests.rollout.working import Site
 
 
 class Scored:

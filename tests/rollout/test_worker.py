@@ -11,22 +11,12 @@ import pytest
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError, EpisodeFailed
 from asyncrl.rollout.agent import load_agent
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.curriculum import CurriculumInput, Mixer, TaskProgress
-from asyncrl.rollout.episode import Episode, EpisodeTimeouts
-from asyncrl.rollout.group_player import GroupPlayer
-from asyncrl.rollout.groups import GroupLifecycle
-from asyncrl.rollout.hooks import accept_all
-from asyncrl.rollout.ledger import Ledger
-from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
-from asyncrl.rollout.player import EpisodePlayer
-from asyncrl.rollout.reporters import FailureReporter
-from asyncrl.rollout.worker import Patience, Worker
+from asyncrl.rollout.curriculum import CurriculumInput, TaskProgress
+from asyncrl.rollout.episode import Episode
+from asyncrl.rollout.limiter import FixedConcurrency
 from asyncrl.schema import Generate, Prompt, Trajectory, Turn
-from asyncrl.tasks.scores import TaskScoreReward
-from tests.fakes import FakeClient, FakeEngine, FakeTemplate, LengthTask, completion, echo, mixer, until
-
-LIMITS = EpisodeTimeouts(agent=60.0, reward=60.0, episode=None)
+from tests.fakes import FakeEngine, FakeTemplate, echo, mixer
+from tests.rollout.working import LIMITS, Site
 
 
 async def no_score(trajectory: Trajectory) -> Trajectory:
@@ -48,64 +38,6 @@ class Failing:
             return await SingleTurn().run(prompt, generate)
         finally:
             self.alive -= 1
-
-
-class Site:
-    """A worker on a real service and buffer."""
-
-    def __init__(
-        self,
-        agent: Any = None,
-        *,
-        bound: int = 1,
-        batch_groups: int = 2,
-        waste: int = 0,
-        buffer: dict[str, Any] | None = None,
-        prompts: Mixer | None = None,
-        **settings: Any,
-    ) -> None:
-        self.buffer = CohortBuffer(batch_groups, bound, **(buffer or {}))
-        self.client: Any = FakeClient(lambda ids: completion(tokens=ids[1] % 3 + 1), waste)
-
-        groups = GroupLifecycle(self.buffer, self.client)
-        self.told: list[tuple[str, str | None]] = []
-        sizes = {"length": 3, "long": 5}
-        failures = FailureReporter(lambda text, trace: self.told.append((text, trace)))
-        of_player = {name: settings.pop(name) for name in ("retries", "teacher") if name in settings}
-        patience = Patience(settings.pop("max_failures", 100), settings.pop("max_rejections", 1000))
-        tasks = {"length": LengthTask(), "long": LengthTask(worth=10.0)}
-        self.mixer = prompts or mixer()
-        self.player = EpisodePlayer(
-            dict.fromkeys(tasks, agent or SingleTurn()),
-            {name: TaskScoreReward(task) for name, task in tasks.items()},
-            FakeTemplate(lambda ids: "x" * len(ids)),
-            settings.pop("limits", LIMITS),
-            failures,
-            **of_player,
-        )
-        self.worker = Worker(
-            groups,
-            self.client,
-            GroupPlayer(self.player, failures, settings.pop("accept", accept_all)),
-            self.mixer,
-            settings.pop("limiter", ConcurrencyLimiter()),
-            patience,
-            group_sizes=settings.pop("group_sizes", sizes),
-            **settings,
-        )
-
-    def ledger(self) -> Ledger:
-        return self.worker._groups.ledger()
-
-    async def run_until(self, condition: Callable[[], object]) -> None:
-        running = asyncio.create_task(self.worker.run())
-        try:
-            await until(lambda: running.done() or condition())
-            if running.done():
-                await running
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:

@@ -33,8 +33,19 @@ from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Batch, EncodedGroup, Generate, Prompt, Trajectory
 from tests.examples import examples
 from tests.fakes import addresses, tiny_config, until
-from tests.rollout.machinery import KEY, Deaths, Machinery, RecordedEngine, without_versions
-from tests.rollout.test_machinery import STEPS, machinery, plain, same_bytes, shapes, timings
+from tests.rollout.machinery import (
+    KEY,
+    STEPS,
+    Deaths,
+    Machinery,
+    RecordedEngine,
+    machinery,
+    plain,
+    same_bytes,
+    shapes,
+    timings,
+    without_versions,
+)
 
 
 @given(timings, shapes, st.integers(2, 3))
@@ -287,7 +298,7 @@ def test_a_stopped_group_is_not_played_anew() -> None:
         for one in slow:
             await one.confirm(wire.Begin)
         await starting
-        tickets, playing = [Ticket(0, 0, 0), Ticket(1, 0, 0)], list[asyncio.Task[Any]]()
+        tickets, playing = [Ticket(0, 0), Ticket(1, 0)], list[asyncio.Task[Any]]()
         for ticket, one in zip(tickets, slow, strict=True):
             sessions = [pool.generate(group=ticket.uid, sample="s")]
             playing.append(asyncio.create_task(pool.play(ticket, Prompt("p", [1], {}, "t"), sessions)))
@@ -341,7 +352,7 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
             pass
         assert held == 200
         assert [sum(isinstance(sent, wire.Hold) for sent in one.commands) for one in slow] == [1, 1]
-        publishing = asyncio.create_task(groups.published(0, 0))
+        publishing = asyncio.create_task(groups.published(0))
         slow[0].channel.close()  # its confirmation is not needed any more
         await until(lambda: len(pool._connections) == 1)
         again = Slow(await joined(url))

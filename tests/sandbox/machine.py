@@ -19,6 +19,7 @@ import pytest
 from asyncrl.sandbox import bubblewrap, cgroups, local
 from asyncrl.sandbox.cgroups import PREFIX
 from asyncrl.sandbox.local import LocalSandboxes
+from asyncrl.sandbox.program import Settings
 from asyncrl.sandbox.protocol import Limits
 from asyncrl.sandbox.session import LocalSandbox
 from tests.sandbox.attacks import LIMITS, MARK
@@ -149,3 +150,11 @@ def sources(paths: Sequence[str] = ()) -> dict[str, str]:
 
 
 assert sys.platform == "linux"
+
+
+def settings(**more: Any) -> Settings:
+    """Return settings of the program that runs in a sandbox."""
+    limits = {"cpu_seconds": 5.0, "processes": 32, "file_mb": 1, "memory_mb": 512, "output_kb": 1, "disk_mb": 1}
+    plain = {"limits": limits, "uid": None, "folder": "/", "environment": {"PATH": "/usr/bin:/bin"}, "alone": False}
+    rest = {"rlimit_memory": False, "rlimit_processes": False, "joins": [], "owner": -1, "oom": None, "cpu": None}
+    return Settings(**{**plain, **rest, **more})

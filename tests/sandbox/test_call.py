@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl.sandbox.program import Settings, become
-from tests.sandbox.machine import ROOT
-
-LIMITS = {"cpu_seconds": 5.0, "processes": 32, "file_mb": 1, "memory_mb": 512, "output_kb": 1, "disk_mb": 1}
-
-
-def settings(**more: Any) -> Settings:
-    plain = {"limits": LIMITS, "uid": None, "folder": "/", "environment": {"PATH": "/usr/bin:/bin"}, "alone": False}
-    rest = {"rlimit_memory": False, "rlimit_processes": False, "joins": [], "owner": -1, "oom": None, "cpu": None}
-    return Settings(**{**plain, **rest, **more})
+from tests.sandbox.machine import ROOT, settings
 
 
 def began(settings: Settings, *command: str) -> tuple[int, str, str]:
@@ -53,7 +45,7 @@ def test_error_of_ours_ends_the_forked_process_and_is_a_fault() -> None:
 CALL = """
 import json, os, signal, socket, sys, time
 from asyncrl.sandbox.call import Call
-from tests.sandbox.test_call import settings
+from tests.sandbox.machine import settings
 
 script, late, seconds, stop = json.loads(sys.argv[1])
 owner, ours = socket.socketpair()

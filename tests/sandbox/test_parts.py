@@ -19,7 +19,7 @@ from asyncrl.sandbox.protections import NAMES, Kind, in_force
 from asyncrl.sandbox.protocol import Limits, Outcome
 from asyncrl.sandbox.start import guest_uid
 from asyncrl.sandbox.worker import Folder, parts
-from tests.sandbox.test_call import settings
+from tests.sandbox.machine import settings
 
 # --- the protocol --------------------------------------------------------------------------------------------
 

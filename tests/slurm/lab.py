@@ -9,23 +9,31 @@ can be reached from another by 127.0.0.1.
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import resource
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from asyncrl.network.ports import free_ports
 from scripts import debian_tools
+from tests.integration.running import TIMEOUT, lines, pids_carrying
 
 ROOT = Path(__file__).resolve().parents[2]
 UNPACKED = ROOT / ".venv" / "slurm"
 HOST = "127.0.0.1"
+JOB = ("experiment=tiny", "cluster=slurm", "cluster.gpus=0", f"cluster.host={HOST}", "weights.transport=distributed")
+SMALL = ("rollout.batch_groups=4", "rollout.group_size=8", "eval.questions=0")
 DEADLINE = 60.0
 """Seconds for anything that the lab waits for."""
 CONF = """\
@@ -276,3 +284,76 @@ def _plugins() -> str:
     root = UNPACKED if debian_tools.complete(UNPACKED) else Path("/")
     (folder,) = root.glob("usr/lib/*-linux-*/slurm-wlm")
     return str(folder)
+
+
+class Submitted:
+    """A run that was submitted as a job."""
+
+    def __init__(self, lab: Lab, run_dir: Path, *overrides: str) -> None:
+        self.lab, self.run_dir = lab, run_dir
+        argv = [sys.executable, "-m", "asyncrl.launch.main", *JOB, f"run.dir={run_dir}", *overrides]
+        done = subprocess.run(lab.at_head(*argv), env=lab.env, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr
+        self.id = done.stdout.partition("submitted job ")[2].partition(";")[0]
+
+    @property
+    def output(self) -> str:
+        out = self.run_dir / "slurm" / f"{self.id}.out"
+        return out.read_text() if out.exists() else ""
+
+    def show(self) -> dict[str, str]:
+        """Return Slurm's description of the job."""
+        words = self.lab.run("scontrol", "show", "job", self.id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def minutes(self) -> int:
+        """Return the whole minutes for which the job has run."""
+        hours, minutes, _ = self.show()["RunTime"].split(":")
+        return 60 * int(hours) + int(minutes)
+
+    def steps(self) -> list[dict[str, Any]]:
+        return lines(self.run_dir / "metrics.jsonl")
+
+    def wait_for_step(self, step: int) -> None:
+        def there() -> bool:
+            assert self.show()["JobState"] in ("PENDING", "CONFIGURING", "RUNNING"), self.output
+            return len(self.steps()) >= step
+
+        self.lab.wait_for(there, f"step {step} of {self.run_dir}", TIMEOUT)
+
+    def wait_for_state(self, *states: str) -> dict[str, str]:
+        self.lab.wait_for(lambda: self.show()["JobState"] in states, f"{states} in {self.output}", TIMEOUT)
+        return self.show()
+
+    def finishes(self) -> None:
+        """Wait until the job ends with success."""
+        shown = self.wait_for_state("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        assert (shown["JobState"], shown["ExitCode"]) == ("COMPLETED", "0:0"), self.output
+
+    def is_queued_again(self, times: int, **changes: int) -> None:
+        """Wait for the requeue, and start the job immediately with these changes, because Slurm would wait for two
+        minutes."""
+        self.lab.wait_for(lambda: int(self.show()["Restarts"]) >= times, "requeue", TIMEOUT)
+        time.sleep(3)  # the credential of the start before is revoked, by its second
+
+        def started() -> bool:
+            changed = [f"{name}={value}" for name, value in changes.items()]
+            self.lab.run("scontrol", "update", f"jobid={self.id}", "starttime=now", *changed, check=False)
+            return self.show()["JobState"] == "RUNNING"
+
+        self.lab.wait_for(started, f"start of {self.show()}", TIMEOUT)
+
+    def nodes(self) -> dict[str, str]:
+        """Return the node of each process of the job."""
+        return nodes_of(self.run_dir)
+
+
+def nodes_of(run_dir: Path) -> dict[str, str]:
+    """Return the node of each process of a run."""
+    run_id = json.loads((run_dir / "addresses.json").read_text())["run_id"]
+    found = {}
+    for pid in pids_carrying(run_id):
+        environment = psutil.Process(pid).environ()
+        if "ASYNCRL_TASK" in environment:
+            found[environment["ASYNCRL_TASK"].partition("/")[2]] = environment["SLURMD_NODENAME"]
+    return found

@@ -42,7 +42,7 @@ def test_shipped_scripts_ask_for_the_nodes_that_their_ranks_need() -> None:
     texts = {path.stem: text for path, text in rendered()}
     assert "--nodes=1" in options(texts["one_node"])
     assert "--nodes=4" in options(texts["several_nodes"])  # 16 + 16 GPUs in eights
-    assert options(texts["disaggregated"]).count("hetjob") == 1
+    assert options(texts["trainer_nodes"]).count("hetjob") == 1
     assert options(texts["sweep"]).count("--array=0-2") == 1
     assert "cluster.container.kind=pyxis" in texts["pyxis"]
 

@@ -50,7 +50,7 @@ def trained(config: Config, folder: Path, groups: list[Group], parallel: Paralle
     kept, counters = moments(policy), policy.counters()
     policy.update(Batch(1, groups, {}))
     found.append(weights(policy))
-    policy._optimizer.start_anew()
+    policy.optimizer.start_anew()
     policy.update(Batch(2, groups, {}))
     found.append(weights(policy))
 

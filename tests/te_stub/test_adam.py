@@ -13,8 +13,8 @@ from asyncrl.config import load
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import tiny_values
 from tests.integration.ranks import run_ranks
-from tests.integration.test_trainer import LAYOUTS, MODELS, VOCAB, drawn_groups
-from tests.te_stub.test_transformer_engine import BFLOAT16
+from tests.integration.updates import LAYOUTS, MODELS, VOCAB, drawn_groups
+from tests.te_stub.settings import BFLOAT16
 
 
 @pytest.mark.parametrize("dtype", [{}, BFLOAT16], ids=["float32", "bfloat16"])

@@ -17,15 +17,15 @@ import torch
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import tiny_values
-from tests.integration import test_checkpoint, test_families, test_trainer
+from tests.integration import checkpoints
+from tests.integration import families as all_families
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
-from tests.integration.test_trainer import LAYOUTS, Outcome, folder, launch  # noqa: F401
+from tests.integration.updates import LAYOUTS, Outcome, drawn_groups, launch, write_models
+from tests.te_stub.settings import BFLOAT16, FP8, TE
 
-TE = {"layers": "transformer_engine"}
 LOCAL = {"layers": "local"}
 MODELS = ("qwen3-untied", "qwen3-moe", "deepseek")
-BFLOAT16 = {"dtype": "bfloat16"}
 
 
 # --- one pass -------------------------------------------------------------------------------------------------------
@@ -34,20 +34,20 @@ BFLOAT16 = {"dtype": "bfloat16"}
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a folder with a model of every family, and a function that runs all of them in a layout."""
-    made = test_families.written(tmp_path_factory.mktemp("families"))
+    made = all_families.written(tmp_path_factory.mktemp("families"))
 
     @cache
     def run(layout: str) -> None:
-        test_families.launch(made, layout, TE)
+        all_families.launch(made, layout, TE)
 
     return made, run
 
 
-@pytest.mark.parametrize(("layout", "name"), test_families.CASES)
+@pytest.mark.parametrize(("layout", "name"), all_families.CASES)
 def test_logits_and_gradients_are_those_of_transformers(layout: str, name: str, families: Any) -> None:
     made, run = families
     run(layout)
-    test_families.check(made, layout, name)
+    all_families.check(made, layout, name)
 
 
 def test_the_stand_in_is_called_for_every_kind_of_layer(families: Any) -> None:
@@ -70,8 +70,13 @@ def test_the_stand_in_is_called_for_every_kind_of_layer(families: Any) -> None:
 FIGURES = ("loss", "grad_norm", "entropy", "logprob_gap/mean", "logprob_gap/max", "tokens/trained")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_models(tmp_path_factory.mktemp("layouts"))
+
+
 @cache
-def updated(folder: Path, layout: str, **settings: Any) -> dict[str, Outcome]:  # noqa: F811
+def updated(folder: Path, layout: str, **settings: Any) -> dict[str, Outcome]:
     name = "-".join([layout, *map(str, settings.values())])
     models = [model for model in MODELS if (layout, model) in CASES]
     return launch(folder, name, models, {**LAYOUTS[layout], **settings})
@@ -85,7 +90,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
-def test_two_updates_are_those_of_the_local_layers(folder: Path, layout: str, model: str) -> None:  # noqa: F811
+def test_two_updates_are_those_of_the_local_layers(folder: Path, layout: str, model: str) -> None:
     """The tolerances are those of test_trainer.py between layouts. Both sides publish the same names."""
     mine, my_weights = updated(folder, layout, **TE)[model]
     theirs, their_weights = updated(folder, layout, **LOCAL)[model]
@@ -98,7 +103,7 @@ def test_two_updates_are_those_of_the_local_layers(folder: Path, layout: str, mo
 
 
 @pytest.mark.parametrize("layout", ["single", "dp2", "ep2", "tp2-sp-ep2"])
-def test_two_updates_in_parts_are_those_of_whole_batches(folder: Path, layout: str) -> None:  # noqa: F811
+def test_two_updates_in_parts_are_those_of_whole_batches(folder: Path, layout: str) -> None:
     for model, (mine, my_weights) in updated(folder, layout, **TE, batch_parts=3).items():
         theirs, their_weights = updated(folder, layout, **TE)[model]
         for one, other in zip(mine, theirs, strict=True):
@@ -109,7 +114,7 @@ def test_two_updates_in_parts_are_those_of_whole_batches(folder: Path, layout: s
 
 
 @pytest.mark.parametrize(("layout", "model"), [("single", m) for m in MODELS] + [("tp2-sp-ep2", m) for m in MODELS[1:]])
-def test_updates_in_bfloat16_are_those_of_the_local_layers(folder: Path, layout: str, model: str) -> None:  # noqa: F811
+def test_updates_in_bfloat16_are_those_of_the_local_layers(folder: Path, layout: str, model: str) -> None:
     mine, my_weights = updated(folder, layout, **TE, **BFLOAT16)[model]
     theirs, their_weights = updated(folder, layout, **LOCAL, **BFLOAT16)[model]
     for one, other in zip(mine, theirs, strict=True):
@@ -127,7 +132,7 @@ ADAPTERS = {"lora": {**tiny_values()["trainer"]["lora"], "rank": 4}}
     ("layout", "models"), [("single", MODELS), ("tp2-sp", MODELS[:1]), ("tp2-sp-ep2", MODELS[1:]), ("pp2", MODELS[:2])]
 )
 def test_two_updates_of_adapters_are_those_of_the_local_layers(
-    folder: Path,  # noqa: F811
+    folder: Path,
     layout: str,
     models: tuple[str, ...],
 ) -> None:
@@ -145,7 +150,6 @@ def test_two_updates_of_adapters_are_those_of_the_local_layers(
             torch.testing.assert_close(tensor, other_weights[name], rtol=0, atol=1e-5, msg=name)
 
 
-FP8 = {**BFLOAT16, "fp8": {"format": "hybrid", "recipe": "tensorwise"}}
 WIDE = {"vocab": 257, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "layers": 2, "tied": False}
 
 
@@ -156,7 +160,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     for arch, fields in (("qwen3", {}), ("qwen3_moe", {**experts, "norm_topk_prob": True})):
         write_random_model(made / arch / "model", arch, **WIDE, seed=1, dtype="float32", fields=fields)
-        groups = msgspec.msgpack.encode(test_trainer.drawn_groups(seed=3))
+        groups = msgspec.msgpack.encode(drawn_groups(seed=3))
         (made / arch / "groups.msgpack").write_bytes(groups)
     return made
 
@@ -196,21 +200,21 @@ def test_updates_in_fp8_are_near_those_in_bfloat16(
     ],
 )
 def test_a_checkpoint_of_one_kind_loads_into_the_other_to_the_bit(
-    folder: Path,  # noqa: F811
+    folder: Path,
     model: str,
     layouts: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first link trains with local layers and writes a checkpoint. The others load that of the link before, with
     the other kind of layers, write it again, and train the same step."""
-    monkeypatch.setitem(test_checkpoint.ALGO, model, {})
+    monkeypatch.setitem(checkpoints.ALGO, model, {})
     kinds = [LOCAL, TE, LOCAL, TE]
     links = [
-        test_checkpoint.launch(folder, model, number, {**LAYOUTS[layout], **kind})
+        checkpoints.launch(folder, model, number, {**LAYOUTS[layout], **kind})
         for number, (layout, kind) in enumerate(zip([*layouts, "single"], kinds, strict=True))
     ]
     contents = [
-        test_checkpoint.written(CheckpointStore(folder / model / f"link-{number}").path(VERSION)) for number in range(4)
+        checkpoints.written(CheckpointStore(folder / model / f"link-{number}").path(VERSION)) for number in range(4)
     ]
     assert any(tensor.abs().sum() > 0 for key, tensor in contents[0].items() if "/optimizer.exp_avg." in key)
     for again in contents[1:]:

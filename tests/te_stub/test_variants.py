@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration import test_variants
-from tests.te_stub.test_transformer_engine import FP8, TE
+from tests.integration import variants
+from tests.te_stub.settings import FP8, TE
 
 FP8_RECOMPUTED = {"single": "qwen3-untied", "pp2": "qwen3-untied", "pp2-vpp2": "qwen3-moe", "ep2": "qwen3-moe"}
 
@@ -20,35 +20,35 @@ def _layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def set_layers(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
-    layouts = {name: {**layout, **settings} for name, layout in test_variants.LAYOUTS.items()}
-    monkeypatch.setattr(test_variants, "LAYOUTS", layouts)
+    layouts = {name: {**layout, **settings} for name, layout in variants.LAYOUTS.items()}
+    monkeypatch.setattr(variants, "LAYOUTS", layouts)
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2-sp-ep2"])
 def test_recomputed_activation_of_grouped_experts_changes_no_bit(layout: str, tmp_path: Path) -> None:
-    test_variants.run(tmp_path, layout, {"qwen3-moe": {"moe_act": test_variants.selective("moe_act")}})
+    variants.run(tmp_path, layout, {"qwen3-moe": {"moe_act": variants.selective("moe_act")}})
 
 
-@pytest.mark.parametrize("layout", test_variants.RECOMPUTED)
+@pytest.mark.parametrize("layout", variants.RECOMPUTED)
 def test_recomputation_changes_no_bit(layout: str, tmp_path: Path) -> None:
-    test_variants.test_recomputation_changes_no_bit_of_figures_gradients_and_weights(layout, tmp_path)
+    variants.check_recomputation(tmp_path, layout)
 
 
 @pytest.mark.parametrize("layout", FP8_RECOMPUTED)
 def test_recomputation_in_fp8_changes_no_bit(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_layers(monkeypatch, {**TE, **FP8})
     model = FP8_RECOMPUTED[layout]
-    counts = test_variants.run(tmp_path, layout, {model: test_variants.FULL})[model]
+    counts = variants.run(tmp_path, layout, {model: variants.FULL})[model]
     assert min(count["attention"] for count in counts.values()) > 0, counts
 
 
-@pytest.mark.parametrize("layout", test_variants.OVERLAPPED)
+@pytest.mark.parametrize("layout", variants.OVERLAPPED)
 def test_overlapped_communication_changes_no_bit(layout: str, tmp_path: Path) -> None:
-    test_variants.test_overlapped_communication_changes_no_bit_of_figures_and_weights(layout, tmp_path)
+    variants.check_overlap(tmp_path, layout, variants.OVERLAPPED[layout], **variants.AGAIN)
 
 
 def test_gradients_of_parts_are_reduced_once(tmp_path: Path) -> None:
-    test_variants.test_gradients_of_parts_are_reduced_once_with_overlapped_communication(tmp_path)
+    variants.check_overlap(tmp_path, "dp2", ["llama-tied"], **variants.PARTS)
 
 
 @pytest.mark.parametrize("layout", ["single", "pp2-vpp2", "tp2-sp-ep2"])
@@ -57,6 +57,6 @@ def test_activations_in_host_memory_change_no_bit(
     fp8: bool, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_layers(monkeypatch, {**TE, **FP8} if fp8 else TE)
-    for counts in test_variants.run(tmp_path, layout, dict.fromkeys(["qwen3-moe"], test_variants.OFFLOAD)).values():
+    for counts in variants.run(tmp_path, layout, dict.fromkeys(["qwen3-moe"], variants.OFFLOAD)).values():
         assert min(count["activations"] for count in counts.values()) > 0, counts
         assert max(count["layers"] for count in counts.values()) == 1, counts

@@ -19,7 +19,7 @@ from asyncrl.algo.pack import Pack, pack
 from asyncrl.algo.samples import Sample
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.tree_attention import attend
-from tests.trainer.test_tree_attention import dense
+from tests.algo.packs import dense
 
 CUDA = pytest.param(
     "cuda",

@@ -17,7 +17,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.trainer import meter
 from asyncrl.trainer.meter import PEAK, PURPOSES, StepMeter, peak_rate
 from asyncrl.trainer.microbatches import operations_of
-from tests.test_leases import Clock
+from tests.fakes import Clock
 
 ALONE: Any = dict.fromkeys(("rank", "tp_rank", "pp_rank", "cp_rank", "dp_rank", "etp_rank", "ep_rank", "edp_rank"), 0)
 ALONE |= dict.fromkeys(("tp", "pp", "cp", "dp", "etp", "ep"), 1)

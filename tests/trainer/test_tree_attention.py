@@ -25,19 +25,9 @@ from asyncrl.algo.samples import Sample
 from asyncrl.backends.cpu.pack_attention import plan
 from asyncrl.trainer import tree_attention
 from asyncrl.trainer.tree_attention import BLOCK, MOST_GRAPHS, attend, block_mask
-from tests.algo.test_pack import Groups, packs, words
+from tests.algo.packs import Groups, dense, packs, words
 
 DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, p: Pack, scale: float) -> Tensor:
-    """The definition, with a mask of rows by rows."""
-    row = torch.arange(p.num_tokens)
-    seen = (row <= row[:, None]) & (row[:, None] < p.ends)
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
-    return torch.einsum("hnm,mhe->nhe", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
 
 def drawn(p: Pack, seed: int, dtype: torch.dtype, value_width: int = 8) -> list[Tensor]:

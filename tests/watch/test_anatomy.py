@@ -24,7 +24,7 @@ from asyncrl_view.watch.timelines import TimelineIndex
 
 def group(uid: str, *episodes: list[Interval], admitted: float = 0.0, ended: float = 9.0) -> GroupTimeline:
     played = [EpisodeTimeline(1.0, 3, intervals) for intervals in episodes]
-    return GroupTimeline(uid, 0, 0, "sum", "training", 0, admitted, ended, "committed", played)
+    return GroupTimeline(uid, 0, "sum", "training", 0, admitted, ended, "committed", played)
 
 
 FAST = group("fast", [Interval(DECODE, 1.0, 2.0, version=0), Interval(WAITING, 2.0, 8.0)], ended=2.0)
@@ -65,7 +65,7 @@ def test_time_in_tools_is_not_counted_as_their_environments_and_is_drawn_above_i
     """The metrics of a step count it so, too."""
     played = EpisodeTimeline(1.0, 3, [Interval(TOOL, 2.0, 5.0, "search"), Interval(ENVIRONMENT, 1.0, 5.0, "shop")])
     assert phase_seconds([played, played]) == {(TOOL, "search"): 6.0, (ENVIRONMENT, "shop"): 2.0}
-    own = GroupTimeline("g", 0, 0, "sum", "training", 0, 0.0, 5.0, "committed", [played])
+    own = GroupTimeline("g", 0, "sum", "training", 0, 0.0, 5.0, "committed", [played])
     batch = BatchTimeline(0, 5.0, 5.5, ["g"], "g")
     late = straggler(batch, [own])
     assert late

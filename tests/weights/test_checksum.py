@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 from typing import Any
 
@@ -13,68 +12,11 @@ from torch.nn.functional import pad
 
 from asyncrl.errors import WeightsError
 from asyncrl.parallel import EngineParallel
-from asyncrl.weights import names
-from asyncrl.weights.checksum import CudaHash, ExpectedChecksums
+from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.engine_layout import FAMILIES
+from tests.weights.models import EXPERTS, HEAD_DIM, HEADS, HIDDEN, VOCAB, config, digest, model, shape
 
-HEADS, HEAD_DIM, HIDDEN, VOCAB, EXPERTS = 4, 2, 8, 70, 3
 ARCHITECTURES = sorted(FAMILIES)
-DENSE = tuple(f"model.layers.{{layer}}.mlp.{name}_proj" for name in ("gate", "up", "down"))
-
-
-def config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
-    return {
-        "architectures": [architecture],
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": 2,
-        "head_dim": HEAD_DIM,
-        "hidden_size": HIDDEN,
-        "vocab_size": VOCAB,
-        "n_routed_experts": EXPERTS,
-        "q_lora_rank": 4,
-        **changes,
-    }
-
-
-def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
-    """Return the shape of an HF tensor by the end of its name."""
-    queries, keys = HEADS * HEAD_DIM, kv_heads * HEAD_DIM
-    sizes: dict[str, tuple[int, ...]] = {
-        "embed_tokens": (VOCAB, HIDDEN),
-        "lm_head": (VOCAB, HIDDEN),
-        "q_proj": (queries, HIDDEN),
-        "k_proj": (keys, HIDDEN),
-        "v_proj": (keys, HIDDEN),
-        "o_proj": (HIDDEN, queries),
-        "q_a_proj": (4, HIDDEN),
-        "q_b_proj": (queries, 4),
-        "kv_a_proj_with_mqa": (5, HIDDEN),
-        "kv_b_proj": (2 * queries, 4),
-        "gate": (EXPERTS, HIDDEN),
-        **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (inner, HIDDEN)),
-        **dict.fromkeys(("down_proj", "w2"), (HIDDEN, inner)),
-    }
-    kind = leaf.split(".")[-1]
-    found = sizes.get(leaf.split(".")[-2], (HIDDEN,))
-    return (EXPERTS,) if kind == "e_score_correction_bias" else found[:1] if kind == "bias" else found
-
-
-def model(architecture: str, seed: int = 0, kv_heads: int = 2) -> dict[str, Tensor]:
-    """All HF tensors that a trainer sends of a model of one layer, in its order."""
-    generator = torch.Generator().manual_seed(seed)
-    found = {}
-    for rule in names.FAMILIES[architecture]:
-        if rule in names.MTP:
-            continue  # trainers do not load these layers
-        if architecture == "DeepseekV3ForCausalLM" and "q_proj" in rule.hf[0]:
-            continue  # queries come through a low rank
-        if architecture == "Qwen3MoeForCausalLM" and rule.hf[0].startswith(DENSE):
-            continue  # this family's engine has no dense layers
-        for expert in range(EXPERTS if rule.expert else 1):
-            for pattern in rule.hf:
-                name = pattern.format(layer=0, expert=expert)
-                found[name] = torch.randn(shape(name, kv_heads), generator=generator).bfloat16()
-    return found
 
 
 def results(tensors: dict[str, Tensor], hf: dict[str, Any], tp: int, device: Any = "cpu") -> list[dict[str, str]]:
@@ -82,14 +24,6 @@ def results(tensors: dict[str, Tensor], hf: dict[str, Any], tp: int, device: Any
     for name, tensor in tensors.items():
         expected.add(name, tensor)
     return expected.result()
-
-
-def digest(tensor: Tensor, device: str = "cpu") -> str:
-    if device == "cpu":
-        return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-    whole = CudaHash()
-    whole.update(tensor)
-    return whole.hexdigest()
 
 
 def distinct(*size: int) -> Tensor:

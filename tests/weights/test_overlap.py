@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from asyncrl.errors import PeerFailed
-from asyncrl.trainer.recordings import NoEngines
 from asyncrl.weights import overlap
 from asyncrl.weights.overlap import OverlappedPublisher
 from asyncrl.weights.publish import Staged
-from tests.weights.test_publish import TENSORS, published
+from tests.weights.publishing import TENSORS, published
 
 
 class Parts:
@@ -96,21 +95,6 @@ def test_waiting_trainer_leaves_the_fleet_alone_while_a_publish_is_in_flight(par
     publisher.finish()
     assert needs_weights()
     assert len(asked) == 2
-
-
-def test_count_of_reused_groups_is_that_of_the_version_which_is_announced() -> None:
-    told: list[tuple[int, int]] = []
-    reused = [3]
-
-    def publish(publisher: Any, version: int) -> None:
-        publisher._announce, publisher._reused = lambda *told_now: told.append(told_now), lambda: reused[0]
-        staged = publisher.stage(version)
-        reused[0] += 4  # by the next batch
-        publisher.complete(staged)
-
-    published("cpu", staging="full", publish=publish)
-    publish(NoEngines(print, int, first=True), 2)
-    assert told == [(1, 3), (2, 7)]
 
 
 def test_weights_that_change_after_they_are_staged_are_sent_as_they_were() -> None:

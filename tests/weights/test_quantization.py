@@ -17,7 +17,7 @@ from asyncrl.weights.engine_layout import FAMILIES
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.names import unit_of
 from asyncrl.weights.quantization import FORMATS, QuantizedWeights
-from tests.weights.test_checksum import config, digest, model
+from tests.weights.models import config, digest, model
 
 FP8, INT8 = FORMATS["fp8"], FORMATS["int8"]
 WIDE = torch.bfloat16

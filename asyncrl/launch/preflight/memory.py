@@ -29,6 +29,10 @@ REMEDIES = {
     "machine": "Take machines with more memory or more of them, fewer ranks or engines on each, or smaller "
     "engine.max_total_tokens and trainer.micro_batch_tokens.",
 }
+REMEDIES |= {
+    "trainer's part": f"Lower it, or set cluster.placement=colocated. {REMEDIES['trainer']}",
+    "engine's part": f"Raise it. {REMEDIES['engine']}",
+}
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class MemoryNeed:
     gpu: bool
     host: int = 0
     """Additional bytes in the machine's memory, with or without a GPU."""
+    fraction: float | None = None
+    """Its part of a GPU; None: all of it."""
 
     @property
     def total(self) -> int:
@@ -106,7 +112,10 @@ def _of_device(role: str, need: MemoryNeed, seats: Sequence[Seat], machines: Map
     ]
     if not sizes:
         return ok(role, f"{what}: {gb(need.total)} GB of a GPU whose memory size is unknown{parts}")
-    return _judged(f"{role}.tensor_parallel", what, need.total, need.certain, min(sizes), role, parts)
+    if need.fraction is None:
+        return _judged(f"{role}.tensor_parallel", what, need.total, need.certain, min(sizes), role, parts)
+    room, what = int(need.fraction * min(sizes)), f"{what} in {need.fraction:.2f} of its GPU"
+    return _judged("engine.memory_fraction", what, need.total, need.certain, room, f"{role}'s part", parts)
 
 
 def _judged(field: str, what: str, total: float, certain: float, size: int, remedy: str, parts: str = "") -> Finding:

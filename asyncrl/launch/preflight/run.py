@@ -197,7 +197,7 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
         if config.checkpoint.every:
             staged += planner.checkpoint_staging(policy.weights, policy.shape, layout, training)
         parts = planner.trainer_rank(policy.weights, policy.shape, layout, training)
-        needs["trainer"] = MemoryNeed(parts, gpu, staged)
+        needs["trainer"] = MemoryNeed(parts, gpu, staged, config.trainer_fraction)
     for name, section, model in (
         ("engine", config.engine, policy),
         ("teacher", config.teacher, models.get("teacher")),
@@ -217,9 +217,9 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
             )
             if tokens is None:  # it takes what fits; a run needs at least one answer's
                 parts["KV cache of one answer"] = parts.pop("KV cache")
-            needs[name] = MemoryNeed(parts, gpu, (config.engine.hicache or 0) * 10**9 if name == "engine" else 0)
-    shares = config.cluster.placement == "colocated"
-    if shares and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
+            own = ((config.engine.hicache or 0) * 10**9, config.engine_fraction) if name == "engine" else ()
+            needs[name] = MemoryNeed(parts, gpu, *own)
+    if config.cluster.takes_turns and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
         needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
     return needs
 

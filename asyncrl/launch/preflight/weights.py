@@ -22,8 +22,8 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
     hosts = {seat.node.address for seat in placement.trainers}
     try:
         host = hosts.pop() if len(hosts) == 1 else ""  # as weights/publish.py receives it
-        colocated, gpu = config.cluster.placement == "colocated", gpu and not config.serves_adapters
-        chosen, why = choose(config.weights.transport, engines, host, gpu=gpu, colocated=colocated)
+        shared, gpu = config.cluster.shares_gpus, gpu and not config.serves_adapters
+        chosen, why = choose(config.weights.transport, engines, host, gpu=gpu, shared=shared)
     except ConfigError as problem:
         return [error(problem.field, str(problem.value), problem.remedy)]
     if config.serves_adapters:

@@ -191,3 +191,25 @@ def test_gpu_that_is_shared_in_turns_holds_the_largest_turn_and_the_machine_what
     assert found(70, 60) == {"trainer.tensor_parallel": "ok", "engine.tensor_parallel": "ok", "memory": "ok"}
     assert found(56.5, 60)["trainer.tensor_parallel"] == "error"  # 57 while trainers work, and while engines generate
     assert found(70, 40)["memory"] == "error"  # 16 + 8 + 16, and the processes
+
+
+def test_gpu_that_is_shared_side_by_side_holds_each_in_its_part() -> None:
+    config = job(**{"cluster.placement": "shared", "engine.memory_fraction": 0.25})
+    here = {"node0": machine(gpus=1, gb=100)}
+
+    def found(trainer: float, engine: float) -> list[Finding]:
+        needs = {
+            "trainer": replace(gb(trainer), fraction=config.trainer_fraction),
+            "engine": replace(gb(engine), fraction=config.engine_fraction),
+        }
+        return [one for one in check_memory(placed(config, 1, 1), needs, here) if one.level != "ok"]
+
+    assert not found(58, 22)
+    (trainer,) = found(66, 22)  # 65 = 100 x (0.9 - 0.25)
+    assert (trainer.field, trainer.level) == ("engine.memory_fraction", "error")
+    assert "a rank of the trainer in 0.65 of its GPU: 66 of 65 GB" in trainer.value
+    assert "Lower it" in trainer.remedy
+    (engine,) = found(58, 26)
+    assert (engine.field, engine.level) == ("engine.memory_fraction", "error")
+    assert "a rank of the engine in 0.25 of its GPU: 26 of 25 GB" in engine.value
+    assert "Raise it" in engine.remedy

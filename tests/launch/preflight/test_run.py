@@ -205,6 +205,14 @@ def test_the_cache_of_an_engine_in_host_memory_is_counted() -> None:
     assert _needs(config, 1, {"model": ModelFolder([], shape)})["engine"].host == 20e9
 
 
+def test_a_trainer_and_an_engine_on_one_gpu_need_their_parts_of_it() -> None:
+    shape = shape_of(json.loads((catalog.resolve("builtin:tiny") / "config.json").read_text()))
+    for placement, parts in (("shared", (0.6, 0.3)), ("separate", (None, 0.3))):
+        config = tiny_config(**{"cluster.placement": placement, "engine.memory_fraction": 0.3})
+        needs = _needs(config, 1, {"model": ModelFolder([], shape)})
+        assert (needs["trainer"].fraction, needs["engine"].fraction) == pytest.approx(parts)
+
+
 def test_an_engine_whose_cache_takes_what_fits_needs_room_for_one_answer(tmp_path: Path) -> None:
     settings = {"cluster.gpus": 2, "cluster.nodes": 1, "engine.max_total_tokens": None}
     assert "KV cache of one answer" in found(job(**settings), tmp_path)["engine"].value

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.launch.generations import check_generations
 from asyncrl.launch.placement import Node, Placement, place, ports_wanted
+from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.preflight.versions import pinned
 from asyncrl.planner.shapes import BYTES, Weight
 from tests.fakes import tiny_config
 
+AMPERE, HOPPER, BLACKWELL = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
 GB = 10**9
 TENSORS = {"model.embed_tokens.weight": (16, 4), "model.norm.weight": (4,), "lm_head.weight": (16, 4)}
 CONFIG = {
@@ -87,3 +91,16 @@ def write_shard(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
         end += size
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+def check(gpu: str, **changes: Any) -> None:
+    """Check a job on two GPUs, of which the first, the trainer's, is of the supported generation."""
+    config = job(**{f"engine.{name}": value for name, value in {"dtype": "bfloat16", **changes}.items()})
+    known = machine(gpus=2)
+    known = replace(known, gpus=(known.gpus[0], replace(known.gpus[1], name=gpu)))
+    seats = [seat for one in placed(config, 1, 2).engines for seat in one]
+    check_generations(config.engine, seats, nodes(config, 1, 2), [known])
+
+
+ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")
+ROUTER = ProcessSpec("router", [], {}, restarts=2)

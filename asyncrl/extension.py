@@ -1,0 +1,105 @@
+"""The seam between the core and its extensions.
+
+An extension is a class that the core never imports by name. It is named by its import path in the setting `extensions`,
+or by an installed package's entry point of the group `asyncrl.extensions`. Its settings are the section of the
+configuration that has its name. Every process that it takes part in asks it for its hooks there, whose methods do
+nothing unless an extension overrides them. What fails in a hook fails as the core's own code would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from asyncrl.errors import ConfigError
+from asyncrl.imports import load
+from asyncrl.settings import Section
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+    from asyncrl.observability.timeline import Record
+    from asyncrl.schema import Batch, Group
+    from asyncrl.trainer.policy import Policy
+
+GROUP = "asyncrl.extensions"
+
+
+class TrainerHooks:
+    """What an extension does on a trainer rank. Every rank calls the same methods in the same order."""
+
+    def before_update(self, batch: Batch) -> Sequence[Group]:
+        """Return groups that are trained beside those of the batch, in the same steps."""
+        return ()
+
+    def after_update(self, version: int) -> dict[str, float]:
+        """Act on the weights after the optimizer steps that make this version. Return metrics of the step."""
+        return {}
+
+    def state(self) -> bytes | None:
+        """Return what a checkpoint keeps; None if nothing has to be kept. Only that of rank 0 is written."""
+        return None
+
+    def restore(self, state: bytes) -> None:
+        """Go on from the state of a checkpoint. Raises ValueError if it cannot be read."""
+
+
+class RolloutHooks:
+    """What an extension does in the rollout process. Its methods must not block."""
+
+    def record(self, record: Record) -> None:
+        """Listen to every group, batch and publish that has ended (observability/timeline.py)."""
+
+    def figures(self) -> dict[str, float]:
+        """Return metrics since the previous batch."""
+        return {}
+
+    async def close(self) -> None:
+        """Release what is held, at the end of the run."""
+
+
+class Extension:
+    """Base class of an extension. Every method is optional."""
+
+    Settings: ClassVar[type[Section]] = Section
+    """The settings in the section of its name; each has a default with which the extension does nothing harmful."""
+
+    def __init__(self, settings: Any) -> None:
+        """Create the extension in one process, with its validated settings."""
+        self.settings = settings
+
+    def check(self, config: Config) -> Iterator[ConfigError]:
+        """Yield every problem of this extension with the settings."""
+        return iter(())
+
+    def trainer(self, policy: Policy) -> TrainerHooks:
+        """Return the hooks on a trainer rank, whose networks hold the weights of the model folder."""
+        return TrainerHooks()
+
+    def rollout(self) -> RolloutHooks:
+        """Return the hooks in the rollout process."""
+        return RolloutHooks()
+
+
+@cache
+def installed() -> dict[str, str]:
+    """Return the import paths of the extensions of installed packages, by name."""
+    return {found.name: found.value for found in entry_points(group=GROUP)}
+
+
+def classes(named: Mapping[str, str]) -> dict[str, type[Extension]]:
+    """Return all extensions by name: those of installed packages, and those that the setting names. Raises
+    ConfigError."""
+    found = {}
+    for name, path in {**installed(), **named}.items():
+        found[name] = kind = load(path, f"extensions.{name}")
+        if not (isinstance(kind, type) and issubclass(kind, Extension)):
+            remedy = "Must be a subclass of asyncrl.extension.Extension."
+            raise ConfigError(f"extensions.{name}", path, remedy)
+    return found
+
+
+def active(config: Config) -> dict[str, Extension]:
+    """Return a new instance of every extension, by name."""
+    return {name: kind(getattr(config, name)) for name, kind in classes(config.extensions).items()}

@@ -1,0 +1,1 @@
+"""What not every run needs: each folder can be deleted. The core imports none of them."""
