@@ -19,12 +19,16 @@ export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup bubblewrap run test test-all nightly unit golden history tools structure slurm prometheus campaign peers te-stub cuda-stub container fresh check bench clean
+.PHONY: docs help setup interpreter bubblewrap run test test-all nightly unit golden history tools structure slurm prometheus campaign peers te-stub cuda-stub container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(READY)  ## the environment in .venv, from the locks (PYTHON=python3.11)
+setup: interpreter $(READY)  ## the environment in .venv, from the locks (PYTHON=python3.11, or python3.12, python3.13)
+
+interpreter: # a .venv that is there keeps its Python: naming another does not pass silently
+	@test "$(origin PYTHON)" = file -o ! -x $(BIN)/python || test "$$($(BIN)/python -V)" = "$$($(PYTHON) -V 2>&1)" || \
+	{ echo ".venv has $$($(BIN)/python -V), and PYTHON=$(PYTHON) is $$($(PYTHON) -V 2>&1): unset PYTHON, or rename .venv" >&2; false; }
 
 $(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -95,7 +99,7 @@ te-stub: $(TE)  ## TransformerEngine's layers on a CPU, with a stand-in for its 
 $(CUDA)/.stamp: requirements/cuda.txt $(READY)
 	$(BIN)/python -m venv --without-pip $(CUDA)
 	$(BIN)/pip --python $(CUDA)/bin/python install --quiet --no-deps -r requirements/cuda.txt
-	echo ../../../../lib/python3.11/site-packages > $(CUDA)/lib/python3.11/site-packages/cpu.pth
+	site=$$(cd $(CUDA) && echo lib/python3.*/site-packages) && echo ../../../../$$site > $(CUDA)/$$site/cpu.pth
 	touch $@
 
 $(STUBS)/libcuda.so.1: tests/cuda_stub/driver.c tests/cuda_stub/runtime.c

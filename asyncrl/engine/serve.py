@@ -14,6 +14,7 @@ from asyncrl import importing
 import os
 import shlex
 import sys
+from importlib.metadata import version
 from typing import Any
 
 from asyncrl.backends.cpu.sglang_shim import install
@@ -21,6 +22,16 @@ from asyncrl.engine import gpu_share, overlap, quantized, stages, unloading, war
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS, metrics_key
 from asyncrl.network.ports import REPLICA_PORTS, free_block
+
+BUILT_FOR = "2.13"
+"""Version of torch for which the lock's SGLang has its prefix cache in Rust, which breaks with others, and kernels."""
+WITH_OTHERS = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
+"""Environment of engines with another torch: the prefix cache in Python, and kernels of an earlier version."""
+
+
+def for_torch(installed: str) -> dict[str, str]:
+    """Return the additional environment of an engine with this version of torch."""
+    return {} if installed.startswith(f"{BUILT_FOR}.") else WITH_OTHERS
 
 
 def guard_metrics(module: Any) -> None:
@@ -37,6 +48,8 @@ def guard_metrics(module: Any) -> None:
     module.decide_request_auth = decision
 
 
+for variable, setting in for_torch(version("torch")).items():
+    os.environ.setdefault(variable, setting)
 if "--enable-trace" not in sys.argv:  # SGLang would import the exporters, which takes 0.1 s
     sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 install()

@@ -134,7 +134,8 @@ def test_memory_never_holds_more_than_a_few_parameters(tmp_path: Path, direction
         "to-megatron": [str(source), str(tmp_path / "m")],
         "to-hf": [str(source.with_name("megatron")), str(tmp_path / "h")],
     }
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         assert main([direction, *arguments[direction]]) == 0
     mapped = (source / "model.safetensors").stat().st_size  # the file, which is not read into memory
     found = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

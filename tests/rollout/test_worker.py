@@ -261,7 +261,7 @@ class _OfAQuestion:
     [
         ("_of_a_question", {}, "task.agent", r"async function of \(prompt, generate\).* This one takes \(question"),
         ("_OfAQuestion", {}, "task.agent", r"This one takes \(question"),
-        ("_of_a_limit", {}, "task.agent_params", "missing a required argument: 'limit'"),
+        ("_of_a_limit", {}, "task.agent_params", "missing a required (keyword-only )?argument: 'limit'"),
         ("_of_a_limit", {"limt": 3}, "task.agent_params", "limit|limt"),
     ],
 )

@@ -45,12 +45,21 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return forked(main, "experiment=tiny", f"run.dir={cwd}/run", *arguments, cwd=cwd, env=plain)
 
 
+VERSIONS = (
+    "ok"
+    if all(versions.installed()[name].partition("+")[0] == pin for name, pin in versions.pinned().items())
+    else "warning"
+)
+"""What a check says of the packages that the tests run with: others than the lock's are a warning."""
+
+
 def test_the_command_tells_and_leaves_nothing(tmp_path: Path) -> None:
     catalog.resolve("builtin:tiny")  # making it is told of
     done = command("--check", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "preflight: 0 error(s)" in done.stdout
-    for field in ("versions", "model.path", "memory", "run.dir", "weights.transport", "task"):
+    assert f"{VERSIONS:8} versions" in done.stdout
+    for field in ("model.path", "memory", "run.dir", "weights.transport", "task"):
         assert f"ok       {field}" in done.stdout
     assert "100 held out for evaluation; the first one for training has 5 tokens" in " ".join(done.stdout.split())
     assert list(tmp_path.iterdir()) == []
@@ -161,7 +170,7 @@ def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
     findings = found(tiny_config(**changes), tmp_path)
     assert findings[field].level == "error"
     assert remedy in findings[field].remedy
-    assert findings["versions"].level == findings["run.dir"].level == "ok"
+    assert (findings["versions"].level, findings["run.dir"].level) == (VERSIONS, "ok")
     with pytest.raises(LaunchError, match=field):
         require(Preparation(tiny_config(**changes), tmp_path / "run", None), tmp_path / "run")
 
