@@ -32,7 +32,7 @@ interpreter: # a .venv that is there keeps its Python: naming another does not p
 
 $(READY): requirements/cpu.txt requirements/dev.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m asyncrl.install --cpu --quiet
+	$(BIN)/python -m asyncrl.extensions.install --cpu --quiet
 	$(BIN)/pip install --quiet --no-deps -r requirements/dev.txt && $(BIN)/pip install --quiet --no-deps --no-build-isolation -e . && touch $@
 
 bubblewrap: setup  ## bubblewrap for sandboxes, unpacked into .venv, where it is not installed

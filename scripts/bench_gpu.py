@@ -224,7 +224,7 @@ def carry(bundle: Path) -> tuple[Path, dict[str, str]]:
         venv.create(home, with_pip=False)  # pip is among those packages
         (site,) = home.glob("lib/python*/site-packages")
         (site / "outer.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
-        command = [str(python), "-m", "asyncrl.install", "--from", str(bundle)]
+        command = [str(python), "-m", "asyncrl.extensions.install", "--from", str(bundle)]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         whole.touch()
     compiled = {"SGLANG_JIT_CACHE_DIR": "jit", "TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}

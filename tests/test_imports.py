@@ -53,15 +53,13 @@ ALLOWED = {
     "routing": set(),
     "settings": set(),
     "config": {"errors", "settings", "algo"},
-    "bundle": set(),
-    "install": {"bundle"},
     "removed": set(),
     "metrics": {"config"},
     "backends": {"models", "algo"},
     "models": set(),
     "launch": {
         *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox", "observability"),
-        *("install", "planner", "weights", "backends", "rollout", "settings"),  # planner to rollout: for the preflight
+        *("planner", "weights", "backends", "rollout", "settings"),  # planner to rollout: for the preflight
     },
     "engine": {"config", "backends", "observability"},
     "agents": {"envs"},
@@ -279,7 +277,7 @@ def modules_after(tmp_path: Path, module: str, *arguments: str) -> set[str]:
         ("asyncrl.launch.main", ["--help"], set()),
         ("asyncrl.launch.main", ["experiment=tiny", "-h"], set()),
         ("asyncrl_convert.cli", ["--help"], set()),
-        ("asyncrl.install", ["--help"], set()),
+        ("asyncrl.extensions.install", ["--help"], set()),
         ("asyncrl.launch.main", ["-sc", "install=bash"], {"hydra", "omegaconf", "yaml"}),
         ("asyncrl.launch.main", ["--cfg", "job"], {"hydra", "omegaconf", "yaml"}),
         ("asyncrl.launch.main", ["rollout.max_stalenes=1"], {"hydra", "omegaconf", "yaml"}),

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import asyncrl
-from asyncrl import __version__, bundle, install
+from asyncrl import __version__
+from asyncrl.extensions.install import command as install
 from tests.pins import ROOT, lock, pins, project
 
 BESIDE = ("asyncrl_convert", "asyncrl_view")
@@ -127,7 +128,7 @@ def test_wheel_carries_conf_recipes_lock_and_commands(wheel):
     assert "asyncrl-train = asyncrl.launch.main:main" in entry_points
     assert "asyncrl-convert = asyncrl_convert.cli:main" in entry_points
     assert "asyncrl-watch = asyncrl_view.watch.cli:main" in entry_points
-    assert "asyncrl-install = asyncrl.install:main" in entry_points
+    assert "asyncrl-install = asyncrl.extensions.install.command:main" in entry_points
 
 
 def test_sdist_carries_what_the_wheel_is_built_from(tmp_path):
@@ -255,13 +256,17 @@ def write_wheel(
         file.writestr(f"{stem}.dist-info/RECORD", "")
 
 
+INSTALLER = ("__init__", "__main__", "command", "bundle")
+
+
 @pytest.fixture(scope="module")
 def bare_environment(tmp_path_factory) -> Path:
     """A Python with pip alone, and the modules of the installer beside locks that name torch only."""
     folder = tmp_path_factory.mktemp("bare")
-    (folder / "asyncrl").mkdir()
-    for module in (asyncrl, bundle, install):
-        shutil.copy(str(module.__file__), folder / "asyncrl")
+    package = Path(asyncrl.__file__).parent
+    for module in ("__init__.py", "extensions/__init__.py", *(f"extensions/install/{one}.py" for one in INSTALLER)):
+        (folder / "asyncrl" / module).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(package / module, folder / "asyncrl" / module)
     (folder / "requirements").mkdir()
     shutil.copy(ROOT / "requirements" / "cuda.txt", folder / "requirements")
     (folder / "requirements" / "cpu.txt").write_text(f"torch=={lock('cpu.txt')['torch']}\n")
@@ -287,7 +292,7 @@ def test_install_ends_with_a_torch_that_imports(builds, bare_environment, tmp_pa
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
     index = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
     subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", "torch", *modules], env=clean, check=True)
-    command = [python, "-m", "asyncrl.install", "--cpu", "--quiet"]
+    command = [python, "-m", "asyncrl.extensions.install", "--cpu", "--quiet"]
     done = subprocess.run(command, cwd=bare_environment, env=clean | index, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     chosen = subprocess.run(
@@ -302,7 +307,7 @@ def test_install_ends_with_a_torch_that_imports(builds, bare_environment, tmp_pa
 
 
 def test_install_imports_only_the_standard_library():
-    code = "import sys, asyncrl.install; print(*{name.split('.')[0] for name in sys.modules})"
+    code = "import sys, asyncrl.extensions.install.command; print(*{name.split('.')[0] for name in sys.modules})"
     # -S keeps site-packages, and what editable installs import at start, out of the answer
     result = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert set(result.stdout.split()) <= {*sys.stdlib_module_names, "__main__", "asyncrl"}

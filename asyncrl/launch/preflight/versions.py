@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 import asyncrl
-from asyncrl.install import lock_file
+from asyncrl import lock_file
 from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 

@@ -23,9 +23,10 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from asyncrl import bundle, install
+from asyncrl.extensions.install import bundle
+from asyncrl.extensions.install import command as install
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 TORCH = torch.__version__.partition("+")[0]
 LOCKED = bundle._lines(ROOT / "requirements" / "cpu.txt")["torch"].partition("==")[2]
 OTHER = "3.99"

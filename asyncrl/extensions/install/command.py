@@ -6,7 +6,7 @@ metadata of a wheel cannot request. It takes PyTorch's CPU build if pip's indexe
 build, which PyPI has, with the libraries that this build loads. It needs only the standard library, so it also runs
 after `pip install --no-deps asyncrl`.
 
-With --bundle and --from, it carries the system to machines without a network (asyncrl/bundle.py).
+With --bundle and --from, it carries the system to machines without a network (bundle.py).
 
 usage: asyncrl-install [--cpu] [--dry-run] [any arguments of pip install, such as --extra-index-url URL]
 """
@@ -19,9 +19,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, requires
-from pathlib import Path
 
-from asyncrl import bundle
+from asyncrl import lock_file
+from asyncrl.extensions.install import bundle
 
 PIP = (sys.executable, "-m", "pip", "install")
 
@@ -63,15 +63,6 @@ asyncrl-install: torch is installed but does not import; Python's own message is
 of CPU builds, and run the command again:
 
     {shlex.quote(sys.executable)} -m pip uninstall -y torch && export PIP_EXTRA_INDEX_URL="{CPU_INDEX}\""""
-
-
-def lock_file(name: str = "cpu.txt") -> Path:
-    """Return the path of a lock in requirements/: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    for folder in (package, package.parent):
-        if (lock := folder / "requirements" / name).is_file():
-            return lock
-    raise SystemExit(f"asyncrl-install: no requirements/{name} in {package} or beside it; reinstall asyncrl")
 
 
 def _pins(lock: str, names: Sequence[str]) -> list[str]:
@@ -162,7 +153,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(TORCH_REMEDY, file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

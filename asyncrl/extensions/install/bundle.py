@@ -330,7 +330,7 @@ def make(options: Namespace, pip_arguments: Sequence[str], locks: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         _refuse(f"--bundle {folder}: it has files already; name a new folder")
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[3]
     checkout = (root / "pyproject.toml").is_file()
     own = [str(root), *(["--no-build-isolation"] if find_spec("hatchling") else [])]
     own = own if checkout else [f"asyncrl=={__version__}"]
