@@ -1,9 +1,10 @@
 """The seam between the core and its extensions.
 
-An extension is a class that the core never imports by name. It is named by its import path in the setting `extensions`,
-or by an installed package's entry point of the group `asyncrl.extensions`. Its settings are the section of the
-configuration that has its name. Every process that it takes part in asks it for its hooks there, whose methods do
-nothing unless an extension overrides them. What fails in a hook fails as the core's own code would.
+An extension is a class that the core never imports by name. It is found in a folder of asyncrl/extensions, by an
+installed package's entry point of the group `asyncrl.extensions`, or by its import path in the setting `extensions`.
+Its settings are the section of the configuration that has its name. Every process that it takes part in asks it for its
+hooks there, whose methods do nothing unless an extension overrides them. What fails in a hook fails as the core's own
+code would.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncrl.errors import ConfigError
@@ -64,6 +66,8 @@ class Extension:
 
     Settings: ClassVar[type[Section]] = Section
     """The settings in the section of its name; each has a default with which the extension does nothing harmful."""
+    tasks: ClassVar[Mapping[str, str]] = {}
+    """Import paths of task classes by their name in task.kind; each is created with its section (TaskConfig)."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
@@ -83,16 +87,23 @@ class Extension:
 
 
 @cache
+def shipped() -> dict[str, str]:
+    """Return the import paths of the extensions in asyncrl/extensions, by the name of their folder."""
+    folders = sorted(file.parent.name for file in (Path(__file__).parent / "extensions").glob("*/extension.py"))
+    return {name: f"{__package__}.extensions.{name}.extension:Own" for name in folders}
+
+
+@cache
 def installed() -> dict[str, str]:
     """Return the import paths of the extensions of installed packages, by name."""
     return {found.name: found.value for found in entry_points(group=GROUP)}
 
 
 def classes(named: Mapping[str, str]) -> dict[str, type[Extension]]:
-    """Return all extensions by name: those of installed packages, and those that the setting names. Raises
-    ConfigError."""
+    """Return all extensions by name: those of asyncrl and of installed packages, and those that the setting names.
+    Raises ConfigError."""
     found = {}
-    for name, path in {**installed(), **named}.items():
+    for name, path in {**shipped(), **installed(), **named}.items():
         found[name] = kind = load(path, f"extensions.{name}")
         if not (isinstance(kind, type) and issubclass(kind, Extension)):
             remedy = "Must be a subclass of asyncrl.extension.Extension."
@@ -102,4 +113,9 @@ def classes(named: Mapping[str, str]) -> dict[str, type[Extension]]:
 
 def active(config: Config) -> dict[str, Extension]:
     """Return a new instance of every extension, by name."""
-    return {name: kind(getattr(config, name)) for name, kind in classes(config.extensions).items()}
+    return {name: kind(getattr(config, name, Section())) for name, kind in classes(config.extensions).items()}
+
+
+def tasks() -> dict[str, str]:
+    """Return the import paths of the task classes of extensions that need not be named, by their name in task.kind."""
+    return {name: path for kind in classes({}).values() for name, path in kind.tasks.items()}

@@ -29,7 +29,7 @@ from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import GenerationSession
 from asyncrl.launch.compose import algorithm_overrides, find_recipes
-from asyncrl.launch.help import recipe_confs
+from asyncrl.launch.help import further_confs
 from asyncrl.launch.main import CONF
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.rollout.curriculum import Curriculum, Mixer
@@ -37,7 +37,7 @@ from asyncrl.rollout.hooks import by_weight
 from asyncrl.schema import Batch, Completion, Group, Prompt, Trajectory, Turn, VersionSpan, part_of
 
 Result = TypeVar("Result")
-OPTIONS = {(file.parent.name, file.stem): file for conf in (CONF, *recipe_confs()) for file in conf.glob("*/*.yaml")}
+OPTIONS = {(file.parent.name, file.stem): file for conf in (CONF, *further_confs()) for file in conf.glob("*/*.yaml")}
 """Files of conf/ and of the recipes, by group and name."""
 
 # --- configuration ------------------------------------------------------------------------------------------

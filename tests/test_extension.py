@@ -33,7 +33,7 @@ def configured(**changes: object) -> Config:
 
 def test_the_example_of_the_page_adds_a_setting_a_listener_and_a_metric_in_forty_lines() -> None:
     assert CODE[1].count("\n") <= 40
-    (made,) = extension.active(configured(sleepy={"slow": 2.0})).values()
+    made = extension.active(configured(sleepy={"slow": 2.0}))["sleepy"]
     hooks = made.rollout()
     for seconds in (1.0, 3.0, 9.0):
         hooks.record(GroupTimeline("g", 0, "task", "training", 0, 100.0, 100.0 + seconds, "committed", []))

@@ -144,7 +144,11 @@ class Config(Section):
         for name in values.keys() - cls.model_fields.keys() - kinds.keys():
             remedy = removal(name, values[name]) or f"No such section, and no extension has this name: {SPELLING}"
             raise ConfigError(name, values[name], remedy)
-        return values | {name: _section(kind, name, values.get(name, {})) for name, kind in kinds.items()}
+        return values | {
+            name: _section(kind, name, values.get(name, {}))
+            for name, kind in kinds.items()
+            if kind.Settings is not Section or name in values
+        }
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:

@@ -28,12 +28,12 @@ from asyncrl.removed import removal
 
 
 class RecipeConfs(SearchPathPlugin):
-    """Hydra plugin that adds the conf/ folder of every recipe to the search path, behind asyncrl's own. The setting
-    hydra.searchpath stays the user's."""
+    """Hydra plugin that adds the conf/ folder of every extension and recipe to the search path, behind asyncrl's own.
+    The setting hydra.searchpath stays the user's."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add the folders."""
-        for conf in help.recipe_confs():
+        for conf in help.further_confs():
             search_path.append("recipes", f"file://{conf}")
 
 
@@ -169,7 +169,7 @@ def _spelling(message: str) -> str:
     """Return why the field that Hydra did not find was removed, or the option or field that is most similar."""
     if choice := re.search(r"Could not find '([\w/]+)/([\w.-]+)'", message):
         group, option = choice[1], choice[2]
-        files = (file for conf in (CONF, *help.recipe_confs()) for file in conf.glob(f"{group}/*.yaml"))
+        files = (file for conf in (CONF, *help.further_confs()) for file in conf.glob(f"{group}/*.yaml"))
         near = [f"{group}={one}" for one in difflib.get_close_matches(option, [file.stem for file in files], n=1)]
     else:
         quoted = re.search(r"'([\w.]+)'", message)

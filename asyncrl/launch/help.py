@@ -13,6 +13,7 @@ from pathlib import Path
 
 CONFIG = Path(__file__).parents[1] / "config"
 """Folder of the config classes. They are parsed instead of imported, so that --help needs no pydantic."""
+EXTENSIONS = CONFIG.with_name("extensions")
 RECIPES = "asyncrl_recipes"
 """Package of the recipes: recipes/ in a clone. It is located and never imported, and a run without recipes needs none.
 """
@@ -41,7 +42,7 @@ Trains a language model with asynchronous RL: Megatron trainers and SGLang engin
 def render(conf: Path) -> str:
     """Return the whole help text."""
     options = defaultdict[str, list[str]](list)
-    for file in (file for folder in (conf, *recipe_confs()) for file in folder.glob("*/*.yaml")):
+    for file in (file for folder in (conf, *further_confs()) for file in folder.glob("*/*.yaml")):
         options[file.parent.name].append(file.stem)
     groups = [
         textwrap.fill(
@@ -55,10 +56,10 @@ def render(conf: Path) -> str:
     return "\n".join([USAGE, "Groups (group=option):", *groups, "", "Fields (field=value):", *_fields()])
 
 
-def recipe_confs() -> list[Path]:
-    """Return the conf/ folder of every recipe that has one."""
+def further_confs() -> list[Path]:
+    """Return the conf/ folder of every extension and recipe that has one."""
     spec = find_spec(RECIPES)
-    folders = spec.submodule_search_locations or () if spec else ()
+    folders = [EXTENSIONS, *(spec.submodule_search_locations or () if spec else ())]
     return sorted(conf.resolve() for folder in folders for conf in Path(folder).glob("*/conf"))
 
 

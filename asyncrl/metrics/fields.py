@@ -277,7 +277,7 @@ STEP_OVERLONG = {
 # The same file, if rewards have parts (Score.parts); <part> is the name of a part
 STEP_BY_PART = {"reward/part/<part>": "mean of the part over the answers that were scored since the previous step"}
 
-# The same file, if agents use OpenAI's API (asyncrl/extensions/proxy); counts since the start of the run
+# The same file, if agents use OpenAI's API; counts since the start of the run
 STEP_PROXY = {
     "proxy/turns": "number of answers that agents received",
     "proxy/contexts_begun": "number of these answers that did not continue an earlier answer of their episode; each "

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from asyncrl import extension
 from asyncrl.config import Config
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
@@ -64,10 +65,8 @@ KINDS = {
     "file": "asyncrl.tasks.files:FileTask",
     "hf": "asyncrl.tasks.hf:HfTask",
     "benchmark": "asyncrl.tasks.benchmarks:Benchmark",
-    "gymnasium": "asyncrl.tasks.gymnasium:Gymnasium",
-    "textarena": "asyncrl.tasks.textarena:TextArena",
 }
-"""Task classes by task.kind; each is created with the task's configuration."""
+"""Task classes by task.kind, beside those of extensions; each is created with the task's configuration."""
 
 
 def build(config: TaskConfig) -> Task:
@@ -81,12 +80,13 @@ def build(config: TaskConfig) -> Task:
 
 
 def _without_tools(config: TaskConfig) -> Task:
-    if config.kind in KINDS:
-        task: Task = load(KINDS[config.kind], "task.kind")(config)
+    kinds = KINDS | extension.tasks()
+    if config.kind in kinds:
+        task: Task = load(kinds[config.kind], "task.kind")(config)
         return task
     if ":" in config.kind:
         return custom_task(config.kind, config.params)
-    raise ConfigError("task.kind", config.kind, f"Must be one of {sorted(KINDS)}, or an import path, module:name.")
+    raise ConfigError("task.kind", config.kind, f"Must be one of {sorted(kinds)}, or an import path, module:name.")
 
 
 def build_all(config: Config) -> dict[str, Task]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl.launch.help import recipe_confs
+from asyncrl.launch.help import further_confs
 from asyncrl.launch.main import CONF
 from tests.cuda_stub.step import Case
 
@@ -28,5 +28,5 @@ def _case(name: str) -> Case:
     return replace(one, experiment=name)
 
 
-NAMES = sorted(file.stem for conf in (CONF, *recipe_confs()) for file in (conf / "experiment").glob("*.yaml"))
+NAMES = sorted(file.stem for conf in (CONF, *further_confs()) for file in (conf / "experiment").glob("*.yaml"))
 EXPERIMENTS = {name: _case(name) for name in NAMES}

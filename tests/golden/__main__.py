@@ -29,7 +29,7 @@ from hydra.errors import HydraException
 
 from asyncrl import config as configuration
 from asyncrl.errors import ConfigError
-from asyncrl.launch.help import recipe_confs
+from asyncrl.launch.help import further_confs
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import Node, place
 from asyncrl.launch.plan import plan
@@ -68,7 +68,7 @@ RESOLVED = [f"{part}.dtype=bfloat16" for part in ("trainer", "engine", "teacher"
 
 def of_configurations() -> Iterator[tuple[str, Any]]:
     """Yield every field of config.json of every shipped experiment, and every process of its plan."""
-    folders = [conf / "experiment" for conf in (CONF, *recipe_confs())]
+    folders = [conf / "experiment" for conf in (CONF, *further_confs())]
     experiments = sorted(file.stem for folder in folders for file in folder.glob("*.yaml"))
     cases = {name: [f"experiment={name}", *missing(name)] for name in experiments}
     cases |= {name: ["experiment=tiny", *settings] for name, settings in PLANS.items()}

@@ -42,7 +42,7 @@ def test_help_explains_every_field_and_names_every_group() -> None:
     assert sorted(help.field_names()) == sorted(fields)
     for field in fields:
         assert f"\n  {field}  (" in text
-    for file in (file for conf in (CONF, *help.recipe_confs()) for file in conf.glob("*/*.yaml")):
+    for file in (file for conf in (CONF, *help.further_confs()) for file in conf.glob("*/*.yaml")):
         assert file.stem in text.partition("Fields")[0].replace(",", " ").split()
     assert "integer ≥ 1, or null" in text  # a kind in words, not a type's name
     assert "Annotated" not in text

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.envs.gymnasium import GymnasiumText
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.games.gymnasium_env import GymnasiumText
 
 LAKE = {"make": {"is_slippery": False}}
 

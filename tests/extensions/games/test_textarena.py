@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.envs.textarena import BROKEN, STATES, TextArenaGame, TextArenaMatch
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.games.textarena_env import BROKEN, STATES, TextArenaGame, TextArenaMatch
 
 ALONE = {  # a game that draws, and moves that keep it drawing
     "GuessTheNumber-v0": ["3", "[17]", "9", "11"],

@@ -1,6 +1,6 @@
 """Gymnasium environments as text: observations are described, and actions have names.
 
-Environments of its toy text (asyncrl/envs/toy_text.py) come with a description; others are described by a user's
+Environments of its toy text (toy_text.py) come with a description; others are described by a user's
 function, or by Python's text of the observation. The reset takes its seed from the question, and the generators
 belong to each environment: an episode is a function of its question and its actions. Rewards are the environment's.
 """
@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.envs.env import Question, Step
-from asyncrl.envs.toy_text import NONE, TOYS
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.games.toy_text import NONE, TOYS
 from asyncrl.imports import load
 
 Describe = Callable[[Any, Any], str]

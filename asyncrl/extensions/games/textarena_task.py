@@ -7,17 +7,17 @@ from typing import Any
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.envs.env import EnvSpec
-from asyncrl.envs.textarena import TextArenaGame, TextArenaMatch
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.games.textarena_env import TextArenaGame, TextArenaMatch
 from asyncrl.schema import Message
 from asyncrl.tasks import Question, Task
 
-ENVS = "asyncrl.envs.textarena"
+ENVS = "asyncrl.extensions.games.textarena_env"
 
 
 class TextArena(Task):
     """Task of one game. `task.name` is the game's, such as GuessTheNumber-v0. task.params: `players` (default 1),
-    `rules` (default: the game's own description), and the game's own parameters. Rewards: asyncrl/envs/textarena.py."""
+    `rules` (default: the game's own description), and the game's own parameters. Rewards: textarena_env.py."""
 
     def __init__(self, config: TaskConfig) -> None:
         params = dict(config.params)

@@ -1,0 +1,1 @@
+"""Games of textarena and environments of gymnasium as tasks: task.kind=textarena and task.kind=gymnasium."""
