@@ -38,7 +38,7 @@ class Failing(NoEngines):
         raise RuntimeError("the broadcast broke")
 
 first = sys.argv[1] == "0"
-publisher = _overlapped(Failing(print, int, first=first), Fake(phase=print), Fake(is_first=first))
+publisher = _overlapped(Failing(print, first=first), Fake(phase=print), Fake(is_first=first))
 publisher.publish(1)
 if not first:
     time.sleep(600)  # training, in collectives with other ranks
