@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY := PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: docs help setup interpreter bubblewrap run test test-all nightly unit golden history tools structure slurm prometheus campaign peers te-stub cuda-stub container fresh check bench clean
+.PHONY: docs help setup interpreter bubblewrap run test test-all nightly unit core golden history tools structure slurm prometheus campaign peers te-stub cuda-stub container fresh check bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +57,9 @@ test-all: tools te-stub peers history  ## everything that is deterministic (AGEN
 
 nightly: tools  ## the tests of test-all that test does not have; PART=2/6 is one part of them, by file
 	ASYNCRL_PART=$(PART) $(SESSION) -m "$(FREE) and nightly"
+
+core: setup bubblewrap  ## what is left where extensions are deleted: all of them, and each alone (ARGS="NAME ...")
+	$(BIN)/python scripts/core.py $(ARGS)
 
 unit: setup  ## the tests that start nothing
 	$(PYTEST) -n 3 tests --ignore=tests/integration -m "$(FREE) and not nightly and not integration"

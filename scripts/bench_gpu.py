@@ -314,7 +314,7 @@ def main() -> int:
     if unknown := set(options.only or ()) - {part.name for part in plan}:
         parser.error(f"--only {' '.join(sorted(unknown))}: the parts are {' '.join(part.name for part in plan)}")
     done = passed(options.after) if options.after else set()
-    chosen = [part for part in plan if part.name in (options.only or {part.name} - done)]
+    chosen = [part for part in plan if part.name not in done and part.name in (options.only or [part.name])]
     results = Results(options.out, facts_of(gpus, rehearse=options.rehearse))
     execute_all(chosen, gpus, results, ends)
     print(f"results in {results.path}")

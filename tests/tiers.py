@@ -110,6 +110,7 @@ NIGHTLY = (
     "tests/backends/test_transformer_engine.py::",
     # downloads and compresses all packages of the trainer
     "tests/extensions/install/test_bundle.py::test_trainer_of_a_bundle",
+    "tests/extensions/install/test_bundle.py::test_plan_of_the_gpu_benchmark",
     # each case waits out a limit
     "tests/launch/test_stalls.py::test_run_ends_and_says_what_each_was_doing[",
     "tests/rewards/test_math_reward.py::test_no_answer_holds_it_up_or_fails_the_episode",

@@ -373,32 +373,65 @@ def test_package_that_is_compiled_here_is_refused_for_another_python(
     bundle._build([], tmp_path, bundle.PYTHON, [])
 
 
-def test_trainer_of_a_bundle_imports_in_a_clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment has pip, and sees the torch of this one, and nothing else of it."""
-    monkeypatch.setattr(bundle.lzma, "compress", partial(lzma.compress, preset=0))  # quick instead of small
-    folder = tmp_path / "bundle"
-    assert install.main(["--bundle", str(folder), "--torch", TORCH]) == 0
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a bundle of the trainer alone, from the real locks."""
+    folder = tmp_path_factory.mktemp("trainer") / "bundle"
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        context.setattr(bundle.lzma, "compress", partial(lzma.compress, preset=0))  # quick instead of small
+        assert install.main(["--bundle", str(folder), "--torch", TORCH]) == 0
+    return folder
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A Python that has pip, and sees the torch of this one and nothing else of it; and an environment in which no
+    index answers."""
     outer = tmp_path / "outer"
     outer.mkdir()
     for part in Path(torch.__file__).parents[1].glob("*torch*"):
-        if part.name.startswith(("torch-", "torch", "functorch")) and part.name.split("-")[0] in (
-            "torch",
-            "torchgen",
-            "functorch",
-        ):
+        if part.name.split("-")[0] in ("torch", "torchgen", "functorch"):
             (outer / part.name).symlink_to(part)
     venv.create(tmp_path / "env", with_pip=True)
-    python = str(tmp_path / "env" / "bin" / "python")
     (site,) = (tmp_path / "env" / "lib").glob("*/site-packages")
     (site / "outer.pth").write_text(f"{outer}\n")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
-    clean |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/"}  # no index answers
-    own = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", *map(str, folder.glob("*.whl"))]
+    return site, clean | {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/"}
+
+
+def test_trainer_of_a_bundle_imports_in_a_clean_environment(
+    trainer: Path, machine: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    site, clean = machine
+    python = str(tmp_path / "env" / "bin" / "python")
+    own = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", *map(str, trainer.glob("*.whl"))]
     subprocess.run(own, env=clean, check=True)
-    command = [str(tmp_path / "env" / "bin" / "asyncrl-install"), "--from", str(folder), "--quiet"]
+    command = [str(tmp_path / "env" / "bin" / "asyncrl-install"), "--from", str(trainer), "--quiet"]
     subprocess.run(command, env=clean, cwd=tmp_path, check=True)
     code = "import asyncrl, megatron.core, sys; print(asyncrl.__file__, megatron.core.__file__)"
     done = subprocess.run(
         [python, "-W", "ignore", "-c", code], env=clean, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert [Path(file).is_relative_to(site) for file in done.stdout.split()] == [True, True]
+
+
+def test_plan_of_the_gpu_benchmark_runs_from_a_bundle_beside_the_torch_of_the_machine(
+    trainer: Path, machine: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    """The second call installs nothing, and leaves out what the first one did."""
+    _, clean = machine
+    python, out = str(tmp_path / "env" / "bin" / "python"), tmp_path / "out"
+    command = [python, str(ROOT / "scripts/bench_gpu.py"), "--rehearse", "--quick", "--minutes", "9"]
+    command += ["--carried", str(trainer), "--out", str(out)]
+    subprocess.run([*command, "--only", "mfu-0.6b"], env=clean, cwd=tmp_path, check=True)
+    (first,) = out.glob("*.json")
+    found = json.loads(first.read_text())
+    assert [(part["name"], part["status"]) for part in found["parts"]] == [("mfu-0.6b", "ok")]
+    assert found["versions"]["megatron-core"]
+    whole = (trainer / "installed" / "whole").stat().st_mtime
+    again = [*command, "--after", str(first), "--only", "mfu-0.6b", "mfu-4b"]
+    subprocess.run(again, env=clean, cwd=tmp_path, check=True)
+    (second,) = {*out.glob("*.json")} - {first}
+    assert [part["name"] for part in json.loads(second.read_text())["parts"]] == ["mfu-4b"]
+    assert (trainer / "installed" / "whole").stat().st_mtime == whole

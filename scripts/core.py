@@ -1,0 +1,82 @@
+"""Proof that extensions can be deleted: make core.
+
+    python scripts/core.py [NAME ...]
+
+Copies the committed tree, deletes an extension as its README says (every path in backticks of the section "Delete it"
+that exists), and runs what is left: the structure tests, the unit tests, and a run of a few steps. First all extensions
+are deleted at once, then each one alone, for which the tests of settings and of the launcher stand for the unit tests.
+With names, only those, one after the other. The last line is JSON; the exit code is 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EXTENSIONS = Path("asyncrl/extensions")
+FREE = "not campaign and not gpu and not multi_gpu and not integration and not nightly"
+SOME = ["tests/config", "tests/launch", "tests/recipes", "tests/tasks", "tests/test_extension.py"]
+STRUCTURE = ["tests/test_imports.py", "tests/test_names.py"]
+RUN = ["experiment=tiny", "run.max_steps=3", "eval.questions=0", "run.dir=.core-run"]
+
+
+def delete(tree: Path, name: str) -> list[str]:
+    """Delete an extension as its README says, and return what was deleted."""
+    folder = tree / EXTENSIONS / name
+    section = (folder / "README.md").read_text().partition("## Delete it")[2]
+    named = [word for word in re.findall(r"`([^`]+)`", section) if (tree / word).exists()]
+    named += [f"recipes/{word}" for word in re.findall(r"recipe `(\w+)`", section)]
+    for path in (folder, *(tree / word for word in named)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return [str(EXTENSIONS / name), *named]
+
+
+def check(names: list[str], *, whole: bool) -> bool:
+    """Return whether the tree works without these extensions."""
+    with tempfile.TemporaryDirectory(prefix="asyncrl-core-") as folder:
+        tree = Path(folder)
+        archive = subprocess.run(["git", "-C", str(ROOT), "archive", "HEAD"], capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        for name in names:
+            print("deleted:", *delete(tree, name), flush=True)
+        if not [*(tree / EXTENSIONS).glob("*/__init__.py")]:
+            shutil.rmtree(tree / EXTENSIONS)
+            shutil.rmtree(tree / "tests/extensions")
+        pytest = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
+        commands = [
+            [*pytest, "-m", "structure", *STRUCTURE],
+            [*pytest, "-m", f"{FREE} and not structure", *(["tests"] if whole else SOME)],
+            [sys.executable, "-m", "asyncrl.launch.main", *RUN],
+        ]
+        environment = {**os.environ, "PYTHONPATH": folder}
+        return all(
+            subprocess.run(command, cwd=tree, env=environment, check=False).returncode == 0 for command in commands
+        )
+
+
+def main() -> int:
+    """Check all cases."""
+    every = sorted(file.parent.name for file in (ROOT / EXTENSIONS).glob("*/__init__.py"))
+    cases = [[name] for name in sys.argv[1:]] or [every, *([name] for name in every)]
+    found = {}
+    for names in cases:
+        began = time.monotonic()
+        found[" ".join(names)] = check(names, whole=len(names) == len(every))
+        print(f"without {' '.join(names)}: {time.monotonic() - began:.0f} s", flush=True)
+    print(json.dumps(found))
+    return int(not all(found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
