@@ -126,13 +126,17 @@ class AdaptiveConcurrency(ConcurrencyLimiter):
                 print(f"asyncrl: rollout.max_running_groups=auto has no effect: {error}", file=sys.stderr, flush=True)
                 self.window.open()
                 self._changed.set()
-                return
+                break
             if not holding():
                 now = loop.time()
                 self.window.observe(loads, now - before, needed())
                 before = now
                 self._changed.set()
             await asyncio.sleep(PERIOD * max(1.0, len(loads) / AT_ONCE))
+        while self._programs:  # this machine's load does not depend on what engines report
+            self.window.observe_machine(*machine())
+            self._changed.set()
+            await asyncio.sleep(PERIOD)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl."""

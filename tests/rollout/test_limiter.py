@@ -63,6 +63,26 @@ def test_a_fixed_number_of_groups_run_whatever_their_size() -> None:
     asyncio.run(main())
 
 
+def test_machine_is_watched_although_engines_do_not_report_their_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PERIOD", 0.0)
+    seen: list[float] = []
+
+    class Noting(ConcurrencyWindow):
+        def observe_machine(self, cores: int, load: float, free: float) -> None:
+            seen.append(load)
+
+    async def broken() -> list[Load]:
+        raise EngineError("no /get_load")
+
+    async def main() -> None:
+        limiter = AdaptiveConcurrency(Noting(longest=100), programs=True)
+        watching = asyncio.ensure_future(limiter.watch(broken, lambda: 0.0, lambda: False))
+        await until(lambda: len(seen) > 3)
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 def test_without_bound_everyone_starts() -> None:
     async def main() -> None:
         assert done(await started(ConcurrencyLimiter(), 50)) == 50
