@@ -68,6 +68,8 @@ class Extension:
     """The settings in the section of its name; each has a default with which the extension does nothing harmful."""
     tasks: ClassVar[Mapping[str, str]] = {}
     """Import paths of task classes by their name in task.kind; each is created with its section (TaskConfig)."""
+    rewards: ClassVar[Mapping[str, str]] = {}
+    """Import paths of rewards by their name in task.reward (rewards/build.py)."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
@@ -119,3 +121,8 @@ def active(config: Config) -> dict[str, Extension]:
 def tasks() -> dict[str, str]:
     """Return the import paths of the task classes of extensions that need not be named, by their name in task.kind."""
     return {name: path for kind in classes({}).values() for name, path in kind.tasks.items()}
+
+
+def rewards() -> dict[str, str]:
+    """Return the import paths of rewards of the same extensions, by their name in task.reward."""
+    return {name: path for kind in classes({}).values() for name, path in kind.rewards.items()}

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from asyncrl import imports
+from asyncrl import extension, imports
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.parameters import check
 from asyncrl.rewards.reward import Result, Reward, RewardInput
@@ -30,15 +30,12 @@ REGISTERED = {
     "boxed": "asyncrl.rewards.matching:BoxedMatch",
     "format": "asyncrl.rewards.matching:FormatMatch",
     "math": "asyncrl.rewards.math_reward:MathReward",
-    "code": "asyncrl.rewards.code_reward:CodeReward",
-    "remote": "asyncrl.rewards.remote:RewardModel",
-    "judge": "asyncrl.rewards.judge:JudgeReward",
     "process": "asyncrl.rewards.process:ProcessReward",
     "weighted": "asyncrl.rewards.combine:WeightedReward",
     "gate": "asyncrl.rewards.combine:GatedReward",
-    "rubric": "asyncrl.rewards.rubric:RubricReward",
     "cached": "asyncrl.rewards.cache:CachedReward",
 }
+"""Rewards of the core by name."""
 FORMS = "Must be a function (text, record), a class, a factory that takes its params by name, or a reward"
 Spec = Mapping[str, Any]
 """Specification of a reward within the params of another: {"use": ..., "params": {...}}."""
@@ -58,13 +55,19 @@ class FunctionReward:
         return self._function(answer.text, answer.record, **self._params)
 
 
+def registered() -> dict[str, str]:
+    """Return the import paths of rewards by name: those of the core and of extensions."""
+    return REGISTERED | extension.rewards()
+
+
 def build(use: str, params: Mapping[str, Any] | None = None, field: str = "reward") -> Reward:
     """Build a reward. Raises ConfigError for `field` and the settings below it: `field`.use, `field`.params.NAME."""
     params = params or {}
     below = f"{field}.params"
-    if use not in REGISTERED and ":" not in use:
-        raise ConfigError(f"{field}.use", use, f"Must be one of {sorted(REGISTERED)} or an import path, module:name.")
-    found = imports.load(REGISTERED.get(use, use), f"{field}.use")
+    known = registered()
+    if use not in known and ":" not in use:
+        raise ConfigError(f"{field}.use", use, f"Must be one of {sorted(known)} or an import path, module:name.")
+    found = imports.load(known.get(use, use), f"{field}.use")
     if inspect.isclass(found):
         return _reward(_made(found, params, use, field), use, field)
     if hasattr(found, "inline") and hasattr(found, "pure") and not inspect.isroutine(found):

@@ -9,7 +9,7 @@ from asyncrl.config import Config
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.imports import load
-from asyncrl.rewards.build import REGISTERED, build
+from asyncrl.rewards.build import build, registered
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.tasks import Task
 
@@ -55,4 +55,5 @@ def _named(section: TaskConfig, field: str) -> Reward:
 
 
 def _takes_answer_key(use: str) -> bool:
-    return use in REGISTERED and "answer_key" in inspect.signature(load(REGISTERED[use], "task.reward")).parameters
+    known = registered()
+    return use in known and "answer_key" in inspect.signature(load(known[use], "task.reward")).parameters

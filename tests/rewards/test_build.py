@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.rewards import Reward, RewardInput, Score, build
-from asyncrl.rewards.build import REGISTERED
+from asyncrl.rewards.build import registered
 from asyncrl.rewards.parameters import Count
 from asyncrl.rewards.reward import checked, close
 from tests.rewards.doubles import answer
@@ -167,9 +167,9 @@ def test_error_in_a_reward_within_others_names_the_way_to_it() -> None:
     assert caught.value.field == "reward.params.parts.one.params.reward.params.value"
 
 
-@pytest.mark.parametrize("name", sorted(REGISTERED))
+@pytest.mark.parametrize("name", sorted(registered()))
 def test_every_registered_name_leads_to_a_class_that_explains_itself(name: str) -> None:
-    module, _, attribute = REGISTERED[name].partition(":")
+    module, _, attribute = registered()[name].partition(":")
     found = getattr(__import__(module, fromlist=[attribute]), attribute)
     assert inspect.isclass(found)
     assert found.__doc__

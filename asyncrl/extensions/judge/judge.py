@@ -27,8 +27,8 @@ import msgspec
 from pydantic import Field
 
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.judge.endpoints import Endpoints
 from asyncrl.rewards.calls import together
-from asyncrl.rewards.endpoints import Endpoints
 from asyncrl.rewards.parameters import Count, Name, Range, Seconds, Urls
 from asyncrl.rewards.reward import RewardInput, Score
 from asyncrl.rewards.verdicts import VerdictParser

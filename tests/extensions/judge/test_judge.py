@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from asyncrl import retries
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.judge.judge import JudgeReward, asked
+from asyncrl.extensions.judge.rubric import RubricReward
 from asyncrl.rewards import RewardInput, Score
-from asyncrl.rewards.judge import JudgeReward, asked
-from asyncrl.rewards.rubric import RubricReward
 from asyncrl.rewards.verdicts import VerdictParser
 from tests.rewards.doubles import answer
 

@@ -32,8 +32,8 @@ from pydantic import SkipValidation
 
 from asyncrl import imports
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.rewards import code_tests
-from asyncrl.rewards.code_process import BOOT, MOST_OUTPUT
+from asyncrl.extensions.code import code_tests
+from asyncrl.extensions.code.code_process import BOOT, MOST_OUTPUT
 from asyncrl.rewards.parameters import Count, Name, Seconds, check
 from asyncrl.rewards.reward import RewardInput, Score
 from asyncrl.sandbox.protocol import Limits, Outcome, SandboxBackend

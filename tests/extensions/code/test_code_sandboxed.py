@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from asyncrl.extensions.code.code_reward import CodeReward
 from asyncrl.rewards import Score
-from asyncrl.rewards.code_reward import CodeReward
 from asyncrl.sandbox import cgroups
 from asyncrl.sandbox.protocol import Limits
 from tests.rewards.doubles import answer

@@ -20,10 +20,11 @@ import numpy
 import pytest
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.rewards import Score, code_tests
-from asyncrl.rewards.code_reward import CodeReward
-from asyncrl.rewards.code_tests import code_of
-from asyncrl.rewards.code_values import pack, unpack
+from asyncrl.extensions.code import code_tests
+from asyncrl.extensions.code.code_reward import CodeReward
+from asyncrl.extensions.code.code_tests import code_of
+from asyncrl.extensions.code.code_values import pack, unpack
+from asyncrl.rewards import Score
 from asyncrl.sandbox.protocol import Limits
 from tests.rewards.doubles import Outcome, Plain, Sandboxes, answer
 
@@ -274,7 +275,7 @@ def test_code_that_takes_the_harness_to_a_limit_is_not_asked_twice(
 @pytest.mark.integration
 def test_harness_that_is_stopped_is_ended_by_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     without_namespaces(monkeypatch)
-    monkeypatch.setattr("asyncrl.rewards.code_reward.MARGIN_SECONDS", 9.0)
+    monkeypatch.setattr("asyncrl.extensions.code.code_reward.MARGIN_SECONDS", 9.0)
     code = "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)"
     score = scored(code, seconds=0.5, total_seconds=0.5)
     assert (score.reward, score.parts["code/no_verdict"]) == (0.0, 1.0)
@@ -326,9 +327,9 @@ def test_fault_that_is_not_the_codes_fails_the_episode(failing: Callable[[], Sco
 
 def test_verdict_is_heard_with_this_runs_nonce_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Saying, "stdout", b'abc {"results": ["passed"]}\n')
-    monkeypatch.setattr("asyncrl.rewards.code_reward.secrets.token_hex", lambda size: "abc")
+    monkeypatch.setattr("asyncrl.extensions.code.code_reward.secrets.token_hex", lambda size: "abc")
     assert scored(RIGHT, sandboxes=Dumb()).reward == 1.0
-    monkeypatch.setattr("asyncrl.rewards.code_reward.secrets.token_hex", lambda size: "abcd")
+    monkeypatch.setattr("asyncrl.extensions.code.code_reward.secrets.token_hex", lambda size: "abcd")
     with pytest.raises(EpisodeFailed, match="no verdict"):
         scored(RIGHT, sandboxes=Dumb())
 
@@ -398,4 +399,4 @@ def test_what_is_sent_into_sandboxes_imports_pythons_library_alone() -> None:
         imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
         others = {one for one in imported if one.split(".")[0] not in sys.stdlib_module_names}
-        assert others <= {"asyncrl.rewards.code_values", "asyncrl.rewards.code_process"}, name
+        assert others <= {"asyncrl.extensions.code.code_values", "asyncrl.extensions.code.code_process"}, name

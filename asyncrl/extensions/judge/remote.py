@@ -26,9 +26,9 @@ import httpx
 from pydantic import Field
 
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.judge.endpoints import Endpoints, RefusedError
 from asyncrl.rewards.batches import RequestBatcher
 from asyncrl.rewards.calls import together
-from asyncrl.rewards.endpoints import Endpoints, RefusedError
 from asyncrl.rewards.parameters import Count, Name, Seconds, Urls
 from asyncrl.rewards.reward import RewardInput
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from typing import Any
 
-from asyncrl.rewards.code_values import KEPT, Caught, pack, unpack
+from asyncrl.extensions.code.code_values import KEPT, Caught, pack, unpack
 
 BOOT = """
 import json, os, sys, types

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any, BinaryIO, TextIO
 
-from asyncrl.rewards.code_values import KEPT, Caught, pack, unpack
+from asyncrl.extensions.code.code_values import KEPT, Caught, pack, unpack
 
 MOST_ITEMS = 1_000_000
 ROOM = 1 << 20

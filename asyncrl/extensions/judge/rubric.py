@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.judge.judge import JudgeReward
 from asyncrl.rewards.build import part
 from asyncrl.rewards.calls import combined
-from asyncrl.rewards.judge import JudgeReward
 from asyncrl.rewards.parameters import Name, check, checked_weight
 from asyncrl.rewards.reward import Result, Reward, RewardInput, Score, close
 

@@ -66,7 +66,7 @@ def code_of(text: str) -> str:
 @cache
 def modules(*names: str) -> list[tuple[str, str]]:
     """Return the names and sources of these modules, to be sent into a sandbox."""
-    return [(f"asyncrl.rewards.{name}", Path(__file__).with_name(f"{name}.py").read_text()) for name in names]
+    return [(f"asyncrl.extensions.code.{name}", Path(__file__).with_name(f"{name}.py").read_text()) for name in names]
 
 
 def _pairs(found: Any, key: str) -> list[dict[str, str]]:

@@ -33,7 +33,7 @@ import tempfile
 import time
 from typing import Any, BinaryIO
 
-from asyncrl.rewards.code_process import (
+from asyncrl.extensions.code.code_process import (
     MOST_OUTPUT,
     CandidateDied,
     Clock,
@@ -42,7 +42,7 @@ from asyncrl.rewards.code_process import (
     protect,
     started,
 )
-from asyncrl.rewards.code_values import Caught
+from asyncrl.extensions.code.code_values import Caught
 
 
 def run_asserts(payload: dict[str, Any], test: str) -> str:

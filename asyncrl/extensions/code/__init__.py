@@ -1,0 +1,1 @@
+"""Unit tests of code that a model writes, in a sandbox: task.reward=code."""
