@@ -9,11 +9,11 @@ code would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from asyncrl.errors import ConfigError
 from asyncrl.imports import load
@@ -21,11 +21,56 @@ from asyncrl.settings import Section
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
+    from asyncrl.launch.placement import Placement
+    from asyncrl.launch.prepare import Preparation
+    from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
     from asyncrl.schema import Batch, Group
     from asyncrl.trainer.policy import Policy
 
+T = TypeVar("T")
 GROUP = "asyncrl.extensions"
+
+
+class Planned(Protocol):
+    """The settings that were chosen for a run with cluster.plan."""
+
+    @property
+    def config(self) -> Config:
+        """The run with these settings."""
+        ...
+
+    def lines(self) -> list[str]:
+        """Return what the console and --check say of them."""
+        ...
+
+    def write(self, run_dir: Path) -> None:
+        """Keep them in the run folder, where a resumed run finds them."""
+        ...
+
+
+class Pilot(Protocol):
+    """What changes a run in progress, with cluster.elastic."""
+
+    def each_poll(self) -> None:
+        """Look at the run, and act. Must not block: the launcher renews the run's lease between two calls."""
+        ...
+
+    def end(self) -> None:
+        """Undo what must not outlive the run."""
+        ...
+
+
+class LaunchHooks:
+    """What an extension does in the launcher of a run."""
+
+    def plan(self, preparation: Preparation) -> Planned | None:
+        """Choose the settings of a run with cluster.plan; None if this extension plans nothing. Raises ConfigError."""
+        return None
+
+    def pilot(self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement) -> Pilot | None:
+        """Return the pilot of a run with cluster.elastic; None if this extension has none."""
+        return None
 
 
 class TrainerHooks:
@@ -79,6 +124,10 @@ class Extension:
         """Yield every problem of this extension with the settings."""
         return iter(())
 
+    def launch(self) -> LaunchHooks:
+        """Return the hooks in the launcher."""
+        return LaunchHooks()
+
     def trainer(self, policy: Policy) -> TrainerHooks:
         """Return the hooks on a trainer rank, whose networks hold the weights of the model folder."""
         return TrainerHooks()
@@ -115,7 +164,18 @@ def classes(named: Mapping[str, str]) -> dict[str, type[Extension]]:
 
 def active(config: Config) -> dict[str, Extension]:
     """Return a new instance of every extension, by name."""
-    return {name: kind(getattr(config, name, Section())) for name, kind in classes(config.extensions).items()}
+    settings = config.model_extra or {}
+    return {name: kind(settings.get(name, Section())) for name, kind in classes(config.extensions).items()}
+
+
+def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) -> T:
+    """Return what the first extension answers in the launcher. Raises ConfigError for the field that needs an answer if
+    none has one."""
+    for one in active(config).values():
+        if (answer := ask(one.launch())) is not None:
+            return answer
+    value = getattr(config.cluster, field.rpartition(".")[2])
+    raise ConfigError(field, value, "No extension that is installed does this: leave it unset.")
 
 
 def tasks() -> dict[str, str]:

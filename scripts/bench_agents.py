@@ -39,10 +39,10 @@ from asyncrl.agents.multi_turn import MultiTurn  # noqa: E402
 from asyncrl.agents.template import ChatTemplate  # noqa: E402
 from asyncrl.envs.env import EnvSpec, Step  # noqa: E402
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings  # noqa: E402
+from asyncrl.extensions.plan.engine import EngineShape, SimulatedEngine, SimulatedRequest  # noqa: E402
 from asyncrl.extensions.proxy.server import Proxy  # noqa: E402
 from asyncrl.models import tiny  # noqa: E402
 from asyncrl.observability.intervals import Activity  # noqa: E402
-from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest  # noqa: E402
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts  # noqa: E402
 from asyncrl.rollout.prompts import load_tokenizer  # noqa: E402
 from asyncrl.sandbox.local import LocalSandboxes  # noqa: E402

@@ -42,11 +42,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.config import Config, read
+from asyncrl.extensions.plan.engine import EngineShape
+from asyncrl.extensions.plan.laws import bottleneck_bound
+from asyncrl.extensions.plan.lengths import Lengths
+from asyncrl.extensions.plan.simulation import Setting, SimulatedWorkload, SimulationResult, simulate
 from asyncrl.launch.machine import count_gpus
-from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.laws import bottleneck_bound
-from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Setting, SimulatedWorkload, SimulationResult, simulate
 from scripts import machine
 from scripts.dilated_run import DilatedRun, Measured
 

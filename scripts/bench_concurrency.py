@@ -22,9 +22,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload, SimulationResult, simulate
+from asyncrl.extensions.plan.engine import EngineShape
+from asyncrl.extensions.plan.lengths import Lengths
+from asyncrl.extensions.plan.simulation import Setting, SimulatedEpisode, SimulatedWorkload, SimulationResult, simulate
 from scripts import machine
 
 BATCH, WARM = 32, 6

@@ -28,11 +28,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from asyncrl.extensions.plan.elastic import ElasticLimits
+from asyncrl.extensions.plan.engine import EngineShape
+from asyncrl.extensions.plan.lengths import Lengths
+from asyncrl.extensions.plan.simulation import Setting, SimulatedWorkload
 from asyncrl.jsonl import Tail
-from asyncrl.planner.elastic import ElasticLimits
-from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Setting, SimulatedWorkload
 from scripts import machine
 from scripts.elastic_simulation import ElasticResult, simulate_elastic
 

@@ -30,11 +30,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.fit import fit, in_words
-from asyncrl.planner.laws import LengthSample, predict
-from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Setting, SimulatedWorkload, simulate
+from asyncrl.extensions.plan.engine import EngineShape
+from asyncrl.extensions.plan.fit import fit, in_words
+from asyncrl.extensions.plan.laws import LengthSample, predict
+from asyncrl.extensions.plan.lengths import Lengths
+from asyncrl.extensions.plan.simulation import Setting, SimulatedWorkload, simulate
 from scripts import machine
 
 DEVICES = 8

@@ -36,14 +36,14 @@ from asyncrl.config import Config  # noqa: E402
 from asyncrl.engine.fleet import Fleet  # noqa: E402
 from asyncrl.engine.router import router_argv  # noqa: E402
 from asyncrl.engine.update import Update  # noqa: E402
+from asyncrl.extensions.plan.lengths import Lengths  # noqa: E402
+from asyncrl.extensions.plan.simulation import Setting, SimulatedEpisode, SimulatedWorkload  # noqa: E402
 from asyncrl.launch.machine import this_node  # noqa: E402
 from asyncrl.launch.main import CONF  # noqa: E402
 from asyncrl.launch.placement import place, ports_wanted  # noqa: E402
 from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
 from asyncrl.network.addresses import Addresses  # noqa: E402
-from asyncrl.planner.lengths import Lengths  # noqa: E402
-from asyncrl.planner.simulation import Setting, SimulatedEpisode, SimulatedWorkload  # noqa: E402
 from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402
 from asyncrl.schema import Batch, decode_batch  # noqa: E402
 from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402

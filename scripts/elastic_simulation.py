@@ -12,10 +12,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from asyncrl.planner.elastic import ElasticController, ElasticDecision, ElasticLimits
-from asyncrl.planner.elastic_window import StepObservation
-from asyncrl.planner.engine import SimulatedEngine
-from asyncrl.planner.simulation import (
+from asyncrl.extensions.plan.elastic import ElasticController, ElasticDecision, ElasticLimits
+from asyncrl.extensions.plan.elastic_window import StepObservation
+from asyncrl.extensions.plan.engine import SimulatedEngine
+from asyncrl.extensions.plan.simulation import (
     EngineAffinity,
     GroupInFlight,
     Setting,

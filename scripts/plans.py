@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl.planner import inputs
-from asyncrl.planner.report import COLUMNS, assumed, cells, chosen, findings, overrides, svg, uncertainty
-from asyncrl.planner.search import Choices, Plan, search
+from asyncrl.extensions.plan import inputs
+from asyncrl.extensions.plan.report import COLUMNS, assumed, cells, chosen, findings, overrides, svg, uncertainty
+from asyncrl.extensions.plan.search import Choices, Plan, search
 from scripts import sizes
 
 DOCS = Path(__file__).parent.parent / "docs" / "planning.md"

@@ -1,4 +1,4 @@
-"""Memory and time of runs on H100s as computed by asyncrl/planner/sizing.py: the tables of docs/operations.md.
+"""Memory and time of runs on H100s as computed by asyncrl/extensions/plan/sizing.py: the tables of docs/operations.md.
 
     python scripts/sizes.py                             writes the tables
     python scripts/sizes.py --check                     checks that they agree with the planner
@@ -24,15 +24,16 @@ from omegaconf import OmegaConf
 from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.plan import sizing
+from asyncrl.extensions.plan.sizing import Balance, FleetSpec, Hardware, Publish
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, nodes_wanted, place
 from asyncrl.launch.precision import assumed
 from asyncrl.models.tensors import tensors
-from asyncrl.planner import memory, shapes, sizing
+from asyncrl.planner import memory, shapes
 from asyncrl.planner.settings import layout_of, served_adapters, training_of
 from asyncrl.planner.shapes import Shape, Weight, shape_of
-from asyncrl.planner.sizing import Balance, FleetSpec, Hardware, Publish
 from asyncrl.weights.choice import choose_lora
 
 DOCS = Path(__file__).parent.parent / "docs" / "operations.md"

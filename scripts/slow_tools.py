@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.planner.lengths import Lengths
+from asyncrl.extensions.plan.lengths import Lengths
 from asyncrl.schema import Generate, Group, Prompt, Trajectory, Turn
 from scripts.stub_engine import SEPARATOR, number_of
 

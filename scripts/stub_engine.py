@@ -1,8 +1,8 @@
 """Stub engines with SGLang's HTTP interface that generate fixed tokens at a given pace, to measure cost and scheduling.
 
-A decode step takes as many real seconds as `asyncrl.planner.engine` computes. Lengths follow from the number of a
-group, which the prompt contains as digits of the tiny model. One process serves several engines. Benchmarks and fault
-campaigns use it in addition to the real engine, never instead of it. See `python scripts/stub_engine.py --help`.
+A decode step takes as many real seconds as asyncrl/extensions/plan/engine.py computes. Lengths follow from the number
+of a group, which the prompt contains as digits of the tiny model. One process serves several engines. Benchmarks and
+fault campaigns use it in addition to the real engine, never instead of it. See `python scripts/stub_engine.py --help`.
 
 The answer of sample i is [i, 0, 0, ...] with i below 10. A later turn follows SEPARATOR, so that a request itself shows
 which sample and turn it continues, and from which token. With --lengths, samples of one prompt are counted over all
@@ -32,8 +32,8 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl.planner.engine import EngineShape, SimulatedEngine, SimulatedRequest
-from asyncrl.planner.lengths import Lengths
+from asyncrl.extensions.plan.engine import EngineShape, SimulatedEngine, SimulatedRequest
+from asyncrl.extensions.plan.lengths import Lengths
 
 QUESTION_ENDS, SEPARATOR = 11, 12
 """Tokens "=" and "<bos>" of the tiny model's vocabulary."""
@@ -370,11 +370,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ports", type=int, nargs="+", help="one engine each")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of every answer, without --lengths")
-    parser.add_argument("--lengths", type=json.loads, help="asyncrl.planner.lengths.Lengths, as JSON")
+    parser.add_argument("--lengths", type=json.loads, help="asyncrl.extensions.plan.lengths.Lengths, as JSON")
     parser.add_argument(
         "--growth", type=float, nargs=2, default=(1.0, 1.0), help="factor by which lengths grow, over so many versions"
     )
-    parser.add_argument("--shape", type=json.loads, default={}, help="asyncrl.planner.engine.EngineShape, as JSON")
+    parser.add_argument(
+        "--shape", type=json.loads, default={}, help="EngineShape (asyncrl/extensions/plan/engine.py), as JSON"
+    )
     parser.add_argument("--interval", type=int, default=8, help="tokens of a piece")
     parser.add_argument("--host", default="127.0.0.1", help="loopback address to listen on")
     parser.add_argument("--core", type=int, help="processor to run on")

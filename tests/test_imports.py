@@ -59,7 +59,7 @@ ALLOWED = {
     "models": set(),
     "launch": {
         *("config", "engine", "models", "tasks", "records", "checkpoints", "sandbox", "observability"),
-        *("planner", "weights", "backends", "rollout", "settings"),  # planner to rollout: for the preflight
+        *("planner", "weights", "backends", "rollout", "settings"),
     },
     "engine": {"config", "backends", "observability"},
     "agents": {"envs"},
@@ -77,7 +77,7 @@ ALLOWED = {
     "algo": {"config", "settings"},
     "weights": {"config", "engine", "models"},
     "trainer": {"config", "algo", "backends", "engine", "weights", "records", "checkpoints", "models"},
-    "planner": {"config", "rollout", "engine", "models", "observability"},
+    "planner": {"config", "models"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
@@ -85,18 +85,7 @@ ONLY = {
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("rollout", "models"): {"models.vision", "models.architectures"},
     ("rollout", "checkpoints"): {"checkpoints.manifest"},
-    ("launch", "planner"): {
-        *(
-            "planner.activations",
-            "planner.adapters",
-            "planner.settings",
-            "planner.memory",
-            "planner.shapes",
-            "planner.estimate",
-            "planner.model_splits",
-        ),
-        *("planner.inputs", "planner.report", "planner.search", "planner.elastic", "planner.observed"),
-    },
+    ("launch", "planner"): {"planner.settings", "planner.memory", "planner.shapes", "planner.estimate"},
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "sandbox"): {"sandbox", "sandbox.cgroups", "sandbox.local", "sandbox.protections"},
     ("launch", "backends"): {"backends.cpu", "backends.cpu.probe"},
@@ -118,11 +107,8 @@ ONLY = {
     ("weights", "models"): {"models.vision"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.update"},
     ("planner", "config"): {"config", "config.lora", "config.adapters"},
-    ("planner", "models"): {"models.architectures", "models.catalog", "models.tensors", "models.vision"},
-    ("planner", "observability"): {"observability.intervals", "observability.timeline"},
+    ("planner", "models"): {"models.architectures", "models.vision"},
     ("rewards", "sandbox"): {"sandbox.protocol"},
-    ("planner", "rollout"): {"rollout.buffer", "rollout.cohorts", "rollout.concurrency"},
-    ("planner", "engine"): {"engine.loads"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 
@@ -277,7 +263,7 @@ def modules_after(tmp_path: Path, module: str, *arguments: str) -> set[str]:
         ("asyncrl.launch.main", ["--help"], set()),
         ("asyncrl.launch.main", ["experiment=tiny", "-h"], set()),
         ("asyncrl_convert.cli", ["--help"], set()),
-        ("asyncrl.extensions.install", ["--help"], set()),
+        *([("asyncrl.extensions.install", ["--help"], set())] if "install" in FOLDERS else []),
         ("asyncrl.launch.main", ["-sc", "install=bash"], {"hydra", "omegaconf", "yaml"}),
         ("asyncrl.launch.main", ["--cfg", "job"], {"hydra", "omegaconf", "yaml"}),
         ("asyncrl.launch.main", ["rollout.max_stalenes=1"], {"hydra", "omegaconf", "yaml"}),
@@ -293,7 +279,7 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-MOST_LINES = 55_400
+MOST_LINES = 49_500
 """Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
 file or a function: such limits were met by folding lines."""
 

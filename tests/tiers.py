@@ -94,13 +94,13 @@ DAILY = (
 
 NIGHTLY = (
     # simulations of the planner, and the figures of its pages
-    "tests/planner/test_elastic.py::",
-    "tests/planner/test_search.py::",
-    "tests/planner/test_laws.py::",
-    "tests/planner/test_published.py::",
-    "tests/planner/test_documented.py::",
+    "tests/extensions/plan/test_elastic.py::",
+    "tests/extensions/plan/test_search.py::",
+    "tests/extensions/plan/test_laws.py::",
+    "tests/extensions/plan/test_published.py::",
+    "tests/extensions/plan/test_documented.py::",
     "tests/test_sizes.py::",
-    "tests/rollout/test_concurrency.py::test_it_is_as_fast",
+    "tests/extensions/plan/test_concurrency.py::test_it_is_as_fast",
     # imports in new processes, wheels
     "tests/test_packaging.py::test_wheel",
     "tests/test_packaging.py::test_sdist",

@@ -137,18 +137,15 @@ class Config(Section):
     @classmethod
     def _sections_of_extensions(cls, values: dict[str, Any]) -> dict[str, Any]:
         kinds = extension.classes(values.get("extensions") or {})
-        for name in kinds:
+        sections = {name: kind for name, kind in kinds.items() if kind.Settings is not Section}
+        for name in sections:
             if name in cls.model_fields:
                 remedy = "A section of the core has this name: choose another."
                 raise ConfigError(f"extensions.{name}", kinds[name].__qualname__, remedy)
-        for name in values.keys() - cls.model_fields.keys() - kinds.keys():
+        for name in values.keys() - cls.model_fields.keys() - sections.keys():
             remedy = removal(name, values[name]) or f"No such section, and no extension has this name: {SPELLING}"
             raise ConfigError(name, values[name], remedy)
-        return values | {
-            name: _section(kind, name, values.get(name, {}))
-            for name, kind in kinds.items()
-            if kind.Settings is not Section or name in values
-        }
+        return values | {name: _section(kind, name, values.get(name, {})) for name, kind in sections.items()}
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from asyncrl.config import Config, on_gpu
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.extension import Planned, first
 from asyncrl.launch import forecast, layers, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_gpu_features, check_model
@@ -32,9 +33,6 @@ from asyncrl.planner.estimate import Estimate
 from asyncrl.sandbox.local import LocalSandboxes
 from asyncrl.weights.choice import choose_lora
 
-if TYPE_CHECKING:
-    from asyncrl.launch.auto_plan import Devices, RunPlan
-
 ROLES = ("model", "teacher", "judge")
 
 
@@ -45,7 +43,10 @@ class Preparation:
     def __init__(self, config: Config, run_dir: Path, job: SlurmJob | None, arguments: Sequence[str] = ()) -> None:
         """`job` has been probed; None means this machine, or a job that has not been submitted. `arguments` are those
         of the command line."""
-        self.config, self.job, self._run_dir, self._arguments = config, job, run_dir, arguments
+        self.config = config
+        self.job = job
+        self.run_dir = run_dir
+        self.arguments = arguments
         self.key = run_key(config)
         self.sandboxes: list[LocalSandboxes] = []
         self.nodes: Sequence[Node] = ()
@@ -60,8 +61,8 @@ class Preparation:
         """The checkpoint that the run resumes from."""
         self.chosen = Precision(config)
         self.expected: Estimate | None = None
-        self.planned: RunPlan | None = None
-        """The plan of a run with cluster.plan=auto."""
+        self.planned: Planned | None = None
+        """The settings that were chosen for a run with cluster.plan."""
         self.lora = ""
         """How versions of a run with LoRA reach the engines, and why."""
 
@@ -110,32 +111,11 @@ class Preparation:
         is planned when it starts."""
         if not self.config.cluster.plan or (self.config.cluster.launcher == "slurm" and not self.job):
             return
-        from asyncrl.launch import auto_plan  # imports the planner, which few runs need
-
-        self.planned = auto_plan.recorded(self.config, self._run_dir)
-        if not self.planned and self.config.cluster.plan != "auto":
-            self.planned = auto_plan.of_file(self.config.cluster.plan, self._arguments)
-        elif not self.planned:
-            self.find("model")
-            hf, folder = self.read("model"), self.folders["model"]
-            self.planned = auto_plan.make(self.config, self._arguments, folder, hf, self._devices(hf))
-        kept = auto_plan.kept(self._arguments, self.planned.overrides)
-        self.config = auto_plan.applied(self.config, self.planned.overrides, kept)
+        self.planned = first(self.config, "cluster.plan", lambda hooks: hooks.plan(self))
+        self.config = self.planned.config
         self.chosen = Precision(self.config)
         if self.job:
             self.job = self.job.probed(self.config)  # other engines need other ports
-
-    def _devices(self, hf: dict[str, Any]) -> Devices:
-        """Return what the run is planned for: the GPUs of its machines, or their CPUs."""
-        from asyncrl.launch import auto_plan
-
-        cluster, job = self.config.cluster, self.job
-        gpus = count_gpus(cluster.gpus)
-        nodes = job.nodes if job else [this_node(cluster.host, cluster.interface, gpus, 0)]
-        if on_gpu(self.config.trainer, max(len(node.gpus) for node in nodes)):
-            return auto_plan.devices_of(nodes, job.machines if job else [this_machine("", installed())])
-        rates = precision.measured(hf, [node.name for node in nodes], job)
-        return auto_plan.Devices(len(nodes), rates=rates)
 
     def place(self) -> None:
         """Find the machines, and place the run on them."""
@@ -194,7 +174,7 @@ class Preparation:
 
     def choose_checkpoint(self) -> None:
         """Choose the checkpoint to resume from."""
-        self.origin = resume.choose(self.config, self._run_dir)
+        self.origin = resume.choose(self.config, self.run_dir)
 
     def precision(self) -> None:
         """Resolve the trainer's layers, how adapters reach the engines, and every dtype on the machines that will run
@@ -202,7 +182,7 @@ class Preparation:
         roles = {"trainer": "model", "engine": "model", "teacher": "teacher", "judge": "judge"}
         measurable = {role: hf for role, hf in self.hf.items() if "hidden_size" in hf}  # not every judge's has one
         models = {part: measurable[role] for part, role in roles.items() if role in measurable}
-        before = self.origin.manifest.config if self.origin else precision.recorded(self.config, self._run_dir)
+        before = self.origin.manifest.config if self.origin else precision.recorded(self.config, self.run_dir)
         attached = attached_dtype(self.config, self.key)
         config = layers.resolve(self.config, self.gpus, before)
         if "model" in self.hf:

@@ -17,6 +17,7 @@ from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import LaunchError, Paused, ProcessDied, Stopped
+from asyncrl.extension import Pilot, first
 from asyncrl.jsonl import replace_text
 from asyncrl.launch import forecast, resume, run_folder
 from asyncrl.launch.checks import check_sandboxes
@@ -33,7 +34,6 @@ from asyncrl.network.tls import Authority
 
 if TYPE_CHECKING:
     from asyncrl.launch.compose import Composed
-    from asyncrl.launch.elastic import ElasticPilot
     from asyncrl.launch.slurm.job import SlurmJob
 
 
@@ -209,9 +209,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
     try:
         pilot = None
         if config.cluster.elastic != "off":
-            from asyncrl.launch.elastic import ElasticPilot
-
-            pilot = ElasticPilot(config, run_dir, addresses, placement)
+            pilot = first(config, "cluster.elastic", lambda hooks: hooks.pilot(config, run_dir, addresses, placement))
         supervise(config, run_dir, addresses, specs, job, console, stalls, pilot)
     except (Exception, KeyboardInterrupt, Paused, Stopped) as error:  # every one is raised again
         ended: BaseException = error
@@ -241,7 +239,7 @@ def supervise(
     job: SlurmJob | None,
     console: Console,
     stalls: Stalls | None,
-    pilot: ElasticPilot | None = None,
+    pilot: Pilot | None = None,
 ) -> None:
     """Start the processes and supervise them until all have ended. Raises the same errors as Supervisor.run."""
     machines = job.has if job else None

@@ -16,7 +16,6 @@ import asyncrl
 from asyncrl.config import Config, rules
 from asyncrl.config.rules import Rule, require
 from asyncrl.errors import ConfigError
-from asyncrl.launch.auto_plan import Devices, make
 from asyncrl.launch.engine_shape import check_shape
 from tests.fakes import tiny_config
 from tests.launch.preflight.worlds import AMPERE, BLACKWELL, HOPPER, check
@@ -26,6 +25,7 @@ ROLE: dict[str, Any] = {"adapter": "judge", "past": None}
 ROLES: dict[str, Any] = {**LORA, "agents.roles": {"judge": ROLE, "other": {**ROLE, "adapter": "other"}}}
 CODES: dict[str, Any] = {"engine.quantization": "fp8", "engine.dtype": "bfloat16"}
 
+ROOT = Path(asyncrl.__file__).parent
 BASES: dict[str, list[dict[str, Any]]] = {
     "config": [{"cluster.elastic": "act", "metrics.timeline": True, "cluster.max_engines": 4}],
     "server_args": [{}, {"engine.server_args": {"speculative_algorithm": "EAGLE"}}, {"engine.hicache": 64}],
@@ -43,7 +43,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
         for base in ({}, LORA)
         for size in ("expert", "data", "pipeline")
     ],
-    "auto_plan": [{}],
+    **({"auto_plan": [{}]} if (ROOT / "extensions/plan").exists() else {}),
 }
 """Settings by the module whose rules hold under them. Every field of a rule is then set to values of its type."""
 
@@ -123,9 +123,8 @@ class Rules:
 
 def with_rules() -> list[str]:
     """Return the modules that state rules."""
-    root = Path(asyncrl.__file__).parent
-    files = [file for file in root.rglob("*.py") if "asyncrl.config.rules import" in file.read_text()]
-    return [".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__") for file in files]
+    files = [file for file in ROOT.rglob("*.py") if "asyncrl.config.rules import" in file.read_text()]
+    return [".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__") for file in files]
 
 
 def values(field: str) -> list[Any]:
@@ -172,8 +171,9 @@ def outside(module: str, config: Config | None) -> None:
             with suppress(Recorded):
                 check_shape(config, hf, experts)
     if module == "auto_plan":
+        planner = importlib.import_module("asyncrl.extensions.plan.auto_plan")
         with suppress(Recorded):
-            make(config, [], Path(), {}, Devices())
+            planner.make(config, [], Path(), {}, planner.Devices())
 
 
 def test_each_rule_has_a_case_that_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.planner.engine import EngineShape
-from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import Setting
+from asyncrl.extensions.plan.engine import EngineShape
+from asyncrl.extensions.plan.lengths import Lengths
+from asyncrl.extensions.plan.simulation import Setting
 from scripts.dilated_run import DilatedRun
 
 BOUND, FILL, PAUSE = 3, 0.1, 0.5

@@ -190,7 +190,7 @@ def test_engines_of_the_run_and_others_serve_side_by_side(
     nothing_is_left(run_dir)
 
 
-@pytest.mark.campaign  # tests/planner/test_elastic.py holds the decisions, test_elastic_stubs.py what follows them
+@pytest.mark.campaign  # extensions/plan/test_elastic.py holds the decisions, test_elastic_stubs.py what follows
 def test_engine_that_a_slow_trainer_does_not_need_is_given_back(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     elastic = ("engine.count=2", "cluster.elastic=act", "cluster.min_engines=1", "rollout.max_staleness=2")

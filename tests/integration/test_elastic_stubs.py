@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.planner.lengths import Lengths
+from asyncrl.extensions.plan.lengths import Lengths
 from tests.integration.books import balanced
 from tests.integration.faulty_users import write_questions
 from tests.integration.ranks import ROOT

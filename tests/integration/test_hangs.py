@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.extensions.plan.lengths import Lengths
 from asyncrl.launch.stalls import stack_file
-from asyncrl.planner.lengths import Lengths
 from asyncrl_view.watch.advice import advise
 from asyncrl_view.watch.runs import RunFolder
 from asyncrl_view.watch.server import evidence

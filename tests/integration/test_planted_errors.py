@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.planner.lengths import Lengths
+from asyncrl.extensions.plan.lengths import Lengths
 from tests.integration.faulty_users import write_questions
 from tests.integration.ranks import ROOT
 from tests.integration.running import finish, start

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import SimulatedEpisode
+from asyncrl.extensions.plan.lengths import Lengths
+from asyncrl.extensions.plan.simulation import SimulatedEpisode
 from asyncrl.schema import Batch, Trajectory, decode_batch
 from scripts.stub_engine import number_of
 from tests.integration.books import balanced

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from asyncrl.planner.lengths import Lengths
-from asyncrl.planner.simulation import SimulatedEpisode
+from asyncrl.extensions.plan.lengths import Lengths
+from asyncrl.extensions.plan.simulation import SimulatedEpisode
 from scripts import slow_tools
 
 VARIABLE = "ASYNCRL_STUB_WORKLOAD"
