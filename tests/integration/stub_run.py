@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.launch import elastic, engines, run
+from asyncrl.extensions.plan import pilot as elastic
+from asyncrl.launch import engines, run
 from asyncrl.launch import main as launcher
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.plan import engines as plan_of_engines
