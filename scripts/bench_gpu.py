@@ -223,7 +223,8 @@ def carry(bundle: Path) -> tuple[Path, dict[str, str]]:
         shutil.rmtree(home, ignore_errors=True)
         venv.create(home, with_pip=False)  # pip is among those packages
         (site,) = home.glob("lib/python*/site-packages")
-        (site / "outer.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("-packages")))
+        outer = [path for path in sys.path if path.endswith("-packages")]  # each may have .pth files of its own
+        (site / "outer.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in outer))
         command = [str(python), "-m", "asyncrl.extensions.install", "--from", str(bundle)]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         whole.touch()
