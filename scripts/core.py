@@ -33,7 +33,8 @@ def delete(tree: Path, name: str) -> list[str]:
     folder = tree / EXTENSIONS / name
     section = (folder / "README.md").read_text().partition("## Delete it")[2]
     named = [word for word in re.findall(r"`([^`]+)`", section) if (tree / word).exists()]
-    named += [f"recipes/{word}" for word in re.findall(r"recipe `(\w+)`", section)]
+    for word in re.findall(r"recipe `(\w+)`", section):
+        named += [f"recipes/{word}", f"tests/recipes/test_{word}.py"]
     for path in (folder, *(tree / word for word in named)):
         if path.is_dir():
             shutil.rmtree(path)
