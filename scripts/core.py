@@ -3,8 +3,9 @@
     python scripts/core.py [NAME ...]
 
 Copies the committed tree, deletes an extension as its README says (every path in backticks of the section "Delete it"
-that exists), and runs what is left: the structure tests, the unit tests, and a run of a few steps. First all extensions
-are deleted at once, then each one alone, for which the tests of settings and of the launcher stand for the unit tests.
+that exists), and runs what is left: the structure tests, unit tests, and a run of a few steps. First all extensions are
+deleted at once, for the unit tests of every package of the core; then each one alone, for those of settings, launcher,
+recipes and tasks. The tests of whole runs and of the scripts use the planner's lengths, and are not part of this.
 With names, only those, one after the other. The last line is JSON; the exit code is 1 if anything failed.
 """
 
@@ -24,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTENSIONS = Path("asyncrl/extensions")
 FREE = "not campaign and not gpu and not multi_gpu and not integration and not nightly"
 SOME = ["tests/config", "tests/launch", "tests/recipes", "tests/tasks", "tests/test_extension.py"]
+MORE = ["algo", "agents", "backends", "checkpoints", "engine", "envs", "images", "metrics", "network", "observability"]
+MORE += ["planner", "records", "rewards", "rollout", "sandbox", "trainer", "weights"]
 STRUCTURE = ["tests/test_imports.py", "tests/test_names.py"]
 RUN = ["experiment=tiny", "run.max_steps=3", "eval.questions=0", "run.dir=.core-run"]
 
@@ -57,7 +60,7 @@ def check(names: list[str], *, whole: bool) -> bool:
         pytest = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider"]
         commands = [
             [*pytest, "-m", "structure", *STRUCTURE],
-            [*pytest, "-m", f"{FREE} and not structure", *(["tests"] if whole else SOME)],
+            [*pytest, "-m", f"{FREE} and not structure", *SOME, *([f"tests/{name}" for name in MORE] if whole else [])],
             [sys.executable, "-m", "asyncrl.launch.main", *RUN],
         ]
         environment = {**os.environ, "PYTHONPATH": folder}

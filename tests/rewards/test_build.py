@@ -123,9 +123,6 @@ def test_record_is_the_question_without_its_messages() -> None:
         (f"{HERE}:Constant", {"value": -1.0}, "params.value", -1.0, "Must not be below 0"),
         (f"{HERE}:factory", {"worth": 1.0}, "params.worth", 1.0, r"Unknown parameter: the function takes \['value'\]"),
         ("exact", {"key": "a"}, "params.key", "a", r"Unknown parameter: the function takes \['answer_key'\]"),
-        ("judge", {"model": "m", "votes": "three"}, "params.votes", "three", "valid integer"),
-        ("remote", {"urls": ["localhost"]}, "params.urls.0", "localhost", "should match pattern"),
-        ("code", {"tests": "unit"}, "params.tests", "unit", "'asserts', 'check' or 'programs'"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_field(

@@ -24,7 +24,7 @@ from asyncrl.extensions.code import code_tests
 from asyncrl.extensions.code.code_reward import CodeReward
 from asyncrl.extensions.code.code_tests import code_of
 from asyncrl.extensions.code.code_values import pack, unpack
-from asyncrl.rewards import Score
+from asyncrl.rewards import Score, build
 from asyncrl.sandbox.protocol import Limits
 from tests.rewards.doubles import Outcome, Plain, Sandboxes, answer
 
@@ -400,3 +400,9 @@ def test_what_is_sent_into_sandboxes_imports_pythons_library_alone() -> None:
         imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
         others = {one for one in imported if one.split(".")[0] not in sys.stdlib_module_names}
         assert others <= {"asyncrl.extensions.code.code_values", "asyncrl.extensions.code.code_process"}, name
+
+
+def test_wrong_form_of_tests_is_named_with_its_field() -> None:
+    with pytest.raises(ConfigError, match="'asserts', 'check' or 'programs'") as caught:
+        build("code", {"tests": "unit"})
+    assert caught.value.field == "reward.params.tests"

@@ -17,7 +17,7 @@ from asyncrl import retries
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.judge.judge import JudgeReward, asked
 from asyncrl.extensions.judge.rubric import RubricReward
-from asyncrl.rewards import RewardInput, Score
+from asyncrl.rewards import RewardInput, Score, build
 from asyncrl.rewards.verdicts import VerdictParser
 from tests.rewards.doubles import answer
 
@@ -360,3 +360,16 @@ def test_rubric_without_criteria_for_a_judge_has_none_and_is_as_its_rewards_are(
     result = rubric(ask("It is 4."))
     assert isinstance(result, Score)
     assert result.reward == 0.75
+
+
+@pytest.mark.parametrize(
+    ("use", "params", "field", "remedy"),
+    [
+        ("judge", {"model": "m", "votes": "three"}, "votes", "valid integer"),
+        ("remote", {"urls": ["localhost"]}, "urls.0", "should match pattern"),
+    ],
+)
+def test_wrong_setting_is_named_with_its_field(use: str, params: dict[str, Any], field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        build(use, params)
+    assert caught.value.field == f"reward.params.{field}"
