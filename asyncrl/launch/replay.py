@@ -86,6 +86,10 @@ def _merged(
                 _copy(value, found[key], path)
         elif below or value != defaults.get(key):
             found[key] = value
+    for key in composed.keys() - {field.alias or attribute for attribute, field in section.model_fields.items()}:
+        named = any(one == f"{prefix}{key}" or one.startswith(f"{prefix}{key}.") for one in keep)
+        if named or key not in recorded:
+            found[key] = composed[key]  # the section of an extension, as a whole
     return {key: value for key, value in found.items() if key in composed or key in recorded}
 
 

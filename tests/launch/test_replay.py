@@ -20,7 +20,7 @@ from asyncrl.models import catalog
 from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.reading import RECORDS
 from asyncrl.records.writer import Writer
-from tests.fakes import group, tiny_config
+from tests.fakes import group, reusing, tiny_config
 from tests.forks import forked
 
 
@@ -69,6 +69,15 @@ def test_command_line_overrides_them_also_with_a_default(tmp_path: Path, monkeyp
     config = replayed(monkeypatch, source, "experiment=tiny")  # sets the rate, not the number of mini-batches
     assert config.trainer.optimizer.lr == tiny_config().trainer.optimizer.lr
     assert config.algo.mini_batches == 2
+
+
+def test_settings_of_extensions_are_those_of_the_recorded_run_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = recorded(tmp_path, **reusing(groups=2, reset_every=7))
+    assert replayed(monkeypatch, source).sample_reuse.groups == 2
+    given = replayed(monkeypatch, source, "+sample_reuse.groups=3").sample_reuse
+    assert (given.groups, given.reset_every) == (3, None)  # the whole section
 
 
 def test_damaged_settings_of_the_recorded_run_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
