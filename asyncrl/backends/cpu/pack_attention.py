@@ -11,7 +11,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -36,6 +38,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
     """Attend as trainer/tree_attention.py does: q [n, h, d], k [N, g, d], v [N, g, e] -> [n, h, e]."""
+    if q.dtype == torch.bfloat16 and _lacks_bfloat16():
+        return attend(q.float(), k.float(), v.float(), pack, scale).to(q.dtype)
     width = v.shape[-1]
     if width != q.shape[-1]:  # latent attention: the kernel supports a single width
         widest = max(width, q.shape[-1])
@@ -44,6 +48,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
         _PLANS[pack] = plan(pack)
     out: Tensor = _TreeAttention.apply(q, k, v, _PLANS[pack], scale)
     return out[..., :width]
+
+
+@cache
+def _lacks_bfloat16() -> bool:
+    """Return whether ATEN_CPU_CAPABILITY hides AVX-512 from torch. Its attention lays bfloat16 out by what the CPU has,
+    and then raises because it may not use it."""
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return "avx512_bf16" in flags and not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 class _TreeAttention(torch.autograd.Function):

@@ -232,7 +232,8 @@ def test_memory_and_descriptors_of_the_harness_are_out_of_reach(
         without_namespaces(monkeypatch)
     started_by = os.getpid() if namespaces else -1
     refused = 12 if namespaces else 4  # the third is the process between harness and code, a fork of the harness
-    assert scored(PEEK % started_by, [f"assert peek() == {{'refused': {refused}}}, peek()"]).reward == 1.0
+    seen = f"found = peek(); assert [*found] == ['refused'] and found['refused'] >= {refused}, found"  # also of others
+    assert scored(PEEK % started_by, [seen]).reward == 1.0
 
 
 def without_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
