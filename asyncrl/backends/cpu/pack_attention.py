@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -32,14 +32,35 @@ SPARE_PAIRS_OF_BLOCKS = 128
 
 CAUSAL, ALL, TREE = "causal", "all", "tree"
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+def _forward(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the values, and log Z of the scores."""
+    return _in_a_format_of_torch(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, tensors, options)
+
+
+def _backward(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    return _in_a_format_of_torch(kernel, arguments, options)
+
+
+def _in_a_format_of_torch(kernel: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Call a kernel, in float32 where torch has none for bfloat16. The results have the format of the first tensor, but
+    for log Z, which is in float32 anyway."""
+    dtype = arguments[0].dtype
+    if dtype != torch.bfloat16 or not _lacks_bfloat16():
+        return kernel(*arguments, **options)
+    wide = [_wide(one) for one in arguments]
+    first, *others = kernel(*wide, **{name: _wide(one) for name, one in options.items()})
+    return (first.to(dtype), *(one if one.dim() < first.dim() else one.to(dtype) for one in others))
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
     """Attend as trainer/tree_attention.py does: q [n, h, d], k [N, g, d], v [N, g, e] -> [n, h, e]."""
-    if q.dtype == torch.bfloat16 and _lacks_bfloat16():
-        return attend(q.float(), k.float(), v.float(), pack, scale).to(q.dtype)
     width = v.shape[-1]
     if width != q.shape[-1]:  # latent attention: the kernel supports a single width
         widest = max(width, q.shape[-1])
