@@ -10,7 +10,7 @@ code would.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -174,7 +174,7 @@ def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) ->
     for one in active(config).values():
         if (answer := ask(one.launch())) is not None:
             return answer
-    value = getattr(config.cluster, field.rpartition(".")[2])
+    value: Any = reduce(getattr, field.split("."), config)
     raise ConfigError(field, value, "No extension that is installed does this: leave it unset.")
 
 

@@ -98,9 +98,9 @@ def _config(processes: int) -> Config:
     from omegaconf import OmegaConf
 
     from asyncrl import config
-    from asyncrl.launch.compose import find_recipes
+    from asyncrl.launch.compose import find_further_confs
 
-    find_recipes()
+    find_further_confs()
     with initialize_config_dir(version_base=None, config_dir=str(Path(__file__).parent.parent / "conf")):
         composed = compose("train", [f"rollout.processes={processes}", "eval.questions=8"])
     values: Any = OmegaConf.to_container(composed, resolve=True)

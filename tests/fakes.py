@@ -28,7 +28,7 @@ from asyncrl.engine.adapters import AdapterUse
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import GenerationSession
-from asyncrl.launch.compose import algorithm_overrides, find_recipes
+from asyncrl.launch.compose import algorithm_overrides, find_further_confs
 from asyncrl.launch.help import further_confs
 from asyncrl.launch.main import CONF
 from asyncrl.network.addresses import Access, Addresses
@@ -58,7 +58,7 @@ def missing(name: str) -> list[str]:
 
 @cache
 def _composed(*overrides: str) -> dict[str, Any]:
-    find_recipes()
+    find_further_confs()
     with initialize_config_dir(version_base=None, config_dir=str(CONF)):
         composed = compose("train", overrides=algorithm_overrides(overrides))
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)

@@ -35,8 +35,9 @@ def measure_the_whole(module: Any) -> None:
         whole = torch.cuda.mem_get_info()[1] / GIB
         if (spare := free - fraction * whole) < 0:
             raise ValueError(
-                f"engine.memory_fraction={fraction} of this GPU's {whole:.1f} GiB is more than the {free:.1f} GiB that "
-                f"are free: set at most {int(100 * free / whole) / 100}, or end what else uses the GPU."
+                f"mem_fraction_static={fraction} (engine.memory_fraction) of this GPU's {whole:.1f} GiB is more than "
+                f"the {free:.1f} GiB that are free: set at most {int(100 * free / whole) / 100}, or end what else uses "
+                "the GPU."
             )
         return float(spare / (1 - fraction))
 

@@ -27,19 +27,19 @@ from asyncrl.launch import help
 from asyncrl.removed import removal
 
 
-class RecipeConfs(SearchPathPlugin):
+class FurtherConfs(SearchPathPlugin):
     """Hydra plugin that adds the conf/ folder of every extension and recipe to the search path, behind asyncrl's own.
     The setting hydra.searchpath stays the user's."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add the folders."""
         for conf in help.further_confs():
-            search_path.append("recipes", f"file://{conf}")
+            search_path.append("asyncrl", f"file://{conf}")
 
 
-def find_recipes() -> None:
-    """Make Hydra find what recipes add to the groups of conf/."""
-    Plugins.instance().register(RecipeConfs)
+def find_further_confs() -> None:
+    """Make Hydra find what extensions and recipes add to the groups of conf/."""
+    Plugins.instance().register(FurtherConfs)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def compose(conf: Path) -> list[Composed]:
     printed something (--cfg, completion). Raises CompositionError for what Hydra refuses."""
     sys.argv[1:] = algorithm_overrides(sys.argv[1:])
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and CompositionError adds field and remedy
-    find_recipes()
+    find_further_confs()
     composed: list[tuple[DictConfig, list[str]]] = []
 
     def keep(one: DictConfig) -> None:

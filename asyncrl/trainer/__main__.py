@@ -183,9 +183,8 @@ def _join(
     progress, begins = watched(config, run_dir, timeout - TIMEOUT_MARGIN / 2, gpu=gpu)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=timeout)
     if gpu and config.trainer_fraction:
-        torch.cuda.set_per_process_memory_fraction(
-            config.trainer_fraction
-        )  # more is this rank's error, not an engine's
+        # A rank that needs more gets torch's own error, and the engine beside it keeps its memory.
+        torch.cuda.set_per_process_memory_fraction(config.trainer_fraction)
     if config.deterministic:  # a call, even with False, imports torch's compiler in 1 CPU second
         torch.use_deterministic_algorithms(True)
     return progress, begins, parallel

@@ -66,7 +66,9 @@ def test_weights_and_cache_are_the_same_part_of_a_gpu_whatever_others_use() -> N
     """More than is free is refused with the setting. SGLang alone takes 0.4 of what is free."""
     *same, refused = sizes(gpu_share.ARGUMENT, "0.4")
     assert same == pytest.approx([32.0] * 4)
-    assert "engine.memory_fraction=0.4 of this GPU's 80.0 GiB is more than the 31.0 GiB" in str(refused)
+    assert "mem_fraction_static=0.4 (engine.memory_fraction) of this GPU's 80.0 GiB is more than the 31.0 GiB" in str(
+        refused
+    )
     assert "set at most 0.38" in str(refused)
     whole, less, none, *_ = sizes()
     assert (whole, less) == pytest.approx((32.0, 0.4 * 79))

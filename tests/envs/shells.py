@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from asyncrl.envs.env import Step
 from asyncrl.envs.shell import ShellEnv
-from asyncrl.envs.tools.shared import close_shared
+from tests.envs.scripts import run
 
 QUESTION = {
     "messages": [],
@@ -47,14 +46,3 @@ SOLUTIONS: list[Callable[[str], str]] = [
     lambda text: "sort -u words.txt > sorted.txt",
     lambda text: "sed -i 's/+/*/' shapes.py",
 ]
-
-
-def run(script: Callable[[], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        try:
-            async with asyncio.timeout(60):
-                return await script()
-        finally:
-            await close_shared()
-
-    return asyncio.run(main())

@@ -15,7 +15,8 @@ from asyncrl.envs.shell import ShellEnv
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Prompt
 from tests.agents.talking import Talking, written
-from tests.envs.shells import QUESTION, SANDBOX, block, play, run
+from tests.envs.scripts import run
+from tests.envs.shells import QUESTION, SANDBOX, block, play
 from tests.envs.tools.sandboxes import Folders
 from tests.fakes import FakeTemplate
 

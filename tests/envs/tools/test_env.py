@@ -15,10 +15,10 @@ from asyncrl.envs.tools import schemas
 from asyncrl.envs.tools.calls import MOST_NESTED
 from asyncrl.envs.tools.env import ToolEnv
 from asyncrl.envs.tools.functions import FunctionTool
-from asyncrl.envs.tools.shared import close_shared
 from asyncrl.envs.tools.threads import ThreadRunner
 from asyncrl.envs.tools.tool import ToolError
 from asyncrl.errors import EpisodeFailed
+from tests.envs.scripts import run
 
 Act = Callable[[dict[str, Any]], Awaitable[str]]
 
@@ -44,17 +44,6 @@ def add(a: int, b: int) -> int:
 
 async def echo(arguments: dict[str, Any]) -> str:
     return str(arguments.get("text"))
-
-
-def run(script: Callable[[], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        try:
-            async with asyncio.timeout(60):
-                return await script()
-        finally:
-            await close_shared()
-
-    return asyncio.run(main())
 
 
 def step(text: str, *tools: Any, **options: Any) -> Step:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.envs.env import EnvSpec
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.envs.tools.env import ToolEnv
-from asyncrl.envs.tools.shared import close_shared
 from asyncrl.envs.tools.toolbox import ToolboxEnv, functions
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.schema import Prompt
 from tests.agents.talking import Talking, written
+from tests.envs.scripts import run
 from tests.envs.tools.sandboxes import Folders
 from tests.fakes import FakeTemplate
 
@@ -29,17 +28,6 @@ PYTHON = {"use": "python", "sandbox": "tests.envs.tools.sandboxes:Folders"}
 
 def called(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-
-
-def run(script: Callable[[], Awaitable[Any]]) -> Any:
-    async def main() -> Any:
-        try:
-            async with asyncio.timeout(60):
-                return await script()
-        finally:
-            await close_shared()
-
-    return asyncio.run(main())
 
 
 async def told(env: ToolEnv, *texts: str) -> list[str]:
