@@ -3,10 +3,11 @@
     python scripts/core.py [NAME ...]
 
 Copies the committed tree, deletes an extension as its README says (every path in backticks of the section "Delete it"
-that exists), and runs what is left: the structure tests, unit tests, and a run of a few steps. First all extensions are
-deleted at once, for the unit tests of every package of the core; then each one alone, for those of settings, launcher,
-recipes and tasks. The tests of whole runs and of the scripts use the planner's lengths, and are not part of this.
-With names, only those, one after the other. The last line is JSON; the exit code is 1 if anything failed.
+that exists), and runs what is left: the structure tests, unit tests, and a run of a few steps. First all extensions but
+`cpu` are deleted at once, for the unit tests of every package of the core; then each one alone, with those that need
+it, for those of settings, launcher, recipes and tasks. The tests of whole runs and of the scripts use the planner's
+lengths, and are not part of this. With names, only those, one after the other. The last line is JSON; the exit code is
+1 if anything failed.
 """
 
 from __future__ import annotations
@@ -23,12 +24,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTENSIONS = Path("asyncrl/extensions")
+KEPT = {"cpu"}
+"""What a machine without GPUs needs for any run."""
 FREE = "not campaign and not gpu and not multi_gpu and not integration and not nightly"
 SOME = ["tests/config", "tests/launch", "tests/recipes", "tests/tasks", "tests/test_extension.py"]
 MORE = ["algo", "agents", "backends", "checkpoints", "engine", "envs", "images", "metrics", "network", "observability"]
 MORE += ["planner", "records", "rewards", "rollout", "sandbox", "trainer", "weights"]
 STRUCTURE = ["tests/test_imports.py", "tests/test_names.py"]
 RUN = ["experiment=tiny", "run.max_steps=3", "eval.questions=0", "run.dir=.core-run"]
+
+
+def needs(readme: str) -> set[str]:
+    """Return the extensions that one imports: those of the line that begins with "Needs" in its README."""
+    return {name for line in re.findall(r"^Needs (.+)$", readme, re.MULTILINE) for name in re.findall(r"`(\w+)`", line)}
+
+
+def with_dependents(names: list[str]) -> list[str]:
+    """Return these extensions and all that need one of them."""
+    before: list[str] = []
+    while before != names:
+        before = names
+        readmes = sorted((ROOT / EXTENSIONS).glob("*/README.md"))
+        more = [file.parent.name for file in readmes if needs(file.read_text()) & {*names}]
+        names = list(dict.fromkeys([*names, *more]))
+    return names
 
 
 def delete(tree: Path, name: str) -> list[str]:
@@ -72,11 +91,12 @@ def check(names: list[str], *, whole: bool) -> bool:
 def main() -> int:
     """Check all cases."""
     every = sorted(file.parent.name for file in (ROOT / EXTENSIONS).glob("*/__init__.py"))
-    cases = [[name] for name in sys.argv[1:]] or [every, *([name] for name in every)]
+    most = [name for name in every if name not in KEPT]
+    cases = [with_dependents([name]) for name in sys.argv[1:]] or [most, *(with_dependents([name]) for name in most)]
     found = {}
     for names in cases:
         began = time.monotonic()
-        found[" ".join(names)] = check(names, whole=len(names) == len(every))
+        found[" ".join(names)] = check(names, whole=names == most)
         print(f"without {' '.join(names)}: {time.monotonic() - began:.0f} s", flush=True)
     print(json.dumps(found))
     return int(not all(found.values()))
