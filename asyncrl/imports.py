@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, ConfigError, described
-from asyncrl.removed import MOVED
+from asyncrl.removed import moved
 
 
 def load(path: str, field: str) -> Any:
     """Return the object at an import path, module:name. Raises ConfigError for the field that named it."""
     module, _, name = path.partition(":")
-    if module in MOVED:
-        raise ConfigError(field, path, f"The module moved: set {MOVED[module]}:{name}.")
+    if new := moved(module):
+        raise ConfigError(field, path, f"The module moved: set {new}:{name}.")
     try:
         return getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError, ValueError) as error:

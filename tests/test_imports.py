@@ -29,7 +29,7 @@ SIBLINGS = {  # packages beside the core, and what each may import of it and of 
 }
 SIBLING_FILES = sorted(file for name in SIBLINGS for file in (PACKAGE.parent / name).rglob("*.py"))
 ALL_FILES = FILES + EXTENSION_FILES + SIBLING_FILES + RECIPE_FILES
-RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extension"}
+RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extension", "extensions"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "imports", "routing", "leases"),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.envs.env import Step
-from asyncrl.envs.tools.shared import LOCAL, sandboxes
+from asyncrl.extensions.tools.shared import LOCAL, sandboxes
 from tests.envs.faulty import Faulty
 from tests.sandbox import attacks
 
