@@ -22,6 +22,7 @@ from asyncrl.settings import Section
 if TYPE_CHECKING:
     from asyncrl.config import Config
     from asyncrl.launch.placement import Placement
+    from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
@@ -72,6 +73,19 @@ class LaunchHooks:
     def pilot(self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement) -> Pilot | None:
         """Return the pilot of a run with cluster.elastic; None if this extension has none."""
         return None
+
+    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
+        """Check a run before it starts, after the core's own checks: at each start, and with --check."""
+        return iter(())
+
+    def notes(self, prepared: Preparation) -> list[str]:
+        """Return lines for the console at the start. Raises ConfigError for a run that must not start, which only
+        matters if cluster.preflight=false left out the check."""
+        return []
+
+    def sweep(self) -> None:
+        """Remove what killed runs have left on this machine: called at the end of every run and before others start.
+        It has the default settings, since the run is not known. An extension that has to be named is not called."""
 
 
 class TrainerHooks:
@@ -194,6 +208,12 @@ def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) ->
             return answer
     value: Any = reduce(getattr, field.split("."), config)
     raise ConfigError(field, value, NOBODY)
+
+
+def sweep() -> None:
+    """Remove what killed runs have left on this machine of the extensions that need not be named."""
+    for kind in classes({}).values():
+        kind(kind.Settings()).launch().sweep()
 
 
 def tasks() -> dict[str, str]:

@@ -38,6 +38,7 @@ MOVED = {
     "asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents",
     "asyncrl.envs.shell": "asyncrl.extensions.tools.shell",
     "asyncrl.envs.tools": "asyncrl.extensions.tools",
+    "asyncrl.sandbox": "asyncrl.extensions.sandbox",
 }
 """New names of modules and packages that settings name."""
 

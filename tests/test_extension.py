@@ -15,6 +15,7 @@ import pytest
 from asyncrl import extension, imports
 from asyncrl.config import Config, TaskConfig, load
 from asyncrl.errors import ConfigError
+from asyncrl.launch import leftovers
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
@@ -93,6 +94,7 @@ def test_extension_of_an_installed_package_need_not_be_named(monkeypatch: pytest
     ("old", "new"),
     [
         ("asyncrl.agents.proxied:Proxied", "asyncrl.extensions.proxy.agents:Proxied"),
+        ("asyncrl.sandbox.local:LocalSandboxes", "asyncrl.extensions.sandbox.local:LocalSandboxes"),
         ("asyncrl.envs.shell:ShellEnv", "asyncrl.extensions.tools.shell:ShellEnv"),
         ("asyncrl.envs.tools.toolbox:ToolboxEnv", "asyncrl.extensions.tools.toolbox:ToolboxEnv"),
     ],
@@ -103,19 +105,27 @@ def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one(old: str, n
 
 
 class Wrapping(extension.Extension):
-    """Wraps tasks with tools, changes every question, and counts what is closed."""
+    """Wraps tasks with tools, changes every question, and counts what is closed and swept."""
 
     wrappers = {"tools": f"{__name__}:wrap"}  # noqa: RUF012
     question = f"{__name__}:louder"
-    closed = 0
+    closed = swept = 0
 
     def player(self) -> extension.PlayerHooks:
         return Closing()
+
+    def launch(self) -> extension.LaunchHooks:
+        return Sweeping()
 
 
 class Closing(extension.PlayerHooks):
     async def close(self) -> None:
         Wrapping.closed += 1
+
+
+class Sweeping(extension.LaunchHooks):
+    def sweep(self) -> None:
+        Wrapping.swept += 1
 
 
 def wrap(task: Task, section: TaskConfig) -> tuple[Task, int]:
@@ -166,3 +176,10 @@ def test_hooks_of_a_playing_process_are_closed_with_its_parts(alone: dict[str, s
     before = Wrapping.closed
     asyncio.run(play())
     assert Wrapping.closed == before + 1
+
+
+def test_leftovers_of_extensions_are_removed_with_those_of_a_run(alone: dict[str, str]) -> None:
+    alone["wrapping"] = f"{__name__}:Wrapping"
+    before = Wrapping.swept
+    leftovers.sweep("no such run", [])
+    assert Wrapping.swept == before + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncrl.sandbox.protocol import Outcome
+    from asyncrl.extensions.sandbox.protocol import Outcome
 
 TRACEBACK_LINES = 20
 ENDED = {

@@ -1,4 +1,4 @@
-"""Python as a tool: the model's programs run in a sandbox (asyncrl/sandbox) with limits.
+"""Python as a tool: the model's programs run in a sandbox (asyncrl/extensions/sandbox) with limits.
 
 A program is like a notebook cell: the model sees what it prints, and the value of its last line if that is an
 expression. In a `session` files stay for the episode; variables do not. Failures of the program, and exceeded limits,
@@ -19,7 +19,7 @@ from asyncrl.extensions.tools.output import shown
 from asyncrl.extensions.tools.tool import Schema, ToolError
 
 if TYPE_CHECKING:
-    from asyncrl.sandbox.protocol import Sandbox, SandboxBackend
+    from asyncrl.extensions.sandbox.protocol import Sandbox, SandboxBackend
 
 RUNNER = """
 import ast, sys

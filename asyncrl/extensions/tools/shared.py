@@ -17,10 +17,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.imports import check_arguments, load
 
 if TYPE_CHECKING:
-    from asyncrl.sandbox.protocol import SandboxBackend
+    from asyncrl.extensions.sandbox.protocol import SandboxBackend
 
-LOCAL = "asyncrl.sandbox.local:LocalSandboxes"
-LIMITS = "asyncrl.sandbox.protocol:Limits"
+LOCAL = "asyncrl.extensions.sandbox.local:LocalSandboxes"
+LIMITS = "asyncrl.extensions.sandbox.protocol:Limits"
 
 
 class Closable(Protocol):

@@ -30,7 +30,7 @@ from asyncrl.extensions.tools.shared import LOCAL, check_sandboxes, sandboxes
 from asyncrl.schema import Message
 
 if TYPE_CHECKING:
-    from asyncrl.sandbox.protocol import Sandbox
+    from asyncrl.extensions.sandbox.protocol import Sandbox
 
 HOW = (
     "Work with shell commands: write one command, or several lines, in one ```bash block. It is run in the folder of "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from asyncrl.errors import EpisodeFailed
-from asyncrl.sandbox.protocol import Outcome
+from asyncrl.extensions.sandbox.protocol import Outcome
 
 
 class Folder:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import EpisodeFailed
+from asyncrl.extensions.sandbox.protocol import Outcome
 from asyncrl.extensions.tools.output import cut, middle_out, shown
 from asyncrl.extensions.tools.python import PythonTool
 from asyncrl.extensions.tools.tool import ToolError
-from asyncrl.sandbox.protocol import Outcome
 from tests.extensions.tools.sandboxes import Folders
 from tests.extensions.tools.waits import eventually
 

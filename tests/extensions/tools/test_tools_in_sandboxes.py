@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("asyncrl.sandbox.local")
+pytest.importorskip("asyncrl.extensions.sandbox.local")
 
 from asyncrl.extensions.tools.shared import close_shared
 from asyncrl.extensions.tools.toolbox import ToolboxEnv

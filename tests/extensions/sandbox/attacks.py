@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asyncrl.sandbox.protocol import Limits, Outcome, Reason, Sandbox
+from asyncrl.extensions.sandbox.protocol import Limits, Outcome, Reason, Sandbox
 
 LIMITS = Limits(seconds=30.0, cpu_seconds=2.0, memory_mb=128, processes=16, file_mb=4, disk_mb=16, output_kb=64)
 """Of every sandbox that is attacked."""

@@ -10,7 +10,7 @@ from functools import cache
 import pyseccomp
 import pytest
 
-from asyncrl.sandbox import seccomp
+from asyncrl.extensions.sandbox import seccomp
 
 MACHINES = seccomp.MACHINES
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*

@@ -18,12 +18,21 @@ import psutil
 import pytest
 
 from asyncrl.errors import EpisodeFailed
-from asyncrl.sandbox.local import LocalSandboxes
-from asyncrl.sandbox.protocol import run_python
-from tests.sandbox import attacks
-from tests.sandbox.attacks import Attack
-from tests.sandbox.machine import DEADLINE, KINDS, backend, leaves_nothing, left, needs_bubblewrap, processes, public
-from tests.sandbox.ways import Kind
+from asyncrl.extensions.sandbox.local import LocalSandboxes
+from asyncrl.extensions.sandbox.protocol import run_python
+from tests.extensions.sandbox import attacks
+from tests.extensions.sandbox.attacks import Attack
+from tests.extensions.sandbox.machine import (
+    DEADLINE,
+    KINDS,
+    backend,
+    leaves_nothing,
+    left,
+    needs_bubblewrap,
+    processes,
+    public,
+)
+from tests.extensions.sandbox.ways import Kind
 
 pytestmark = [pytest.mark.integration, pytest.mark.campaign, needs_bubblewrap]
 __all__ = ["leaves_nothing", "public"]

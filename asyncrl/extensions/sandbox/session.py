@@ -18,8 +18,8 @@ from typing import Any
 
 from asyncrl.child import ChildProcess
 from asyncrl.errors import EpisodeFailed
-from asyncrl.sandbox.protocol import NOTHING, Limits, Outcome
-from asyncrl.sandbox.worker import LENGTHS, Header, frame, parts
+from asyncrl.extensions.sandbox.protocol import NOTHING, Limits, Outcome
+from asyncrl.extensions.sandbox.worker import LENGTHS, Header, frame, parts
 
 OPEN_SECONDS = 30.0
 ANSWER_SECONDS = 30.0

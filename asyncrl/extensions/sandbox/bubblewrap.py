@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.sandbox.program import WRITABLE
-from asyncrl.sandbox.worker import WRITABLE_FOLDERS
+from asyncrl.extensions.sandbox.program import WRITABLE
+from asyncrl.extensions.sandbox.worker import WRITABLE_FOLDERS
 
 HOME, TEMPORARY = f"{WRITABLE}/home", f"{WRITABLE}/tmp"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -52,7 +52,7 @@ OWN_USERS = tuple(word for name in CAPABILITIES for word in ("--cap-add", f"CAP_
 """Options for root, under which programs have an unused uid. The worker needs these capabilities to start, kill and
 count the programs, and to access their files."""
 CODE = "/.worker"
-"""Folder in a sandbox that holds the worker's code. It contains only the package asyncrl.sandbox."""
+"""Folder in a sandbox that holds the worker's code. It contains only the package asyncrl.extensions.sandbox."""
 UNPACKED = "bubblewrap/usr/bin/bwrap"
 """Path of the program that `make bubblewrap` installs, relative to the virtual environment."""
 
@@ -76,7 +76,7 @@ def python(code: str) -> list[str]:
 
     The caller appends the worker's settings.
     """
-    start = f"import sys; sys.path.insert(0, {code!r}); from asyncrl.sandbox.worker import main; main()"
+    start = f"import sys; sys.path.insert(0, {code!r}); from asyncrl.extensions.sandbox.worker import main; main()"
     return [os.path.realpath(sys.executable), "-I", "-S", "-c", start]
 
 
@@ -100,7 +100,7 @@ def command(
         words += ["--ro-bind", path, path]
     for name in DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    words += ["--proc", "/proc", "--ro-bind", str(Path(__file__).parent), f"{CODE}/asyncrl/sandbox"]
+    words += ["--proc", "/proc", "--ro-bind", str(Path(__file__).parent), f"{CODE}/asyncrl/extensions/sandbox"]
     words += ["--size", str(disk), "--tmpfs", WRITABLE]
     for name in WRITABLE_FOLDERS:
         words += ["--dir", f"{WRITABLE}/{name}"]

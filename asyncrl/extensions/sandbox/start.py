@@ -17,11 +17,11 @@ from itertools import count
 from pathlib import Path
 
 from asyncrl.errors import EpisodeFailed
-from asyncrl.sandbox import bubblewrap, cgroups, seccomp
-from asyncrl.sandbox.program import MIB, Settings
-from asyncrl.sandbox.protections import Kind, Protections, in_force
-from asyncrl.sandbox.protocol import Limits
-from asyncrl.sandbox.session import LocalSandbox, WorkerProcess
+from asyncrl.extensions.sandbox import bubblewrap, cgroups, seccomp
+from asyncrl.extensions.sandbox.program import MIB, Settings
+from asyncrl.extensions.sandbox.protections import Kind, Protections, in_force
+from asyncrl.extensions.sandbox.protocol import Limits
+from asyncrl.extensions.sandbox.session import LocalSandbox, WorkerProcess
 
 REMOVAL_SECONDS = 2.0
 """Time for removing a control group, which may stay busy for a moment after its last process has ended."""
@@ -32,7 +32,7 @@ _HIGHEST_UID = 2_100_000_000
 _UIDS, _UIDS_OF_A_PROCESS = 1 << 25, 1 << 10
 _numbers = count(1)
 """Numbers of the sandboxes of this process, over all of its backends."""
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def ways(allow_unsafe: bool) -> tuple[list[Way], str]:
     if bwrap is None:
         why = "the program bwrap is neither in the virtual environment nor on PATH"
     elif not own_uids and _is_root_of_host():  # it owns the files of /proc/sys, whatever its capabilities
-        why = "this process is root of the host and has no other uid for programs (see docs/sandbox.md)"
+        why = "this process is root of the host and has no other uid for programs (see README.md beside this file)"
     else:
         one_user = [[*bubblewrap.ONE_USER, "--disable-userns"], bubblewrap.ONE_USER]
         found = [Way("bubblewrap", *bwrap, bubblewrap.OWN_USERS, "programs")] if own_uids else []

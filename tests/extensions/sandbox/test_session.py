@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 
 from asyncrl.errors import EpisodeFailed
-from asyncrl.sandbox import session
-from asyncrl.sandbox.protocol import Limits, Outcome
-from asyncrl.sandbox.session import LocalSandbox, WorkerProcess
-from asyncrl.sandbox.worker import LENGTHS, Header, frame
+from asyncrl.extensions.sandbox import session
+from asyncrl.extensions.sandbox.protocol import Limits, Outcome
+from asyncrl.extensions.sandbox.session import LocalSandbox, WorkerProcess
+from asyncrl.extensions.sandbox.worker import LENGTHS, Header, frame
 
 DEADLINE = 60.0
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.sandbox.program import Settings, become
-from tests.sandbox.machine import ROOT, settings
+from asyncrl.extensions.sandbox.program import Settings, become
+from tests.extensions.sandbox.machine import ROOT, settings
 
 
 def began(settings: Settings, *command: str) -> tuple[int, str, str]:
@@ -44,8 +44,8 @@ def test_error_of_ours_ends_the_forked_process_and_is_a_fault() -> None:
 # In a process of its own: a call reaps every child there is.
 CALL = """
 import json, os, signal, socket, sys, time
-from asyncrl.sandbox.call import Call
-from tests.sandbox.machine import settings
+from asyncrl.extensions.sandbox.call import Call
+from tests.extensions.sandbox.machine import settings
 
 script, late, seconds, stop = json.loads(sys.argv[1])
 owner, ours = socket.socketpair()

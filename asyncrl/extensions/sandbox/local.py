@@ -10,35 +10,26 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Collection
+from contextlib import suppress
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.sandbox.protections import Protections
-from asyncrl.sandbox.protocol import Limits, run_python
-from asyncrl.sandbox.session import LocalSandbox
-from asyncrl.sandbox.start import SandboxStarter, ways
+from asyncrl.extensions.sandbox.protections import Protections
+from asyncrl.extensions.sandbox.protocol import Limits, run_python
+from asyncrl.extensions.sandbox.session import LocalSandbox
+from asyncrl.extensions.sandbox.start import SandboxStarter, ways
+from asyncrl.imports import announce
 
-FOR_ISOLATION = "Install bubblewrap (or run `make bubblewrap`) and let this user create namespaces (docs/sandbox.md)"
+FOR_ISOLATION = (
+    "Install bubblewrap (or run `make bubblewrap`) and let this user create namespaces "
+    "(asyncrl/extensions/sandbox/README.md)"
+)
 REMEDY = (
     f"{FOR_ISOLATION}, or set allow_unsafe=true in the sandbox_params of the task or tool that runs the code: then "
     "little more than resource limits protects the machine from it."
 )
 OPENING = 32
 """Number of sandboxes that may be starting at the same time."""
-_noted: ContextVar[list[LocalSandboxes] | None] = ContextVar("noted", default=None)
-
-
-@contextmanager
-def noted() -> Iterator[list[LocalSandboxes]]:
-    """Collect the backends that are created in this context, to check what a run's settings require of the machine."""
-    found: list[LocalSandboxes] = []
-    token = _noted.set(found)
-    try:
-        yield found
-    finally:
-        _noted.reset(token)
 
 
 class LocalSandboxes:
@@ -60,8 +51,7 @@ class LocalSandboxes:
         allow_unsafe  run programs without isolation where bubblewrap cannot run
         nested        let programs start other programs in a second sandbox beside their own (worker.py)
         """
-        if (found := _noted.get()) is not None:
-            found.append(self)
+        announce(self)
         self._limits, self._warm, self._require = limits or Limits(), warm, require
         self._allow_unsafe, self._nested = allow_unsafe, nested
         self._choosing, self._opening = asyncio.Lock(), asyncio.Semaphore(OPENING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from asyncrl.sandbox import local, start
+from asyncrl.extensions.sandbox import local, start
 
 Kind = Literal["own users", "one user", "unsafe"]
 """Bubblewrap as root has it; as everybody else has it, and a root that may not mount; and none."""

@@ -39,8 +39,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from asyncrl.sandbox.call import Call, Fault
-from asyncrl.sandbox.program import (
+from asyncrl.extensions.sandbox.call import Call, Fault
+from asyncrl.extensions.sandbox.program import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_DUMPABLE,
     WRITABLE,

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl.sandbox import bubblewrap, call, cgroups
-from asyncrl.sandbox.call import Meter
-from asyncrl.sandbox.cgroups import Bases, ControlGroup, Marker, bases, started
-from asyncrl.sandbox.protections import NAMES, Kind, in_force
-from asyncrl.sandbox.protocol import Limits, Outcome
-from asyncrl.sandbox.start import guest_uid
-from asyncrl.sandbox.worker import Folder, parts
-from tests.sandbox.machine import settings
+from asyncrl.extensions.sandbox import bubblewrap, call, cgroups
+from asyncrl.extensions.sandbox.call import Meter
+from asyncrl.extensions.sandbox.cgroups import Bases, ControlGroup, Marker, bases, started
+from asyncrl.extensions.sandbox.protections import NAMES, Kind, in_force
+from asyncrl.extensions.sandbox.protocol import Limits, Outcome
+from asyncrl.extensions.sandbox.start import guest_uid
+from asyncrl.extensions.sandbox.worker import Folder, parts
+from tests.extensions.sandbox.machine import settings
 
 # --- the protocol --------------------------------------------------------------------------------------------
 

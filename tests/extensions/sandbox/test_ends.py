@@ -11,16 +11,18 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from asyncrl.errors import EpisodeFailed
-from asyncrl.sandbox.cgroups import Marker
-from asyncrl.sandbox.protocol import run_python
-from tests.sandbox.attacks import DAEMON, FORK_BOMB, MARK, STUBBORN
-from tests.sandbox.machine import (
+from asyncrl.extensions.sandbox.cgroups import Marker
+from asyncrl.extensions.sandbox.protocol import run_python
+from asyncrl.launch import leftovers
+from tests.extensions.sandbox.attacks import DAEMON, FORK_BOMB, MARK, STUBBORN
+from tests.extensions.sandbox.machine import (
     DEADLINE,
     ROOT,
     backend,
@@ -32,7 +34,7 @@ from tests.sandbox.machine import (
     until,
     wait_until,
 )
-from tests.sandbox.ways import Kind
+from tests.extensions.sandbox.ways import Kind
 
 pytestmark = pytest.mark.integration
 __all__ = ["leaves_nothing"]
@@ -42,8 +44,8 @@ import asyncio, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background ignores it
 if sys.argv[1] == "unsafe":
     sys.prefix = sys.base_prefix = "/usr"
-from asyncrl.sandbox.local import LocalSandboxes
-from tests.sandbox import attacks, ways
+from asyncrl.extensions.sandbox.local import LocalSandboxes
+from tests.extensions.sandbox import attacks, ways
 ways.only(sys.argv[1])
 sys.argv.append({MARK!r})
 
@@ -247,3 +249,16 @@ def test_backend_whose_start_is_cancelled_leaves_nothing(kind: Kind) -> None:
             assert left() == []
 
     asyncio.run(main())
+
+
+def test_folders_go_at_the_end_of_any_run_when_their_owner_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = Marker.mine()
+    alive, dead = [tmp_path / marker.name(1) for marker in (mine, replace(mine, started=1))]
+    for folder in (alive, dead):
+        folder.mkdir()
+    leftovers.sweep("any-run", [])
+    assert (alive.exists(), dead.exists()) == (True, False)
+    alive.rmdir()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from asyncrl.sandbox.program import MIB, WRITABLE, Settings, become, kill, others, proc_file, stat
+from asyncrl.extensions.sandbox.program import MIB, WRITABLE, Settings, become, kill, others, proc_file, stat
 
 TICK_SECONDS = 0.05
 BYTES_PER_FILE = 4096

@@ -14,13 +14,13 @@ from pathlib import Path
 import pyseccomp
 import pytest
 
-from asyncrl.sandbox import bubblewrap
-from asyncrl.sandbox.protocol import run_python
-from asyncrl.sandbox.session import LocalSandbox
-from tests.sandbox import attacks
-from tests.sandbox.attacks import Attack
-from tests.sandbox.machine import DEADLINE, ROOT, kinds, leaves_nothing, processes, public, with_a_sandbox
-from tests.sandbox.ways import Kind
+from asyncrl.extensions.sandbox import bubblewrap
+from asyncrl.extensions.sandbox.protocol import run_python
+from asyncrl.extensions.sandbox.session import LocalSandbox
+from tests.extensions.sandbox import attacks
+from tests.extensions.sandbox.attacks import Attack
+from tests.extensions.sandbox.machine import DEADLINE, ROOT, kinds, leaves_nothing, processes, public, with_a_sandbox
+from tests.extensions.sandbox.ways import Kind
 
 pytestmark = pytest.mark.integration
 __all__ = ["leaves_nothing", "public"]
@@ -101,8 +101,8 @@ ALL = """
 import asyncio, json, os, sys
 kind, python, secret, folder = sys.argv[1:]
 sys.prefix, sys.base_prefix = python, "/usr"
-from asyncrl.sandbox.local import LocalSandboxes
-from tests.sandbox import attacks, ways
+from asyncrl.extensions.sandbox.local import LocalSandboxes
+from tests.extensions.sandbox import attacks, ways
 
 async def main():
     ways.only(kind)

@@ -16,16 +16,16 @@ from unittest.mock import patch
 
 import pytest
 
-from asyncrl.sandbox import bubblewrap, cgroups, local
-from asyncrl.sandbox.cgroups import PREFIX
-from asyncrl.sandbox.local import LocalSandboxes
-from asyncrl.sandbox.program import Settings
-from asyncrl.sandbox.protocol import Limits
-from asyncrl.sandbox.session import LocalSandbox
-from tests.sandbox.attacks import LIMITS, MARK
-from tests.sandbox.ways import Kind, only
+from asyncrl.extensions.sandbox import bubblewrap, cgroups, local
+from asyncrl.extensions.sandbox.cgroups import PREFIX
+from asyncrl.extensions.sandbox.local import LocalSandboxes
+from asyncrl.extensions.sandbox.program import Settings
+from asyncrl.extensions.sandbox.protocol import Limits
+from asyncrl.extensions.sandbox.session import LocalSandbox
+from tests.extensions.sandbox.attacks import LIMITS, MARK
+from tests.extensions.sandbox.ways import Kind, only
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEADLINE = 60.0
 """Seconds of any wait of these tests, on a machine where others work too."""
 needs_bubblewrap = pytest.mark.skipif(bubblewrap.find() is None, reason="no bubblewrap here: `make bubblewrap`")
@@ -95,7 +95,7 @@ def processes(owner: int | None = None) -> dict[int, str]:
             fields = folder.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()
             command = folder.joinpath("cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             parents[int(folder.name)] = int(fields[1])
-            if fields[0] not in "ZX" and ("asyncrl.sandbox" in command or MARK in command):
+            if fields[0] not in "ZX" and ("asyncrl.extensions.sandbox" in command or MARK in command):
                 found[int(folder.name)] = command
 
     def below(pid: int) -> bool:
@@ -146,7 +146,7 @@ def with_a_sandbox(
 
 def sources(paths: Sequence[str] = ()) -> dict[str, str]:
     """An environment for a Python that starts beside this one."""
-    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *paths])}
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), *paths])}
 
 
 assert sys.platform == "linux"

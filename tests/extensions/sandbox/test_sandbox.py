@@ -14,11 +14,11 @@ from unittest.mock import patch
 import pytest
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.sandbox import local, start
-from asyncrl.sandbox.local import LocalSandboxes
-from asyncrl.sandbox.protocol import Limits, Sandbox, SandboxBackend, run_python
-from asyncrl.sandbox.session import LocalSandbox
-from tests.sandbox.machine import (
+from asyncrl.extensions.sandbox import local, start
+from asyncrl.extensions.sandbox.local import LocalSandboxes
+from asyncrl.extensions.sandbox.protocol import Limits, Sandbox, SandboxBackend, run_python
+from asyncrl.extensions.sandbox.session import LocalSandbox
+from tests.extensions.sandbox.machine import (
     DEADLINE,
     backend,
     kinds,
@@ -29,7 +29,7 @@ from tests.sandbox.machine import (
     until,
     with_a_sandbox,
 )
-from tests.sandbox.ways import Kind
+from tests.extensions.sandbox.ways import Kind
 
 pytestmark = pytest.mark.integration
 __all__ = ["leaves_nothing"]
@@ -308,7 +308,7 @@ def test_demand_that_this_machine_cannot_meet_is_refused_with_what_there_is() ->
 def no_bubblewrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bubblewrap is missing, or fails."""
     found = None if request.param == "missing" else ("/bin/false", {})
-    monkeypatch.setattr("asyncrl.sandbox.bubblewrap.find", lambda: found)
+    monkeypatch.setattr("asyncrl.extensions.sandbox.bubblewrap.find", lambda: found)
 
 
 @pytest.mark.parametrize("no_bubblewrap", ["missing", "fails"], indirect=True)
