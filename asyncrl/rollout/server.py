@@ -129,12 +129,18 @@ class RolloutServer:
             return PlainTextResponse(str(wrong), status_code=409)
         except TimeoutError:
             return PlainTextResponse(self._groups.waiting_for(), status_code=202)
-        if self._encoded is None or (self._encoded.version, self._encoded.part) != (version, part):
+        if not self._is_encoded(version, part):
             data = encode(batch)
             await asyncio.to_thread(self._journal.keep, version, part, data)
-            self._encoded = _Encoded(version, part, data)
+            if not self._is_encoded(version, part):  # for another reader, meanwhile
+                self._encoded = _Encoded(version, part, data)
+        assert self._encoded
         self._encoded.readers.add(reader)
         return Response(self._encoded.data, media_type="application/msgpack")
+
+    def _is_encoded(self, version: int, part: int) -> bool:
+        encoded = self._encoded
+        return encoded is not None and (encoded.version, encoded.part) == (version, part)
 
     async def hold(self, _: Request) -> Response:
         """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""

@@ -93,7 +93,7 @@ def main(run_dir: Path) -> None:
     warn = partial(_warn, run_dir)
     timeline = _timeline(config, run_dir, parallel, warn)
     overlapped = _overlapped(publisher, timeline, parallel) if config.weights.overlap else None
-    recovered = recovery.find(run_dir, addresses.resume, source, parallel)
+    recovered = recovery.find(run_dir, addresses.resume, source, fleet, parallel)
     resumed = recovered.checkpoint if recovered else addresses.resume
     log = _log(config, addresses, run_dir, parallel, begins, timeline, resumed, recovered)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if config.cluster.takes_turns else None

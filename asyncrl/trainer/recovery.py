@@ -47,14 +47,15 @@ class Recovery:
     """When they died, in seconds since the epoch."""
 
 
-def find(run_dir: Path, origin: Path | None, source: BatchSource, parallel: Parallel) -> Recovery | None:
-    """Return the recovery of trainers that were started again; None for the first ones of a run. `origin` is the
-    checkpoint that the run itself resumed from. Collective."""
+def find(run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, parallel: Parallel) -> Recovery | None:
+    """Return the recovery of trainers that were started again, after the fleet was taken over; None for the first ones
+    of a run. `origin` is the checkpoint that the run itself resumed from. Collective."""
     if not os.environ.get("ASYNCRL_INCARNATION"):
         return None
     found: list[Any] = [None]
     if parallel.is_first:
         newest = CheckpointStore(run_dir).newest(lambda text: print(f"asyncrl: {text}", flush=True))
+        fleet.inherit()
         status, lines = source.status(), Tail(run_dir / "metrics.jsonl")()
         written = max((int(line["version"]) for line in lines), default=0)
         checkpoint = newest[0] if newest else origin
