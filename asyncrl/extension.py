@@ -132,6 +132,9 @@ class Extension:
     rewards: ClassVar[Mapping[str, str]] = {}
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
 
+    platform: ClassVar[str] = ""
+    """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
+
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
         self.settings = settings
