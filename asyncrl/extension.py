@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GROUP = "asyncrl.extensions"
 NAMED = "ASYNCRL_EXTENSIONS"
-"""Environment variable with the setting `extensions`, for processes that read no configuration."""
+"""Environment variable with extensions that the setting names, for processes that read no configuration."""
 
 
 class Planned(Protocol):
@@ -197,8 +197,10 @@ def engine_arguments(config: Config) -> dict[str, Any]:
 
 
 def engine_environment(config: Config) -> dict[str, str]:
-    """Return the environment in which an engine's process finds the extensions that the setting names."""
-    return {NAMED: json.dumps(config.extensions)} if config.extensions else {}
+    """Return the environment in which an engine's process finds those extensions with hooks that the setting names."""
+    kinds = classes(config.extensions)
+    named = {name: path for name, path in config.extensions.items() if kinds[name].engine is not Extension.engine}
+    return {NAMED: json.dumps(named)} if named else {}
 
 
 def install_in_engine(argv: Sequence[str]) -> None:

@@ -129,5 +129,5 @@ def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> No
     assert done.stdout.strip() == "installed ['--num-reserved-decode-tokens', '7'] False"
 
 
-def test_engine_of_a_run_without_named_extensions_has_no_environment_for_them() -> None:
-    assert extension.engine_environment(tiny_config()) == {}
+def test_engines_import_no_extension_without_hooks_for_them() -> None:
+    assert extension.engine_environment(configured()) == {}
