@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TrainerCo
 from asyncrl.config.lora import BLOCK
 from asyncrl.config.quantization import check_codes
 from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.imports import announced
 from asyncrl.launch.engine_shape import check_shape
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.vision import deepstack, image_shape
 from asyncrl.platforms import without_gpu
-from asyncrl.sandbox.local import LocalSandboxes, noted
-from asyncrl.sandbox.protections import Protections
 from asyncrl.tasks.scores import rewards
 from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
@@ -344,15 +342,15 @@ def installed(package: str) -> bool:
         return False
 
 
-def check_files(config: Config) -> list[LocalSandboxes]:
+def check_files(config: Config) -> list[object]:
     """Refuse tasks, rewards and agents that cannot be built, sinks without their package, and a missing chat template.
-    Return the sandboxes in which the tasks' code would run, not yet started."""
+    Return the parts that they announce to extensions."""
     from asyncrl.rollout.agent import agents  # imports a web server
 
     check_sinks(config)
     check_tracing(config)
     check_request_fields(config)
-    with noted() as sandboxes:
+    with announced() as parts:
         built = tasks.build_all(config)
         rewards(config, built)
         if config.mode != "replay":
@@ -360,21 +358,4 @@ def check_files(config: Config) -> list[LocalSandboxes]:
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")
-    return sandboxes
-
-
-def check_sandboxes(sandboxes: Sequence[LocalSandboxes]) -> list[Protections]:
-    """Return how this machine is protected from code that the model writes, without duplicates. Raises ConfigError if
-    the protection is weaker than required."""
-
-    async def ask() -> list[Protections]:
-        found = []
-        for one in sandboxes:
-            try:
-                found.append(await one.describe())
-            finally:
-                await one.close()
-        return found
-
-    told = {str(one): one for one in asyncio.run(ask())}
-    return list(told.values())
+    return parts
