@@ -1,4 +1,4 @@
-"""The sizes of docs/operations.md: each composes, stands on just its machines, fits, and is what the planner says."""
+"""The sizes of results/sizes.md: each composes, stands on just its machines, fits, and is what the planner says."""
 
 from __future__ import annotations
 
