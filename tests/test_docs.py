@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from asyncrl import rewards
-from asyncrl.envs.tools.specs import source
 from asyncrl.launch.help import ALGORITHMS, algorithms, field_names
 from asyncrl.metrics import fields
 from asyncrl.metrics.fields import unknown
@@ -32,7 +31,7 @@ PAGES = [
 ids = [str(page.relative_to(ROOT).with_suffix("")) for page in PAGES]
 RESULTS = [*sorted((ROOT / "results").rglob("*.md")), ROOT / "tests/cuda_stub/README.md"]
 """Pages about the past, whose settings and metrics may be gone."""
-MOST_PAGES, MOST_WORDS, MOST_WIDE = 25, 33_100, 4
+MOST_PAGES, MOST_WORDS, MOST_WIDE = 23, 30_450, 4
 """Most pages and words of docs/, and most lines of commands that a reader must scroll sideways. They only fall; the
 aims are 20, 25,000 and 0."""
 
@@ -143,10 +142,3 @@ def test_rewards_that_are_shown_can_be_built(monkeypatch: pytest.MonkeyPatch) ->
     assert len(specs) > 5  # those of extensions: tests/rewards/test_docs.py
     for spec in specs:
         rewards.build(spec["use"], spec.get("params"))
-
-
-def test_tools_that_are_shown_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    lists = shown("tools.md", "- use:", monkeypatch)
-    assert len(lists) > 4
-    for spec in [spec for found in lists for spec in found]:
-        source(spec, "tools").check("tools")
