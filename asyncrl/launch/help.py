@@ -121,10 +121,21 @@ def sections() -> list[FieldGroup]:
             found.append(FieldGroup("", "", [Field(name, _readable(kind), _in_one_line(meanings[name]))]))
     for folder in sorted(EXTENSIONS.glob("*/")):
         own = _classes(folder)
-        if section := own.get("Settings"):
+        for section in (own[name] for name in _settings(folder)):
             below = list(_below(own, section, folder.name))
             found.append(FieldGroup(folder.name, _in_one_line(ast.get_docstring(section) or ""), below))
     return found
+
+
+def _settings(folder: Path) -> list[str]:
+    """Return the name of the class with an extension's settings, if it has any: `Settings = NAME` in extension.py."""
+    file = folder / "extension.py"
+    nodes = list(ast.walk(ast.parse(file.read_text()))) if file.exists() else []
+    return [
+        ast.unparse(node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "Settings"
+    ]
 
 
 def _classes(folder: Path) -> dict[str, ast.ClassDef]:

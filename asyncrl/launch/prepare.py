@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.extension import Planned, active, first
 from asyncrl.launch import forecast, layers, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
-from asyncrl.launch.checks import check_devices, check_files, check_gpu_features, check_model
+from asyncrl.launch.checks import check_devices, check_files, check_model, check_platforms
 from asyncrl.launch.generations import check_generations
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, Placement, imagined, job_size, place, ports_wanted
@@ -131,7 +131,7 @@ class Preparation:
             gpus = count_gpus(cluster.gpus)
             self.nodes = [this_node(cluster.host, cluster.interface, gpus, ports_wanted(self.config))]
             check_devices(self.config, gpus)
-        check_gpu_features(self.config, self.gpus)
+        check_platforms(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
         seats = [seat for seats in self._placement.engines for seat in seats]
         check_generations(self.config.engine, seats, self.nodes, self.machines if self.gpus else ())

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl.backends.cpu import probe
-from asyncrl.backends.cpu.probe import MARK, Rates
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.extensions.cpu import probe
+from asyncrl.extensions.cpu.probe import MARK
 from asyncrl.launch import precision
 from asyncrl.launch.placement import imagined, place
+from asyncrl.platforms import Rates
 from tests.fakes import tiny_config
 
 HF = {"hidden_size": 576, "intermediate_size": 1536}
@@ -79,7 +80,7 @@ def test_nothing_stays_auto_for_a_process_to_read(monkeypatch: pytest.MonkeyPatc
 
 
 def test_gpus_take_bfloat16_and_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision, "_run", lambda _: pytest.fail("no probe on GPUs"))
+    monkeypatch.setattr(probe, "_run", lambda _: pytest.fail("no probe on GPUs"))
     config = tiny_config(**AUTO)
     found = precision.resolve(config, MODELS, place(config, imagined(config, 1, 2)), 2)
     assert dtypes(found.config) == ("bfloat16", "bfloat16")
