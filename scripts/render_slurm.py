@@ -31,7 +31,7 @@ BASE = [
     "cluster.gpus=8",
 ]
 AGAIN = ["cluster.time=1-00:00:00", "cluster.requeues=10"]
-FOUR = [*BASE, *AGAIN, "trainer.data_parallel=8", "rollout.batch_groups=128", "engine.count=16"]  # docs/operations.md
+FOUR = [*BASE, *AGAIN, "trainer.data_parallel=8", "rollout.batch_groups=128", "engine.count=16"]  # results/sizes.md
 SCRIPTS = {
     "one_node": BASE,
     "several_nodes": FOUR,

@@ -100,7 +100,7 @@ class Config(Section):
     """Bitwise reproducible tokens and weights, also when resumed from a checkpoint: every sample has its own seed, and
     engines process one request at a time on a CPU and use batch-invariant kernels on a GPU. Slow. Requires
     rollout.max_staleness=0, since otherwise timing would decide which weights generate a token
-    (docs/checkpoints.md)."""
+    (docs/runs.md)."""
     replay: ReplayConfig
     resume: str | None
     """auto: resume from the newest complete checkpoint in the run folder, or start fresh if there is none. Otherwise

@@ -43,7 +43,7 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints of the whole run, in checkpoints/ of the run folder: see docs/checkpoints.md."""
+    """Checkpoints of the whole run, in checkpoints/ of the run folder: see docs/runs.md."""
 
     every: Count | None
     """Write a checkpoint every this many versions, and at the end; unset: none."""
@@ -165,16 +165,16 @@ class ClusterConfig(Section):
     placement: Literal["separate", "shared", "colocated"]
     """separate: trainers and engines have GPUs of their own and work at the same time. shared: they work at the same
     time on the same GPUs, each with a part of the memory (engine.memory_fraction). colocated: they use the same GPUs in
-    turns, with rollout.max_staleness of 0 or 1 (docs/colocated.md). Without GPUs, shared is like separate, and
+    turns, with rollout.max_staleness of 0 or 1 (docs/parallelism.md). Without GPUs, shared is like separate, and
     colocated takes the same turns."""
     plan: str | None
     """auto: the launcher chooses the number of engines, rollout.lead, rollout.max_running_groups and, on GPUs, the
-    parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/planning.md), and keeps
+    parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/operations.md), and keeps
     rollout.max_staleness. A file that asyncrl-plan --json wrote: its overrides are used. What the command line sets is
     kept, and a resumed run keeps the plan that it had."""
     elastic: Literal["off", "advise", "act"]
     """Watch what limits the run, and decide for more or fewer engines, another lead within the bound, or another
-    rollout.max_running_groups if that is a number (docs/elastic.md). advise: decisions are only reported, on the
+    rollout.max_running_groups if that is a number (docs/operations.md). advise: decisions are only reported, on the
     terminal and in elastic.jsonl; act: they are carried out. Requires metrics.timeline=true."""
     min_engines: Count
     """Smallest number of engines that cluster.elastic leaves."""
@@ -232,7 +232,7 @@ class ClusterConfig(Section):
     on_trainer_death: Literal["recover", "end"]
     """What happens when a trainer rank is killed, or raises an error that is neither the user's code nor a setting.
     recover: with checkpoint.every set, all ranks start again, train the batches since the newest checkpoint once more,
-    and go on, while engines and rollouts work (docs/checkpoints.md); end: the run ends."""
+    and go on, while engines and rollouts work (docs/runs.md); end: the run ends."""
     max_restarts: Natural
     """Maximum number of restarts of each engine, of the router, of the trainers, and of each process that plays
     episodes (rollout.processes); the next death ends the run."""
@@ -280,7 +280,7 @@ SINKS = ("tensorboard", "wandb", "mlflow")
 
 
 class MetricsConfig(Section):
-    """Metric outputs in addition to metrics.jsonl and summary.json, which are always written: docs/metrics.md."""
+    """Metric outputs in addition to metrics.jsonl and summary.json, which are always written: docs/operations.md."""
 
     console: bool
     """Show the progress of the run on the terminal: a live table, or one line per step where the output is no
@@ -297,7 +297,7 @@ class MetricsConfig(Section):
     """experiment: name of the experiment; tracking_uri: address of the server; unset: the environment variable
     MLFLOW_TRACKING_URI, or mlruns/ in the run folder. Credentials are MLflow's environment variables."""
     timeline: bool
-    """Record in timeline/ what every episode and process did, and when (docs/timelines.md)."""
+    """Record in timeline/ what every episode and process did, and when (docs/operations.md)."""
     timeline_share: Share
     """Share of the groups whose timelines are recorded and traced; which ones they are depends on their uids alone."""
 
@@ -321,7 +321,7 @@ class MetricsConfig(Section):
 
 
 class TracingConfig(Section):
-    """OpenTelemetry traces of episodes, across all processes (docs/timelines.md)."""
+    """OpenTelemetry traces of episodes, across all processes (docs/operations.md)."""
 
     endpoint: str | None
     """Address of a collector that receives every span as OTLP over HTTP, as http://HOST:4318/v1/traces; headers and

@@ -6,7 +6,7 @@
     asyncrl-engines remove RUN URL ...    remove engines, whoever started them, and wait until they have left
     asyncrl-engines list RUN              print all engines and their state
 
-RUN is the run's folder, on a file system that all of its machines share (docs/engines.md).
+RUN is the run's folder, on a file system that all of its machines share (docs/rollouts.md).
 
 waits for     the lease of the run (leases.py); after a signal, the trainer, which releases the engines
 deadline      LEASE_SECONDS; LEAVE_SECONDS (launch/restarts.py)

@@ -106,7 +106,7 @@ def engines_script(cluster: ClusterConfig, gpus: int, command: str, output: str 
     options |= {"gpus-per-node": gpus} if gpus else {}
     options |= {"output": output, "signal": f"B:USR1@{LEAVE_SECONDS:.0f}"}
     given = {name.replace("_", "-"): value for name, value in cluster.sbatch.items()}
-    lines = ["#!/bin/bash", "# Engines for a run that is under way: sbatch engines.sbatch RUN (docs/engines.md)"]
+    lines = ["#!/bin/bash", "# Engines for a run that is under way: sbatch engines.sbatch RUN (docs/rollouts.md)"]
     lines += [*_options({**options, **given}), "", *cluster.setup, f'exec {command} add "$1"', ""]
     return "\n".join(lines)
 
