@@ -1,12 +1,12 @@
-"""Output of `asyncrl-train --help`: the fields and their meanings, from the docstrings in asyncrl/config, and the
-groups in conf/ and in the recipes."""
+"""Output of `asyncrl-train --help`: the fields and their meanings, from the docstrings in asyncrl/config and in the
+class Settings of each extension, and the groups in conf/, in extensions and in recipes."""
 
 from __future__ import annotations
 
 import ast
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,22 +87,34 @@ class FieldGroup:
 
 
 def sections() -> list[FieldGroup]:
-    """Return all settings, from the sources of asyncrl/config."""
-    classes = {
-        node.name: node
-        for file in CONFIG.glob("*.py")
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
+    """Return all settings, from the sources of asyncrl/config and of its extensions."""
+    classes = _classes(CONFIG.glob("*.py"))
     found, meanings = [], docstrings(classes["Config"])
     for top in _annotated(classes["Config"]):
         kind, name = ast.unparse(top.annotation), ast.unparse(top.target)
         if kind in classes:
             below = list(_below(classes, classes[kind], name))
-            found.append(FieldGroup(name, " ".join((ast.get_docstring(classes[kind]) or "").split()), below))
+            found.append(FieldGroup(name, _meaning(classes[kind]), below))
         else:
             found.append(FieldGroup("", "", [Field(name, _readable(kind), _in_one_line(meanings[name]))]))
+    for file in sorted(EXTENSIONS.glob("*/extension.py")):
+        classes, name = _classes([file]), file.parent.name
+        statements = [node for kind in classes.values() for node in kind.body if isinstance(node, ast.Assign)]
+        for node in statements:
+            if ast.unparse(node.targets[0]) == "Settings":
+                own = classes[ast.unparse(node.value)]
+                found.append(FieldGroup(name, _meaning(own), list(_below(classes, own, name))))
     return found
+
+
+def _classes(files: Iterable[Path]) -> dict[str, ast.ClassDef]:
+    """Return the classes of these files by name."""
+    nodes = (node for file in files for node in ast.parse(file.read_text()).body)
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def _meaning(section: ast.ClassDef) -> str:
+    return " ".join((ast.get_docstring(section) or "").split())
 
 
 def _below(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: str) -> Iterator[Field]:

@@ -12,22 +12,19 @@ on a hang     raises LaunchError, which names the machine
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.backends.cpu import probe
 from asyncrl.backends.cpu.probe import Rates
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
+from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.launch.resume import origins
-
-if TYPE_CHECKING:
-    from asyncrl.launch.slurm.job import SlurmJob
 
 AUTO = "auto"
 PARTS = {"trainer": "train", "engine": "generate", "teacher": "generate", "judge": "generate"}
@@ -82,8 +79,8 @@ def resolve(
     models: Mapping[str, Any],
     placement: Placement,
     gpus: int,
+    cluster: Cluster,
     *,
-    job: SlurmJob | None = None,
     before: dict[str, Any] | None = None,
     attached: str | None = None,
 ) -> Precision:
@@ -94,7 +91,7 @@ def resolve(
     measured = [part for part in parts if not on_gpu(getattr(config, part), gpus)]
     wanted = {part: (_shape(models[part]), _machines(placement, part)) for part in measured}
     try:
-        rates = _ask(wanted.values(), job)
+        rates = _ask(wanted.values(), cluster)
     except LaunchError as error:
         if any(getattr(config, part).dtype == AUTO for part in measured):
             raise
@@ -120,9 +117,9 @@ def resolve(
     return Precision(_replaced(config, {choice.part: choice.dtype for choice in choices}, gpus), choices)
 
 
-def measured(hf: dict[str, Any], machines: Sequence[str], job: SlurmJob | None) -> Rates:
+def measured(hf: dict[str, Any], machines: Sequence[str], cluster: Cluster) -> Rates:
     """Return the rates of the slowest of these machines for a model. Raises LaunchError if one cannot be measured."""
-    return min(_ask([(_shape(hf), machines)], job).values(), key=lambda rates: max(rates.train.values()))
+    return min(_ask([(_shape(hf), machines)], cluster).values(), key=lambda rates: max(rates.train.values()))
 
 
 def assumed(config: Config, gpus: int) -> Config:
@@ -198,23 +195,17 @@ def _machines(placement: Placement, part: str) -> list[str]:
     return list(dict.fromkeys(seat.node.name for seat in seats))
 
 
-def _ask(wanted: Iterable[tuple[str, Sequence[str]]], job: SlurmJob | None) -> dict[tuple[str, str], Rates]:
+def _ask(wanted: Iterable[tuple[str, Sequence[str]]], cluster: Cluster) -> dict[tuple[str, str], Rates]:
     """Return the measured rates by shape and machine. Raises LaunchError if a measurement is missing."""
     pairs = list(dict.fromkeys((shape, machine) for shape, machines in wanted for machine in machines))
-    if not pairs:
-        return {}
     shapes = list(dict.fromkeys(shape for shape, _ in pairs))
+    here = {(shape, ""): rates for shape in shapes if (rates := probe.cached(*_sides(shape)))}
+    if here.keys() >= set(pairs):
+        return here
+    machines = list(dict.fromkeys(machine for _, machine in pairs))
     program = [sys.executable, "-m", "asyncrl.backends.cpu.probe", *shapes]
-    if job:
-        machines = list(dict.fromkeys(machine for _, machine in pairs))
-        outputs = job.everywhere(program, PROBE_SECONDS, machines)
-    else:
-        known = {shape: probe.cached(*_sides(shape)) for shape in shapes}
-        complete = {(shape, ""): rates for shape, rates in known.items() if rates}
-        if len(complete) == len(shapes):
-            return complete
-        machines, outputs = [""], [_run(program)]
-    found = {(shape, machine if job else ""): rates for output in outputs for shape, machine, rates in _parsed(output)}
+    outputs = cluster.everywhere(program, PROBE_SECONDS, machines)
+    found = {(shape, machine): rates for output in outputs for shape, machine, rates in _parsed(output)}
     if missing := [machine or "this machine" for shape, machine in pairs if (shape, machine) not in found]:
         said = "\n".join(output[-1000:] for output in outputs)
         raise LaunchError(
@@ -227,22 +218,6 @@ def _ask(wanted: Iterable[tuple[str, Sequence[str]]], job: SlurmJob | None) -> d
 def _sides(shape: str) -> tuple[int, int]:
     hidden, _, inner = shape.partition("x")
     return int(hidden), int(inner)
-
-
-def _run(program: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            program,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PROBE_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        return str(late.stdout or "")
-    return done.stdout
 
 
 def _parsed(output: str) -> Iterator[tuple[str, str, Rates]]:

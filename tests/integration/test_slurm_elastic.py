@@ -14,8 +14,8 @@ import pytest
 
 from asyncrl.config import read
 from scripts.render_slurm import FOLDER
+from tests.extensions.slurm.lab import SMALL, TIMEOUT, Lab, Submitted, missing, missing_networks
 from tests.integration.running import lines, nothing_is_left
-from tests.slurm.lab import SMALL, TIMEOUT, Lab, Submitted, missing, missing_networks
 
 REASON = missing() or missing_networks()
 pytestmark = [pytest.mark.campaign, pytest.mark.skipif(bool(REASON), reason=REASON)]
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.skipif(bool(REASON), reason=REAS
 
 ONE_MACHINE = (*SMALL, "cluster.nodes=1", "cluster.host=null", "run.max_steps=100000")
 ELASTIC = (
-    *("cluster.elastic=act", "cluster.max_engines=3", "metrics.timeline=true", "cluster.sbatch.exclusive=true"),
+    *("cluster.elastic=act", "cluster.max_engines=3", "metrics.timeline=true", "slurm.sbatch.exclusive=true"),
     *("engine.max_running_requests=1", "rollout.max_staleness=1"),  # an engine is too slow
 )
 

@@ -210,11 +210,11 @@ def _cache_file(hidden: int, inner: int) -> Path:
 
 
 def main(shapes: list[str]) -> int:
-    """Print a line for each shape: the shape, the machine's name in Slurm if any, and the rates."""
+    """Print a line for each shape: the shape, the machine's name if the run has several, and the rates."""
     for shape in shapes:
         hidden, _, inner = shape.partition("x")
         found = rates(int(hidden), int(inner))
-        sys.stdout.write(f"{MARK}{shape} {os.environ.get('SLURMD_NODENAME', '')} {found.line()}\n")
+        sys.stdout.write(f"{MARK}{shape} {os.environ.get('ASYNCRL_NODE', '')} {found.line()}\n")
     sys.stdout.flush()
     return 0
 
