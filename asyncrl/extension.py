@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from asyncrl.config import Config
     from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement
+    from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GROUP = "asyncrl.extensions"
+NOBODY = "No extension that is installed does this: leave it unset."
 
 
 class Planned(Protocol):
@@ -75,6 +77,19 @@ class LaunchHooks:
         """Return the pilot of a run with cluster.elastic; None if this extension has none."""
         return None
 
+    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
+        """Check a run before it starts, after the core's own checks: at each start, and with --check."""
+        return iter(())
+
+    def notes(self, prepared: Preparation) -> list[str]:
+        """Return lines for the console at the start. Raises ConfigError for a run that must not start, which only
+        matters if cluster.preflight=false left out the check."""
+        return []
+
+    def sweep(self) -> None:
+        """Remove what killed runs have left on this machine: called at the end of every run and before others start.
+        It has the default settings, since the run is not known. An extension that has to be named is not called."""
+
 
 class TrainerHooks:
     """What an extension does on a trainer rank. Every rank calls the same methods in the same order."""
@@ -109,6 +124,13 @@ class RolloutHooks:
         """Release what is held, at the end of the run."""
 
 
+class PlayerHooks:
+    """What an extension does in each process that plays episodes (rollout.processes)."""
+
+    async def close(self) -> None:
+        """Release what the episodes shared, after the last one."""
+
+
 class Extension:
     """Base class of an extension. Every method is optional."""
 
@@ -123,6 +145,12 @@ class Extension:
     trains: ClassVar[bool] = True
     """Whether its settings can change what is trained. Those that cannot are not taken from a recorded run by a replay,
     and may differ when a run is resumed."""
+    wrappers: ClassVar[Mapping[str, str]] = {}
+    """Import paths of what wraps the task of a section (TaskConfig) that sets a field, by that field; called with the
+    task and the section."""
+    question: ClassVar[str] = ""
+    """Import path of a function of a question and the chat template, which returns the question as the model is shown
+    it."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
@@ -143,6 +171,10 @@ class Extension:
     def rollout(self) -> RolloutHooks:
         """Return the hooks in the rollout process."""
         return RolloutHooks()
+
+    def player(self) -> PlayerHooks:
+        """Return the hooks in a process that plays episodes."""
+        return PlayerHooks()
 
 
 @cache
@@ -183,7 +215,13 @@ def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) ->
         if (answer := ask(one.launch())) is not None:
             return answer
     value: Any = reduce(getattr, field.split("."), config)
-    raise ConfigError(field, value, "No extension that is installed does this: leave it unset.")
+    raise ConfigError(field, value, NOBODY)
+
+
+def sweep() -> None:
+    """Remove what killed runs have left on this machine of the extensions that need not be named."""
+    for kind in classes({}).values():
+        kind(kind.Settings()).launch().sweep()
 
 
 def tasks() -> dict[str, str]:
@@ -205,3 +243,18 @@ def apart(named: Mapping[str, str]) -> set[str]:
 def rewards() -> dict[str, str]:
     """Return the import paths of rewards of the same extensions, by their name in task.reward."""
     return {name: path for kind in classes({}).values() for name, path in kind.rewards.items()}
+
+
+def wrapped(task: T, section: Any, field: str) -> T:
+    """Return the task of a section that sets this field as an extension wraps it. Raises ConfigError if none does."""
+    for kind in classes({}).values():
+        if field in kind.wrappers:
+            made: T = load(kind.wrappers[field], f"task.{field}")(task, section)
+            return made
+    raise ConfigError(f"task.{field}", getattr(section, field), NOBODY)
+
+
+@cache
+def question_functions() -> list[Callable[[dict[str, Any], Any], dict[str, Any]]]:
+    """Return the functions of the same extensions through which every question goes before it is rendered."""
+    return [load(kind.question, "extensions") for kind in classes({}).values() if kind.question]

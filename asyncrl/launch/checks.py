@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import difflib
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,11 +15,10 @@ from asyncrl.config.quantization import check_codes
 from asyncrl.config.server_args import speculates
 from asyncrl.engine.server import CPU_ARGS
 from asyncrl.errors import ConfigError
+from asyncrl.imports import announced
 from asyncrl.launch.engine_shape import check_shape
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.vision import deepstack, image_shape
-from asyncrl.sandbox.local import LocalSandboxes, noted
-from asyncrl.sandbox.protections import Protections
 from asyncrl.tasks.scores import rewards
 from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
@@ -343,15 +340,15 @@ def installed(package: str) -> bool:
         return False
 
 
-def check_files(config: Config) -> list[LocalSandboxes]:
+def check_files(config: Config) -> list[object]:
     """Refuse tasks, rewards and agents that cannot be built, sinks without their package, and a missing chat template.
-    Return the sandboxes in which the tasks' code would run, not yet started."""
+    Return the parts that they announce to extensions."""
     from asyncrl.rollout.agent import agents  # imports a web server
 
     check_sinks(config)
     check_tracing(config)
     check_request_fields(config)
-    with noted() as sandboxes:
+    with announced() as parts:
         built = tasks.build_all(config)
         rewards(config, built)
         if config.mode != "replay":
@@ -359,21 +356,4 @@ def check_files(config: Config) -> list[LocalSandboxes]:
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")
-    return sandboxes
-
-
-def check_sandboxes(sandboxes: Sequence[LocalSandboxes]) -> list[Protections]:
-    """Return how this machine is protected from code that the model writes, without duplicates. Raises ConfigError if
-    the protection is weaker than required."""
-
-    async def ask() -> list[Protections]:
-        found = []
-        for one in sandboxes:
-            try:
-                found.append(await one.describe())
-            finally:
-                await one.close()
-        return found
-
-    told = {str(one): one for one in asyncio.run(ask())}
-    return list(told.values())
+    return parts

@@ -1,12 +1,12 @@
 """Output of `asyncrl-train --help`: the fields and their meanings, from the docstrings in asyncrl/config and in the
-class Settings of each extension, and the groups in conf/, in extensions and in recipes."""
+extensions, and the groups in conf/ and in the recipes."""
 
 from __future__ import annotations
 
 import ast
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,35 +25,57 @@ ALGORITHMS = {
 }
 """Files of asyncrl/algo that define the algorithms of a field."""
 
+FIRST = [
+    *("mode", "run.name", "run.dir", "run.max_steps", "resume", "checkpoint.every", "record", "model.path"),
+    *("task.train_file", "task.reward", "agent", "rollout.batch_groups", "rollout.group_size"),
+    *("rollout.max_new_tokens", "rollout.max_staleness", "rollout.temperature", "algo.advantage", "algo.loss"),
+    *("algo.kl.coefficient", "trainer.optimizer.lr", "trainer.tensor_parallel", "trainer.pipeline_parallel"),
+    *("trainer.data_parallel", "trainer.lora.rank", "engine.count", "engine.tensor_parallel"),
+    *("eval.questions", "eval.every", "cluster.placement", "metrics.sinks"),
+]
+"""The fields that people set first: --help shows them, and --help all the others, too."""
+
 USAGE = """\
-asyncrl-train [field=value | group=option] ...
+asyncrl-train [--config FILE] [field=value | group=option] ...
 
 Trains a language model with asynchronous RL: Megatron trainers and SGLang engines at the same time.
 
   asyncrl-train                                    the default run: SmolLM2-135M on CPU
   asyncrl-train experiment=tiny                    0.13M parameters, one to two minutes
   asyncrl-train experiment=tiny trainer.tensor_parallel=2 engine.count=2 rollout.max_staleness=4
+  asyncrl-train --config my_run.yaml               settings from a file of your own (docs/quickstart.md)
+  asyncrl-train --schema                           JSON schema of such files, for editors
+  asyncrl-train --help all                         every field; --help rollout: those that begin with rollout
   asyncrl-train --cfg job                          print the composed settings without a run
   asyncrl-train --check ...                        report problems of a run without starting it
   eval "$(asyncrl-train -sc install=bash)"         shell completion (also zsh, fish)
 """
 
 
-def render(conf: Path) -> str:
-    """Return the whole help text."""
+def group_options(conf: Path) -> dict[str, list[str]]:
+    """Return the options of each group."""
     options = defaultdict[str, list[str]](list)
     for file in (file for folder in (conf, *further_confs()) for file in folder.glob("*/*.yaml")):
         options[file.parent.name].append(file.stem)
+    return {group: sorted(options[group]) for group in sorted(options)}
+
+
+def render(conf: Path, asked: str = "") -> str:
+    """Return the help text: with the fields that people set first, or all, or those whose names begin as asked."""
     groups = [
         textwrap.fill(
-            ", ".join(sorted(options[group])),
+            ", ".join(options),
             100,
             initial_indent=f"  {group:12} ",
             subsequent_indent=" " * 15,
         )
-        for group in sorted(options)
+        for group, options in group_options(conf).items()
     ]
-    return "\n".join([USAGE, "Groups (group=option):", *groups, "", "Fields (field=value):", *_fields()])
+    if asked and asked != "all":
+        return "\n".join(_fields(lambda name: f"{name}.".startswith(f"{asked}.")))
+    fields = _fields(lambda name: asked == "all" or name in FIRST)
+    more = [] if asked else ["", f"{len(field_names()) - len(FIRST)} more fields: asyncrl-train --help all"]
+    return "\n".join([USAGE, "Groups (group=option):", *groups, "", "Fields (field=value):", *fields, *more])
 
 
 def further_confs() -> list[Path]:
@@ -134,12 +156,13 @@ def _in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _fields() -> Iterator[str]:
-    """Yield the lines about all fields."""
+def _fields(wanted: Callable[[str], bool]) -> Iterator[str]:
+    """Yield the lines about the fields that are wanted."""
     for section in sections():
-        yield "\n" + textwrap.fill(f"{section.name}: {section.meaning}", 100) if section.name else ""
-        for field in section.fields:
-            yield from _field(field)
+        if fields := [field for field in section.fields if wanted(field.name)]:
+            yield "\n" + textwrap.fill(f"{section.name}: {section.meaning}", 100) if section.name else ""
+            for field in fields:
+                yield from _field(field)
 
 
 def _name(field: ast.AnnAssign) -> str:

@@ -64,7 +64,7 @@ class ProcessSpec:
     step: bool = False  # whether argv runs it on another machine: forwards signals, and kills it on SIGTERM
     shares: bool = False  # whether it is an engine whose GPUs trainers use in turn with it
     reports: bool = False  # whether it reports its progress in a file (progress.py)
-    together: str = ""  # processes with the same value live and die together: ranks of an engine on several machines
+    together: str = ""  # processes with the same value live and die together: trainers, ranks of one engine
 
     @property
     def killed_at_once(self) -> bool:
@@ -349,6 +349,8 @@ def _trainers(config: Config, addresses: Addresses, placement: Placement, run_di
                 ends_the_run=True,
                 node=seat.node.name,
                 reports=True,
+                restarts=config.cluster.max_restarts if config.recovers else 0,
+                together="trainers",
             )
         )
     return specs
