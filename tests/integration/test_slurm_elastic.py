@@ -65,7 +65,7 @@ def test_a_run_submits_jobs_of_engines_from_inside_its_job_and_leaves_none_behin
         assert state(waiting) == "PENDING"
         assert state(engines) == "RUNNING"
         (own,) = json.loads((run_dir / "addresses.json").read_text())["engines"]
-        lab.run(sys.executable, "-m", "asyncrl.launch.engines", "remove", str(run_dir), own, timeout=TIMEOUT)
+        lab.run(sys.executable, "-m", "asyncrl.extensions.join.command", "remove", str(run_dir), own, timeout=TIMEOUT)
         job.wait_for_step(len(job.steps()) + 5)  # with the other alone
         assert job.steps()[-1]["engines/serving"] == 1
         lab.run("scancel", "--signal=USR1", "--batch", job.id)  # the run ends with a checkpoint
@@ -89,7 +89,7 @@ def test_job_of_engines_joins_a_run_loses_a_machine_and_leaves(lab: Lab, tmp_pat
     assert read(run_dir).cluster.host is None
     script = tmp_path / "engines.sbatch"
     text = (FOLDER / "engines.sbatch").read_text()
-    text = text.replace("exec asyncrl-engines", f"exec {sys.executable} -m asyncrl.launch.engines")
+    text = text.replace("exec asyncrl-engines", f"exec {sys.executable} -m asyncrl.extensions.join.command")
     not_here = ("#SBATCH --gpus-per-node", "#SBATCH --exclusive")
     script.write_text("\n".join(line for line in text.splitlines() if not line.startswith(not_here)) + "\n")
     options = ("--parsable", f"--output={tmp_path}/engines.out", "--nodes=2")

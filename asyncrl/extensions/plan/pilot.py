@@ -37,7 +37,7 @@ from asyncrl.network.addresses import ELASTIC, Addresses
 if TYPE_CHECKING:
     from asyncrl.extensions.plan.elastic import ElasticDecision
 
-COMMAND = [sys.executable, "-m", "asyncrl.launch.engines"]
+COMMAND = [sys.executable, "-m", "asyncrl.extensions.join.command"]
 ANSWER = 5.0
 """Deadline of a request to the rollout process."""
 SECONDS = 60.0
