@@ -9,6 +9,8 @@ code would.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from importlib.metadata import entry_points
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GROUP = "asyncrl.extensions"
 NOBODY = "No extension that is installed does this: leave it unset."
+NAMED = "ASYNCRL_EXTENSIONS"
+"""Environment variable with extensions that the setting names, for processes that read no configuration."""
 
 
 class Planned(Protocol):
@@ -89,6 +93,18 @@ class LaunchHooks:
     def sweep(self) -> None:
         """Remove what killed runs have left on this machine: called at the end of every run and before others start.
         It has the default settings, since the run is not known. An extension that has to be named is not called."""
+
+
+class EngineHooks:
+    """What an extension does to the engines of the policy, and to those of teacher and judge."""
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """Return further arguments of SGLang for the policy's engines, by name. Called in the launcher."""
+        return {}
+
+    def install(self, argv: Sequence[str]) -> None:
+        """Patch SGLang's modules when they are imported (importing.after_import). Called in every process of an engine,
+        before it imports sglang. `argv` is the command line, all that the process knows of the run."""
 
 
 class TrainerHooks:
@@ -152,6 +168,9 @@ class Extension:
     """Import path of a function of a question and the chat template, which returns the question as the model is shown
     it."""
 
+    platform: ClassVar[str] = ""
+    """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
+
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
         self.settings = settings
@@ -163,6 +182,10 @@ class Extension:
     def launch(self) -> LaunchHooks:
         """Return the hooks in the launcher."""
         return LaunchHooks()
+
+    def engine(self) -> EngineHooks:
+        """Return the hooks of engines. In an engine's process, the extension has its default settings."""
+        return EngineHooks()
 
     def trainer(self, policy: Policy) -> TrainerHooks:
         """Return the hooks on a trainer rank, whose networks hold the weights of the model folder."""
@@ -206,6 +229,24 @@ def active(config: Config) -> dict[str, Extension]:
     """Return a new instance of every extension, by name."""
     settings = config.model_extra or {}
     return {name: kind(settings.get(name, Section())) for name, kind in classes(config.extensions).items()}
+
+
+def engine_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments that all extensions add to those of the policy's engines."""
+    return {name: value for one in active(config).values() for name, value in one.engine().arguments(config).items()}
+
+
+def engine_environment(config: Config) -> dict[str, str]:
+    """Return the environment in which an engine's process finds those extensions with hooks that the setting names."""
+    kinds = classes(config.extensions)
+    named = {name: path for name, path in config.extensions.items() if kinds[name].engine is not Extension.engine}
+    return {NAMED: json.dumps(named)} if named else {}
+
+
+def install_in_engine(argv: Sequence[str]) -> None:
+    """Install the hooks of all extensions in an engine's process. Raises ConfigError."""
+    for kind in classes(json.loads(os.environ.get(NAMED, "{}"))).values():
+        kind(kind.Settings()).engine().install(argv)
 
 
 def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) -> T:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -16,13 +19,15 @@ from asyncrl import extension, imports
 from asyncrl.config import Config, TaskConfig, load
 from asyncrl.errors import ConfigError
 from asyncrl.launch import leftovers
+from asyncrl.launch.placement import Node, place
+from asyncrl.launch.plan import plan
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of
 from asyncrl.tasks import Task, build, build_all
-from tests.fakes import FakeTemplate, tiny_config, tiny_values
+from tests.fakes import FakeTemplate, addresses, compose_values, tiny_config, tiny_values
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
 CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -183,3 +188,45 @@ def test_leftovers_of_extensions_are_removed_with_those_of_a_run(alone: dict[str
     before = Wrapping.swept
     leftovers.sweep("no such run", [])
     assert Wrapping.swept == before + 1
+
+
+PATCHES = """
+from asyncrl.extension import EngineHooks, Extension
+
+class Hooks(EngineHooks):
+    def arguments(self, config):
+        return {"sampling_backend": "pytorch", "num_reserved_decode_tokens": config.run.max_steps}
+
+    def install(self, argv):
+        import sys
+        print("installed", argv[1:], "sglang" in sys.modules)
+
+class Patches(Extension):
+    def engine(self):
+        return Hooks()
+"""
+
+
+def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> None:
+    (tmp_path / "patches.py").write_text(PATCHES)
+    settings = [
+        "+extensions.patches=patches:Patches",
+        "run.max_steps=7",
+        "trainer.dtype=float32",
+        "engine.dtype=float32",
+    ]
+    config = load(compose_values("experiment=tiny", *settings))
+    node = Node("", "127.0.0.1", (), tuple(range(20000, 20100)))
+    placed = place(config, [node])
+    (engine,) = (one for one in plan(config, addresses(), placed, tmp_path) if one.name == "engine-0")
+    at = engine.argv.index("--num-reserved-decode-tokens")
+    assert engine.argv[at + 1] == "7"
+    code = "import asyncrl.engine.serve"
+    env = {**os.environ, **engine.env, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code, *engine.argv[at : at + 2]]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "installed ['--num-reserved-decode-tokens', '7'] False"
+
+
+def test_engines_import_no_extension_without_hooks_for_them() -> None:
+    assert extension.engine_environment(configured()) == {}

@@ -33,7 +33,7 @@ RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extens
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "imports", "routing", "leases"),
-    *("importing", "network", "progress", "child", "images", "removed", "extension"),
+    *("importing", "network", "progress", "child", "images", "removed", "extension", "platforms"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -56,13 +56,13 @@ ALLOWED = {
     "config": {"errors", "settings", "algo"},
     "removed": set(),
     "metrics": {"config"},
-    "backends": {"models", "algo"},
+    "platforms": set(),
     "models": set(),
     "launch": {
         *("config", "engine", "models", "tasks", "records", "checkpoints", "observability"),
-        *("planner", "weights", "backends", "rollout", "settings"),
+        *("planner", "weights", "rollout", "settings"),
     },
-    "engine": {"config", "backends", "observability"},
+    "engine": {"config", "observability"},
     "agents": {"envs"},
     "envs": {"observability"},
     "rewards": set(),
@@ -76,7 +76,7 @@ ALLOWED = {
     },
     "algo": {"config", "settings"},
     "weights": {"config", "engine", "models"},
-    "trainer": {"config", "algo", "backends", "engine", "weights", "records", "checkpoints", "models"},
+    "trainer": {"config", "algo", "engine", "weights", "records", "checkpoints", "models"},
     "planner": {"config", "models"},
 }
 # Within a package, where only some modules are meant.
@@ -84,15 +84,10 @@ ONLY = {
     ("launch", "engine"): {"engine.server", "engine.router", "engine.registry"},
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("rollout", "models"): {"models.vision", "models.architectures"},
-    ("rollout", "checkpoints"): {"checkpoints.manifest"},
+    ("rollout", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("launch", "planner"): {"planner.settings", "planner.memory", "planner.shapes", "planner.estimate"},
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
-    ("launch", "backends"): {"backends.cpu", "backends.cpu.probe"},
     ("launch", "rollout"): {"rollout.agent"},
-    ("engine", "backends"): {"backends.cpu", "backends.cpu.sglang_shim"},
-    ("trainer", "backends"): {"backends.cpu", "backends.cpu.pack_attention"},
-    ("backends", "models"): {"models.catalog"},
-    ("backends", "algo"): {"algo.pack"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,33 +110,38 @@ class FieldGroup:
 
 def sections() -> list[FieldGroup]:
     """Return all settings, from the sources of asyncrl/config and of its extensions."""
-    classes = _classes(CONFIG.glob("*.py"))
+    classes = _classes(CONFIG)
     found, meanings = [], docstrings(classes["Config"])
     for top in _annotated(classes["Config"]):
         kind, name = ast.unparse(top.annotation), ast.unparse(top.target)
         if kind in classes:
             below = list(_below(classes, classes[kind], name))
-            found.append(FieldGroup(name, _meaning(classes[kind]), below))
+            found.append(FieldGroup(name, _in_one_line(ast.get_docstring(classes[kind]) or ""), below))
         else:
             found.append(FieldGroup("", "", [Field(name, _readable(kind), _in_one_line(meanings[name]))]))
-    for file in sorted(EXTENSIONS.glob("*/extension.py")):
-        classes, name = _classes([file]), file.parent.name
-        statements = [node for kind in classes.values() for node in kind.body if isinstance(node, ast.Assign)]
-        for node in statements:
-            if ast.unparse(node.targets[0]) == "Settings":
-                own = classes[ast.unparse(node.value)]
-                found.append(FieldGroup(name, _meaning(own), list(_below(classes, own, name))))
+    for folder in sorted(EXTENSIONS.glob("*/")):
+        own = _classes(folder)
+        for section in (own[name] for name in _settings(folder)):
+            below = list(_below(own, section, folder.name))
+            found.append(FieldGroup(folder.name, _in_one_line(ast.get_docstring(section) or ""), below))
     return found
 
 
-def _classes(files: Iterable[Path]) -> dict[str, ast.ClassDef]:
-    """Return the classes of these files by name."""
-    nodes = (node for file in files for node in ast.parse(file.read_text()).body)
+def _settings(folder: Path) -> list[str]:
+    """Return the name of the class with an extension's settings, if it has any: `Settings = NAME` in extension.py."""
+    file = folder / "extension.py"
+    nodes = list(ast.walk(ast.parse(file.read_text()))) if file.exists() else []
+    return [
+        ast.unparse(node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "Settings"
+    ]
+
+
+def _classes(folder: Path) -> dict[str, ast.ClassDef]:
+    """Return the classes of a package by name."""
+    nodes = (node for file in folder.glob("*.py") for node in ast.parse(file.read_text()).body)
     return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-
-
-def _meaning(section: ast.ClassDef) -> str:
-    return " ".join((ast.get_docstring(section) or "").split())
 
 
 def _below(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: str) -> Iterator[Field]:

@@ -15,7 +15,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.extension import Planned, active, first
 from asyncrl.launch import forecast, layers, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
-from asyncrl.launch.checks import check_devices, check_files, check_gpu_features, check_model
+from asyncrl.launch.checks import check_devices, check_files, check_model, check_platforms
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.generations import check_generations
 from asyncrl.launch.placement import Node, Placement, imagined, job_size, place
@@ -122,7 +122,7 @@ class Preparation:
             self.nodes = self.cluster.nodes
         if self.config.cluster.is_local:
             check_devices(self.config, self.gpus)
-        check_gpu_features(self.config, self.gpus)
+        check_platforms(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
         seats = [seat for seats in self._placement.engines for seat in seats]
         check_generations(self.config.engine, seats, self.nodes, self.machines if self.gpus else ())

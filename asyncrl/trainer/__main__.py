@@ -19,10 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.backends import transformer_engine
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl import platforms
 
-transformer_engine.check(gpu=not megatron_shim.enable())  # must run before the first import of megatron.core
+platforms.here().prepare_trainer()  # must run before the first import of megatron.core
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

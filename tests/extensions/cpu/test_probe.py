@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.backends.cpu import probe
-from asyncrl.backends.cpu.probe import Rates
+from asyncrl.extensions.cpu import probe
+from asyncrl.platforms import Rates
 
 RATES = Rates("host", "cpu", {"bfloat16": 5e9, "float32": 6e10}, {"bfloat16": 9e10, "float32": 6e10}, 2, 1.9)
 
@@ -105,7 +105,7 @@ def test_large_weights_are_shortened_and_small_ones_are_the_models_own() -> None
 
 def test_program_prints_real_rates_beside_other_output(tmp_path: Path) -> None:
     env = {**os.environ, "ASYNCRL_CACHE": str(tmp_path), "ASYNCRL_NODE": "node7"}
-    command = [sys.executable, "-m", "asyncrl.backends.cpu.probe", "64x96"]
+    command = [sys.executable, "-m", "asyncrl.extensions.cpu.probe", "64x96"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(probe.MARK)]
     shape, node, text = line.removeprefix(probe.MARK).split(" ", 2)

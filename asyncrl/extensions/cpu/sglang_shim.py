@@ -20,7 +20,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from asyncrl.backends.cpu import compiler
+from asyncrl.extensions.cpu import compiler
 from asyncrl.importing import after_import
 
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
@@ -222,7 +222,7 @@ def _register_attention(registry: Any) -> None:
 
     @registry.register_attention_backend("torch_native")
     def create(runner: Any) -> Any:
-        from asyncrl.backends.cpu.sglang_attention import BatchedAttention  # imports sglang; only schedulers need it
+        from asyncrl.extensions.cpu.sglang_attention import BatchedAttention  # imports sglang; only schedulers need it
 
         return BatchedAttention(runner)
 
@@ -245,7 +245,7 @@ def _without_invariant_kernels(module: Any) -> None:
 
 def _hash_in_torch(module: Any) -> None:
     """Replace SGLang's murmur_hash32, which is a compiled kernel, with our implementation in torch."""
-    from asyncrl.backends.cpu.sampling import murmur_hash32
+    from asyncrl.extensions.cpu.sampling import murmur_hash32
 
     module.murmur_hash32 = murmur_hash32
 
@@ -255,7 +255,7 @@ def _sample_by_inversion(module: Any) -> None:
 
     SGLang's method draws as many random numbers as the vocabulary has entries.
     """
-    from asyncrl.backends.cpu.sampling import sample
+    from asyncrl.extensions.cpu.sampling import sample
 
     by_sglang = module.sampling_from_probs_torch
 

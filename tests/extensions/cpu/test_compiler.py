@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from asyncrl.backends.cpu import compiler
+from asyncrl.extensions.cpu import compiler
 
 ENGINE = """
 import sys, torch
-from asyncrl.backends.cpu import sglang_shim
+from asyncrl.extensions.cpu import sglang_shim
 sglang_shim._without_compiler(torch)
 
 @torch.compile(dynamic=True)
@@ -26,8 +26,8 @@ import transformers.masking_utils
 """
 TRAINER = """
 import sys, torch
-from asyncrl.backends.cpu import megatron_shim
-assert megatron_shim.enable()
+from asyncrl import platforms
+platforms.here().prepare_trainer()
 import asyncrl.trainer.policy
 """
 BOTH = """

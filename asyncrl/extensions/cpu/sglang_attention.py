@@ -11,7 +11,7 @@ from typing import Any
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
-from asyncrl.backends.cpu.paged_attention import PagedAttentionPlan, attend, make_plan
+from asyncrl.extensions.cpu.paged_attention import PagedAttentionPlan, attend, make_plan
 
 
 class BatchedAttention(TorchNativeAttnBackend):

@@ -1,4 +1,4 @@
-"""Experts of an engine on a CPU that are divided among ranks (asyncrl/backends/cpu/sglang_shim.py)."""
+"""Experts of an engine on a CPU that are divided among ranks (sglang_shim.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl.backends.cpu.sglang_shim import _skip_experts_of_others
+from asyncrl.extensions.cpu.sglang_shim import _skip_experts_of_others
 
 
 class Chosen(NamedTuple):

@@ -1,4 +1,5 @@
-"""On a GPU, Megatron runs without TransformerEngine, and a broken TransformerEngine ends a trainer by name.
+"""What processes compute on is chosen once: CUDA, or the platform of an extension. On a GPU, Megatron runs without
+TransformerEngine, and a broken TransformerEngine ends a trainer by name.
 
 A subprocess that believes in CUDA imports Megatron without the shim, and runs a router's layer on a CPU.
 """
@@ -10,11 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from asyncrl import extension, platforms
+
 ROUTER = """
 import torch
 torch.cuda.is_available = lambda: True
-from asyncrl.backends.cpu import megatron_shim
-assert not megatron_shim.enable()
+from asyncrl import platforms
+assert platforms.here() is platforms.CUDA
+platforms.here().prepare_trainer()
 import megatron.core.fp8_utils
 import asyncrl.trainer.model
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
@@ -51,7 +57,7 @@ BROKEN = {
 
 def ran(program: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a program that finds the packages of a folder first."""
-    paths = [str(folder), os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[2])]
+    paths = [str(folder), os.environ.get("PYTHONPATH", ""), str(Path(__file__).parents[1])]
     return subprocess.run(
         [sys.executable, *program],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -81,3 +87,23 @@ def test_a_trainer_on_a_gpu_names_a_broken_transformer_engine_before_it_imports_
         )
         assert "requirements/gpu.txt" in last
         assert megatron == "not imported"
+
+
+class Offered(platforms.Platform):
+    """A platform of an installed package."""
+
+
+class Offers(extension.Extension):
+    """An extension with it."""
+
+    platform = f"{__name__}:Offered"
+
+
+def test_platform_of_an_installed_package_comes_before_the_shipped_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "installed", lambda: {"own": f"{__name__}:Offers"})
+    platforms.without_gpu.cache_clear()
+    try:
+        assert isinstance(platforms.chosen(gpu=False), Offered)
+        assert platforms.chosen(gpu=True) is platforms.CUDA
+    finally:
+        platforms.without_gpu.cache_clear()

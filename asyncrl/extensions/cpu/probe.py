@@ -1,13 +1,16 @@
 """Measurement of how fast one CPU core of this machine multiplies matrices, in bfloat16 and in float32.
 
-    python -m asyncrl.backends.cpu.probe HIDDENxINNER [HIDDENxINNER ...]
+    python -m asyncrl.extensions.cpu.probe HIDDENxINNER [HIDDENxINNER ...]
 
 These rates decide `dtype: auto` (launch/precision.py), and the estimated duration of a run is based on them. A CPU
 without bfloat16 arithmetic (AVX2 alone, or AVX-512 before Cooper Lake) takes up to 40 times as long in bfloat16 as in
 float32; one with AVX-512 BF16 or AMX takes half as long or less.
 
 Rates are cached for each host, CPU, torch version and shape, so torch is imported only once on a machine. Only
-`measure` imports torch: the launcher reads cached rates without it.
+`measure` imports torch: the launcher, which asks all machines (`ask`), reads cached rates without it.
+
+waits for     the probe of each machine (PROBE_SECONDS)
+on a hang     raises LaunchError, which names the machine
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from asyncrl.errors import LaunchError
 from asyncrl.models.catalog import cache_dir
+from asyncrl.platforms import DTYPES, Everywhere, Rates
 
-DTYPES = ("bfloat16", "float32")
 TRAIN_ROWS, GENERATE_ROWS = 64, 32
 """Tokens per product: as in a short micro-batch, and as in an engine that decodes for this many requests."""
 LARGEST = 1 << 20
@@ -38,51 +41,10 @@ WINDOW = 0.15
 """Seconds for which the operations of two processes are counted."""
 MARK = "asyncrl-rates "
 """Prefix of the result line, which tells it from what modules and prologs print."""
+PROBE_SECONDS = 120.0
+"""Timeout of the probe. A cold import of torch from a shared file system takes most of it."""
 SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables that hide CPU instructions from torch and its libraries."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Floating-point operations per second of one thread, by dtype, in products with the weights of one MLP."""
-
-    host: str
-    cpu: str
-    train: dict[str, float]
-    """Forward and both gradient products, with TRAIN_ROWS tokens."""
-    generate: dict[str, float]
-    """Forward product only, with GENERATE_ROWS tokens."""
-    cores: int
-    """Number of CPUs that this process may use."""
-    two: float
-    """Float32 throughput of two concurrent processes relative to one: 2, or 1 if the cores share arithmetic units."""
-
-    def faster(self, part: str) -> str:
-        """Return the faster dtype for a part of the run, "train" or "generate"."""
-        rates: dict[str, float] = getattr(self, part)
-        return max(DTYPES, key=lambda dtype: rates[dtype])
-
-    def slowdown(self, part: str, dtype: str) -> float:
-        """Return how many times as long a part takes in `dtype` as in the faster dtype."""
-        rates: dict[str, float] = getattr(self, part)
-        return max(rates.values()) / rates[dtype]
-
-    @classmethod
-    def parse(cls, text: str) -> Rates:
-        """Parse the line that the program prints, without its mark. Raises ValueError for anything else."""
-        try:
-            found = cls(**json.loads(text))
-            rates = [one[dtype] for one in (found.train, found.generate) for dtype in DTYPES]
-            positive = min(*rates, found.cores, found.two) > 0
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"these are not measured rates: {text[:200]!r}") from error
-        if not positive:
-            raise ValueError(f"these rates are not positive: {text[:200]!r}")
-        return found
-
-    def line(self) -> str:
-        """Return the rates as the program prints them."""
-        return json.dumps(asdict(self))
 
 
 def cached(hidden: int, inner: int) -> Rates | None:
@@ -105,7 +67,9 @@ def rates(hidden: int, inner: int) -> Rates:
         partial.write_text(found.line())
         partial.rename(file)
     except OSError as error:  # without a cache, probing is only slower
-        print(f"asyncrl.backends.cpu.probe: cannot save the measured rates in {file.parent}: {error}", file=sys.stderr)
+        print(
+            f"asyncrl.extensions.cpu.probe: cannot save the measured rates in {file.parent}: {error}", file=sys.stderr
+        )
     return found
 
 
@@ -209,11 +173,42 @@ def _cache_file(hidden: int, inner: int) -> Path:
     return cache_dir() / "rates" / f"{digest}.json"
 
 
+def ask(wanted: Sequence[tuple[str, str]], everywhere: Everywhere) -> dict[tuple[str, str], Rates]:
+    """Return the rates by shape and machine (Platform.measure). Raises LaunchError if a measurement is missing."""
+    shapes = list(dict.fromkeys(shape for shape, _ in wanted))
+    here = {(shape, ""): rates for shape in shapes if (rates := cached(*_sides(shape)))}
+    if here.keys() >= {*wanted}:
+        return here
+    program = [sys.executable, "-m", __name__, *shapes]
+    outputs = everywhere(program, PROBE_SECONDS, list(dict.fromkeys(machine for _, machine in wanted)))
+    found = {(shape, machine): rates for output in outputs for shape, machine, rates in _parsed(output)}
+    if missing := [machine or "this machine" for shape, machine in wanted if (shape, machine) not in found]:
+        said = "\n".join(output[-1000:] for output in outputs)
+        raise LaunchError(
+            f"the speed of {missing} could not be measured within {PROBE_SECONDS:.0f} s: set trainer.dtype, "
+            f"engine.dtype, teacher.dtype and judge.dtype, so that no measurement is needed. The probe printed:\n{said}"
+        )
+    return found
+
+
+def _sides(shape: str) -> tuple[int, int]:
+    hidden, _, inner = shape.partition("x")
+    return int(hidden), int(inner)
+
+
+def _parsed(output: str) -> Iterator[tuple[str, str, Rates]]:
+    """Yield shape, machine and rates from each line of the probe; lines of other programs are ignored."""
+    for line in output.splitlines():
+        _, mark, text = line.partition(MARK)
+        if mark:
+            shape, machine, rates = text.split(" ", 2)
+            yield shape, machine, Rates.parse(rates)
+
+
 def main(shapes: list[str]) -> int:
     """Print a line for each shape: the shape, the machine's name if the run has several, and the rates."""
     for shape in shapes:
-        hidden, _, inner = shape.partition("x")
-        found = rates(int(hidden), int(inner))
+        found = rates(*_sides(shape))
         sys.stdout.write(f"{MARK}{shape} {os.environ.get('ASYNCRL_NODE', '')} {found.line()}\n")
     sys.stdout.flush()
     return 0

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncrl.backends.cpu import compiler
+from asyncrl.extensions.cpu import compiler
 from asyncrl.importing import hidden
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.backends.cpu.paged_attention import attend, make_plan
+from asyncrl.extensions.cpu.paged_attention import attend, make_plan
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=6)  # (cached, new) tokens
 HEADS = st.sampled_from([(4, 4), (6, 2), (3, 1)])

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from asyncrl.backends.cpu import probe
-from asyncrl.backends.cpu.probe import MARK, Rates
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.extensions.cpu import probe
+from asyncrl.extensions.cpu.probe import MARK
 from asyncrl.launch import precision
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import imagined, place
+from asyncrl.platforms import Rates
 from tests.fakes import JOB, Machines, tiny_config
 
 HF = {"hidden_size": 576, "intermediate_size": 1536}

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 
-from asyncrl.backends.cpu.sampling import murmur_hash32, sample
+from asyncrl.extensions.cpu.sampling import murmur_hash32, sample
 
 
 def rotated(word: int, bits: int) -> int:
