@@ -1,5 +1,6 @@
 """What a process tells the launcher: a file RUN/progress/NAME.lease that it renews while it runs, and a file
-RUN/progress/NAME.failure with the error that ends it.
+RUN/progress/NAME.failure with the error that ends it. On another machine, what starts it there notes its beginning in
+NAME.begun, and in NAME.end how it ended.
 
 A process that hangs does not exit, so its parent notices nothing. The launcher reads these files (launch/stalls.py) and
 finds a process that has spent too long in one activity, or that has stopped renewing its file.
@@ -27,6 +28,16 @@ FAILURE = ".failure"
 """Suffix of the file with the error that ended a process."""
 DUMP_SIGNAL = signal.SIGUSR2
 """Signal on which a process that reports its progress writes the stacks of its threads to its log."""
+
+
+def begin_file(run_dir: Path, name: str) -> Path:
+    """Return the file that notes the beginning of a process on another machine."""
+    return run_dir / FOLDER / f"{name}.begun"
+
+
+def end_file(run_dir: Path, name: str) -> Path:
+    """Return the file that notes the end of a process on another machine."""
+    return run_dir / FOLDER / f"{name}.end"
 
 
 def renew_seconds(patience: float) -> float:

@@ -49,8 +49,16 @@ def moved(module: str) -> str | None:
     return MOVED.get(module) or (f"{MOVED[package]}.{name}" if package in MOVED else None)
 
 
+_SLURM = ("submit", "time", "requeues", "sbatch", "setup", "srun", "container")
+MOVED_SETTINGS = {f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")}
+"""New names of settings that moved to the section of an extension."""
+
+
 def removal(field: str, value: object = None) -> str | None:
-    """Return the message for a removed setting or value; None for any other."""
+    """Return the message for a setting or value that was removed, or moved; None for any other."""
+    for old, new in MOVED_SETTINGS.items():
+        if field == old or field.startswith(f"{old}."):
+            return f"It moved: set {new}{field.removeprefix(old)}."
     sections = (name for name in REMOVED if field.startswith(f"{name}."))
     reason = REMOVED.get(field) or REMOVED.get(f"{field}={value}") or REMOVED.get(next(sections, ""))
     return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, which has it."

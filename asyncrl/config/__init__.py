@@ -47,7 +47,7 @@ from asyncrl.config.server_args import check_server_args
 from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.removed import removal
+from asyncrl.removed import MOVED_SETTINGS, removal
 from asyncrl.settings import Choice, Name, Section
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "on_gpu",
     "read",
     "streams",
+    "under_new_names",
 ]
 
 
@@ -228,6 +229,10 @@ class Config(Section):
             if size == 1 and not advantage.is_own and advantage.name not in ALONE:
                 remedy = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
                 raise ConfigError(field, 1, remedy)
+        launchers = ["local", *extension.clusters(self.extensions)]
+        if self.cluster.launcher not in launchers:
+            remedy = f"No extension that is installed has this cluster: choose one of {launchers}."
+            raise ConfigError("cluster.launcher", self.cluster.launcher, remedy)
         for one in extension.active(self).values():
             for problem in one.check(self):
                 raise problem
@@ -363,6 +368,17 @@ def load(values: dict[str, Any]) -> Config:
 def read(run_dir: Path) -> Config:
     """Read the configuration of a run from the config.json that its launcher wrote."""
     return load(json.loads((run_dir / "config.json").read_text()))
+
+
+def under_new_names(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an earlier run, with those that moved in their new sections."""
+    found = {name: dict(value) if isinstance(value, dict) else value for name, value in recorded.items()}
+    for old, new in MOVED_SETTINGS.items():
+        section, _, field = old.partition(".")
+        if field in (found.get(section) or {}):
+            into, _, name = new.partition(".")
+            found.setdefault(into, {})[name] = found[section].pop(field)
+    return found
 
 
 SPELLING = "check the spelling (asyncrl-train --help lists every field)."

@@ -14,7 +14,7 @@ happen again: one of the user's code or of this system, a third death at the sam
 An engine may be asked to leave (asyncrl-engines remove). It is stopped once the trainer has released it, and not
 restarted.
 
-In a Slurm job a machine may fail. A process that could not be started there is retried until Slurm has removed the
+In a job a machine may fail. A process that could not be started there is retried until the cluster has removed the
 machine from the job. An engine that was there is then lost, and the run continues with the others.
 """
 
@@ -32,10 +32,9 @@ from asyncrl.engine.router import RouterWorkers
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.launch.watch import HealthWatch
 from asyncrl.network.addresses import LOST, READY, RESTARTED, TRAINING, Addresses
-from asyncrl.progress import failures
+from asyncrl.progress import begin_file, end_file, failures
 
 FORGET_SECONDS = 5.0
 """Timeout of the router's response when it is told to forget a dead engine."""
@@ -60,13 +59,13 @@ class RestartPolicy:
         run_dir: Path,
         forget: Callable[[str], None] = lambda url: None,
         watches: Mapping[str, HealthWatch] | None = None,
-        has_machine: Callable[[str], bool] | None = None,
+        has_machine: Callable[[str], bool] = lambda node: True,
         newcomers: str = "",
         leave_seconds: float = LEAVE_SECONDS,
         restarted: Callable[[str, str, float], None] = lambda name, how, died: None,
     ) -> None:
         self._run_dir, self._forget = run_dir, forget
-        self._has_machine = has_machine or (lambda node: True)
+        self._has_machine = has_machine
         self._watches = watches or {}
         self._tried: dict[str, float] = {}
         self._restarts: Counter[str] = Counter()
@@ -106,14 +105,14 @@ class RestartPolicy:
         return max((int(line["version"]) for line in Tail(self._run_dir / "metrics.jsonl")()), default=0)
 
     def lost(self, spec: ProcessSpec) -> bool:
-        """Return whether the machine of a dead process has left the job. Queries Slurm, and does so rarely."""
+        """Return whether the machine of a dead process has left the job. Asks the cluster, and does so rarely."""
         if not (spec.step and spec.restarts) or self._began(spec.name) or not self._due(spec.name):
             return False
         return not self._has_machine(spec.node)
 
     def _began(self, name: str) -> bool:
         """Return whether the process itself had started when its step ended."""
-        return begin_file(self._run_dir / "slurm" / "steps", name).exists()
+        return begin_file(self._run_dir, name).exists()
 
     def _due(self, name: str) -> bool:
         return time.monotonic() - self._tried.get(name, -RETRY_SECONDS) >= RETRY_SECONDS
@@ -142,7 +141,7 @@ class RestartPolicy:
             if spec.ends_the_run and self._restarts[spec.name] > len(self._recoveries):
                 self._recoveries.append((self._newest_step(), f"{spec.name}, {how}"))
         for note in (begin_file, end_file):
-            note(self._run_dir / "slurm" / "steps", spec.name).unlink(missing_ok=True)
+            note(self._run_dir, spec.name).unlink(missing_ok=True)
         if spec.name in self._watches:
             self._watches[spec.name].forget()
         return True
@@ -205,7 +204,7 @@ def restart_policy(
     run_dir: Path,
     addresses: Addresses,
     specs: Iterable[ProcessSpec],
-    has_machine: Callable[[str], bool] | None = None,
+    has_machine: Callable[[str], bool],
     newcomers: str = "",
     *,
     timeline: bool = False,

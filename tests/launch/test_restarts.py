@@ -15,10 +15,9 @@ from asyncrl.errors import EngineError, WeightsError, is_of_user
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import RestartPolicy, restart_policy
-from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.network.addresses import LOST, READY, Addresses
 from asyncrl.observability.timeline import ProcessSpan, TimelineReader
-from asyncrl.progress import failing, failures
+from asyncrl.progress import begin_file, end_file, failing, failures
 from tests.launch.preflight.worlds import ENGINE, ROUTER
 
 TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True)
@@ -56,7 +55,9 @@ def test_a_process_that_dies_before_all_were_up_is_not_started_again(tmp_path: P
 
 
 def test_restarts_are_in_the_timeline_from_the_death_on(run_dir: Path) -> None:
-    policy = restart_policy(run_dir, Addresses("run0", "", run_dir, (), "", "", 0, 0.0), [], timeline=True)
+    policy = restart_policy(
+        run_dir, Addresses("run0", "", run_dir, (), "", "", 0, 0.0), [], lambda node: True, timeline=True
+    )
     assert policy.may_start_now(ROUTER, "killed")
     (found,) = TimelineReader(run_dir).new()
     assert isinstance(found, ProcessSpan)
@@ -150,12 +151,12 @@ def test_machine_that_does_not_answer_costs_no_restart_and_is_asked_again_in_a_w
     now, asked = [100.0], list[str]()
     monkeypatch.setattr("asyncrl.launch.restarts.time.monotonic", lambda: now[0])
     policy = RestartPolicy(run_dir, has_machine=lambda node: bool(asked.append(node)) or len(asked) < 3)
-    begun = begin_file(run_dir / "slurm" / "steps", STEP.name)
+    begun = begin_file(run_dir, STEP.name)
     begun.parent.mkdir(parents=True)
     begun.touch()
-    ended = end_file(begun.parent, STEP.name)
+    ended = end_file(run_dir, STEP.name)
     ended.touch()
-    assert not policy.lost(STEP)  # it had begun: it died by itself, and Slurm is not asked
+    assert not policy.lost(STEP)  # it had begun: it died by itself, and the cluster is not asked
     assert policy.may_start_now(STEP, "exit code 1")
     assert not ended.exists()  # it tells of an end that is over
     assert (policy.count(STEP.name), asked) == (1, [])

@@ -1,5 +1,5 @@
-"""Reports what a machine of the job offers, as a line of JSON: python -m asyncrl.launch.slurm.probe HOST INTERFACE GPUS
-PORTS BLOCK.
+"""Reports what a machine of the job offers, as a line of JSON: python -m asyncrl.extensions.slurm.probe HOST INTERFACE
+GPUS PORTS BLOCK.
 
 Besides what placement needs, the report contains the facts that the preflight compares. HOST, INTERFACE and GPUS are
 `-` if they are to be detected.
@@ -16,8 +16,8 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
+from asyncrl.launch.preflight.node_report import node_name
 from asyncrl.launch.preflight.versions import installed
-from asyncrl.launch.slurm.task import node as node_name
 
 MARK = "asyncrl-node "
 """Prefix of the line, because modules and prologs print as well."""

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import ConfigError
-from asyncrl.launch.engines import EngineKeeper, RunEnded, _Run, check_reach, main
+from asyncrl.extensions.join.command import EngineKeeper, RunEnded, _Run, check_reach, main
 from asyncrl.launch.placement import Node
 from asyncrl.launch.processes import Stopped
 from asyncrl.leases import RENEW_SECONDS
@@ -123,7 +123,7 @@ def test_first_signal_asks_the_run_to_let_go_and_the_second_stops(tmp_path: Path
 
 def test_keeper_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("asyncrl.launch.engines.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("asyncrl.extensions.join.command.time.monotonic", lambda: now[0])
     run_dir = under_way(tmp_path / "run")
     keeper = EngineKeeper(_Run(run_dir), {})
     now[0] += 2 * RENEW_SECONDS

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.extensions.slurm.task import MARK, SlurmTask
 from asyncrl.launch.leftovers import carrying
-from asyncrl.launch.slurm.task import MARK, SlurmTask, begin_file, end_file
 from asyncrl.launch.stalls import stack_file
 from asyncrl.leases import Lease
-from asyncrl.progress import DUMP_SIGNAL
+from asyncrl.progress import DUMP_SIGNAL, begin_file, end_file
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 WAIT = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + WAIT
 RUNAWAY = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAIT!r}], start_new_session=True)"
@@ -29,11 +29,14 @@ DIE = "import os; os.kill(os.getpid(), 9)"
 
 def begun(folder: Path, code: str, *, rank: int = 0, **changes: object) -> subprocess.Popen[bytes]:
     facts = {"name": "it", "run_id": secrets.token_hex(4), "env": {"COLOUR": "red"}, "stop_signal": signal.SIGTERM}
-    task = SlurmTask(**{**facts, "argv": [sys.executable, "-c", code], "grace": 60.0, **changes})  # type: ignore[arg-type]
+    task = SlurmTask(
+        **{**facts, "argv": [sys.executable, "-c", code], "grace": 60.0, "run_dir": str(folder), **changes}
+    )  # type: ignore[arg-type]
+    (folder / "progress").mkdir(exist_ok=True)
     task.write(folder / "file")
     assert (folder / "file").stat().st_mode & 0o077 == 0
     env = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_PROCID": str(rank), "SLURMD_NODENAME": "node7"}
-    argv = [sys.executable, "-m", "asyncrl.launch.slurm.task", str(folder / "file")]
+    argv = [sys.executable, "-m", "asyncrl.extensions.slurm.task", str(folder / "file")]
     with (folder / "out").open("wb") as out:
         return subprocess.Popen(argv, env=env, stdout=out, stderr=out)
 
@@ -102,12 +105,13 @@ def test_whatever_has_left_its_group_is_ended(tmp_path: Path) -> None:
 
 def test_file_that_comes_late_is_waited_for(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-m", "asyncrl.launch.slurm.task", str(tmp_path / "file")]
+    argv = [sys.executable, "-m", "asyncrl.extensions.slurm.task", str(tmp_path / "file")]
+    (tmp_path / "progress").mkdir()
     with subprocess.Popen(argv, env=env) as run:
         time.sleep(1.0)
-        SlurmTask("it", "r", [sys.executable, "-c", "raise SystemExit(5)"], {}, signal.SIGTERM, 1.0).write(
-            tmp_path / "file"
-        )
+        SlurmTask(
+            "it", "r", [sys.executable, "-c", "raise SystemExit(5)"], {}, signal.SIGTERM, 1.0, str(tmp_path)
+        ).write(tmp_path / "file")
         assert run.wait(50) == 5
 
 
@@ -147,13 +151,15 @@ def test_launcher_that_was_never_seen_is_waited_for(tmp_path: Path) -> None:
 
 def test_task_that_is_asked_writes_down_what_its_process_is_doing(tmp_path: Path) -> None:
     """Slurm passes the signal to all processes of the step: it is for the task alone."""
+    (tmp_path / "logs").mkdir()
     code = "import time\ndef stands_here():\n    print('up', flush=True); time.sleep(60)\nstands_here()"
-    run = begun(tmp_path, code, logs=str(tmp_path), ranks=[{}, {}], rank=1)
+    run = begun(tmp_path, code, ranks=[{}, {}], rank=1)
     until(lambda: "up" in (tmp_path / "out").read_text())
     run.send_signal(DUMP_SIGNAL)
     os.kill(json.loads(begin_file(tmp_path, "it-1").read_text())["pid"], DUMP_SIGNAL)
-    until(stack_file(tmp_path, "it-1").exists)
-    assert "stands_here (<string>:3)" in stack_file(tmp_path, "it-1").read_text()
+    stack = stack_file(tmp_path / "logs", "it-1")
+    until(stack.exists)
+    assert "stands_here (<string>:3)" in stack.read_text()
     assert run.poll() is None
     run.send_signal(signal.SIGUSR1)
     assert run.wait(50) == 128 + signal.SIGTERM

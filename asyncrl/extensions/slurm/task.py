@@ -1,4 +1,5 @@
-"""A wrapper around one process of a run on its machine, as started by srun: python -m asyncrl.launch.slurm.task FILE.
+"""A wrapper around one process of a run on its machine, as started by srun: python -m
+asyncrl.extensions.slurm.task FILE.
 
 FILE describes what to start; the launcher wrote it on the shared file system. srun forwards signals: SIGUSR1 asks the
 process to stop, SIGUSR2 requests its stack; SIGTERM to srun makes Slurm kill the step at once. Everything that the
@@ -6,9 +7,9 @@ process leaves behind on this machine is cleaned up.
 
 waits for     FILE, on a slow file system; then the process; and the lease of the launcher (leases.py), whose machine
               may have failed: Slurm would keep the others, and what runs there, until the time limit of the job
-deadline      FILE_SECONDS; after SIGUSR1, the launcher's grace; cluster.lost_timeout
-on death      of the launcher: ends, and has the job requeued or cancelled. Of the process: records it beside FILE, with
-              the machine's name, and exits with the same code (128 + n for signal n)
+deadline      FILE_SECONDS; after SIGUSR1, the launcher's grace; slurm.lost_timeout
+on death      of the launcher: ends, and has the job requeued or cancelled. Of the process: notes it with the
+              machine's name, and exits with the same code (128 + n for signal n)
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from asyncrl.launch.leftovers import Scratch, die_with_parent, signal_group
 from asyncrl.launch.numa import bind, near
 from asyncrl.launch.stalls import stack_file, write_stack
 from asyncrl.leases import COUNTED_SECONDS, Watched
-from asyncrl.progress import DUMP_SIGNAL
+from asyncrl.progress import DUMP_SIGNAL, begin_file, end_file
 
 FILE_SECONDS = 120.0
 COMMAND_SECONDS = 60.0
@@ -46,6 +47,8 @@ class SlurmTask:
     stop_signal: int
     grace: float
     """Seconds from the stop signal to SIGKILL."""
+    run_dir: str
+    """The run folder, for notes of the process's beginning and end (progress.py) and its stack (launch/stalls.py)."""
     ranks: list[dict[str, str]] = field(default_factory=list)
     """If it is started several times: the additional environment of each, by SLURM_PROCID."""
     lease: str = ""
@@ -54,8 +57,6 @@ class SlurmTask:
     """Seconds without renewal after which the launcher counts as lost."""
     look_seconds: float = COUNTED_SECONDS
     """Seconds between two checks of the lease."""
-    logs: str = ""
-    """The folder for the stack of the process, written on request (launch/stalls.py)."""
     orphaned: list[str] = field(default_factory=list)
     """A Slurm command that one of the tasks runs when the launcher is lost."""
 
@@ -79,20 +80,11 @@ class SlurmTask:
         return cls(**json.loads(path.read_text()))
 
 
-def begin_file(folder: Path, name: str) -> Path:
-    """Return the file that records the start of a process."""
-    return folder / f"{name}.begun"
-
-
-def end_file(folder: Path, name: str) -> Path:
-    """Return the file that records the end of a process."""
-    return folder / f"{name}.end"
-
-
 def main(path: Path) -> int:
     """Start the process, wait for its end, and clean up. Return the exit code."""
     os.umask(0o077)
     task, rank = SlurmTask.read(path), int(os.environ.get("SLURM_PROCID", "0"))
+    run_dir = Path(task.run_dir)
     name = f"{task.name}-{rank}" if task.ranks else task.name
     mine = {**task.env, **(task.ranks[rank] if task.ranks else {})}
     mark = f"{task.run_id}/{name}"
@@ -108,7 +100,7 @@ def main(path: Path) -> int:
         start_new_session=True,
         preexec_fn=partial(_prepare, near(mine)),
     )
-    jsonl.replace(begin_file(path.parent, name), {"node": node(), "pid": child.pid})
+    jsonl.replace(begin_file(run_dir, name), {"node": node(), "pid": child.pid})
     launcher = Watched(Path(task.lease), task.lost_timeout, every=task.look_seconds) if task.lease else None
     asked = orphaned = False
     while child.poll() is None:
@@ -116,9 +108,9 @@ def main(path: Path) -> int:
             orphaned = True
             signal_group(child.pid, signal.SIGKILL)
         scratch.note([child.pid])
-        if asked_to_tell and task.logs:
+        if asked_to_tell:
             asked_to_tell.clear()
-            write_stack(child.pid, stack_file(Path(task.logs), name))
+            write_stack(child.pid, stack_file(run_dir / "logs", name))
         if stopping and not asked:
             signal_group(child.pid, task.stop_signal)
             asked = True
@@ -133,7 +125,7 @@ def main(path: Path) -> int:
     if orphaned:
         _orphaned(task, path.parent)
     if code and not stopping:
-        jsonl.replace(end_file(path.parent, name), {"name": name, "node": node(), "code": code, "at": time.time()})
+        jsonl.replace(end_file(run_dir, name), {"name": name, "node": node(), "code": code, "at": time.time()})
     return code if code >= 0 else 128 - code
 
 

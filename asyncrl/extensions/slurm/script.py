@@ -13,15 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.config import ClusterConfig
-from asyncrl.errors import ConfigError
-from asyncrl.launch.restarts import LEAVE_SECONDS
+from asyncrl.extensions.slurm.extension import SlurmSettings
 from asyncrl.network.addresses import PAUSED
-
-OURS = {
-    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "output", "open-mode"),
-    *("signal", "requeue", "no-requeue", "no-kill", "time", "array"),
-}
-"""sbatch options that are derived from the run."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +22,7 @@ class Script:
     """The parameters of a script."""
 
     name: str
+    slurm: SlurmSettings
     cluster: ClusterConfig
     nodes: int  # total over all components
     gpus: int  # per node with GPUs
@@ -43,21 +37,17 @@ class Script:
         return self.runs[0][0] / "slurm" / "job.sbatch"
 
     def text(self) -> str:
-        """Return the script. Raises ConfigError if cluster.sbatch sets an option that is derived from the run."""
-        for option in self.cluster.sbatch:
-            if option.replace("_", "-") in OURS:
-                remedy = "asyncrl derives this option from the run and the other fields of cluster: remove it."
-                raise ConfigError(f"cluster.sbatch.{option}", self.cluster.sbatch[option], remedy)
+        """Return the script."""
         lines = ["#!/bin/bash", f"# {self.name}: made by {self.command} cluster=slurm", *self._header(), ""]
         folder = '"$SLURM_SUBMIT_DIR"' if self.folder is None else shlex.quote(str(self.folder))
-        lines += ["set -u", f"cd {folder}", *self.cluster.setup, "", *self._arguments()]
-        return "\n".join([*lines, *_RUN.format(paused=PAUSED, requeues=self.cluster.requeues).splitlines(), ""])
+        lines += ["set -u", f"cd {folder}", *self.slurm.setup, "", *self._arguments()]
+        return "\n".join([*lines, *_RUN.format(paused=PAUSED, requeues=self.slurm.requeues).splitlines(), ""])
 
     def interactive(self) -> str:
         """Return a script that requests the same machines with salloc and runs in the foreground. Only for a single
         run."""
         ((folder, arguments),) = self.runs
-        first, *more = [_options({**self._lasting(), **part}, "") for part in self._components()]
+        first, *more = [as_options({**self._lasting(), **part}, "") for part in self._components()]
         options = [*first, *(word for part in more for word in (":", *part))]
         command = shlex.join([self.command, *arguments, f"run.dir={folder}"])
         return f"#!/bin/bash\n# {self.name}, in the foreground\nsalloc {shlex.join(options)} {command}\n"
@@ -69,22 +59,22 @@ class Script:
             "output": f"%x-{number}.out" if self.folder is None else self.path.parent / f"{number}.out",
             "open-mode": "append",
             "signal": f"B:USR1@{self.cluster.signal_seconds}",
-            "requeue" if self.cluster.requeues else "no-requeue": True,
+            "requeue" if self.slurm.requeues else "no-requeue": True,
             **({"array": f"0-{len(self.runs) - 1}"} if sweep else {}),
         }
         first, *more = self._components()
-        lines = _options({**self._lasting(), **common, **first})
-        return [*lines, *(line for part in more for line in ("#SBATCH hetjob", *_options(part)))]
+        lines = as_options({**self._lasting(), **common, **first})
+        return [*lines, *(line for part in more for line in ("#SBATCH hetjob", *as_options(part)))]
 
     def _lasting(self) -> dict[str, object]:
         """Return the options of a job that sbatch and salloc share."""
-        time = {"time": self.cluster.time} if self.cluster.time else {}
+        time = {"time": self.slurm.time} if self.slurm.time else {}
         return {"job-name": self.name, **time, "no-kill": True}  # an engine's machine may fail without ending the run
 
     def _components(self) -> list[dict[str, object]]:
         """Return the options of each component of the job: machines without GPUs form a component of their own, the
         first."""
-        given = {name.replace("_", "-"): value for name, value in self.cluster.sbatch.items()}
+        given = {name.replace("_", "-"): value for name, value in self.slurm.sbatch.items()}
         cpu_nodes = self.cluster.cpu_nodes
         main = {"nodes": self.nodes - cpu_nodes, "ntasks-per-node": 1}
         main |= {"gpus-per-node": self.gpus} if self.gpus else {}
@@ -92,23 +82,12 @@ class Script:
         return [*([{"nodes": cpu_nodes, "ntasks-per-node": 1, **plain}] if cpu_nodes else []), {**main, **given}]
 
     def _arguments(self) -> list[str]:
-        resume = ["resume=auto"] if self.cluster.requeues else []
+        resume = ["resume=auto"] if self.slurm.requeues else []
         told = [[*arguments, f"run.dir={folder}", *resume] for folder, arguments in self.runs]
         if len(told) == 1:
             return [f"run=({shlex.join([self.command, *told[0]])})"]
         cases = [f"  {number}) run=({shlex.join([self.command, *one])}) ;;" for number, one in enumerate(told)]
         return ['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"]
-
-
-def engines_script(cluster: ClusterConfig, gpus: int, command: str, output: str = "%x-%j.out") -> str:
-    """Return the script of a job of engines on one machine that joins a run, whose folder is its argument."""
-    options = {"job-name": "engines", "no-kill": True, "nodes": 1, "ntasks-per-node": 1}
-    options |= {"gpus-per-node": gpus} if gpus else {}
-    options |= {"output": output, "signal": f"B:USR1@{LEAVE_SECONDS:.0f}"}
-    given = {name.replace("_", "-"): value for name, value in cluster.sbatch.items()}
-    lines = ["#!/bin/bash", "# Engines for a run that is under way: sbatch engines.sbatch RUN (docs/rollouts.md)"]
-    lines += [*_options({**options, **given}), "", *cluster.setup, f'exec {command} add "$1"', ""]
-    return "\n".join(lines)
 
 
 _RUN = """
@@ -125,9 +104,10 @@ exit "$code"
 """
 
 
-def _options(options: Mapping[str, object], before: str = "#SBATCH ") -> list[str]:
+def as_options(values: Mapping[str, object], before: str = "#SBATCH ") -> list[str]:
+    """Return values as options of sbatch, each behind `before`."""
     return [
         f"{before}--{name}" if value is True else f"{before}--{name}={value}"
-        for name, value in options.items()
+        for name, value in values.items()
         if value is not False and value is not None
     ]

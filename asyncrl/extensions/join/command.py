@@ -1,6 +1,6 @@
 """`asyncrl-engines`: add engines to a running run, remove them, or list them.
 
-    asyncrl-engines add RUN               start as many engines as fit the GPUs of this machine, or of the Slurm job in
+    asyncrl-engines add RUN               start as many engines as fit the GPUs of this machine, or of the job in
                                           which the command runs; it ends with the run or on a signal
     asyncrl-engines add RUN --count 2     start two engines
     asyncrl-engines remove RUN URL ...    remove engines, whoever started them, and wait until they have left
@@ -32,15 +32,12 @@ import httpx
 from asyncrl.config import on_gpu, read
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped, visible
+from asyncrl.launch.cluster import surrounding
 from asyncrl.launch.generations import check_generations
-from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place_engines
 from asyncrl.launch.plan import engines
-from asyncrl.launch.preflight.facts import this_machine
-from asyncrl.launch.preflight.versions import installed
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
-from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.leases import RENEW_SECONDS
 from asyncrl.network.addresses import FILE, Addresses
 from asyncrl.network.tls import Authority
@@ -115,40 +112,34 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
     word, ports = secrets.token_hex(4), max(PORTS, 2 * (count or 0))
     settings = {"nodes": None, "gpus": gpus, "host": host or run.config.cluster.host}
     config = run.config.model_copy(update={"cluster": run.config.cluster.model_copy(update=settings)})
-    cluster = config.cluster
-    job = SlurmJob.found(cluster)
-    if job:
-        job = job.probed(config, ports)
-    nodes = job.nodes if job else [this_node(cluster.host, cluster.interface, count_gpus(gpus), ports)]
-    for node in nodes:
+    cluster = surrounding(config)
+    cluster.probe(config, ports)
+    for node in cluster.nodes:
         check_reach(run, node)
-    seats = place_engines(config, nodes, count)
-    machines = job.machines if job else [this_machine("", installed())]
-    check_generations(config.engine, [seat for one in seats for seat in one], nodes, machines)
-    if cluster.tls:
+    seats = place_engines(config, cluster.nodes, count)
+    check_generations(config.engine, [seat for one in seats for seat in one], cluster.nodes, cluster.machines)
+    if config.cluster.tls:
         Authority(run.folder).sign(seat.url for one in seats for seat in one)
     mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # cleanup must spare the run's own processes
     specs = engines(config, mine, seats, run.folder, label=f"{word}-", seed=int(word[:6], 16))
     places = {one[0].url: one[0].node.name or socket.gethostname() for one in seats}
     keeper = EngineKeeper(run, places)
-    if job:
-        ours = [] if job.id == run.job else job.cancelled()  # it may be the run's own job
-        lease = run.registry.file_of(keeper.urls[0])
-        specs = job.steps(specs, run.folder, mine.run_id, [run.folder, mine.model], lease, ours)
-    policy = restart_policy(run.folder, mine, specs, job.has if job else None, f"{word}-")
+    ours = [] if cluster.job == run.job else cluster.cancellation()  # it may be the run's own job
+    lease = run.registry.file_of(keeper.urls[0])
+    specs = cluster.steps(specs, run.folder, mine.run_id, [run.folder, mine.model], lease, ours)
+    policy = restart_policy(run.folder, mine, specs, cluster.has, f"{word}-")
     _say(
         f"{len(seats)} engine(s) for {run.folder}: {', '.join(keeper.urls)}; logs: logs/engine-{word}-*.log in "
         "that folder"
     )
-    supervisor = Supervisor(specs, run.folder, mine.run_id, cluster.stop_grace, policy, keeper.asked_to_stop)
+    supervisor = Supervisor(specs, run.folder, mine.run_id, config.cluster.stop_grace, policy, keeper.asked_to_stop)
     try:
         supervisor.run(keeper.each_poll)
     except RunEnded:
         _say("the run has ended")
     finally:
         keeper.end()
-        if job:
-            job.end_steps(mine.run_id)
+        cluster.end_steps(mine.run_id)
 
 
 class EngineKeeper:

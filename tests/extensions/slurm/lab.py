@@ -25,11 +25,13 @@ from typing import Any
 
 import psutil
 
+from asyncrl.config import Config
 from asyncrl.network.ports import free_ports
 from scripts import debian_tools
+from tests.fakes import tiny_config
 from tests.integration.running import TIMEOUT, lines, pids_carrying
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 UNPACKED = ROOT / ".venv" / "slurm"
 HOST = "127.0.0.1"
 JOB = ("experiment=tiny", "cluster=slurm", "cluster.gpus=0", f"cluster.host={HOST}", "weights.transport=distributed")
@@ -70,6 +72,11 @@ MinJobAge=300
 JobRequeue=1
 """
 NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cpus} RealMemory=8000 State=UNKNOWN\n"
+
+
+def slurm_config(**changes: Any) -> Config:
+    """The tiny experiment as a Slurm job, changed by dotted names."""
+    return tiny_config(**{"cluster.launcher": "slurm", "slurm": {"container": {}}, **changes})
 
 
 def missing() -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts import debian_tools
-from tests.slurm import lab
+from tests.extensions.slurm import lab
 
 SIMULATION = """\
 NOTE: This is only a simulation!

@@ -12,18 +12,20 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.extensions.slurm import job as module
+from asyncrl.extensions.slurm import probe
+from asyncrl.extensions.slurm.job import SlurmJob
+from asyncrl.extensions.slurm.probe import MARK, heard
+from asyncrl.extensions.slurm.task import SlurmTask
 from asyncrl.launch.placement import imagined, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.preflight.facts import this_machine
-from asyncrl.launch.slurm import job as module
-from asyncrl.launch.slurm import probe
-from asyncrl.launch.slurm.job import SlurmJob
-from asyncrl.launch.slurm.probe import MARK, heard
-from asyncrl.launch.slurm.task import SlurmTask, begin_file, end_file
+from asyncrl.launch.preflight.node_report import NODE
 from asyncrl.network.ports import REPLICA_PORTS
-from tests.fakes import addresses, tiny_config
+from asyncrl.progress import begin_file, end_file
+from tests.extensions.slurm.lab import slurm_config
+from tests.fakes import addresses
 
-SLURM = {"cluster.launcher": "slurm"}
 output_of = module._output  # the real one
 
 
@@ -33,13 +35,21 @@ def hostnames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_output", lambda *argv: "\n".join(argv[-1].split(",")))
 
 
+def of(number: str, *groups: list[str], **changes: Any) -> SlurmJob:
+    """Return a job with these machines, by component."""
+    lists = {f"SLURM_JOB_NODELIST_HET_GROUP_{place}": ",".join(names) for place, names in enumerate(groups)}
+    env = {"SLURM_JOB_ID": number, "SLURM_HET_SIZE": str(len(groups)), **lists}
+    return SlurmJob(slurm_config(**changes), env)
+
+
 def made(
     nodes: int, gpus: int = 0, groups: list[list[str]] | None = None, **changes: Any
 ) -> tuple[SlurmJob, list[ProcessSpec]]:
-    config = tiny_config(**SLURM, **changes)
+    config = slurm_config(**changes)
     machines = imagined(config, nodes, gpus)
-    job = SlurmJob("17", groups or [[node.name for node in machines]], config.cluster, machines)
-    return job, plan(config, addresses(config.engine.count, gpus), place(config, machines), Path("/runs/r"))
+    return of("17", *(groups or [[node.name for node in machines]]), **changes), plan(
+        config, addresses(config.engine.count, gpus), place(config, machines), Path("/runs/r")
+    )
 
 
 def steps(tmp_path: Path, *arguments: Any, **changes: Any) -> dict[str, ProcessSpec]:
@@ -58,19 +68,13 @@ def options(spec: ProcessSpec) -> dict[str, str]:
 
 
 def test_machines_are_those_of_the_environment_by_component() -> None:
-    cluster = tiny_config(**SLURM).cluster
-    assert SlurmJob.found(cluster, {}) is None
-    plain = SlurmJob.found(cluster, {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "a,b"})
-    assert plain is not None
-    assert (plain.id, plain.groups) == ("3", [["a", "b"]])
-    lists = {"SLURM_JOB_NODELIST_HET_GROUP_0": "c", "SLURM_JOB_NODELIST_HET_GROUP_1": "a,b"}
-    mixed = SlurmJob.found(cluster, {"SLURM_JOB_ID": "3", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "c", **lists})
-    assert mixed is not None
-    assert mixed.groups == [["c"], ["a", "b"]]
+    config, plain = slurm_config(), {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "a,b"}
+    assert not SlurmJob(config, {}).here
+    job = SlurmJob(config, plain)
+    assert (job.here, job.job, job.groups) == (True, "3", [["a", "b"]])
+    assert of("3", ["c"], ["a", "b"]).groups == [["c"], ["a", "b"]]
     with pytest.raises(ConfigError, match=r"cluster\.nodes"):
-        SlurmJob.found(
-            tiny_config(**SLURM, **{"cluster.nodes": 3}).cluster, {"SLURM_JOB_ID": "3", "SLURM_JOB_NODELIST": "a"}
-        )
+        SlurmJob(slurm_config(**{"cluster.nodes": 3}), plain)
 
 
 def test_what_machines_tell_is_heard_between_other_lines() -> None:
@@ -87,7 +91,7 @@ def test_machine_tells_its_own_name_address_and_gpus(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An argument of `-` asks the machine to find the value itself."""
-    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    monkeypatch.setenv(NODE, "node7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
 
     def told(*words: str) -> tuple[int, str]:
@@ -109,15 +113,15 @@ def test_a_machine_that_cannot_take_part_is_named_with_what_it_lacks(monkeypatch
     monkeypatch.setattr(module, "_started", lambda argv: argv)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: f'{MARK}{{"problem": "node2: no ib0"}}')
     with pytest.raises(LaunchError, match=r"^node2: no ib0$"):
-        SlurmJob("3", [["node1", "node2"]], tiny_config(**SLURM).cluster).probed(tiny_config(**SLURM))
+        of("3", ["node1", "node2"]).probe(slurm_config())
 
 
 def test_machines_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_started", lambda argv: argv)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: "srun: error: node2: launch failed")
-    job = SlurmJob("3", [["node1", "node2"]], tiny_config(**SLURM).cluster)
+    job = of("3", ["node1", "node2"])
     with pytest.raises(LaunchError, match=r"no answer from \['node1', 'node2'\](.|\n)*launch failed"):
-        job.probed(tiny_config(**SLURM))
+        job.probe(slurm_config())
 
 
 def answered(*names: str) -> str:
@@ -131,19 +135,18 @@ def test_machines_stand_in_the_order_of_the_job_whoever_answers_first(monkeypatc
     asked: list[list[str]] = []
     monkeypatch.setattr(module, "_started", asked.append)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: answered("a", "c", "b"))
-    config = tiny_config(**SLURM)
-    job = SlurmJob("3", [["b", "c", "a"]], config.cluster).probed(config)
+    config, job = slurm_config(), of("3", ["b", "c", "a"])
+    job.probe(config)
     assert [node.name for node in job.nodes] == [machine.name for machine in job.machines] == ["b", "c", "a"]
     assert asked[0][-2:] == [str(ports_wanted(config) + 2), "0"]  # the preflight's are beside those of the run
-    replicas = tiny_config(**SLURM, **{"engine.tensor_parallel": 2, "engine.data_parallel": 2})
-    SlurmJob("3", [["b", "c", "a"]], replicas.cluster).probed(replicas)
+    job.probe(slurm_config(**{"engine.tensor_parallel": 2, "engine.data_parallel": 2}))
     assert asked[1][-1] == str(REPLICA_PORTS)
 
 
 def test_a_program_is_run_once_on_each_machine_or_on_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_started", lambda argv: argv)
     monkeypatch.setattr(module, "_finished", lambda argv, seconds: argv)
-    job = SlurmJob("3", [["c"], ["a", "b"]], tiny_config(**SLURM).cluster)
+    job = of("3", ["c"], ["a", "b"])
 
     def sruns(**chosen: Any) -> list[dict[str, str]]:
         argvs: list[Any] = job.everywhere(["program"], 1.0, **chosen)
@@ -167,12 +170,12 @@ def test_srun_has_the_jobs_environment_and_ends_when_its_time_is_over(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_NTASKS", "7")
     monkeypatch.setenv("SLURM_JOB_ID", "3")
-    job = SlurmJob("3", [["a"]], tiny_config(**SLURM).cluster)
+    job = of("3", ["a"], **{"slurm.start_timeout": 0.5})
     (output,) = job.everywhere(["program"], 30.0)
     assert "SLURM_JOB_ID=3" in output
     assert "SLURM_NTASKS" not in output
     monkeypatch.setenv("SLURM_JOB_ID", "4")
-    (output,) = job.everywhere(["program"], 1.0)
+    (output,) = job.everywhere(["program"], 0.5)
     assert output.endswith("ended\n")
 
 
@@ -184,7 +187,7 @@ def test_a_command_of_slurm_that_fails_is_told_as_it_was_given() -> None:
 
 
 def test_machine_is_the_jobs_until_slurm_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, answers = SlurmJob("3", [["a", "b"]], tiny_config(**SLURM).cluster), {"squeue": "a\n", "scontrol": "a\n"}
+    job, answers = of("3", ["a", "b"]), {"squeue": "a\n", "scontrol": "a\n"}
     monkeypatch.setattr(module, "_output", lambda *argv: answers[argv[0]])
     assert (job.has("a"), job.has("b")) == (True, False)
     answers["squeue"] = "\n"  # it says nothing of the job
@@ -198,24 +201,25 @@ def test_machine_is_the_jobs_until_slurm_says_otherwise(monkeypatch: pytest.Monk
 
 
 def test_steps_that_a_launcher_left_are_ended_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = of("3", ["a"])
     listed, ended = "3.0 asyncrl-01234567\n 3.1 asyncrl-89abcdef\n3.batch batch\n", list[tuple[str, ...]]()
     monkeypatch.setattr(module, "_output", lambda *argv: listed if argv[0] == "squeue" else ended.append(argv) or "")
-    SlurmJob("3", [["a"]], tiny_config(**SLURM).cluster).end_steps("0123456789")
+    job.end_steps("0123456789")
     assert ended == [("scancel", "--signal=KILL", "3.0")]
 
 
 def test_what_a_former_launcher_noted_of_its_steps_is_forgotten(tmp_path: Path) -> None:
-    folder = tmp_path / "slurm" / "steps"
-    folder.mkdir(parents=True)
-    for note in (begin_file(folder, "engine-0"), end_file(folder, "trainer-0")):
+    notes = begin_file(tmp_path, "engine-0"), end_file(tmp_path, "trainer-0")
+    for note in notes:
+        note.parent.mkdir(exist_ok=True)
         note.touch()
     steps(tmp_path, 2)
-    assert not begin_file(folder, "engine-0").exists()
-    assert not end_file(folder, "trainer-0").exists()
+    assert not any(note.exists() for note in notes)
 
 
 def test_every_process_is_a_step_on_its_machine_and_all_trainers_are_one(tmp_path: Path) -> None:
-    found = steps(tmp_path, 4, **{"trainer.data_parallel": 4, "engine.count": 2})
+    found = steps(tmp_path, 4, **{"trainer.data_parallel": 4, "engine.count": 2, "checkpoint.every": 5})
+    assert found["trainer"].restarts == 0  # the job is requeued
     assert list(found) == ["engine-0", "engine-1", "router", "rollout", "trainer"]
     assert all(spec.step and spec.argv[0] == "srun" for spec in found.values())
     assert {name: options(found[name])["nodelist"] for name in ("engine-0", "engine-1", "rollout")} == {
@@ -271,10 +275,10 @@ def test_steps_name_their_component_where_there_are_several(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["pyxis", "apptainer"])
 def test_containers_have_their_own_python_and_the_folders_of_the_run(tmp_path: Path, kind: str) -> None:
     container = {"kind": kind, "image": "us/asyncrl", "mounts": ["/data:/data"], "python": "/opt/python"}
-    changes = {f"cluster.container.{name}": value for name, value in container.items()}
+    changes = {f"slurm.container.{name}": value for name, value in container.items()}
     found = steps(tmp_path, 1, **changes)["engine-0"]
     file = str(tmp_path / "slurm" / "steps" / "engine-0")
-    assert found.argv[-4:] == ["/opt/python", "-m", "asyncrl.launch.slurm.task", file]
+    assert found.argv[-4:] == ["/opt/python", "-m", "asyncrl.extensions.slurm.task", file]
     assert SlurmTask.read(Path(file)).argv[0] == "/opt/python"
     line = " ".join(found.argv)
     folders = [f"{Path.cwd()}:{Path.cwd()}", "/models/m:/models/m", "/data:/data"]
@@ -288,7 +292,7 @@ def test_containers_have_their_own_python_and_the_folders_of_the_run(tmp_path: P
 
 
 def test_further_options_of_srun_are_passed_on(tmp_path: Path) -> None:
-    found = steps(tmp_path, 1, **{"cluster.srun": ["--mpi=none"]})
+    found = steps(tmp_path, 1, **{"slurm.srun": ["--mpi=none"]})
     assert all("--mpi=none" in spec.argv for spec in found.values())
 
 
@@ -301,8 +305,8 @@ def test_tasks_watch_the_launcher_and_know_what_to_do_without_it(
     for task in tasks:
         assert (task.lease, task.lost_timeout) == (str(tmp_path / "a.lease"), 180.0)
         assert task.orphaned == ["scancel", "17"]
-    job, _ = made(1, **{"cluster.requeues": 2, "checkpoint.every": 5})
+    job, _ = made(1, **{"slurm.requeues": 2, "checkpoint.every": 5})
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert job.requeued() == ["scontrol", "requeue", "17"]
+    assert job.restart() == ["scontrol", "requeue", "17"]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
-    assert job.requeued() == ["scancel", "17"]
+    assert job.restart() == ["scancel", "17"]
