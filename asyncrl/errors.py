@@ -182,6 +182,13 @@ def place(error: BaseException) -> str:
     return ""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory could not be allocated, on a GPU or not. The types are those of torch, which the launcher
+    does not import."""
+    text = str(error).lower()
+    return type(error).__name__ == "OutOfMemoryError" or "out of memory" in text or "can't allocate memory" in text
+
+
 def is_of_user(place: str) -> bool:
     """Return whether a place that `place` returned is in the user's code, and not in an installed package."""
     return bool(place) and not any(part in place for part in _PACKAGES)

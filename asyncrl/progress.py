@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import jsonl
-from asyncrl.errors import AsyncRLError, PeerFailed, first_of, is_of_user, place
+from asyncrl.errors import AsyncRLError, PeerFailed, first_of, is_of_user, is_out_of_memory, place
 from asyncrl.leases import SUFFIX, Lease
 
 FOLDER = "progress"
@@ -118,7 +118,8 @@ def failing(run_dir: Path, name: str) -> Iterator[None]:
             own = isinstance(error, AsyncRLError)
             text, where = str(error) if own else f"{type(error).__name__}: {error}", place(error)
             found = {"process": name, "time": time.time(), "error": text, "place": where}
-            found["lasting"] = own or is_of_user(where)  # it would only happen again
+            found["memory"] = is_out_of_memory(error)
+            found["lasting"] = not found["memory"] and (own or is_of_user(where))  # it would only happen again
             with suppress(OSError):  # the disk may be full, which must not hide the error in the log
                 file.parent.mkdir(exist_ok=True)
                 jsonl.replace(file, found)

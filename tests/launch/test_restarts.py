@@ -251,9 +251,27 @@ def test_trainers_recover_twice_at_a_step_and_thrice_in_ten(run_dir: Path) -> No
 @pytest.mark.parametrize("lasting", [False, True])
 def test_trainers_end_the_run_with_an_error_that_would_only_happen_again(lasting: bool, run_dir: Path) -> None:
     (run_dir / "progress").mkdir()
-    told = {"process": "trainer-1", "time": 1.0, "error": "ValueError: mine", "place": "", "lasting": lasting}
+    told = {
+        "process": "trainer-1",
+        "time": 1.0,
+        "error": "ValueError: mine",
+        "place": "",
+        "lasting": lasting,
+        "memory": False,
+    }
     (run_dir / "progress/trainer-1.failure").write_text(json.dumps(told))
     assert all(RestartPolicy(run_dir).allows(rank) is not lasting for rank in RANKS)
+
+
+def test_trainers_that_are_out_of_memory_go_on_four_times_also_at_one_step(run_dir: Path) -> None:
+    (run_dir / "progress").mkdir()
+    error = {"process": "trainer-1", "time": 1.0, "error": "", "place": "", "lasting": False, "memory": True}
+    for _ in range(2):  # it is counted over the launchers of a run
+        policy = RestartPolicy(run_dir)
+        for _ in range(2):
+            (run_dir / "progress/trainer-1.failure").write_text(json.dumps(error))
+            die(policy)
+    assert not policy.allows(RANKS[0])
 
 
 def test_error_of_ours_or_of_the_users_code_lasts(run_dir: Path) -> None:
@@ -262,6 +280,9 @@ def test_error_of_ours_or_of_the_users_code_lasts(run_dir: Path) -> None:
     with pytest.raises(ValueError, match="mine"), failing(run_dir, "trainer-1"):
         raise ValueError("mine")  # this file is no part of asyncrl
     assert [one["lasting"] for one in failures(run_dir)] == [True, True]
+    with pytest.raises(RuntimeError), failing(run_dir, "trainer-2"):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert (failures(run_dir)[-1]["lasting"], failures(run_dir)[-1]["memory"]) == (False, True)
     assert not is_of_user("")
     assert not is_of_user("/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:3252, in all_reduce")
 
