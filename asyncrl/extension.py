@@ -22,6 +22,9 @@ from asyncrl.imports import load
 from asyncrl.settings import Section
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from asyncrl.algo.table import LossRows, TokenTable
     from asyncrl.config import Config
     from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
-    from asyncrl.schema import Batch, Group
+    from asyncrl.schema import Batch, Group, Prompt, Trajectory
+    from asyncrl.trainer.microbatches import Groups
     from asyncrl.trainer.policy import Policy
 
 T = TypeVar("T")
@@ -114,6 +118,27 @@ class TrainerHooks:
         """Return groups that are trained beside those of the batch, in the same steps."""
         return ()
 
+    signal: bool = False
+    """Whether `credited` or `loss` train groups whose rewards give no gradient."""
+
+    def columns(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
+        """Return the table of a batch that makes this version with further columns, for `credited`, `loss` and the
+        reference of the KL."""
+        return table
+
+    def credited(self, logprobs: Tensor, rows: LossRows) -> LossRows:
+        """Return the rows of a micro-batch with other advantages. `logprobs` [T] are the policy's, with gradient."""
+        return rows
+
+    def loss(self, losses: Tensor, logprobs: Tensor, rows: LossRows) -> Tensor:
+        """Return the losses of the tokens of a micro-batch, [T], with a term of its own."""
+        return losses
+
+    def distances(self, logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, float]:
+        """Return metrics of the policy that a batch's steps started from. `logprobs` [N] are its own, and `ran` tells
+        which tokens were run."""
+        return {}
+
     def after_update(self, version: int) -> dict[str, float]:
         """Act on the weights after the optimizer steps that make this version. Return metrics of the step."""
         return {}
@@ -143,6 +168,18 @@ class RolloutHooks:
 class PlayerHooks:
     """What an extension does in each process that plays episodes (rollout.processes)."""
 
+    async def start(self, timeout: float) -> None:
+        """Wait for what episodes need, for this many seconds. Raises DeadlineExceeded."""
+
+    async def annotate(self, prompt: Prompt, trajectory: Trajectory, group: str) -> list[dict[str, Any]]:
+        """Return fields that change in each turn of a training episode, while its reward is computed. Raises
+        EpisodeFailed."""
+        return []
+
+    def take_sums(self) -> dict[str, tuple[float, float]]:
+        """Return what was counted since the last call (rollout/player.py, Sums)."""
+        return {}
+
     async def close(self) -> None:
         """Release what the episodes shared, after the last one."""
 
@@ -168,12 +205,19 @@ class Extension:
     """Import path of a function of a question and the chat template, which returns the question as the model is shown
     it."""
 
+    references: ClassVar[Sequence[str]] = ()
+    """Columns of the token table that it fills and that algo.kl.reference may name."""
     platform: ClassVar[str] = ""
     """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
         self.settings = settings
+
+    @property
+    def signal(self) -> bool:
+        """Return whether it trains without rewards, so that algo.advantage=none makes sense."""
+        return False
 
     def check(self, config: Config) -> Iterator[ConfigError]:
         """Yield every problem of this extension with the settings."""
@@ -195,7 +239,7 @@ class Extension:
         """Return the hooks in the rollout process."""
         return RolloutHooks()
 
-    def player(self) -> PlayerHooks:
+    def player(self, config: Config, addresses: Addresses) -> PlayerHooks:
         """Return the hooks in a process that plays episodes."""
         return PlayerHooks()
 

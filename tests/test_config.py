@@ -264,7 +264,7 @@ def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, reme
 
 @pytest.mark.parametrize("advantage", ["none", "gae", "reinforce_pp", "turn_loo"])
 def test_episodes_without_siblings_are_for_advantages_that_need_none(advantage: str) -> None:
-    more = {"teacher.model": "x", "algo.distillation.coefficient": 1.0} if advantage == "none" else {}
+    more = {"teacher.model": "x", "distill.coefficient": 1.0} if advantage == "none" else {}
     tiny_config(**{"rollout.group_size": 1, "algo.advantage": advantage, **more})
 
 
@@ -589,7 +589,6 @@ TRAINED = {"trainer.vision.tower": "trained"}
 @pytest.mark.parametrize(
     ("changes", "field", "remedy"),
     [
-        ({"teacher.model": "/teacher"}, "teacher.model", "Teachers score text only"),
         ({"algo.kl.reference_path": "/other"}, "algo.kl.reference_path", "with the policy's vision tower"),
         ({"algo.critic.path": "/other"}, "algo.critic.path", "with the policy's vision tower"),
         ({**TRAINED, "trainer.lora.rank": 8}, "trainer.vision.tower", "on frozen weights"),

@@ -116,7 +116,7 @@ class Wrapping(extension.Extension):
     question = f"{__name__}:louder"
     closed = swept = 0
 
-    def player(self) -> extension.PlayerHooks:
+    def player(self, config: Any, addresses: Any) -> extension.PlayerHooks:
         return Closing()
 
     def launch(self) -> extension.LaunchHooks:

@@ -90,7 +90,7 @@ ONLY = {
     ("launch", "rollout"): {"rollout.agent"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
-        *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
+        *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads"),
         *("engine.session", "engine.partial_completion", "engine.roles"),
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},

@@ -43,8 +43,7 @@ ADVANTAGES: AlgorithmRegistry[AdvantageTraits] = AlgorithmRegistry("algo.advanta
 
 @ADVANTAGES.register(AdvantageTraits(alone=True))
 def none(table: TokenTable) -> Tensor:
-    """Return 0 for every token: rewards have no effect, and only another signal trains (such as a teacher:
-    algo/distill.py)."""
+    """Return 0 for every token: rewards have no effect, and only the signal of an extension trains (distillation)."""
     return table.behaviour.new_zeros(table.num_tokens)
 
 

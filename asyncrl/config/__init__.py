@@ -194,7 +194,6 @@ class Config(Section):
         if self.checkpoint.every and self.mode == "rollout_only":
             raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
         self._check_sets()
-        self._check_teacher()
         self._check_elastic()
         check_server_args(self)
         check_batch_parts(self)
@@ -233,10 +232,22 @@ class Config(Section):
         if self.cluster.launcher not in launchers:
             remedy = f"No extension that is installed has this cluster: choose one of {launchers}."
             raise ConfigError("cluster.launcher", self.cluster.launcher, remedy)
-        for one in extension.active(self).values():
-            for problem in one.check(self):
-                raise problem
+        self._check_extensions()
         return self
+
+    def _check_extensions(self) -> None:
+        active, named = extension.active(self).values(), self.algo.kl.reference
+        references = ["weights", *(name for one in active for name in one.references)]
+        if named not in references:
+            remedy = f"No extension that is installed has this reference: choose one of {references}."
+            raise ConfigError("algo.kl.reference", named, remedy)
+        for problem in (problem for one in active for problem in one.check(self)):
+            raise problem
+        if self.algo.advantage.name == "none" and not any(one.signal for one in active):
+            remedy = (
+                "Nothing would be learned: choose another estimator, or an extension's own signal, as distillation."
+            )
+            raise ConfigError("algo.advantage", "none", remedy)
 
     def _check_sets(self) -> None:
         if self.eval.sets and not self.eval.questions:
@@ -247,27 +258,6 @@ class Config(Section):
             raise ConfigError(
                 "eval.sets", twice[0], "A task has this name and its own held-out questions: choose another name."
             )
-
-    def _check_teacher(self) -> None:
-        algo, teacher = self.algo, self.teacher
-        if teacher.model is None:
-            by = [("teacher.urls", teacher.urls), ("algo.distillation.coefficient", algo.distillation.coefficient)]
-            by += [("algo.kl.reference", "teacher" if algo.kl.reference == "teacher" else None)]
-            for field, value in by:
-                if value:
-                    remedy = "It needs a teacher: set teacher=sglang teacher.model=FOLDER."
-                    raise ConfigError(field, value, remedy)
-        elif self.rollout.temperature != 1.0 and (algo.distillation.discount or algo.kl.reference == "teacher"):
-            what = "algo.distillation.discount" if algo.distillation.discount else "algo.kl.reference=teacher"
-            raise ConfigError(
-                "rollout.temperature",
-                self.rollout.temperature,
-                "SGLang always computes the log-probabilities of given tokens at temperature 1, so at another one "
-                f"{what} would be wrong (algo/distill.py). Set 1.0, or disable it.",
-            )
-        for url in teacher.urls:
-            if not url.startswith(("http://", "https://")):
-                raise ConfigError("teacher.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
 
     def _check_elastic(self) -> None:
         if self.cluster.elastic == "off":
@@ -377,7 +367,8 @@ def under_new_names(recorded: dict[str, Any]) -> dict[str, Any]:
         section, _, field = old.partition(".")
         if field in (found.get(section) or {}):
             into, _, name = new.partition(".")
-            found.setdefault(into, {})[name] = found[section].pop(field)
+            value = found[section].pop(field)
+            found.setdefault(into, {}).update({name: value} if name else value)
     return found
 
 

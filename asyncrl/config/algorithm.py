@@ -1,4 +1,4 @@
-"""Configuration of the algorithm: advantages, loss, corrections, KL and distillation."""
+"""Configuration of the algorithm: advantages, loss, corrections and KL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES, LossTraits
 from asyncrl.errors import ConfigError
-from asyncrl.settings import Bounds, Choice, Count, Natural, NonNegative, Positive, Section, Share
+from asyncrl.settings import Bounds, Choice, Count, Natural, NonNegative, Positive, Section
 
 
 class CriticConfig(Section):
@@ -73,9 +73,10 @@ class KLConfig(Section):
     """Subtract the KL from the reward of each token, or add it to the token's loss."""
     measure_every: Natural
     """Measure the KL every this many batches, as kl/reference; 0: only if the coefficient needs it."""
-    reference: Literal["weights", "teacher"]
+    reference: str
     """Reference model. weights: frozen weights in the trainer; teacher: the teacher's engines, which score every
-    episode anyway, so that the trainer needs no second copy of the weights and no second forward pass."""
+    episode anyway, so that the trainer needs no second copy of the weights and no second forward pass (with the
+    extension that asks them)."""
     reference_path: str | None
     """With reference=weights: HF folder of the reference, with the policy's architecture; unset: the initial model.
     With trainer.lora.rank, unset: the base, without a second copy of it, even if trainer.lora.path has other adapters
@@ -84,22 +85,8 @@ class KLConfig(Section):
     """Offload the reference's weights to host memory between its passes."""
 
 
-class DistillationConfig(Section):
-    """On-policy distillation from a teacher (teacher.model)."""
-
-    coefficient: NonNegative
-    """Coefficient of the KL to the teacher; 0: off. With algo.advantage=none it is the only training signal."""
-    place: Literal["advantage", "loss"]
-    """Subtract the KL from the advantage of each token, where it is subject to clipping, or add it to the token's loss
-    with the estimator `ratio` (algo/kl.py). Without clipping and discount, both have the same gradient
-    (algo/distill.py)."""
-    discount: Share
-    """With place=advantage: each token is credited with its own difference to the teacher and those of later tokens,
-    discounted by this per token; 0: only with its own."""
-
-
 class AlgoConfig(Section):
-    """Advantage estimator, loss, off-policy corrections, KL and distillation."""
+    """Advantage estimator, loss, off-policy corrections and KL."""
 
     advantage: Choice
     """Advantage estimator: a function in algo/advantage.py or, for turn-level ones, algo/credit.py, which cites its
@@ -123,7 +110,6 @@ class AlgoConfig(Section):
     entropy_bonus: NonNegative
     """Coefficient of the policy's entropy in the loss."""
     kl: KLConfig
-    distillation: DistillationConfig
     trust_region: Positive | None
     """Skip the remaining optimizer steps of a batch once the policy has moved this far from where they started,
     measured as the token mean of KL(start || policy); unset: no bound."""
@@ -178,21 +164,9 @@ class AlgoConfig(Section):
                 "k1",
                 "Its gradient is zero in expectation: use k2 or ratio, or algo.kl.place=reward.",
             )
-        if self.kl.reference == "teacher" and self.kl.reference_path:
-            remedy = "algo.kl.reference=teacher needs no weights: leave it unset."
+        if self.kl.reference != "weights" and self.kl.reference_path:
+            remedy = f"algo.kl.reference={self.kl.reference} needs no weights: leave it unset."
             raise ConfigError("algo.kl.reference_path", self.kl.reference_path, remedy)
-        if self.distillation.discount and self.distillation.place == "loss":
-            raise ConfigError(
-                "algo.distillation.discount",
-                self.distillation.discount,
-                "It applies to algo.distillation.place=advantage only: set 0.",
-            )
-        if self.advantage.name == "none" and not self.distillation.coefficient:
-            raise ConfigError(
-                "algo.advantage",
-                "none",
-                "Nothing would be learned: set algo.distillation.coefficient, or another estimator.",
-            )
         if self.advantage.name == "none" and self.kl.coefficient and self.kl.place == "reward":
             raise ConfigError("algo.kl.place", "reward", "algo.advantage=none reads no rewards: set loss.")
         if self.routing_replay == "R2" and self.steps == 1:

@@ -171,8 +171,8 @@ class AuxiliaryModelConfig(Section):
 
 class TeacherConfig(AuxiliaryModelConfig):
     """A frozen model on its own engines that scores the log-probability of each token of an episode, for distillation
-    (algo.distillation.coefficient) or as the reference of the KL (algo.kl.reference). It must have the tokenizer of
-    model.path, and no episode may be longer than the KV caches of its engines."""
+    or as the reference of the KL (algo.kl.reference), by an extension. It must have the tokenizer of model.path, and no
+    episode may be longer than the KV caches of its engines."""
 
     urls: list[str]
     """Engines that already serve the teacher elsewhere; empty: this run starts `count`. Their API key comes from the

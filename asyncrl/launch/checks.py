@@ -235,7 +235,6 @@ def _check_vision(config: Config, hf: dict[str, Any]) -> None:
     if image_shape(hf) is None:
         return
     for field, value, why in (
-        ("teacher.model", config.teacher.model, "Teachers score text only"),
         ("algo.kl.reference_path", config.algo.kl.reference_path, "The reference sees with the policy's vision tower"),
         ("algo.critic.path", config.algo.critic.path, "The critic sees with the policy's vision tower"),
     ):

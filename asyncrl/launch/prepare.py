@@ -23,7 +23,6 @@ from asyncrl.launch.precision import Precision
 from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.resume import Resume
-from asyncrl.launch.teacher import check_teacher
 from asyncrl.models import catalog
 from asyncrl.models.vision import flat
 from asyncrl.planner.estimate import Estimate
@@ -155,12 +154,10 @@ class Preparation:
         return self.hf[role]
 
     def models(self) -> None:
-        """Check that the policy can be built, and that the teacher can score it."""
+        """Check that the policy can be built, and read the config.json of the other models."""
         check_model(self.config, self.read("model"), self.gpus)
         for role in self.folders:
             self.read(role)
-        if "teacher" in self.folders:
-            check_teacher(self.config, self.folders["model"], self.folders["teacher"])
 
     def vocabulary(self) -> None:
         """Check that the recording that is replayed has the model's vocabulary."""

@@ -11,7 +11,6 @@ from typing import Any
 from asyncrl import extension
 from asyncrl.config import Config, under_new_names
 from asyncrl.errors import ConfigError
-from asyncrl.launch.teacher import check_same_tokens
 from asyncrl.models import catalog
 from asyncrl.settings import Choice, Section
 
@@ -31,6 +30,8 @@ OTHER_ANYWAY = (
 """Settings that a replay does not read, or that have to differ."""
 ITS_OWN = tuple(name for name in OTHER_ANYWAY if name != "engine")
 """Settings that a replay does not take from the recorded run. The engines' are taken, because others depend on them."""
+SHOWN = 3
+"""Number of tokens that differ to show in the error."""
 
 
 def settings(
@@ -160,6 +161,34 @@ def check_vocabulary(config: Config, model: Path, hf: dict[str, Any]) -> None:
     if largest >= size:
         text = f"{config.replay.source} has token {largest}, but this model's vocabulary has {size} tokens: {remedy}."
         raise ConfigError("model.path", config.model.path, text)
+
+
+def check_same_tokens(field: str, named: str, model: Path, other: Path, remedy: str) -> None:
+    """Refuse the folder `other`, which the setting names, unless its token ids are those of `model`."""
+    mine, its = (_tokens(folder) for folder in (model, other))
+    if mine is None or its is None:
+        folder = model if mine is None else other
+        raise ConfigError(
+            field, named, f"{folder} has no tokenizer.json, which is needed to compare the vocabularies: add it."
+        )
+    differing = sorted(number for number in mine.keys() | its.keys() if mine.get(number) != its.get(number))
+    if differing:
+        some = "; ".join(f"{n} is {mine.get(n)!r} and {its.get(n)!r}" for n in differing[:SHOWN])
+        problem = f"Its tokenizer.json must have the vocabulary of {model}, but {len(differing)} token ids differ"
+        raise ConfigError(field, named, f"{problem} ({some}): {remedy}.")
+
+
+def _tokens(folder: Path) -> dict[int, str] | None:
+    """Return the token of every id in tokenizer.json, including special tokens; None if there is no such file."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    pairs = vocabulary.items() if isinstance(vocabulary, dict) else [(one[0], i) for i, one in enumerate(vocabulary)]
+    return {number: token for token, number in pairs} | {
+        one["id"]: one["content"] for one in tokenizer.get("added_tokens", [])
+    }
 
 
 def differences(config: Config) -> list[str]:

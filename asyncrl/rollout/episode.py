@@ -1,7 +1,7 @@
 """One episode with its timeouts: an agent, environment or reward that hangs costs its own group only.
 
 waits for     the agent (agent_timeout between two requests), engines (their own deadlines: engine/client.py), the
-              reward (reward_timeout), the teacher (engine/scorer.py); the whole episode has episode_timeout
+              reward (reward_timeout), hooks of extensions (PlayerHooks.annotate); the whole episode has episode_timeout
 on a hang     EpisodeFailed with the name of the timeout
 """
 
@@ -13,6 +13,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -20,14 +21,14 @@ from asyncrl.agents.linking import CompletedRequest, check, link
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.images import image_name
-from asyncrl.observability.intervals import CURRENT, REWARD, TEACHER
+from asyncrl.observability.intervals import CURRENT, REWARD
 from asyncrl.rollout.agent import Agent, Played
-from asyncrl.schema import Completion, Message, Prompt, Template, Trajectory, Turn, number
+from asyncrl.schema import Completion, Message, Prompt, Template, Trajectory, number
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
 """Adds the reward to a trajectory whose agent gave none."""
-Teach = Callable[[Trajectory], Awaitable[list[Turn]]]
-"""Returns the turns with the teacher's log-probabilities."""
+Annotate = Callable[[Trajectory], Awaitable[list[dict[str, Any]]]]
+"""Returns fields that change in each turn (PlayerHooks.annotate)."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,9 @@ class Episode:
         """Return the images of messages in order, as the model reads them. Raises ImageRefused."""
         return await self._session.images(messages)
 
-    async def play(self, agent: Agent, prompt: Prompt, score: Score, teach: Teach | None = None) -> Trajectory:
-        """Play the episode, then score it while the teacher scores it too. Raises EpisodeFailed, or the EngineError
-        that the agent let through."""
+    async def play(self, agent: Agent, prompt: Prompt, score: Score, annotate: Sequence[Annotate] = ()) -> Trajectory:
+        """Play the episode, then score it while extensions annotate it. Raises EpisodeFailed, or the EngineError that
+        the agent let through."""
         CURRENT.set(self._session.activity)
         async with _within(self._limits.episode, "episode_timeout", "the episode did not end"):
             async with _within(self._limits.agent, "agent_timeout", "the agent made no request") as self._silence:
@@ -93,23 +94,23 @@ class Episode:
                         trajectory = self._trajectory(await agent.run(prompt, self), prompt)
                 finally:
                     self._silence = None  # requests that it left in flight may end later
-            taught = asyncio.ensure_future(self._taught(teach, trajectory)) if teach else None
+            annotated = [asyncio.ensure_future(one(trajectory)) for one in annotate]
             try:
                 scored = trajectory if trajectory.reward is not None else await self._scored(score, trajectory, prompt)
-                turns = _with_teacher(scored.turns, await taught) if taught else scored.turns
+                turns = scored.turns
+                for one in annotated:
+                    changes = zip(turns, await one, strict=True)
+                    turns = [msgspec.structs.replace(turn, **fields) for turn, fields in changes]
             finally:
-                if taught and not taught.cancel() and not taught.cancelled():
-                    taught.exception()  # mark as retrieved: the error raised first propagates
+                for one in annotated:
+                    if not one.cancel() and not one.cancelled():
+                        one.exception()  # mark as retrieved: the error raised first propagates
             self._session.activity.finish()
             return Trajectory(turns, scored.reward)
 
     async def _scored(self, score: Score, trajectory: Trajectory, prompt: Prompt) -> Trajectory:
         with self._session.activity.spent(REWARD, prompt.task):
             return await score(trajectory)
-
-    async def _taught(self, teach: Teach, trajectory: Trajectory) -> list[Turn]:
-        with self._session.activity.spent(TEACHER):
-            return await teach(trajectory)
 
     def _trajectory(self, played: Played, prompt: Prompt) -> Trajectory:
         """Build the trajectory from the agent's result and its requests. Raises ValueError if they do not agree."""
@@ -161,10 +162,6 @@ def _plain(trajectory: Trajectory) -> Trajectory:
         for turn in trajectory.turns
     ]
     return Trajectory(turns, None if trajectory.reward is None else number(trajectory.reward, "its reward"))
-
-
-def _with_teacher(turns: Sequence[Turn], taught: Sequence[Turn]) -> list[Turn]:
-    return [msgspec.structs.replace(turn, teacher=by.teacher) for turn, by in zip(turns, taught, strict=True)]
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ with rollout.processes=N in N processes of their own."""
 from __future__ import annotations
 
 import json
-import os
 import resource
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +16,13 @@ from asyncrl.config.server_args import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.partial_completion import StopStrings
-from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks, active
 from asyncrl.images.decoder import Vision
 from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
-from asyncrl.network.addresses import Access, Addresses
+from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.agent import Agent, agents, close_all, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempts, played_here
@@ -32,12 +31,10 @@ from asyncrl.rollout.observer import trace_header
 from asyncrl.rollout.player import EpisodePlayer, Sums, means
 from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
 from asyncrl.rollout.reporters import FailureReporter, Warn
-from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.rollout.vision import vision_of
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import rewards
 
-TEACHER_KEY = "ASYNCRL_TEACHER_API_KEY"
 OTHER_FILES = 256
 """Open files of a process besides the connections of its episodes."""
 
@@ -75,8 +72,6 @@ class PlayingParts:
     client: GenerationClient
     agents: dict[str, Agent]
     rewards: dict[str, Any]
-    teachers: TeacherEngines | None
-    teacher: TeacherScorer | None
     player: EpisodePlayer
     groups: GroupPlayer
     start_timeout: float
@@ -98,18 +93,16 @@ class PlayingParts:
         allow_files(config, warn)
         rollout = config.rollout
         client = _client(config, addresses, model, requests)
-        teachers = teacher_engines(config, addresses)
-        teacher = TeacherScorer(teachers) if teachers else None
+        hooks = [one.player(config, addresses) for one in active(config).values()]
         playing, scores = agents(config, tasks, warn), rewards(config, tasks)
         failures = FailureReporter(warn)
         timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
         player = EpisodePlayer(
-            playing, scores, model.template, timeouts, failures, retries=rollout.retries, teacher=teacher
+            playing, scores, model.template, timeouts, failures, retries=rollout.retries, hooks=hooks
         )
         groups = GroupPlayer(player, failures, load(rollout.accept, "rollout.accept"))
         timeout = config.engine.start_timeout
-        hooks = [one.player() for one in active(config).values()]
-        return cls(client, playing, scores, teachers, teacher, player, groups, timeout, warn, hooks)
+        return cls(client, playing, scores, player, groups, timeout, warn, hooks)
 
     @property
     def attempts(self) -> Attempts:
@@ -117,14 +110,14 @@ class PlayingParts:
         return played_here(self.player.play)
 
     async def start(self) -> None:
-        """Wait for the teacher, and start the agents."""
-        if self.teachers:
-            await self.teachers.wait_until_ready(self.start_timeout)
+        """Start the extensions, then the agents."""
+        for hooks in self.hooks:
+            await hooks.start(self.start_timeout)
         await start_all(self.agents.values())
 
     def take_sums(self) -> Sums:
         """Return what was counted since the last call."""
-        return {**(self.teacher.take_sums() if self.teacher else {}), **self.player.take_sums()}
+        return {**dict(ChainMap(*(one.take_sums() for one in self.hooks))), **self.player.take_sums()}
 
     def proxies(self) -> dict[str, float]:
         """Return the counters of agents that work through a proxy."""
@@ -137,7 +130,7 @@ class PlayingParts:
     async def close(self) -> None:
         """Close everything."""
         await close_all([*self.agents.values(), *self.rewards.values()], self.warn)
-        await close_all([*self.hooks, self.client, self.teachers], self.warn)
+        await close_all([*self.hooks, self.client], self.warn)
 
 
 def allow_files(config: Config, warn: Warn) -> None:
@@ -194,19 +187,4 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         trace=trace_header(config, addresses),
         requests=requests,
         stop=StopStrings(config.rollout.stop, model.template.spell),
-    )
-
-
-def teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | None:
-    """Return None without a teacher. External engines (teacher.urls) have their own API key, from the environment: no
-    file of the run stores it."""
-    if not addresses.teachers:
-        return None
-    teacher = config.teacher
-    return TeacherEngines(
-        addresses.teachers,
-        access=Access(os.environ.get(TEACHER_KEY, "")) if teacher.urls else addresses.access,
-        max_running=teacher.max_running,
-        request_timeout=teacher.request_timeout,
-        retry_timeout=teacher.retry_timeout,
     )

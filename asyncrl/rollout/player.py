@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from math import fsum
 from typing import TypeVar
 
@@ -17,14 +18,14 @@ import msgspec
 
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EpisodeFailed
+from asyncrl.extension import PlayerHooks
 from asyncrl.observability.intervals import RETRY
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent
-from asyncrl.rollout.episode import Episode, EpisodeTimeouts
+from asyncrl.rollout.episode import Annotate, Episode, EpisodeTimeouts
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.scoring import Scorer, score_by_branch
-from asyncrl.rollout.teacher import TeacherScorer
-from asyncrl.schema import Prompt, Template, Trajectory, Turn
+from asyncrl.schema import Prompt, Template, Trajectory
 
 Sums = dict[str, tuple[float, float]]
 """Figures that add up over processes: by name, a sum and the number of its terms, or 0 if the sum itself is wanted."""
@@ -45,12 +46,13 @@ class EpisodePlayer:
         failures: FailureReporter,
         *,
         retries: int = 0,
-        teacher: TeacherScorer | None = None,
+        hooks: Sequence[PlayerHooks] = (),
     ) -> None:
-        """`agents` and `rewards` are keyed by task. The teacher scores training episodes only."""
+        """`agents` and `rewards` are keyed by task. The hooks annotate training episodes only."""
         self._agents, self._rewards, self._template = agents, rewards, template
         self._timeouts, self._failures, self._retries = timeouts, failures, retries
-        self._scorer, self._teacher = Scorer(timeouts.reward), teacher
+        self._scorer = Scorer(timeouts.reward)
+        self._annotate = [one.annotate for one in hooks if type(one).annotate is not PlayerHooks.annotate]
         self._retried: Counter[str] = Counter()
         self._parts: dict[str, list[float]] = {}
 
@@ -68,16 +70,14 @@ class EpisodePlayer:
                 turns[place] = msgspec.structs.replace(turns[place], reward=turns[place].reward + more)
             return Trajectory(turns, found.reward)
 
-        async def teach(trajectory: Trajectory) -> list[Turn]:
-            assert self._teacher is not None
-            return await self._teacher.score(prompt.token_ids, trajectory, session.group)
-
-        taught = teach if self._teacher and session.purpose == "training" else None
+        annotate: list[Annotate] = []
+        if session.purpose == "training":
+            annotate = [partial(one, prompt, group=session.group) for one in self._annotate]
 
         def once() -> Awaitable[Trajectory]:
             session.forget()
             episode = Episode(session, self._timeouts, self._template)
-            return episode.play(self._agents[prompt.task], prompt, lambda one: score_by_branch(one, score), taught)
+            return episode.play(self._agents[prompt.task], prompt, lambda one: score_by_branch(one, score), annotate)
 
         return await self._tried(session, once)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 
 from asyncrl.algo.correction import CORRECTIONS, log_linear_proximal, masked
 from asyncrl.algo.diagnostics import gap_figures, loss_figures
-from asyncrl.algo.distill import distillation_loss, distilled_advantages
 from asyncrl.algo.kl import ESTIMATORS, k3
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import shares
 from asyncrl.algo.table import LossRows, TokenTable, TrainingTable
 from asyncrl.config import AlgoConfig, RolloutConfig
+from asyncrl.extension import TrainerHooks
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.token_accumulator import TokenAccumulator
@@ -28,10 +29,12 @@ PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 class Objective:
-    """The settings of `algo` as a loss over packs. `seen` collects what the step's statistics need."""
+    """The settings of `algo` as a loss over packs, with the terms of extensions. `seen` collects what the step's
+    statistics need."""
 
-    def __init__(self, algo: AlgoConfig, rollout: RolloutConfig) -> None:
+    def __init__(self, algo: AlgoConfig, rollout: RolloutConfig, hooks: Sequence[TrainerHooks] = ()) -> None:
         self._algo, self._longest, self._temperature = algo, rollout.max_new_tokens, rollout.temperature
+        self._hooks = hooks
         self._loss = LOSSES.find(algo.loss)
         algo.check_loss(self._loss.traits)
         self._correction = CORRECTIONS.find(algo.correction) if algo.correction else None
@@ -65,7 +68,7 @@ class Objective:
         """Return the groups that have a gradient. A group whose kept tokens all have zero advantage has none; it stays
         in the denominator and is not run."""
         # these have a gradient whatever the rewards
-        if self._algo.entropy_bonus or self.kl_in("loss") or self._algo.distillation.coefficient:
+        if self._algo.entropy_bonus or self.kl_in("loss") or any(one.signal for one in self._hooks):
             return groups
         signal = set(table.sample[table.keep & (table.advantages != 0)].tolist())
         return [group for group in groups if any(sample.number in signal for sample in group)]
@@ -83,8 +86,8 @@ class Objective:
         losses = factor * self._loss(logprobs, rows)
         if self.kl_in("loss"):
             losses = losses + self.kl(logprobs, rows)
-        if self._distils_in("loss"):
-            losses = losses + distillation_loss(logprobs, rows, algo.distillation.coefficient)
+        for hooks in self._hooks:
+            losses = hooks.loss(losses, logprobs, rows)
         if entropy is not None:
             losses = losses - algo.entropy_bonus * entropy
             seen.note(pack.table_rows, entropy=entropy)
@@ -103,10 +106,9 @@ class Objective:
         elif self._algo.proximal == "log_linear":
             start = log_linear_proximal(logprobs, rows)
         started = rows.with_proximal(start)
-        if not self._distils_in("advantage"):
-            return started
-        c, discount = self._algo.distillation.coefficient, self._algo.distillation.discount
-        return replace(started, advantages=distilled_advantages(logprobs, started, c, discount))
+        for hooks in self._hooks:
+            started = hooks.credited(logprobs, started)
+        return started
 
     def kl(self, logprobs: Tensor, rows: TokenTable) -> Tensor:
         """Return each token's penalty for the KL divergence from the reference."""
@@ -116,9 +118,6 @@ class Objective:
     def kl_in(self, place: str) -> bool:
         """Return whether the KL to the reference is applied there."""
         return self._algo.kl.coefficient > 0 and self._algo.kl.place == place
-
-    def _distils_in(self, place: str) -> bool:
-        return self._algo.distillation.coefficient > 0 and self._algo.distillation.place == place
 
     # -- statistics -----------------------------------------------------------------------------------------
 
@@ -149,21 +148,19 @@ class Objective:
             "tokens/packed": totals["packed"],
             "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
             **self._entropy(columns["entropy"][ran]),
-            **_distances(start, table, ran, plain=self._temperature == 1.0),
+            **self._distances(start, table, ran),
             **gap_figures(table.with_proximal(start), ran),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=cap, clip=clip),
         }
 
-
-def _distances(logprobs: Tensor, table: TokenTable, ran: Tensor, *, plain: bool) -> dict[str, float]:
-    """Return the distance of the policy from the reference and the teacher, as k3, if they were evaluated and a token
-    was run. The teacher's log-probabilities are exact at temperature 1 (`plain`); at others they are known only up to a
-    baseline, which gives no distance."""
-    if not bool(ran.any()):
-        return {}
-    others = {"kl/reference": table.reference, "kl/teacher": table.teacher if plain else None}
-    asked = {name: other for name, other in others.items() if other is not None}
-    found = {name: float(k3(logprobs, other, table.behaviour)[ran].mean()) for name, other in asked.items()}
-    if table.teacher is not None:  # at other temperatures: the gap at temperature 1, divided by the temperature
-        found["teacher/gap"] = float((logprobs - table.teacher)[ran].mean())
-    return found
+    def _distances(self, logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, float]:
+        """Return the distance of the policy from others, if a token was run: from the reference, as k3, if it was
+        evaluated, and from what extensions compare it with."""
+        if not bool(ran.any()):
+            return {}
+        found = {}
+        if table.reference is not None:
+            found["kl/reference"] = float(k3(logprobs, table.reference, table.behaviour)[ran].mean())
+        for hooks in self._hooks:
+            found |= hooks.distances(logprobs, table, ran)
+        return found

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from asyncrl import extension
 from asyncrl.algo.advantage import ADVANTAGES, gae_raw
-from asyncrl.algo.distill import tempered
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import build_samples
@@ -55,7 +54,6 @@ class Policy:
         self._reference = self._load_reference(folder)
         self._advantage = ADVANTAGES.find(algo.advantage)
         check_traits(config, self._advantage.traits, LOSSES.find(algo.loss).traits)
-        self._objective = Objective(algo, config.rollout)
         self._critic = (
             Critic(config, folder, parallel, progress, self.network.meter, self.network.vision)
             if self._advantage.traits.critic
@@ -67,6 +65,7 @@ class Policy:
         self._added = 0  # tokens of the last batch that extensions added to it
         self.memory = DeviceMemory(self._held)
         self._hooks = {name: one.trainer(self) for name, one in extension.active(config).items()}
+        self._objective = Objective(algo, config.rollout, list(self._hooks.values()))
         self._inputs = list(self._stages_of_inputs())
         self._columns = list(self._stages_of_columns())
         self._following = list(self._stages_that_follow())
@@ -171,12 +170,11 @@ class Policy:
         itself."""
         algo, objective = self.config.algo, self._objective
         yield self._add_shaped_reward
-        if algo.kl.coefficient or algo.kl.measure_every:
+        if algo.measures_reference:
             yield self._add_reference
         if objective.needs_start:
-            yield self._add_start
-        if self._temperature != 1.0:
-            yield self._add_tempered_teacher
+            yield self.add_start
+        yield from (hooks.columns for hooks in self._hooks.values())
         if objective.kl_in("reward"):
             yield self._add_penalty
         if critic := self._critic:
@@ -192,22 +190,15 @@ class Policy:
             return table
         return replace(table, reference=self._of_reference(groups, table))
 
-    def _add_start(self, groups: Groups, table: TokenTable, _: int) -> TokenTable:
+    def add_start(self, groups: Groups, table: TokenTable, _: int) -> TokenTable:
         """Add the log-probabilities under the policy that the steps start from."""
         with self._routed(whole_batch=True):
             return replace(table, proximal=self._score(groups, table))
 
-    def _add_tempered_teacher(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
-        """Replace the log-probabilities of a teacher, which is scored at temperature 1 only, by those at the sampling
-        temperature."""
-        if table.teacher is None:
-            return table
-        if table.proximal is None:
-            table = self._add_start(groups, table, version)
+    def score_at(self, temperature: float, groups: Groups, table: TokenTable) -> Tensor:
+        """Return the log-probabilities under the policy at another temperature, [N], for hooks that add columns."""
         with self._routed():
-            plain = self._score(groups, table, temperature=1.0)
-        teacher = tempered(table.column("proximal"), plain, table.column("teacher"), self._temperature)
-        return replace(table, teacher=teacher)
+            return self._score(groups, table, temperature)
 
     def _add_penalty(self, _: Groups, table: TokenTable, __: int) -> TokenTable:
         penalty = self._objective.kl(table.column("proximal"), table)
@@ -316,7 +307,7 @@ class Policy:
         """Load the reference weights, if a KL to frozen weights is needed that the network does not hold itself, as the
         base of its adapters."""
         algo, adapted = self.config.algo, self.config.trainer.lora.rank
-        if algo.kl.reference == "teacher" or not algo.measures_reference:
+        if algo.kl.reference != "weights" or not algo.measures_reference:
             return None
         if adapted and not algo.kl.reference_path:
             return None
@@ -324,10 +315,9 @@ class Policy:
         return Reference(self.network, path, offload=algo.kl.reference_offload)
 
     def _of_reference(self, groups: Groups, table: TokenTable) -> Tensor:
-        """Return the log-probabilities of the reference, [N]: of frozen weights, or of the teacher, which its engines
-        have reported."""
-        if self.config.algo.kl.reference == "teacher":
-            return table.column("teacher")
+        """Return the log-probabilities of the reference, [N]: of frozen weights, or a column of the batch."""
+        if (column := self.config.algo.kl.reference) != "weights":
+            return table.column(column)
         with self._reference.in_place() if self._reference else self.network.base():
             return self._score(groups, table)
 

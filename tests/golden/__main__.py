@@ -49,7 +49,7 @@ MACHINES = {"cpu": [Node("", "127.0.0.1", (), PORTS)]}
 MACHINES["gpu"] = [Node(f"n{n}", f"10.0.0.{n}", tuple("01234567"), PORTS, "eth0", 30000) for n in range(64)]
 PLANS = {
     "two-engines": ["engine.count=2", "trainer.tensor_parallel=2", "engine.tensor_parallel=2"],
-    "teacher": ["teacher=sglang", "teacher.model=/teacher", "algo.distillation.coefficient=1"],
+    "teacher": ["teacher=sglang", "teacher.model=/teacher", "+distill.coefficient=1"],
     "judge": ["judge=sglang", "judge.model=/judge"],
     "colocated": ["cluster.placement=colocated", "weights.pause_mode=retract", "rollout.max_staleness=1"],
     "adapters": ["trainer.lora.rank=4", "weights.lora=versions"],

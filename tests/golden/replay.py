@@ -27,7 +27,7 @@ VERSION = 4
 OTHERS: dict[str, list[str]] = {
     "kl": ["algo.kl.coefficient=0.1", "algo.kl.estimator=k2"],
     "kl-reward": ["algo.kl.coefficient=0.1", "algo.kl.place=reward"],
-    "distillation": ["algo.distillation.coefficient=0.5", "algo.advantage=none", "teacher=sglang", "teacher.model=/t"],
+    "distillation": ["+distill.coefficient=0.5", "algo.advantage=none", "teacher=sglang", "teacher.model=/t"],
     "shaping": ["algo.shaping.overlong_buffer=2", "algo.shaping.normalize=true", "algo.shaping.mask_truncated=true"],
     "trust": ["algo.trust_region=1e-4", "algo.epochs=3", "algo.mini_batches=2"],
     "lora": ["trainer.lora.rank=4"],

@@ -24,7 +24,7 @@ VOCABULARY = 33
 PURE = {
     "teacher.model": "/nowhere",
     "algo.advantage": "none",
-    "algo.distillation.coefficient": 1.0,
+    "distill.coefficient": 1.0,
     "algo.entropy_bonus": 0.0,
     "algo.correction.cap": 1e9,
     "trainer.share_prompts": True,
@@ -33,14 +33,14 @@ SMALL = {"trainer.micro_batch_tokens": 40}
 CASES: dict[str, dict[str, Any]] = {
     "same": {},
     "advantage": {},
-    "loss": {"algo.distillation.place": "loss"},
+    "loss": {"distill.place": "loss"},
     "scored": {"algo.epochs": 2, "trainer.optimizer.lr": 1e-12},
     "small": SMALL,
-    "discounted": {"algo.distillation.discount": 0.9},
-    "discounted-small": {"algo.distillation.discount": 0.9, **SMALL},
+    "discounted": {"distill.discount": 0.9},
+    "discounted-small": {"distill.discount": 0.9, **SMALL},
     "warm": {"rollout.temperature": 0.8},
-    "warm-loss": {"rollout.temperature": 0.8, "algo.distillation.place": "loss"},
-    "off": {"algo.advantage": "grpo", "algo.distillation.coefficient": 0.0},
+    "warm-loss": {"rollout.temperature": 0.8, "distill.place": "loss"},
+    "off": {"algo.advantage": "grpo", "distill.coefficient": 0.0},
     "reference": {"algo.kl.reference": "teacher", "algo.kl.coefficient": 0.1, "algo.kl.estimator": "k2"},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {"single": {}, "tp2": {"trainer.tensor_parallel": 2}}

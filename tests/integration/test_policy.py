@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +18,9 @@ from asyncrl.algo.balance import Costs
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import build_samples, shares
-from asyncrl.algo.table import TokenTable, build_table
+from asyncrl.algo.table import LossRows, TokenTable, build_table
+from asyncrl.errors import ConfigError
+from asyncrl.extension import Extension, TrainerHooks
 from asyncrl.platforms import here
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from tests.algo import tables
@@ -116,12 +117,12 @@ MASKED: Any = {"shaping.mask_truncated": True}
 UNCLIPPED = {"name": "ppo", "clip_low": 0.0, "clip_high": 0.0}
 
 
-def policy(temperature: float = 1.0, **algo: Any) -> Policy:
+def policy(temperature: float = 1.0, more: dict[str, Any] | None = None, **algo: Any) -> Policy:
     trainer = {name: algo.pop(name) for name in ("micro_batch_tokens", "batch_parts") if name in algo}
     changes = {f"algo.{name}": value for name, value in ({"entropy_bonus": 0.0} | algo).items()}
     changes |= {f"trainer.{name}": value for name, value in trainer.items()}
     rollout = {"rollout.max_new_tokens": LONGEST, "rollout.temperature": temperature}
-    config = tiny_config(**changes, **rollout, **({"teacher.model": "t"} if "distillation.coefficient" in algo else {}))
+    config = tiny_config(**changes, **rollout, **(more or {}))
     place: Any = SimpleNamespace(
         cp=1, tp=1, tp_rank=0, dp=1, dp_rank=0, etp=1, ep=1, pp=1, counts=True, device=torch.device("cpu")
     )
@@ -270,8 +271,40 @@ class Routing:
         return {}
 
 
-def test_every_pass_of_the_policy_replays_its_experts_also_the_one_at_the_teachers_temperature() -> None:
-    one = policy(temperature=0.5, mini_batches=2, **{"distillation.coefficient": 0.5})
+class Own(Extension):
+    """Turns rewards around, and doubles advantages and losses."""
+
+    signal = True
+
+    def trainer(self, policy: Policy) -> TrainerHooks:
+        return OwnHooks(policy)
+
+
+class OwnHooks(TrainerHooks):
+    signal = True
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def columns(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
+        assert bool(torch.isfinite(self._policy.score_at(1.0, groups, table)).all())
+        return replace(table, reward=-table.reward)
+
+    def credited(self, logprobs: Tensor, rows: LossRows) -> LossRows:
+        return replace(rows, advantages=2 * rows.advantages)
+
+    def loss(self, losses: Tensor, logprobs: Tensor, rows: LossRows) -> Tensor:
+        return 2 * losses
+
+    def distances(self, logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, float]:
+        return {"own/compared": float(torch.isfinite(logprobs[ran]).sum())}
+
+
+OWN = {"extensions": {"own": f"{__name__}:Own"}}
+
+
+def test_every_pass_of_the_policy_replays_its_experts_also_those_of_extensions() -> None:
+    one = policy(temperature=0.5, more=OWN, mini_batches=2)
     one._routing = routing = Routing()  # type: ignore[assignment]
     passes: list[tuple[str, bool]] = []
     for name in ("score", "train"):
@@ -282,11 +315,22 @@ def test_every_pass_of_the_policy_replays_its_experts_also_the_one_at_the_teache
             plain(*given, **how)
 
         setattr(one.network, name, noted)
-    groups = batch().groups
-    for turn in (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns):
-        msgspec.structs.force_setattr(turn, "teacher", [-1.0] * len(turn.completion.token_ids))
-    one.update(Batch(1, groups, {}))
+    one.update(batch())
     assert passes == [("score", True), ("score", True), ("train", True), ("train", True)]
+
+
+def test_columns_advantages_and_losses_of_an_extension_are_trained() -> None:
+    plain, own = policy(), policy(more=OWN)
+    plain.update(batch())
+    assert own.update(batch())["own/compared"] == 12.0
+    torch.testing.assert_close(own.network.gradients, [-4 * plain.network.gradients[0]], rtol=1e-5, atol=1e-6)
+
+
+def test_groups_without_an_advantage_are_run_for_the_signal_of_an_extension() -> None:
+    one = policy(advantage="none", more=OWN)
+    assert one.update(batch())["groups/trained"] == 2
+    with pytest.raises(ConfigError, match="Nothing would be learned"):
+        policy(advantage="none")
 
 
 def test_shaped_rewards_make_the_advantages() -> None:

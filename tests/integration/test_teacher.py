@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 PURE = [
     "algo.advantage=none",
-    "algo.distillation.coefficient=1",
+    "+distill.coefficient=1",
     "algo.entropy_bonus=0",
     "eval.questions=0",
     "teacher=sglang",

@@ -193,7 +193,7 @@ class Machinery:
         self.processes = processes
         self.question: Callable[[str, int], dict[str, Any]] = lambda task, index: {}
         self.render: Callable[[dict[str, Any]], list[int]] = lambda question: []
-        self.new_parts = lambda: PlayingParts(engine.client(**client), {}, {}, None, None, player, playing, 5.0, print)
+        self.new_parts = lambda: PlayingParts(engine.client(**client), {}, {}, player, playing, 5.0, print)
         self.worker = Worker(
             self.groups,
             self.client,

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError, EpisodeFailed
+from asyncrl.extension import PlayerHooks
 from asyncrl.rollout.agent import load_agent
 from asyncrl.rollout.curriculum import CurriculumInput, TaskProgress
 from asyncrl.rollout.episode import Episode
@@ -383,3 +384,21 @@ def test_curriculum_hears_of_every_group_that_was_played_whole_also_of_those_not
     asyncio.run(main())
     assert seen[0] == CurriculumInput(0, {"length": TaskProgress(1.0, 0, None, None, None)})
     assert (seen[-1].version, seen[-1].tasks["length"].groups) == (7, 6)
+
+
+class Annotating(PlayerHooks):
+    """Names the state of every turn after its group."""
+
+    async def annotate(self, prompt: Prompt, trajectory: Trajectory, group: str) -> list[dict[str, Any]]:
+        return [{"state": group} for _ in trajectory.turns]
+
+
+def test_extension_changes_turns_of_training_episodes_only() -> None:
+    async def states(purpose: str) -> set[str]:
+        site = Site(hooks=[Annotating(), PlayerHooks()])
+        session = site.client.generate(purpose=purpose)
+        found = await site.player.play(Prompt("p", [12, 1, 11], {}, "length"), session)
+        return {turn.state for turn in found.turns} - {session.group}
+
+    assert asyncio.run(states("training")) == set()
+    assert asyncio.run(states("evaluation")) == {""}

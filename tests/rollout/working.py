@@ -45,7 +45,7 @@ class Site:
         self.told: list[tuple[str, str | None]] = []
         sizes = {"length": 3, "long": 5}
         failures = FailureReporter(lambda text, trace: self.told.append((text, trace)))
-        of_player = {name: settings.pop(name) for name in ("retries", "teacher") if name in settings}
+        of_player = {name: settings.pop(name) for name in ("retries", "hooks") if name in settings}
         patience = Patience(settings.pop("max_failures", 100), settings.pop("max_rejections", 1000))
         tasks = {"length": LengthTask(), "long": LengthTask(worth=10.0)}
         self.mixer = prompts or mixer()

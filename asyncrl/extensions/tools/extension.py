@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from asyncrl import extension
 
 
@@ -21,7 +23,7 @@ class Tools(extension.Extension):
     wrappers = {"tools": "asyncrl.extensions.tools.tooled:with_tools"}  # noqa: RUF012
     question = "asyncrl.extensions.tools.system:with_tools_shown"
 
-    def player(self) -> extension.PlayerHooks:
+    def player(self, config: Any, addresses: Any) -> extension.PlayerHooks:
         """Return the hooks in a process that plays episodes."""
         return ToolHooks()
 

@@ -37,7 +37,6 @@ from asyncrl.launch.preflight.versions import (
 from asyncrl.launch.preflight.weights import check_shared, check_sync
 from asyncrl.launch.prepare import ROLES, Preparation
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
-from asyncrl.launch.teacher import check_teacher
 from asyncrl.planner import memory as planner
 from asyncrl.planner.settings import layout_of, served_adapters, training_of
 from asyncrl.planner.shapes import Shape, Weight, counted, parameters, shape_of
@@ -82,9 +81,6 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     models: dict[str, ModelFolder] = {}
     for role in ROLES:
         yield from _model(prepared, role, models)
-    if {"model", "teacher"} <= prepared.hf.keys():
-        folders_of_both = prepared.folders["model"], prepared.folders["teacher"]
-        yield from refused(partial(check_teacher, config, *folders_of_both), "teacher.model")
     if "model" in models and not recording:
         yield from refused(prepared.vocabulary, "model.path")
     yield from refused(prepared.choose_checkpoint, "resume")

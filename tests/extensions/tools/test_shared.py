@@ -54,7 +54,7 @@ def test_sandboxes_are_shared_by_their_arguments_and_closed() -> None:
     async def main() -> None:
         assert sandboxes(PATH, {"name": "a"}) is sandboxes(PATH, {"name": "a"})
         sandboxes(PATH, {"name": "b"})
-        await Tools(Section()).player().close()
+        await Tools(Section()).player(None, None).close()
 
     asyncio.run(main())
     assert sorted(Folders.ended) == ["a", "b"]

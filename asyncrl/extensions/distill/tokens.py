@@ -8,11 +8,21 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.models.vision import flat
+from asyncrl.launch.prepare import Preparation
+from asyncrl.launch.replay import check_same_tokens
+from asyncrl.models.vision import flat, image_shape
 
 FIELD = "teacher.model"
-NAMED = 3
-"""Number of differing tokens to show in the error."""
+
+
+def check(prepared: Preparation) -> None:
+    """Check the teacher of a run whose models are known. Raises ConfigError."""
+    if not {"model", "teacher"} <= prepared.hf.keys():
+        return
+    if image_shape(prepared.hf["model"]) is not None:
+        remedy = "Teachers score text only: unset it, or choose a text model."
+        raise ConfigError(FIELD, prepared.config.teacher.model, remedy)
+    check_teacher(prepared.config, prepared.folders["model"], prepared.folders["teacher"])
 
 
 def check_teacher(config: Config, model: Path, teacher: Path) -> None:
@@ -46,31 +56,3 @@ def _contexts(config: Config, mine: dict[str, Any], its: dict[str, Any]) -> tupl
         for section, hf in ((config.engine, mine), (config.teacher, its))
     )
     return own, other
-
-
-def check_same_tokens(field: str, named: str, model: Path, other: Path, remedy: str) -> None:
-    """Refuse the folder `other`, which the setting names, unless its token ids are those of `model`."""
-    mine, its = (_tokens(folder) for folder in (model, other))
-    if mine is None or its is None:
-        folder = model if mine is None else other
-        raise ConfigError(
-            field, named, f"{folder} has no tokenizer.json, which is needed to compare the vocabularies: add it."
-        )
-    differing = sorted(number for number in mine.keys() | its.keys() if mine.get(number) != its.get(number))
-    if differing:
-        some = "; ".join(f"{n} is {mine.get(n)!r} and {its.get(n)!r}" for n in differing[:NAMED])
-        problem = f"Its tokenizer.json must have the vocabulary of {model}, but {len(differing)} token ids differ"
-        raise ConfigError(field, named, f"{problem} ({some}): {remedy}.")
-
-
-def _tokens(folder: Path) -> dict[int, str] | None:
-    """Return the token of every id in tokenizer.json, including special tokens; None if there is no such file."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return None
-    tokenizer = json.loads(file.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    pairs = vocabulary.items() if isinstance(vocabulary, dict) else [(one[0], i) for i, one in enumerate(vocabulary)]
-    return {number: token for token, number in pairs} | {
-        one["id"]: one["content"] for one in tokenizer.get("added_tokens", [])
-    }

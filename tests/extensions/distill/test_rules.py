@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.distill.tokens import check_teacher
 from asyncrl.launch.checks import check_devices
-from asyncrl.launch.teacher import check_teacher
 from tests.fakes import compose_values, tiny_config
 
 HF = {"vocab_size": 8, "max_position_embeddings": 64, "num_attention_heads": 4}
@@ -96,8 +96,8 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
     ("changes", "field", "value", "remedy"),
     [
         (
-            {"algo.distillation.coefficient": 1.0},
-            "algo.distillation.coefficient",
+            {"distill.coefficient": 1.0},
+            "distill.coefficient",
             1.0,
             "set teacher=sglang teacher.model",
         ),
@@ -105,10 +105,10 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
         ({"teacher.urls": ["http://a:1"]}, "teacher.urls", ["http://a:1"], "set teacher=sglang teacher.model"),
         ({"teacher.model": "/t", "teacher.urls": ["gpu1:30000"]}, "teacher.urls", "gpu1:30000", "http://HOST:PORT"),
         (
-            {"teacher.model": "/t", "rollout.temperature": 0.7, "algo.distillation.discount": 0.5},
+            {"teacher.model": "/t", "rollout.temperature": 0.7, "distill.discount": 0.5},
             "rollout.temperature",
             0.7,
-            "algo.distillation.discount would be wrong",
+            "distill.discount would be wrong",
         ),
         (
             {"teacher.model": "/t", "rollout.temperature": 0.7, "algo.kl.reference": "teacher"},
@@ -116,7 +116,7 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
             0.7,
             "algo.kl.reference=teacher would be wrong",
         ),
-        ({"algo.advantage": "none"}, "algo.advantage", "none", "set algo.distillation.coefficient"),
+        ({"algo.advantage": "none"}, "algo.advantage", "none", "own signal, as distillation"),
         (
             {"teacher.model": "/t", "algo.kl.reference": "teacher", "algo.kl.reference_path": "/r"},
             "algo.kl.reference_path",
@@ -124,8 +124,8 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
             "leave it unset",
         ),
         (
-            {"teacher.model": "/t", "algo.distillation.place": "loss", "algo.distillation.discount": 0.5},
-            "algo.distillation.discount",
+            {"teacher.model": "/t", "distill.place": "loss", "distill.discount": 0.5},
+            "distill.discount",
             0.5,
             "set 0",
         ),
@@ -133,7 +133,7 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
             {
                 "teacher.model": "/t",
                 "algo.advantage": "none",
-                "algo.distillation.coefficient": 1.0,
+                "distill.coefficient": 1.0,
                 "algo.kl.coefficient": 0.1,
                 "algo.kl.place": "reward",
             },
@@ -152,11 +152,11 @@ def test_setting_that_needs_a_teacher_or_contradicts_it_is_named(
 
 
 def test_other_temperatures_are_fine_where_each_token_answers_for_itself() -> None:
-    tiny_config(**{"teacher.model": "/t", "rollout.temperature": 0.7, "algo.distillation.coefficient": 1.0})
+    tiny_config(**{"teacher.model": "/t", "rollout.temperature": 0.7, "distill.coefficient": 1.0})
 
 
 def test_pure_distillation_needs_no_siblings() -> None:
-    changes = {"teacher.model": "/t", "algo.distillation.coefficient": 1.0, "rollout.group_size": 1}
+    changes = {"teacher.model": "/t", "distill.coefficient": 1.0, "rollout.group_size": 1}
     assert tiny_config(**changes, **{"algo.advantage": "none"}).rollout.group_size == 1
     with pytest.raises(ConfigError, match="compares siblings"):
         tiny_config(**changes)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.errors import DeadlineExceeded, EngineError
+from asyncrl.extensions.distill.engines import TeacherEngines
 from asyncrl.network.addresses import Access
 
 TOKENS = [12, 1, 2, 11, 5, 6, 15]

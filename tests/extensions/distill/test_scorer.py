@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engine.scorer import TeacherStats
 from asyncrl.errors import EngineError, EpisodeFailed
+from asyncrl.extensions.distill.engines import TeacherStats
+from asyncrl.extensions.distill.scorer import TeacherScorer
 from asyncrl.rollout.player import means
-from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.schema import Completion, Prompt, Trajectory, Turn, VersionSpan
 from tests.fakes import until
 from tests.rollout.working import Site
@@ -40,37 +40,37 @@ def turn(*token_ids: int, observation: list[int] | None = None) -> Turn:
     return Turn(observation or [], Completion(list(token_ids), [-0.5] * len(token_ids), spans, "stop"), reward=2.0)
 
 
-def taught(turns: list[Turn]) -> tuple[list[Turn], Scored]:
+PROMPT = Prompt("p", [12, 1, 11], {}, "length")
+
+
+def taught(turns: list[Turn]) -> tuple[list[dict[str, Any]], Scored]:
     engines = Scored()
-    return asyncio.run(TeacherScorer(engines).score([12, 1, 11], Trajectory(turns), "g7")), engines
+    return asyncio.run(TeacherScorer(engines).annotate(PROMPT, Trajectory(turns), "g7")), engines
 
 
-def test_turns_get_the_teachers_of_their_own_tokens_and_keep_everything_else() -> None:
+def test_turns_get_the_teachers_of_their_own_tokens() -> None:
     turns = [turn(3, 4), turn(5, observation=[50, 51])]
     found, engines = taught(turns)
     assert engines.asked == [([12, 1, 11, 3, 4, 50, 51, 5], 3, "g7")]
-    assert [one.teacher for one in found] == [[-3.0, -4.0], [-7.0]]
-    assert [(one.observation, one.completion, one.reward) for one in found] == [
-        (one.observation, one.completion, one.reward) for one in turns
-    ]
+    assert found == [{"teacher": [-3.0, -4.0]}, {"teacher": [-7.0]}]
 
 
 def test_scoring_starts_at_the_first_token_of_the_policy_and_skips_empty_turns() -> None:
     found, engines = taught([turn(), turn(5, 6, observation=[50]), turn()])
     assert engines.asked == [([12, 1, 11, 50, 5, 6], 4, "g7")]
-    assert [one.teacher for one in found] == [[], [-4.0, -5.0], []]
+    assert found == [{"teacher": []}, {"teacher": [-4.0, -5.0]}, {"teacher": []}]
 
 
 def test_episode_without_a_token_is_not_asked_for() -> None:
     found, engines = taught([turn()])
     assert engines.asked == []
-    assert found == [turn()]
+    assert found == [{}]
 
 
 def test_failure_of_the_engines_is_the_episodes_with_a_reason_of_its_own() -> None:
     teacher = TeacherScorer(Scored(lambda _: EngineError("down")))
     with pytest.raises(EpisodeFailed, match="teacher: down") as caught:
-        asyncio.run(teacher.score([12], Trajectory([turn(1)]), "g"))
+        asyncio.run(teacher.annotate(PROMPT, Trajectory([turn(1)]), "g"))
     assert caught.value.reason == "teacher"
 
 
@@ -90,7 +90,7 @@ def test_every_committed_group_is_scored_and_siblings_ask_under_their_groups_nam
     engines = Scored()
 
     async def main() -> None:
-        site = Site(teacher=TeacherScorer(engines))
+        site = Site(hooks=[TeacherScorer(engines)])
         await site.run_until(lambda: site.ledger().groups.ready == 4)
         groups = site.buffer.take() or []
         for group in groups:
@@ -107,7 +107,7 @@ def test_every_committed_group_is_scored_and_siblings_ask_under_their_groups_nam
 def test_group_that_the_teacher_fails_is_rejected_for_it_and_nothing_is_lost() -> None:
     async def main() -> None:
         engines = Scored(lambda number: EngineError("down") if number == 2 else None)
-        site = Site(teacher=TeacherScorer(engines))
+        site = Site(hooks=[TeacherScorer(engines)])
         await site.run_until(lambda: site.ledger().groups.ready == 4)
         ledger = site.ledger()
         assert ledger.groups.rejected == {"teacher": 1}
@@ -138,10 +138,9 @@ def test_teacher_is_asked_while_the_reward_is_worked_out() -> None:
             order.append("reward")
             return Trajectory(trajectory.turns, 1.0)
 
-        prompt = Prompt("p", [12, 1, 11], {}, "length")
         session: Any = FakeClient().generate()
         episode = Episode(session, EpisodeTimeouts(60.0, 60.0, None), FakeTemplate())
-        return await episode.play(SingleTurn(), prompt, score, lambda found: teacher.score([12, 1, 11], found, "g"))
+        return await episode.play(SingleTurn(), PROMPT, score, [lambda found: teacher.annotate(PROMPT, found, "g")])
 
     found = asyncio.run(main())
     assert order == ["teacher", "reward"]
@@ -153,9 +152,9 @@ def test_answers_of_an_evaluation_are_not_scored() -> None:
     engines = Scored()
 
     async def main() -> None:
-        site = Site(teacher=TeacherScorer(engines))
+        site = Site(hooks=[TeacherScorer(engines)])
         session = site.client.generate(purpose="evaluation")
-        found = await site.player.play(Prompt("p", [12, 1, 11], {}, "length"), session)
+        found = await site.player.play(PROMPT, session)
         assert found.turns[0].teacher == []
 
     asyncio.run(main())

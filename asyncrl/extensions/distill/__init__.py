@@ -1,0 +1,1 @@
+"""On-policy distillation: a teacher scores every token that the policy wrote."""

@@ -1,0 +1,105 @@
+"""What this folder adds: a teacher's scores of every token, as a column of the batch, and what is learned from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from asyncrl import extension
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.settings import NonNegative, Section, Share
+
+if TYPE_CHECKING:
+    from asyncrl.launch.preflight.findings import Finding
+    from asyncrl.launch.prepare import Preparation
+
+
+class DistillSettings(Section):
+    """On-policy distillation from a teacher (teacher.model)."""
+
+    coefficient: NonNegative = 0.0
+    """Coefficient of the KL to the teacher; 0: off. With algo.advantage=none it is the only training signal."""
+    place: Literal["advantage", "loss"] = "advantage"
+    """Subtract the KL from the advantage of each token, where it is subject to clipping, or add it to the token's loss
+    with the estimator `ratio` (algo/kl.py). Without clipping and discount, both have the same gradient."""
+    discount: Share = 0.0
+    """With place=advantage: each token is credited with its own difference to the teacher and those of later tokens,
+    discounted by this per token; 0: only with its own."""
+
+
+class DistillHooks(extension.LaunchHooks):
+    """The check of the teacher's model, which is imported only where a run has one."""
+
+    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
+        """Report a teacher that cannot score the policy."""
+        from asyncrl.extensions.distill.tokens import FIELD, check
+        from asyncrl.launch.preflight.findings import refused
+
+        return iter(refused(lambda: check(prepared), FIELD))
+
+    def notes(self, prepared: Preparation) -> list[str]:
+        """Refuse such a teacher, if the preflight has not done so."""
+        from asyncrl.extensions.distill.tokens import check
+
+        if not prepared.config.cluster.preflight:
+            check(prepared)
+        return []
+
+
+class Distill(extension.Extension):
+    """Distillation, and a teacher as the reference of the KL."""
+
+    Settings = DistillSettings
+    references = ("teacher",)
+
+    @property
+    def signal(self) -> bool:
+        """Return whether distillation is on."""
+        settings: DistillSettings = self.settings
+        return settings.coefficient > 0
+
+    def check(self, config: Config) -> Iterator[ConfigError]:
+        """Check the section, and the settings of the teacher."""
+        settings: DistillSettings = self.settings
+        referred = "teacher" if config.algo.kl.reference == "teacher" else None
+        needed = {"distill.coefficient": settings.coefficient, "algo.kl.reference": referred}
+        needed["teacher.urls"] = config.teacher.urls
+        for field, value in needed.items():
+            if value and config.teacher.model is None:
+                yield ConfigError(field, value, "It needs a teacher: set teacher=sglang teacher.model=FOLDER.")
+        if settings.discount and settings.place == "loss":
+            remedy = "It applies to distill.place=advantage only: set 0."
+            yield ConfigError("distill.discount", settings.discount, remedy)
+        temperature = config.rollout.temperature
+        if config.teacher.model and temperature != 1.0 and (settings.discount or referred):
+            what = "distill.discount" if settings.discount else "algo.kl.reference=teacher"
+            remedy = (
+                "SGLang always computes the log-probabilities of given tokens at temperature 1, so at another one "
+                f"{what} would be wrong (loss.py of the extension). Set 1.0, or disable it."
+            )
+            yield ConfigError("rollout.temperature", temperature, remedy)
+        for url in config.teacher.urls:
+            if not url.startswith(("http://", "https://")):
+                yield ConfigError("teacher.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
+
+    def launch(self) -> extension.LaunchHooks:
+        """Return the hooks in the launcher."""
+        return DistillHooks()
+
+    def player(self, config: Config, addresses: Any) -> extension.PlayerHooks:
+        """Return the hooks in a process that plays episodes."""
+        if not addresses.teachers:
+            return extension.PlayerHooks()
+        from asyncrl.extensions.distill.scorer import scorer
+
+        return scorer(config, addresses)
+
+    def trainer(self, policy: Any) -> extension.TrainerHooks:
+        """Return the hooks on a trainer rank."""
+        from asyncrl.extensions.distill.loss import Distillation
+
+        return Distillation(self.settings, policy)
+
+
+Own = Distill
