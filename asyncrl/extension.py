@@ -10,6 +10,7 @@ code would.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, reduce
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -59,6 +60,19 @@ class Pilot(Protocol):
     def end(self) -> None:
         """Undo what must not outlive the run."""
         ...
+
+
+@dataclass(frozen=True)
+class OfferedTransport:
+    """A transport of new weights (weights/transport.py)."""
+
+    path: str
+    """Import path of its class, which is created with keyword arguments: fleet, folder, stage, ranks (of an engine),
+    host and gpu, as in weights/publish.py."""
+    by_file: bool = False
+    """Whether it writes files to weights.folder before the pause."""
+    loader: str | None = None
+    """SGLang's custom_weight_loader that loads what it sends, as module.function."""
 
 
 class LaunchHooks:
@@ -115,6 +129,8 @@ class Extension:
     """Import paths of task classes by their name in task.kind; each is created with its section (TaskConfig)."""
     rewards: ClassVar[Mapping[str, str]] = {}
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
+    transports: ClassVar[Mapping[str, OfferedTransport]] = {}
+    """Transports of new weights by their name in weights.transport."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
@@ -186,3 +202,8 @@ def tasks() -> dict[str, str]:
 def rewards() -> dict[str, str]:
     """Return the import paths of rewards of the same extensions, by their name in task.reward."""
     return {name: path for kind in classes({}).values() for name, path in kind.rewards.items()}
+
+
+def transports(named: Mapping[str, str]) -> dict[str, OfferedTransport]:
+    """Return the transports of all extensions, by their name in weights.transport."""
+    return {name: one for kind in classes(named).values() for name, one in kind.transports.items()}

@@ -105,7 +105,6 @@ def test_what_cannot_be_repeated_is_not_called_deterministic() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "remedy"),
     [
-        ("weights.transport", "delta", "set auto, tensor or disk"),
         ("weights.transport", "distributed", "set auto, tensor or disk"),
         ("cluster.placement", "colocated", "set weights.lora=merged"),
         ("trainer.lora.targets", ["q_proj"], "needs q_proj with v_proj|no q_proj without v_proj"),

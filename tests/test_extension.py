@@ -6,14 +6,22 @@ import json
 import re
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from asyncrl import extension, imports
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError
+from asyncrl.launch.attached import wanted_of
+from asyncrl.launch.placement import imagined, place
+from asyncrl.launch.plan import plan
+from asyncrl.launch.preflight.folders import room_of
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
-from tests.fakes import tiny_config, tiny_values
+from asyncrl.planner.settings import training_of
+from asyncrl.weights.publish import build_transport
+from tests.fakes import addresses, tiny_config, tiny_values
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
 CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -84,3 +92,47 @@ def test_extension_of_an_installed_package_need_not_be_named(monkeypatch: pytest
 def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one() -> None:
     with pytest.raises(ConfigError, match=r"asyncrl\.extensions\.proxy\.agents:Proxied"):
         imports.load("asyncrl.agents.proxied:Proxied", "agent")
+
+
+COURIER = """
+from asyncrl.extension import Extension, OfferedTransport
+
+
+class Sent:
+    def __init__(self, **parts):
+        self.parts = parts
+
+
+class Courier(Extension):
+    transports = {"courier": OfferedTransport("courier:Sent", by_file=True, loader="courier.load")}
+"""
+
+
+@pytest.fixture
+def courier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    (tmp_path / "courier.py").write_text(COURIER)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tiny_config(extensions={"courier": "courier:Courier"}, **{"weights.transport": "courier"})
+
+
+def test_transport_of_an_extension_is_built_by_its_name(courier: Config, tmp_path: Path) -> None:
+    fleet: Any = SimpleNamespace(urls=["http://127.0.0.1:1"])
+    where: dict[str, Any] = {"host": "127.0.0.1", "stage": 1, "gpu": False, "folder": tmp_path}
+    made, why = build_transport(courier, fleet, alone=True, **where)
+    assert made.parts == {**where, "fleet": fleet, "ranks": 1}  # type: ignore[attr-defined]
+    assert why == f"courier in {tmp_path} (as configured)"
+
+
+def test_engines_and_checks_know_what_the_transport_of_an_extension_needs(courier: Config) -> None:
+    placement = place(courier, imagined(courier, 1, 0))
+    engine, *_ = plan(courier, addresses(), placement, Path("/run"))
+    assert "--custom-weight-loader courier.load" in " ".join(engine.argv)
+    assert wanted_of(courier)["custom_weight_loader"] == ["courier.load"]
+    assert room_of(courier, 1000).published == 3 * 4 * 1000
+    assert training_of(courier, gpu=False).bucket == courier.weights.bucket_mb << 20
+
+
+def test_transport_that_nothing_offers_is_refused_with_those_that_are_there() -> None:
+    with pytest.raises(ConfigError, match="Must be one of auto, tensor, distributed, disk") as refused:
+        tiny_config(**{"weights.transport": "courier"})
+    assert refused.value.field == "weights.transport"

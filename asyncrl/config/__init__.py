@@ -33,6 +33,7 @@ from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
 from asyncrl.config.rules import Rule, require
 from asyncrl.config.running import (
     ENGINE_FRACTION,
+    TRANSPORTS,
     USABLE,
     CheckpointConfig,
     ClusterConfig,
@@ -192,6 +193,7 @@ class Config(Section):
             raise ConfigError("resume", self.resume, f"{what} always starts from the beginning: remove this setting.")
         if self.checkpoint.every and self.mode == "rollout_only":
             raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
+        self._check_transport()
         self._check_sets()
         self._check_teacher()
         self._check_elastic()
@@ -232,6 +234,12 @@ class Config(Section):
             for problem in one.check(self):
                 raise problem
         return self
+
+    def _check_transport(self) -> None:
+        names = [*TRANSPORTS, *extension.transports(self.extensions)]
+        if self.weights.transport not in names:
+            remedy = f"Must be one of {', '.join(names)}."
+            raise ConfigError("weights.transport", self.weights.transport, remedy)
 
     def _check_sets(self) -> None:
         if self.eval.sets and not self.eval.questions:
@@ -302,6 +310,21 @@ class Config(Section):
     def serves_adapters(self) -> bool:
         """Return whether every version is an adapter of its own in the engines. Requires a resolved weights.lora."""
         return self.trainer.lora.rank is not None and self.weights.lora == "versions" and self.mode == "train"
+
+    @property
+    def transport(self) -> extension.OfferedTransport | None:
+        """Return the extension's transport that the run uses; None for one of the core."""
+        return extension.transports(self.extensions).get(self.weights.transport)
+
+    @property
+    def sends_files(self) -> bool:
+        """Return whether versions travel as files in weights.folder."""
+        return self.weights.transport == "disk" or bool(self.transport and self.transport.by_file)
+
+    @property
+    def weight_loader(self) -> str | None:
+        """Return the custom weight loader that engines need. SGLang accepts only those that it was started with."""
+        return self.transport.loader if self.transport else None
 
     @property
     def changes_base(self) -> bool:

@@ -55,7 +55,7 @@ def _rules(config: Config) -> list[Rule]:
     return [
         (
             "weights.transport",
-            config.weights.transport in ("delta", "distributed"),
+            config.weights.transport not in ("auto", "tensor", "disk"),
             f"With {VERSIONS} adapters travel through shared memory or as files: set auto, tensor or disk.",
         ),
         (

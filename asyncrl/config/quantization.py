@@ -31,11 +31,6 @@ def check_quantization(config: Config) -> None:
             "mode=rollout_only has no trainer, which quantizes: set none.",
         ),
         (
-            "weights.transport",
-            engine.holds_codes and config.weights.transport == "delta",
-            f"Codes of 8 bits have no value that stands for `unchanged`: set auto or disk{simulated}.",
-        ),
-        (
             "engine.dtype",
             engine.holds_codes and engine.dtype not in ("auto", "bfloat16"),
             f"SGLang multiplies quantized weights in bfloat16: set bfloat16{simulated}.",

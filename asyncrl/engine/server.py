@@ -29,8 +29,6 @@ CPU_ARGS: dict[str, Any] = {
 
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 """Disables proxies: clients would otherwise use a proxy of the environment for requests that carry keys of the run."""
-DELTA_LOADER = "asyncrl.engine.delta.load"
-"""Custom weight loader of delta updates. SGLang accepts only loaders that it was started with."""
 
 
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}

@@ -37,7 +37,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
     trainer, algo = config.trainer, config.algo
     adapters = adapters_of(trainer.lora, len(config.adapters))
     refers = algo.kl.reference == "weights" and algo.measures_reference and adapters is None
-    two_buckets = streams(config.weights, gpu=gpu) or config.weights.transport in ("disk", "delta")
+    two_buckets = streams(config.weights, gpu=gpu) or config.sends_files
     return Training(
         dtype=trainer.dtype,
         tokens=max(trainer.micro_batch_tokens, config.rollout.max_new_tokens),

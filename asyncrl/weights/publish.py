@@ -2,7 +2,7 @@
 
     meet       every rank learns which engines there are
     fill       the stage's first rank copies its HF tensors into buckets while the engines still generate
-               (staging=full: into all of them; disk and delta write them to files)
+               (staging=full: into all of them; disk writes them to files)
     hold       the rollout side holds back new requests
     update     pause -> begin -> send -> end -> verify, when due -> version -> continue   (engine/update.py)
     announce   the rollout side opens admission for the next cohort
@@ -42,11 +42,11 @@ from asyncrl.config.roles import POLICY
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
+from asyncrl.imports import load
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
 from asyncrl.weights.checksum import ExpectedChecksums, differing, merge, parse
 from asyncrl.weights.choice import choose
-from asyncrl.weights.delta import DeltaTransport
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.names import unit_of
@@ -332,7 +332,7 @@ def build_transport(
 
     `host` is the rank's address. `alone` says that all trainer ranks are on that host; otherwise the host is not used,
     because stages on several machines must make the same choice. `gpu` says whether the trainer runs on GPUs. `folder`
-    is where disk and delta write.
+    is where files are written.
     """
     ranks = config.engine.ranks
     shared, host_of_all = config.cluster.shares_gpus, host if alone else ""
@@ -341,8 +341,10 @@ def build_transport(
         return TensorTransport(fleet, ranks), f"tensor ({reason})"
     if name == "disk":
         return DiskTransport(fleet, folder, stage), f"disk in {folder} ({reason})"
-    if name == "delta":
-        return DeltaTransport(fleet, folder, stage, ranks), f"delta in {folder} ({reason})"
+    if offered := config.transport:
+        kind = load(offered.path, "weights.transport")
+        transport = kind(fleet=fleet, folder=folder, stage=stage, ranks=ranks, host=host, gpu=gpu)
+        return transport, f"{name} in {folder} ({reason})" if offered.by_file else f"{name} ({reason})"
     backend = "nccl" if gpu else "gloo"
     transport = DistributedTransport(fleet, ranks, host=host, stage=stage, backend=backend)
     return transport, f"distributed over {backend} ({reason})"

@@ -30,7 +30,6 @@ LATENT = {
     ("changes", "field", "remedy"),
     [
         ({"mode": "rollout_only", "record": True}, "engine.quantization", "has no trainer, which quantizes: set none"),
-        ({"weights.transport": "delta"}, "weights.transport", "set auto or disk, or engine.quantization=fp8_simulated"),
         ({"engine.dtype": "float32"}, "engine.dtype", "set bfloat16, or engine.quantization=fp8_simulated"),
         ({"engine.server_args": {"load-format": "auto"}}, "engine.server_args.load_format", "remove one of the two"),
         (
@@ -53,7 +52,7 @@ def test_setting_that_does_not_fit_is_refused(changes: dict[str, Any], field: st
 
 
 def test_simulated_formats_fit_all_of_it_but_a_run_without_a_trainer() -> None:
-    made = tiny_config(**{"engine.quantization": "int8_simulated", "weights.transport": "delta"})
+    made = tiny_config(**{"engine.quantization": "int8_simulated"})
     assert made.changes_base  # the engines must not answer with the folder's weights
     assert not tiny_config().changes_base
     with pytest.raises(ConfigError, match="set none"):

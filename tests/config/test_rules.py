@@ -15,6 +15,7 @@ import pytest
 import asyncrl
 from asyncrl.config import Config, rules
 from asyncrl.config.rules import Rule, require
+from asyncrl.config.running import TRANSPORTS
 from asyncrl.errors import ConfigError
 from asyncrl.launch.engine_shape import check_shape
 from tests.fakes import tiny_config
@@ -129,6 +130,8 @@ def with_rules() -> list[str]:
 
 def values(field: str) -> list[Any]:
     """Return values of a field's type."""
+    if field == "weights.transport":
+        return list(TRANSPORTS)
     kind: Any = Config
     for name in field.split("."):
         fields = getattr(kind, "model_fields", {})

@@ -19,6 +19,9 @@ from asyncrl.schema import Completion
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.tensor import TensorTransport
 from tests.integration.fleet import (
+    EVERY_WAY,
+    LOADER,
+    OF_EXTENSIONS,
     PROMPT,
     Engines,
     answers_across_publishes,
@@ -38,7 +41,7 @@ WAYS = [
     ("distributed", "full", "in_place"),
     ("distributed", "stream", "abort"),
     ("disk", "full", "in_place"),
-    ("delta", "full", "in_place"),
+    *((name, "full", "in_place") for name in OF_EXTENSIONS),
 ]
 
 
@@ -46,7 +49,7 @@ WAYS = [
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Start two engines of two ranks behind the router, one of them on two machines."""
     folder = tmp_path_factory.mktemp("weights")
-    shape = ("engine.tensor_parallel=2", "engine.count=2", "weights.transport=delta")
+    shape = ("engine.tensor_parallel=2", "engine.count=2", *LOADER)
     with engines(folder, *shape, last_spans=True) as started:
         yield started
 
@@ -83,10 +86,10 @@ def test_what_is_served_is_what_was_sent(transport, staging, mode, bucket, fleet
 
 @pytest.mark.parametrize("kind", ["fp8_simulated", "int8_simulated"])
 def test_values_on_the_grid_reach_the_engines_bit_for_bit(kind: str, fleet: Engines, tmp_path: Path) -> None:
-    """Checked by the engines' own checksums, and by the log-probabilities of their output. The second publish is a
-    delta."""
+    """Checked by the engines' own checksums, and by the log-probabilities of their output. The second publish is
+    one of changes, if a transport does that."""
     engine = fleet.config.engine.model_copy(update={"quantization": kind})
-    config = settings(fleet.config, transport="delta", verify_every=1).model_copy(update={"engine": engine})
+    config = settings(fleet.config, transport=EVERY_WAY[-1], verify_every=1).model_copy(update={"engine": engine})
     weights, hf = SeededWeights(fleet.addresses.model, share=0.05), {"architectures": ["LlamaForCausalLM"]}
     publisher = make(config, fleet.addresses, weights, tmp_path)
     for version in (1, 2):

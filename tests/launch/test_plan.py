@@ -300,12 +300,6 @@ def test_trainers_and_engines_agree_on_cumem(
     assert {specs[name].env.get("NCCL_CUMEM_ENABLE") for name in parts} == {both}
 
 
-def test_engines_have_the_delta_loader_only_where_it_is_used() -> None:
-    assert "custom-weight-loader" not in flags(made()["engine-0"])
-    delta = flags(made(**{"weights.transport": "delta"})["engine-0"])
-    assert delta["custom-weight-loader"] == "asyncrl.engine.delta.load"
-
-
 def test_cpu_processes_keep_the_memory_that_they_free() -> None:
     for name, spec in made().items():
         assert ("MALLOC_MMAP_MAX_" in spec.env) == name.startswith(("engine", "trainer"))
