@@ -9,6 +9,8 @@ code would.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GROUP = "asyncrl.extensions"
+NAMED = "ASYNCRL_EXTENSIONS"
+"""Environment variable with the setting `extensions`, for processes that read no configuration."""
 
 
 class Planned(Protocol):
@@ -85,6 +89,18 @@ class LaunchHooks:
     def pilot(self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement) -> Pilot | None:
         """Return the pilot of a run with cluster.elastic; None if this extension has none."""
         return None
+
+
+class EngineHooks:
+    """What an extension does to the engines of the policy, and to those of teacher and judge."""
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """Return further arguments of SGLang for the policy's engines, by name. Called in the launcher."""
+        return {}
+
+    def install(self, argv: Sequence[str]) -> None:
+        """Patch SGLang's modules when they are imported (importing.after_import). Called in every process of an engine,
+        before it imports sglang. `argv` is the command line, all that the process knows of the run."""
 
 
 class TrainerHooks:
@@ -144,6 +160,10 @@ class Extension:
         """Return the hooks in the launcher."""
         return LaunchHooks()
 
+    def engine(self) -> EngineHooks:
+        """Return the hooks of engines. In an engine's process, the extension has its default settings."""
+        return EngineHooks()
+
     def trainer(self, policy: Policy) -> TrainerHooks:
         """Return the hooks on a trainer rank, whose networks hold the weights of the model folder."""
         return TrainerHooks()
@@ -182,6 +202,22 @@ def active(config: Config) -> dict[str, Extension]:
     """Return a new instance of every extension, by name."""
     settings = config.model_extra or {}
     return {name: kind(settings.get(name, Section())) for name, kind in classes(config.extensions).items()}
+
+
+def engine_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments that all extensions add to those of the policy's engines."""
+    return {name: value for one in active(config).values() for name, value in one.engine().arguments(config).items()}
+
+
+def engine_environment(config: Config) -> dict[str, str]:
+    """Return the environment in which an engine's process finds the extensions that the setting names."""
+    return {NAMED: json.dumps(config.extensions)} if config.extensions else {}
+
+
+def install_in_engine(argv: Sequence[str]) -> None:
+    """Install the hooks of all extensions in an engine's process. Raises ConfigError."""
+    for kind in classes(json.loads(os.environ.get(NAMED, "{}"))).values():
+        kind(kind.Settings()).engine().install(argv)
 
 
 def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) -> T:

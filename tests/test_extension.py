@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +18,13 @@ from asyncrl import extension, imports
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError
 from asyncrl.launch.attached import wanted_of
-from asyncrl.launch.placement import imagined, place
+from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.plan import plan
 from asyncrl.launch.preflight.folders import room_of
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
 from asyncrl.planner.settings import training_of
 from asyncrl.weights.publish import build_transport
-from tests.fakes import addresses, tiny_config, tiny_values
+from tests.fakes import addresses, compose_values, tiny_config, tiny_values
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
 CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -136,3 +139,45 @@ def test_transport_that_nothing_offers_is_refused_with_those_that_are_there() ->
     with pytest.raises(ConfigError, match="Must be one of auto, tensor, distributed, disk") as refused:
         tiny_config(**{"weights.transport": "courier"})
     assert refused.value.field == "weights.transport"
+
+
+PATCHES = """
+from asyncrl.extension import EngineHooks, Extension
+
+class Hooks(EngineHooks):
+    def arguments(self, config):
+        return {"sampling_backend": "pytorch", "num_reserved_decode_tokens": config.run.max_steps}
+
+    def install(self, argv):
+        import sys
+        print("installed", argv[1:], "sglang" in sys.modules)
+
+class Patches(Extension):
+    def engine(self):
+        return Hooks()
+"""
+
+
+def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> None:
+    (tmp_path / "patches.py").write_text(PATCHES)
+    settings = [
+        "+extensions.patches=patches:Patches",
+        "run.max_steps=7",
+        "trainer.dtype=float32",
+        "engine.dtype=float32",
+    ]
+    config = load(compose_values("experiment=tiny", *settings))
+    node = Node("", "127.0.0.1", (), tuple(range(20000, 20100)))
+    placed = place(config, [node])
+    (engine,) = (one for one in plan(config, addresses(), placed, tmp_path) if one.name == "engine-0")
+    at = engine.argv.index("--num-reserved-decode-tokens")
+    assert engine.argv[at + 1] == "7"
+    code = "import asyncrl.engine.serve"
+    env = {**os.environ, **engine.env, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code, *engine.argv[at : at + 2]]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "installed ['--num-reserved-decode-tokens', '7'] False"
+
+
+def test_engine_of_a_run_without_named_extensions_has_no_environment_for_them() -> None:
+    assert extension.engine_environment(tiny_config()) == {}

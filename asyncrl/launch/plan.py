@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from asyncrl import extension
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TeacherConfig, on_gpu
 from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
@@ -202,6 +203,7 @@ def engines(
                 enable_memory_saver=(turns and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **adapter_args(config, gpu=gpu),
+                **extension.engine_arguments(config),
                 **_shown(run_dir, seat.url),
                 **trace_args(addresses, f"engine-{label}{number}"),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
@@ -213,6 +215,7 @@ def engines(
                 **hidden,
                 **({} if gpu else KEEP_MEMORY),
                 **server_env(config.engine, gpu=gpu),
+                **extension.engine_environment(config),
                 **trace_env(addresses, _authority(run_dir, seat.url)),
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
@@ -292,6 +295,7 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
                 **hidden,
                 **({} if gpu else KEEP_MEMORY),
                 **server_env(section, gpu=gpu),
+                **extension.engine_environment(config),
                 "CUDA_VISIBLE_DEVICES": seat.visible,
             }
             specs.append(
