@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from importlib.metadata import entry_points
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from asyncrl.observability.timeline import Record
     from asyncrl.schema import Batch, Group
     from asyncrl.trainer.policy import Policy
+    from asyncrl.weights.checksum import SentWeights
 
 T = TypeVar("T")
 GROUP = "asyncrl.extensions"
@@ -90,6 +91,15 @@ class LaunchHooks:
         """Return the pilot of a run with cluster.elastic; None if this extension has none."""
         return None
 
+    def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
+        """Yield every problem of this extension with the model. `model` holds the fields of its config.json and of
+        Megatron's arguments, `gpus` is the number of each machine."""
+        return iter(())
+
+    def check_gpu(self, config: Config, gpu: str) -> Iterator[ConfigError]:
+        """Yield every problem with an engine on a GPU of this name."""
+        return iter(())
+
 
 class EngineHooks:
     """What an extension does to the engines of the policy, and to those of teacher and judge."""
@@ -98,6 +108,15 @@ class EngineHooks:
         """Return further arguments of SGLang for the policy's engines, by name. Called in the launcher."""
         return {}
 
+    def needs_weights(self, config: Config) -> bool:
+        """Return whether the engines hold other weights than the model folder before the first step, so that they need
+        those of the trainers first."""
+        return False
+
+    def linear_bytes(self, config: Config) -> int | None:
+        """Return the bytes of an element of the layers' linear maps; None for those of engine.dtype."""
+        return None
+
     def install(self, argv: Sequence[str]) -> None:
         """Patch SGLang's modules when they are imported (importing.after_import). Called in every process of an engine,
         before it imports sglang. `argv` is the command line, all that the process knows of the run."""
@@ -105,6 +124,10 @@ class EngineHooks:
 
 class TrainerHooks:
     """What an extension does on a trainer rank. Every rank calls the same methods in the same order."""
+
+    def sent(self, weights: SentWeights) -> SentWeights:
+        """Return what the publisher sends to the engines in place of these weights."""
+        return weights
 
     def before_update(self, batch: Batch) -> Sequence[Group]:
         """Return groups that are trained beside those of the batch, in the same steps."""
@@ -207,6 +230,24 @@ def active(config: Config) -> dict[str, Extension]:
 def engine_arguments(config: Config) -> dict[str, Any]:
     """Return the arguments that all extensions add to those of the policy's engines."""
     return {name: value for one in active(config).values() for name, value in one.engine().arguments(config).items()}
+
+
+def needs_weights(config: Config) -> bool:
+    """Return whether the engines of some extension need the trainers' weights before the first step."""
+    return any(one.engine().needs_weights(config) for one in active(config).values())
+
+
+def linear_bytes(config: Config) -> int | None:
+    """Return the bytes of an element of the linear maps in the engines; None for those of engine.dtype."""
+    found = (one.engine().linear_bytes(config) for one in active(config).values())
+    return next((size for size in found if size is not None), None)
+
+
+def sent(hooks: Iterable[TrainerHooks], weights: SentWeights) -> SentWeights:
+    """Return what the publisher sends in place of these weights: what each extension makes of the one before."""
+    for one in hooks:
+        weights = one.sent(weights)
+    return weights
 
 
 def engine_environment(config: Config) -> dict[str, str]:

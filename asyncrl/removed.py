@@ -1,9 +1,11 @@
 """Settings that asyncrl no longer has, and why; `results/log.md` says what each gave.
 
-This module imports nothing, so that the command can refuse them before it imports pydantic.
+This module imports nothing slow, so that the command can refuse them before it imports pydantic.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 LAST = "0a760499"
 """A commit that has all of them; the log names the last one for each."""
@@ -37,9 +39,25 @@ REMOVED = {
 MOVED = {"asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents"}
 """New names of modules that settings name."""
 
+MOVED_SETTINGS = {"engine.quantization": "quantized.format"}
+"""New names of settings that are those of an extension now."""
+
+
+def renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return recorded settings in which those that moved have their new names."""
+    for old, new in MOVED_SETTINGS.items():
+        section, name = old.split(".")
+        if isinstance(values.get(section), dict) and name in values[section]:
+            own = dict(values[section])
+            value, (section_now, name_now) = own.pop(name), new.split(".")
+            values = {**values, section: own, section_now: {name_now: value, **values.get(section_now, {})}}
+    return values
+
 
 def removal(field: str, value: object = None) -> str | None:
-    """Return the message for a removed setting or value; None for any other."""
+    """Return the message for a removed or moved setting or value; None for any other."""
+    if field in MOVED_SETTINGS:
+        return f"It is {MOVED_SETTINGS[field]} now: set +{MOVED_SETTINGS[field]} instead."
     sections = (name for name in REMOVED if field.startswith(f"{name}."))
     reason = REMOVED.get(field) or REMOVED.get(f"{field}={value}") or REMOVED.get(next(sections, ""))
     return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, which has it."

@@ -673,7 +673,7 @@ def test_routing_replay_that_the_engines_can_give_passes() -> None:
     ("name", "value", "remedy"),
     [
         ("moe_runner_backend", "flashinfer_trtllm", "cannot load new weights"),
-        ("quantization", "fp8", "set engine.quantization"),
+        ("quantization", "fp8", "remove it"),
         ("load-format", "dummy", "random weights"),
         ("moe_a2a_backend", "deepep", "weights.verify=false"),
         ("disable-shared-experts-fusion", True, "weights.verify=false"),

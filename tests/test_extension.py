@@ -18,13 +18,17 @@ from asyncrl import extension, imports
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError
 from asyncrl.launch.attached import wanted_of
+from asyncrl.launch.checks import check_model
+from asyncrl.launch.generations import check_generations
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.plan import plan
 from asyncrl.launch.preflight.folders import room_of
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
 from asyncrl.planner.settings import training_of
+from asyncrl.weights.choice import choose_lora
 from asyncrl.weights.publish import build_transport
 from tests.fakes import addresses, compose_values, tiny_config, tiny_values
+from tests.launch.preflight.worlds import machine, nodes, placed
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
 CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -181,3 +185,93 @@ def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> No
 
 def test_engine_of_a_run_without_named_extensions_has_no_environment_for_them() -> None:
     assert extension.engine_environment(tiny_config()) == {}
+
+
+NARROW = """
+from asyncrl.errors import ConfigError
+from asyncrl.extension import EngineHooks, Extension, LaunchHooks, TrainerHooks
+from asyncrl.settings import Section
+
+
+class Settings(Section):
+    bytes: int | None = None
+
+
+class Launch(LaunchHooks):
+    def check_model(self, config, model, gpus):
+        yield ConfigError("narrow.bytes", model["hidden_size"], f"Not with {gpus} GPUs.")
+
+    def check_gpu(self, config, gpu):
+        yield ConfigError("narrow.bytes", gpu, "Another GPU.")
+
+
+class Engine(EngineHooks):
+    def needs_weights(self, config):
+        return config.narrow.bytes is not None
+
+    def linear_bytes(self, config):
+        return config.narrow.bytes
+
+
+class Trainer(TrainerHooks):
+    def sent(self, weights):
+        return [weights]
+
+
+class Narrow(Extension):
+    Settings = Settings
+
+    def check(self, config):
+        if config.serves_adapters:
+            yield ConfigError("narrow.bytes", self.settings.bytes, "Not with adapters.")
+
+    def launch(self):
+        return Launch()
+
+    def engine(self):
+        return Engine()
+
+    def trainer(self, policy):
+        return Trainer()
+"""
+
+
+@pytest.fixture
+def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "narrow.py").write_text(NARROW)
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda **changes: tiny_config(extensions={"narrow": "narrow:Narrow"}, **changes)
+
+
+def test_engines_that_hold_other_weights_than_the_folder_get_the_trainers_first(narrow: Any) -> None:
+    assert [narrow(narrow={"bytes": size}).changes_base for size in (None, 1)] == [False, True]
+    assert not narrow(narrow={"bytes": 1}, mode="replay", **{"replay.from": "/run"}).changes_base
+
+
+def test_models_and_gpus_are_shown_to_extensions_before_a_start(narrow: Any) -> None:
+    dims = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 512}
+    llama = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "vocab_size": 16, **dims}
+    with pytest.raises(ConfigError, match="Not with 3 GPUs") as refused:
+        check_model(narrow(), llama, gpus=3)
+    assert refused.value.value == 64
+    known = machine(gpus=2)
+    with pytest.raises(ConfigError, match="Another GPU") as refused:
+        check_generations(narrow(), placed(narrow(), 1, 2).engines[0], nodes(narrow(), 1, 2), [known])
+    assert refused.value.value == known.gpus[1].name
+
+
+def test_what_an_extension_makes_of_the_weights_is_sent_in_their_place(narrow: Any) -> None:
+    policy: Any = None
+    weights: Any = object()
+    hooks = extension.active(narrow())["narrow"].trainer(policy)
+    plain = extension.TrainerHooks()
+    assert extension.sent([plain, plain], weights) is weights
+    assert extension.sent([hooks, plain, hooks], weights) == [[weights]]
+
+
+def test_adapters_are_merged_where_an_extension_refuses_them_as_versions(narrow: Any) -> None:
+    llama = {"architectures": ["LlamaForCausalLM"]}
+    config = narrow(**{"trainer.lora.rank": 4})
+    resolved, why = choose_lora(config, llama, 8)
+    assert (resolved.weights.lora, why) == ("merged", "merged (narrow.bytes=None does not fit versions)")
+    assert choose_lora(tiny_config(**{"trainer.lora.rank": 4}), llama, 8)[0].weights.lora == "versions"

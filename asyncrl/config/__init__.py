@@ -28,7 +28,6 @@ from asyncrl.config.generation import (
     TeacherConfig,
 )
 from asyncrl.config.overlap import check_overlap
-from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
 from asyncrl.config.rules import Rule, require
 from asyncrl.config.running import (
@@ -48,7 +47,7 @@ from asyncrl.config.server_args import check_server_args
 from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.removed import removal
+from asyncrl.removed import removal, renamed
 from asyncrl.settings import Choice, Name, Section
 
 __all__ = [
@@ -137,7 +136,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _sections_of_extensions(cls, values: dict[str, Any]) -> dict[str, Any]:
-        kinds = extension.classes(values.get("extensions") or {})
+        values, kinds = renamed(values), extension.classes(values.get("extensions") or {})
         sections = {name: kind for name, kind in kinds.items() if kind.Settings is not Section}
         for name in sections:
             if name in cls.model_fields:
@@ -203,7 +202,6 @@ class Config(Section):
         check_colocated(self)
         check_roles(self)
         check_adapters(self)
-        check_quantization(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
                 remedy = (
@@ -332,7 +330,7 @@ class Config(Section):
         weights of the trainers first."""
         lora = self.trainer.lora
         adapted = lora.rank is not None and (lora.path is not None or lora.base != "none")
-        return self.mode == "train" and (adapted or self.engine.quantization != "none")
+        return self.mode == "train" and (adapted or extension.needs_weights(self))
 
     @property
     def adapters(self) -> tuple[str, ...]:

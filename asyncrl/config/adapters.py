@@ -64,12 +64,6 @@ def _rules(config: Config) -> list[Rule]:
             f"An engine that releases its memory loses its adapters ({VERSIONS}): {otherwise}.",
         ),
         (
-            "engine.quantization",
-            config.engine.holds_codes,
-            f"Adapters on quantized weights were not tried ({VERSIONS}): set "
-            f"{config.engine.quantization}_simulated, or {otherwise}.",
-        ),
-        (
             "trainer.lora.targets",
             not targets <= set(LINEARS),
             f"With {VERSIONS} engines serve adapters of {', '.join(LINEARS)}: choose among them, or {otherwise}.",

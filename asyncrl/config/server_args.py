@@ -24,8 +24,8 @@ INSTEAD = {
 }
 """Settings in place of SGLang's arguments. Placement, publishes and the other checks follow from them."""
 CANNOT_LOAD = {
-    "quantization": "set engine.quantization instead.",
-    "torchao_config": "set engine.quantization instead.",
+    "quantization": "remove it.",
+    "torchao_config": "remove it.",
     "moe_runner_backend": "remove it (the engines use triton's).",
 }
 """Arguments with which SGLang 0.5.21 rewrites weights after it has loaded them, so that no version can follow. Experts

@@ -13,10 +13,10 @@ from typing import Any
 from asyncrl import tasks
 from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.config.lora import BLOCK
-from asyncrl.config.quantization import check_codes
 from asyncrl.config.server_args import speculates
 from asyncrl.engine.server import CPU_ARGS
 from asyncrl.errors import ConfigError
+from asyncrl.extension import active
 from asyncrl.launch.engine_shape import check_shape
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.vision import deepstack, image_shape
@@ -55,9 +55,9 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     _check_dispatcher(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)
     _check_vision(config, hf)
-    if config.mode == "train":
-        gpu, sees = on_gpu(config.engine, gpus), image_shape(hf) is not None
-        check_codes(config, {**hf, **family}, gpu=gpu, sees=sees)
+    for one in active(config).values():
+        for problem in one.launch().check_model(config, {**hf, **family}, gpus):
+            raise problem
     longest = hf.get("max_position_embeddings", 0)
     if config.trainer.lora.path:
         check_start(config.trainer.lora, config.adapters)

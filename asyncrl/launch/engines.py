@@ -124,7 +124,7 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
         check_reach(run, node)
     seats = place_engines(config, nodes, count)
     machines = job.machines if job else [this_machine("", installed())]
-    check_generations(config.engine, [seat for one in seats for seat in one], nodes, machines)
+    check_generations(config, [seat for one in seats for seat in one], nodes, machines)
     if cluster.tls:
         Authority(run.folder).sign(seat.url for one in seats for seat in one)
     mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # cleanup must spare the run's own processes

@@ -12,6 +12,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.teacher import check_same_tokens
 from asyncrl.models import catalog
+from asyncrl.removed import renamed
 from asyncrl.settings import Choice, Section
 
 OTHER_ANYWAY = (
@@ -169,7 +170,7 @@ def differences(config: Config) -> list[str]:
 
 def differing(before: dict[str, Any], config: Config) -> list[str]:
     """Return a line "field: before -> now" for each different setting that matters to training."""
-    then, now = _flat(before), _flat(json.loads(config.model_dump_json()))
+    then, now = _flat(renamed(before)), _flat(json.loads(config.model_dump_json()))
     return [
         f"{name}: {then.get(name)} -> {now.get(name)}"
         for name in sorted(then.keys() | now.keys())

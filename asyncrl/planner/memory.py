@@ -188,14 +188,14 @@ def engine_rank(
     replicas: int = 1,
     stages: int = 1,
     cache_dtype: str = "",
-    codes: bool = False,
+    linear_bytes: int | None = None,
     adapters: Adapters | None = None,
     slots: int = 0,
 ) -> dict[str, int]:
     """Return the bytes on one rank of an engine, of the last of its pipeline stages: its share of the weights, the KV
     cache of this many tokens (in each of the replicas of attention), and a pool of adapters, whose slots SGLang
-    allocates at the start (max_loras_per_batch; its lora/mem_pool.py). With `codes`, the linear maps of the layers have
-    8 bits; their scales, less than a hundredth of that, are not counted."""
+    allocates at the start (max_loras_per_batch; its lora/mem_pool.py). With `linear_bytes`, each element of the layers'
+    linear maps has so many; scales, less than a hundredth of that, are not counted."""
     share, layers = ParallelLayout(tensor=tensor, data=1, expert_tensor=tensor), -(-shape.layers // stages)
     item, attention = 1 if cache_dtype.startswith("fp8") else BYTES[dtype], tensor // replicas
     cache, parts = tokens * layers * shape.cached * item, min(attention, shape.cache_heads)
@@ -208,7 +208,7 @@ def engine_rank(
         return (held(here, shape, share, 0).all + repeated) * BYTES[dtype]
 
     linear = [one for one in weights if one.layer is not None and len(one.shape) > 1 and not one.name.endswith(ROUTER)]
-    saved = share_of(linear) // BYTES[dtype] * (BYTES[dtype] - 1) if codes else 0
+    saved = share_of(linear) // BYTES[dtype] * (BYTES[dtype] - linear_bytes) if linear_bytes else 0
     tower = shape.tower // tensor * BYTES[dtype]
     pool = slots * share_of(adapters.served.matrices(weights)) if adapters else 0
     return {"weights": share_of(weights) - saved + tower, "KV cache": cache // parts, "adapters": pool}

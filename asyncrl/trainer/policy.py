@@ -36,6 +36,7 @@ from asyncrl.trainer.parallel import reseed
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.sharded import ShardedState
 from asyncrl.trainer.token_accumulator import TokenAccumulator
+from asyncrl.weights.checksum import SentWeights
 from asyncrl.weights.folder import HFFolder
 
 
@@ -67,6 +68,10 @@ class Policy:
         self._added = 0  # tokens of the last batch that extensions added to it
         self.memory = DeviceMemory(self._held)
         self._hooks = {name: one.trainer(self) for name, one in extension.active(config).items()}
+
+    def sent(self) -> SentWeights:
+        """Return the weights that engines get, as extensions change them."""
+        return extension.sent(self._hooks.values(), self.weights)
 
     @property
     def started(self) -> Tensor:

@@ -45,13 +45,11 @@ from asyncrl.errors import EngineError
 from asyncrl.imports import load
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
-from asyncrl.weights.checksum import ExpectedChecksums, differing, merge, parse
+from asyncrl.weights.checksum import ExpectedChecksums, SentWeights, differing, merge, parse
 from asyncrl.weights.choice import choose
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.names import unit_of
-from asyncrl.weights.quantization import QuantizedWeights
-from asyncrl.weights.reshard import Resharder
 from asyncrl.weights.tensor import TensorTransport
 from asyncrl.weights.transport import Transport
 
@@ -78,7 +76,7 @@ class Publisher:
         parallel: Parallel,
         fleet: Fleet,
         transport: Transport,
-        weights: Resharder | QuantizedWeights,
+        weights: SentWeights,
         settings: WeightsConfig,
         *,
         expected: Callable[[], ExpectedChecksums],
@@ -116,7 +114,7 @@ class Publisher:
 
     def publish(self, version: int) -> dict[str, float]:
         """Publish a version; runs on every rank. Returns the seconds of filling, of verifying and of the pause, the
-        bytes sent by this rank, the number of engines that serve, and the error of quantized weights."""
+        bytes sent by this rank, the number of engines that serve, and those of the weights."""
         return self.complete(self.stage(version))
 
     @torch.no_grad()
@@ -139,7 +137,7 @@ class Publisher:
             "fill": time.monotonic() - started,
             "bytes": float(sum(nbytes(bucket) for bucket in self._plan or [])),
             "engines": float(len(self._fleet.serving)),
-            **({} if self._streams else self._error()),
+            **({} if self._streams else self._weights.figures()),
         }
         return Staged(version, figures, expected)
 
@@ -167,11 +165,8 @@ class Publisher:
             "pause": pause.seconds,
             "verify": verified,
             "engines": float(len(self._fleet.serving)),
-            **(self._error() if self._streams else {}),
+            **(self._weights.figures() if self._streams else {}),
         }
-
-    def _error(self) -> dict[str, float]:
-        return {"error": self._weights.error()} if isinstance(self._weights, QuantizedWeights) else {}
 
     # -- participants --------------------------------------------------------------------------------------
 

@@ -29,11 +29,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from asyncrl.backends.cpu.sglang_shim import install
-from asyncrl.engine import quantized
+from asyncrl.extension import install_in_engine
 from asyncrl.network.ports import free_port
 
 install()
-quantized.install(["dummy"])
+install_in_engine(["dummy"])
 
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.distributed import bootstrap  # noqa: E402

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -157,13 +156,6 @@ def test_deterministic_engines_heed_seeds_and_on_a_cpu_have_one_request_at_a_tim
     assert "disable-radix-cache" not in flags(gpu)
     assert made(**settings)["trainer-0"].env["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "enable-deterministic-inference" not in flags(made()["engine-0"])
-
-
-def test_engines_that_hold_codes_start_with_random_ones_in_the_format_of_the_publishes() -> None:
-    real = flags(made(gpus=2, **{"engine.quantization": "fp8", "engine.dtype": "bfloat16"})["engine-0"])
-    assert real["load-format"] == "dummy"
-    assert json.loads(str(real["json-model-override-args"]))["quantization_config"]["weight_block_size"] == [128, 128]
-    assert "load-format" not in flags(made(**{"engine.quantization": "fp8_simulated"})["engine-0"])
 
 
 def test_server_args_win_and_take_flags_numbers_and_absence() -> None:

@@ -40,13 +40,6 @@ class Delta(Extension):
                 "applies to them: set auto, tensor or disk."
             )
             yield ConfigError("weights.transport", transport, remedy)
-        if config.engine.holds_codes:
-            kind = config.engine.quantization
-            remedy = (
-                "Codes of 8 bits have no value that stands for `unchanged`: set auto or disk, or "
-                f"engine.quantization={kind}_simulated."
-            )
-            yield ConfigError("weights.transport", transport, remedy)
 
 
 Own = Delta

@@ -209,7 +209,6 @@ def test_only_copies_keep_where_nan() -> None:
 
 
 COLOCATED = {"cluster.placement": "colocated", "weights.pause_mode": "retract", "rollout.max_staleness": 1}
-CODES = {"engine.quantization": "fp8", "engine.dtype": "bfloat16"}
 ADAPTERS = {"trainer.lora.rank": 4, "weights.lora": "versions"}
 
 
@@ -219,7 +218,6 @@ ADAPTERS = {"trainer.lora.rank": 4, "weights.lora": "versions"}
         ({"weights.overlap": True}, "set another, or set weights.overlap=false"),
         (COLOCATED, "set auto, tensor or disk"),
         (ADAPTERS, "set auto, tensor or disk"),
-        (CODES, "set auto or disk, or engine.quantization=fp8_simulated"),
     ],
 )
 def test_runs_in_which_a_delta_applies_to_nothing_are_refused(changes: dict[str, Any], remedy: str) -> None:
