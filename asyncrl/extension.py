@@ -80,6 +80,16 @@ class OfferedTransport:
     """SGLang's custom_weight_loader that loads what it sends, as module.function."""
 
 
+@dataclass(frozen=True)
+class OfferedBase:
+    """A format of the frozen weights below adapters."""
+
+    path: str
+    """Import path of its class (trainer/lora.py, BaseFormat), which is created with the name."""
+    bytes: float
+    """Bytes of an element, with its share of what it needs beside."""
+
+
 class LaunchHooks:
     """What an extension does in the launcher of a run."""
 
@@ -170,6 +180,8 @@ class Extension:
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
     transports: ClassVar[Mapping[str, OfferedTransport]] = {}
     """Transports of new weights by their name in weights.transport."""
+    bases: ClassVar[Mapping[str, OfferedBase]] = {}
+    """Formats of the frozen base by their name in trainer.lora.base."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
@@ -279,6 +291,11 @@ def tasks() -> dict[str, str]:
 def rewards() -> dict[str, str]:
     """Return the import paths of rewards of the same extensions, by their name in task.reward."""
     return {name: path for kind in classes({}).values() for name, path in kind.rewards.items()}
+
+
+def bases() -> dict[str, OfferedBase]:
+    """Return the formats of the frozen base by their name in trainer.lora.base, of the same extensions."""
+    return {name: one for kind in classes({}).values() for name, one in kind.bases.items()}
 
 
 def transports(named: Mapping[str, str]) -> dict[str, OfferedTransport]:

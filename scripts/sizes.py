@@ -28,6 +28,7 @@ from asyncrl.extension import linear_bytes
 from asyncrl.extensions.plan import sizing
 from asyncrl.extensions.plan.sizing import Balance, FleetSpec, Hardware, Publish
 from asyncrl.launch.checks import check_model
+from asyncrl.launch.compose import find_further_confs
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, nodes_wanted, place
 from asyncrl.launch.precision import assumed
@@ -219,6 +220,7 @@ def _composed(*overrides: str) -> Any:
         "task.train_file=FILE",
         *overrides,
     ]
+    find_further_confs()
     with initialize_config_dir(str(CONF), version_base=None):
         return compose("train", words)
 

@@ -10,7 +10,6 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -467,28 +466,6 @@ def test_layout_that_the_model_rules_out_names_field_value_and_remedy(field: str
     with pytest.raises(ConfigError, match=remedy) as caught:
         check_model(tiny_config(**{field: value}), LLAMA)
     assert (caught.value.field, caught.value.value) == (field, value)
-
-
-BLOCKS = {**LLAMA, "hidden_size": 384, "num_attention_heads": 6, "head_dim": 64, "intermediate_size": 192}
-
-
-@pytest.mark.parametrize(
-    ("changes", "remedy"),
-    [
-        ({}, None),
-        ({"trainer.lora.targets": ["q_proj", "o_proj"], "trainer.tensor_parallel": 2}, None),
-        ({"trainer.tensor_parallel": 2}, r"each of 2 ranks has 96 inputs of down_proj: lower trainer\.tensor_parallel"),
-        ({"hidden_size": 96, "head_dim": 16}, "each of 1 ranks has 96 inputs of gate_proj, k_proj"),
-    ],
-)
-def test_layer_that_would_cut_blocks_of_a_quantized_base_is_refused(
-    changes: dict[str, Any], remedy: str | None
-) -> None:
-    settings = {name: value for name, value in changes.items() if name.startswith("trainer.")}
-    hf = {**BLOCKS, **{name: value for name, value in changes.items() if name in BLOCKS}}
-    config = tiny_config(**{"trainer.lora.rank": 4, "trainer.lora.base": "nf4", **settings})
-    with pytest.raises(ConfigError, match=remedy) if remedy else nullcontext():
-        check_model(config, hf)
 
 
 @pytest.mark.parametrize(

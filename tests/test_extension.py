@@ -275,3 +275,27 @@ def test_adapters_are_merged_where_an_extension_refuses_them_as_versions(narrow:
     resolved, why = choose_lora(config, llama, 8)
     assert (resolved.weights.lora, why) == ("merged", "merged (narrow.bytes=None does not fit versions)")
     assert choose_lora(tiny_config(**{"trainer.lora.rank": 4}), llama, 8)[0].weights.lora == "versions"
+
+
+BASES = """
+from asyncrl.extension import Extension, OfferedBase
+
+
+class Own(Extension):
+    bases = {"thin": OfferedBase("thin:Own", 0.25)}
+"""
+
+
+def test_base_of_an_extension_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: dict[str, Any] = {"trainer.lora.rank": 4, "trainer.lora.base": "thin"}
+    with pytest.raises(ConfigError, match="Must be one of none") as refused:
+        tiny_config(**changes)
+    assert refused.value.field == "trainer.lora.base"
+    (tmp_path / "thin.py").write_text(BASES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(extension, "installed", lambda: {"thin": "thin:Own"})
+    config = tiny_config(**changes)
+    assert config.changes_base
+    adapters = training_of(config, gpu=False).adapters
+    assert adapters
+    assert adapters.base_bytes == 0.25

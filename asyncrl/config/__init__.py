@@ -192,7 +192,12 @@ class Config(Section):
             raise ConfigError("resume", self.resume, f"{what} always starts from the beginning: remove this setting.")
         if self.checkpoint.every and self.mode == "rollout_only":
             raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
-        self._check_transport()
+        for field, value, names in (
+            ("weights.transport", self.weights.transport, [*TRANSPORTS, *extension.transports(self.extensions)]),
+            ("trainer.lora.base", self.trainer.lora.base, ["none", *extension.bases()]),
+        ):
+            if value not in names:
+                raise ConfigError(field, value, f"Must be one of {', '.join(names)}.")
         self._check_sets()
         self._check_teacher()
         self._check_elastic()
@@ -232,12 +237,6 @@ class Config(Section):
             for problem in one.check(self):
                 raise problem
         return self
-
-    def _check_transport(self) -> None:
-        names = [*TRANSPORTS, *extension.transports(self.extensions)]
-        if self.weights.transport not in names:
-            remedy = f"Must be one of {', '.join(names)}."
-            raise ConfigError("weights.transport", self.weights.transport, remedy)
 
     def _check_sets(self) -> None:
         if self.eval.sets and not self.eval.questions:

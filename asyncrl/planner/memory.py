@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from asyncrl.planner.activations import Training, activations, gather_buffer, logits, offloaded_activations
-from asyncrl.planner.adapters import FUSED, PACKED, Adapters
+from asyncrl.planner.adapters import FUSED, Adapters
 from asyncrl.planner.shapes import (
     BYTES,
     FLOAT,
@@ -116,13 +116,13 @@ def _base(network: _Network, layout: ParallelLayout, training: Training, stage: 
     if training.adapters is None:
         return 0
     plain, packed = (held(part, network.shape, layout, stage).all for part in training.adapters.split(network.frozen))
-    return plain * BYTES[training.dtype] + round(packed * PACKED.get(training.adapters.base, 0))
+    return plain * BYTES[training.dtype] + round(packed * (training.adapters.base_bytes or 0))
 
 
 def _sent(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
     """Return the bytes of the buckets of a publish. Adapters that are sent by themselves need none, because their
     matrices leave one after the other (weights/adapters.py). A quantized base goes through the usual ones first."""
-    if training.adapters and training.versions and training.adapters.base == "none":
+    if training.adapters and training.versions and training.adapters.base_bytes is None:
         return 0
     sent = of_stage(_published(weights, shape, training), shape, layout, stage)
     whole = sum(one.elements for one in sent) * BYTES[training.dtype]
@@ -175,7 +175,7 @@ def packed_base_bytes(weights: Sequence[Weight], training: Training) -> int:
     if training.adapters is None:
         return 0
     _, packed = training.adapters.split(weights)
-    return round(parameters(packed).all * PACKED.get(training.adapters.base, 0))
+    return round(parameters(packed).all * (training.adapters.base_bytes or 0))
 
 
 def engine_rank(

@@ -7,6 +7,7 @@ from typing import Any
 from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.config.adapters import engine_slots
 from asyncrl.config.lora import LoraConfig
+from asyncrl.extension import bases
 from asyncrl.planner.activations import Recompute, Training
 from asyncrl.planner.adapters import Adapters
 from asyncrl.planner.shapes import ParallelLayout
@@ -63,7 +64,8 @@ def adapters_of(lora: LoraConfig, count: int = 1) -> Adapters | None:
     if lora.rank is None:
         return None
     targets = () if lora.targets == "all" else tuple(lora.targets)
-    return Adapters(lora.rank, targets, lora.base, dropout=lora.dropout > 0, count=count)
+    offered = bases().get(lora.base)
+    return Adapters(lora.rank, targets, offered.bytes if offered else None, dropout=lora.dropout > 0, count=count)
 
 
 def served_adapters(config: Config) -> dict[str, Any]:
