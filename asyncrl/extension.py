@@ -25,6 +25,7 @@ from asyncrl.settings import Section
 if TYPE_CHECKING:
     from asyncrl.config import Config
     from asyncrl.launch.placement import Placement
+    from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GROUP = "asyncrl.extensions"
+NOBODY = "No extension that is installed does this: leave it unset."
 NAMED = "ASYNCRL_EXTENSIONS"
-"""Environment variable with the setting `extensions`, for processes that read no configuration."""
+"""Environment variable with extensions that the setting names, for processes that read no configuration."""
 
 
 class Planned(Protocol):
@@ -110,6 +112,19 @@ class LaunchHooks:
         """Yield every problem with an engine on a GPU of this name."""
         return iter(())
 
+    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
+        """Check a run before it starts, after the core's own checks: at each start, and with --check."""
+        return iter(())
+
+    def notes(self, prepared: Preparation) -> list[str]:
+        """Return lines for the console at the start. Raises ConfigError for a run that must not start, which only
+        matters if cluster.preflight=false left out the check."""
+        return []
+
+    def sweep(self) -> None:
+        """Remove what killed runs have left on this machine: called at the end of every run and before others start.
+        It has the default settings, since the run is not known. An extension that has to be named is not called."""
+
 
 class EngineHooks:
     """What an extension does to the engines of the policy, and to those of teacher and judge."""
@@ -169,6 +184,13 @@ class RolloutHooks:
         """Release what is held, at the end of the run."""
 
 
+class PlayerHooks:
+    """What an extension does in each process that plays episodes (rollout.processes)."""
+
+    async def close(self) -> None:
+        """Release what the episodes shared, after the last one."""
+
+
 class Extension:
     """Base class of an extension. Every method is optional."""
 
@@ -182,6 +204,16 @@ class Extension:
     """Transports of new weights by their name in weights.transport."""
     bases: ClassVar[Mapping[str, OfferedBase]] = {}
     """Formats of the frozen base by their name in trainer.lora.base."""
+
+    wrappers: ClassVar[Mapping[str, str]] = {}
+    """Import paths of what wraps the task of a section (TaskConfig) that sets a field, by that field; called with the
+    task and the section."""
+    question: ClassVar[str] = ""
+    """Import path of a function of a question and the chat template, which returns the question as the model is shown
+    it."""
+
+    platform: ClassVar[str] = ""
+    """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
@@ -206,6 +238,10 @@ class Extension:
     def rollout(self) -> RolloutHooks:
         """Return the hooks in the rollout process."""
         return RolloutHooks()
+
+    def player(self) -> PlayerHooks:
+        """Return the hooks in a process that plays episodes."""
+        return PlayerHooks()
 
 
 @cache
@@ -263,8 +299,10 @@ def sent(hooks: Iterable[TrainerHooks], weights: SentWeights) -> SentWeights:
 
 
 def engine_environment(config: Config) -> dict[str, str]:
-    """Return the environment in which an engine's process finds the extensions that the setting names."""
-    return {NAMED: json.dumps(config.extensions)} if config.extensions else {}
+    """Return the environment in which an engine's process finds those extensions with hooks that the setting names."""
+    kinds = classes(config.extensions)
+    named = {name: path for name, path in config.extensions.items() if kinds[name].engine is not Extension.engine}
+    return {NAMED: json.dumps(named)} if named else {}
 
 
 def install_in_engine(argv: Sequence[str]) -> None:
@@ -280,7 +318,13 @@ def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) ->
         if (answer := ask(one.launch())) is not None:
             return answer
     value: Any = reduce(getattr, field.split("."), config)
-    raise ConfigError(field, value, "No extension that is installed does this: leave it unset.")
+    raise ConfigError(field, value, NOBODY)
+
+
+def sweep() -> None:
+    """Remove what killed runs have left on this machine of the extensions that need not be named."""
+    for kind in classes({}).values():
+        kind(kind.Settings()).launch().sweep()
 
 
 def tasks() -> dict[str, str]:
@@ -301,3 +345,18 @@ def bases() -> dict[str, OfferedBase]:
 def transports(named: Mapping[str, str]) -> dict[str, OfferedTransport]:
     """Return the transports of all extensions, by their name in weights.transport."""
     return {name: one for kind in classes(named).values() for name, one in kind.transports.items()}
+
+
+def wrapped(task: T, section: Any, field: str) -> T:
+    """Return the task of a section that sets this field as an extension wraps it. Raises ConfigError if none does."""
+    for kind in classes({}).values():
+        if field in kind.wrappers:
+            made: T = load(kind.wrappers[field], f"task.{field}")(task, section)
+            return made
+    raise ConfigError(f"task.{field}", getattr(section, field), NOBODY)
+
+
+@cache
+def question_functions() -> list[Callable[[dict[str, Any], Any], dict[str, Any]]]:
+    """Return the functions of the same extensions through which every question goes before it is rendered."""
+    return [load(kind.question, "extensions") for kind in classes({}).values() if kind.question]

@@ -36,28 +36,43 @@ REMOVED = {
 }
 """Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""
 
-MOVED = {"asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents"}
-"""New names of modules that settings name."""
+MOVED = {
+    "asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents",
+    "asyncrl.envs.shell": "asyncrl.extensions.tools.shell",
+    "asyncrl.envs.tools": "asyncrl.extensions.tools",
+    "asyncrl.sandbox": "asyncrl.extensions.sandbox",
+}
+"""New names of modules and packages that settings name."""
+
+
+def moved(module: str) -> str | None:
+    """Return the new name of a module; None if it has not moved."""
+    package, _, name = module.rpartition(".")
+    return MOVED.get(module) or (f"{MOVED[package]}.{name}" if package in MOVED else None)
+
 
 MOVED_SETTINGS = {"engine.quantization": "quantized.format"}
-"""New names of settings that are those of an extension now."""
+"""New names of settings, and of whole sections, that moved to an extension."""
 
 
 def renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return recorded settings in which those that moved have their new names."""
+    """Return the settings of an earlier version under their new names."""
+    found = {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
     for old, new in MOVED_SETTINGS.items():
-        section, name = old.split(".")
-        if isinstance(values.get(section), dict) and name in values[section]:
-            own = dict(values[section])
-            value, (section_now, name_now) = own.pop(name), new.split(".")
-            values = {**values, section: own, section_now: {name_now: value, **values.get(section_now, {})}}
-    return values
+        section, _, name = old.partition(".")
+        into, _, field = new.partition(".")
+        if not name and section in found:
+            found[into] = found.pop(section)
+        elif name in found.get(section, {}):
+            found.setdefault(into, {})[field] = found[section].pop(name)
+    return found
 
 
 def removal(field: str, value: object = None) -> str | None:
-    """Return the message for a removed or moved setting or value; None for any other."""
-    if field in MOVED_SETTINGS:
-        return f"It is {MOVED_SETTINGS[field]} now: set +{MOVED_SETTINGS[field]} instead."
+    """Return the message for a setting or value that was removed, or moved; None for any other."""
+    for old, new in MOVED_SETTINGS.items():
+        if field == old or field.startswith(f"{old}."):
+            return f"It moved: set {new}{field.removeprefix(old)}."
     sections = (name for name in REMOVED if field.startswith(f"{name}."))
     reason = REMOVED.get(field) or REMOVED.get(f"{field}={value}") or REMOVED.get(next(sections, ""))
     return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, which has it."

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +17,25 @@ from typing import Any
 import pytest
 
 from asyncrl import extension, imports
-from asyncrl.config import Config, load
+from asyncrl.config import Config, TaskConfig, load
 from asyncrl.errors import ConfigError
+from asyncrl.launch import leftovers
 from asyncrl.launch.attached import wanted_of
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.generations import check_generations
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.plan import plan
 from asyncrl.launch.preflight.folders import room_of
+from asyncrl.models.catalog import resolve
+from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
 from asyncrl.planner.settings import training_of
+from asyncrl.rollout.parts import ModelParts, PlayingParts
+from asyncrl.rollout.prompts import question_of
+from asyncrl.tasks import Task, build, build_all
 from asyncrl.weights.choice import choose_lora
 from asyncrl.weights.publish import build_transport
-from tests.fakes import addresses, compose_values, tiny_config, tiny_values
+from tests.fakes import FakeTemplate, addresses, compose_values, tiny_config, tiny_values
 from tests.launch.preflight.worlds import machine, nodes, placed
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
@@ -96,9 +104,99 @@ def test_extension_of_an_installed_package_need_not_be_named(monkeypatch: pytest
         extension.installed.cache_clear()
 
 
-def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one() -> None:
-    with pytest.raises(ConfigError, match=r"asyncrl\.extensions\.proxy\.agents:Proxied"):
-        imports.load("asyncrl.agents.proxied:Proxied", "agent")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("asyncrl.agents.proxied:Proxied", "asyncrl.extensions.proxy.agents:Proxied"),
+        ("asyncrl.sandbox.local:LocalSandboxes", "asyncrl.extensions.sandbox.local:LocalSandboxes"),
+        ("asyncrl.envs.shell:ShellEnv", "asyncrl.extensions.tools.shell:ShellEnv"),
+        ("asyncrl.envs.tools.toolbox:ToolboxEnv", "asyncrl.extensions.tools.toolbox:ToolboxEnv"),
+    ],
+)
+def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one(old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"set {new}.")):
+        imports.load(old, "agent")
+
+
+class Wrapping(extension.Extension):
+    """Wraps tasks with tools, changes every question, and counts what is closed and swept."""
+
+    wrappers = {"tools": f"{__name__}:wrap"}  # noqa: RUF012
+    question = f"{__name__}:louder"
+    closed = swept = 0
+
+    def player(self) -> extension.PlayerHooks:
+        return Closing()
+
+    def launch(self) -> extension.LaunchHooks:
+        return Sweeping()
+
+
+class Closing(extension.PlayerHooks):
+    async def close(self) -> None:
+        Wrapping.closed += 1
+
+
+class Sweeping(extension.LaunchHooks):
+    def sweep(self) -> None:
+        Wrapping.swept += 1
+
+
+def wrap(task: Task, section: TaskConfig) -> tuple[Task, int]:
+    return task, len(section.tools)
+
+
+def louder(question: dict[str, Any], template: object) -> dict[str, Any]:
+    return {**question, "messages": [{**one, "content": one["content"] + "!"} for one in question["messages"]]}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Replace the extensions of this checkout; the result holds those that a test adds."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr(extension, "shipped", lambda: found)
+    extension.question_functions.cache_clear()
+    yield found
+    extension.question_functions.cache_clear()
+
+
+def test_field_of_a_task_that_no_extension_serves_is_refused(alone: dict[str, str]) -> None:
+    config = tiny_config(**{"task.tools": [{"use": "python"}]})
+    with pytest.raises(ConfigError, match=r"task\.tools: .* No extension that is installed does this"):
+        build(config.task)
+    alone["wrapping"] = f"{__name__}:Wrapping"
+    assert build(config.task)[1] == 1  # type: ignore[index]
+
+
+def test_question_goes_through_the_functions_of_extensions(alone: dict[str, str]) -> None:
+    task = build(tiny_config().task)
+    plain = question_of(task, FakeTemplate(), 3, "task")
+    assert plain == task.question(3)
+    alone["wrapping"] = f"{__name__}:Wrapping"
+    extension.question_functions.cache_clear()
+    assert question_of(task, FakeTemplate(), 3, "task")["messages"][-1]["content"].endswith("!")
+
+
+def test_hooks_of_a_playing_process_are_closed_with_its_parts(alone: dict[str, str]) -> None:
+    alone["wrapping"] = f"{__name__}:Wrapping"
+    config = tiny_config()
+    urls = ("http://engine",), "http://router", "http://rollout"
+    addresses = Addresses("run", "key", resolve("builtin:tiny"), *urls, gpus=0, started_at=0.0)
+
+    async def play() -> None:
+        parts = PlayingParts.build(config, addresses, ModelParts.load(config, addresses), build_all(config), print)
+        await parts.close()
+
+    before = Wrapping.closed
+    asyncio.run(play())
+    assert Wrapping.closed == before + 1
+
+
+def test_leftovers_of_extensions_are_removed_with_those_of_a_run(alone: dict[str, str]) -> None:
+    alone["wrapping"] = f"{__name__}:Wrapping"
+    before = Wrapping.swept
+    leftovers.sweep("no such run", [])
+    assert Wrapping.swept == before + 1
 
 
 COURIER = """
@@ -183,8 +281,8 @@ def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> No
     assert done.stdout.strip() == "installed ['--num-reserved-decode-tokens', '7'] False"
 
 
-def test_engine_of_a_run_without_named_extensions_has_no_environment_for_them() -> None:
-    assert extension.engine_environment(tiny_config()) == {}
+def test_engines_import_no_extension_without_hooks_for_them() -> None:
+    assert extension.engine_environment(configured()) == {}
 
 
 NARROW = """

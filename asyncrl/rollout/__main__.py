@@ -37,6 +37,7 @@ from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
+from asyncrl.rollout.journal import Journal
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
 from asyncrl.rollout.parts import ModelParts, PlayingParts
@@ -99,6 +100,7 @@ async def main(run_dir: Path) -> None:
         client.inflight,
         evaluations,
         addresses.api_key,
+        journal=Journal(run_dir, reporter.warn) if config.recovers else None,
         drain=config.weights.pause_mode == "drain",
         receive=observer.receive,
         save=lambda state: snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way)),

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from asyncrl import extension
 from asyncrl.config import load
-from asyncrl.engine.server import server_argv, server_env
+from asyncrl.engine.server import server_argv
 from asyncrl.extensions.quantized.codes import FORMATS, CodeChecksums
 from asyncrl.parallel import EngineParallel
+from asyncrl.platforms import without_gpu
 from asyncrl.weights import checksum
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.checksum import CpuHash, differing
@@ -171,7 +172,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         files, out = publishes(folder, case.kind), base / f"{case}.json"
         job = {
             "args": server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0, **more)[3:],
-            "env": server_env(engine, gpu=False),
+            "env": without_gpu().engine_environment(engine.ranks),
             "out": str(out),
             "published": list(map(str, files)),
         }

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.backends.cpu.megatron_shim import enable
+from asyncrl.platforms import here
 
-enable()
+here().prepare_trainer()
 
 from asyncrl.errors import ConfigError  # noqa: E402
 from asyncrl.extensions.qlora.packed import quantize  # noqa: E402

@@ -139,4 +139,4 @@ def test_recorded_settings_have_the_old_name_and_keep_their_meaning() -> None:
     config = load(old)
     assert config.quantized.format == "int8_simulated"
     assert differing(old, config) == []
-    assert removal("engine.quantization") == "It is quantized.format now: set +quantized.format instead."
+    assert removal("engine.quantization") == "It moved: set quantized.format."
