@@ -24,6 +24,7 @@ from asyncrl.settings import Section
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
+    from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement
     from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
@@ -99,7 +100,9 @@ class LaunchHooks:
         """Choose the settings of a run with cluster.plan; None if this extension plans nothing. Raises ConfigError."""
         return None
 
-    def pilot(self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement) -> Pilot | None:
+    def pilot(
+        self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement, cluster: Cluster
+    ) -> Pilot | None:
         """Return the pilot of a run with cluster.elastic; None if this extension has none."""
         return None
 
@@ -204,7 +207,11 @@ class Extension:
     """Transports of new weights by their name in weights.transport."""
     bases: ClassVar[Mapping[str, OfferedBase]] = {}
     """Formats of the frozen base by their name in trainer.lora.base."""
-
+    clusters: ClassVar[Mapping[str, str]] = {}
+    """Import paths of subclasses of launch.cluster.Cluster by their name in cluster.launcher."""
+    trains: ClassVar[bool] = True
+    """Whether its settings can change what is trained. Those that cannot are not taken from a recorded run by a replay,
+    and may differ when a run is resumed."""
     wrappers: ClassVar[Mapping[str, str]] = {}
     """Import paths of what wraps the task of a section (TaskConfig) that sets a field, by that field; called with the
     task and the section."""
@@ -330,6 +337,17 @@ def sweep() -> None:
 def tasks() -> dict[str, str]:
     """Return the import paths of the task classes of extensions that need not be named, by their name in task.kind."""
     return {name: path for kind in classes({}).values() for name, path in kind.tasks.items()}
+
+
+def clusters(named: Mapping[str, str]) -> dict[str, str]:
+    """Return the import paths of clusters by their name in cluster.launcher, also of the extensions that the setting
+    names."""
+    return {name: path for kind in classes(named).values() for name, path in kind.clusters.items()}
+
+
+def apart(named: Mapping[str, str]) -> set[str]:
+    """Return the names of the extensions whose settings cannot change what is trained."""
+    return {name for name, kind in classes(named).items() if not kind.trains}
 
 
 def rewards() -> dict[str, str]:

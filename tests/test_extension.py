@@ -275,7 +275,8 @@ def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> No
     at = engine.argv.index("--num-reserved-decode-tokens")
     assert engine.argv[at + 1] == "7"
     code = "import asyncrl.engine.serve"
-    env = {**os.environ, **engine.env, "PYTHONPATH": str(tmp_path)}
+    named = {extension.NAMED: engine.env[extension.NAMED]}  # not the run's id, by which other tests end leftovers
+    env = {**os.environ, **named, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", code, *engine.argv[at : at + 2]]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "installed ['--num-reserved-decode-tokens', '7'] False"

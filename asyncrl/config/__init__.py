@@ -47,7 +47,7 @@ from asyncrl.config.server_args import check_server_args
 from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.removed import removal, renamed
+from asyncrl.removed import MOVED_SETTINGS, removal
 from asyncrl.settings import Choice, Name, Section
 
 __all__ = [
@@ -78,6 +78,7 @@ __all__ = [
     "on_gpu",
     "read",
     "streams",
+    "under_new_names",
 ]
 
 
@@ -100,7 +101,7 @@ class Config(Section):
     """Bitwise reproducible tokens and weights, also when resumed from a checkpoint: every sample has its own seed, and
     engines process one request at a time on a CPU and use batch-invariant kernels on a GPU. Slow. Requires
     rollout.max_staleness=0, since otherwise timing would decide which weights generate a token
-    (docs/checkpoints.md)."""
+    (docs/runs.md)."""
     replay: ReplayConfig
     resume: str | None
     """auto: resume from the newest complete checkpoint in the run folder, or start fresh if there is none. Otherwise
@@ -136,7 +137,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _sections_of_extensions(cls, values: dict[str, Any]) -> dict[str, Any]:
-        values, kinds = renamed(values), extension.classes(values.get("extensions") or {})
+        kinds = extension.classes(values.get("extensions") or {})
         sections = {name: kind for name, kind in kinds.items() if kind.Settings is not Section}
         for name in sections:
             if name in cls.model_fields:
@@ -233,6 +234,10 @@ class Config(Section):
             if size == 1 and not advantage.is_own and advantage.name not in ALONE:
                 remedy = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
                 raise ConfigError(field, 1, remedy)
+        launchers = ["local", *extension.clusters(self.extensions)]
+        if self.cluster.launcher not in launchers:
+            remedy = f"No extension that is installed has this cluster: choose one of {launchers}."
+            raise ConfigError("cluster.launcher", self.cluster.launcher, remedy)
         for one in extension.active(self).values():
             for problem in one.check(self):
                 raise problem
@@ -383,6 +388,17 @@ def load(values: dict[str, Any]) -> Config:
 def read(run_dir: Path) -> Config:
     """Read the configuration of a run from the config.json that its launcher wrote."""
     return load(json.loads((run_dir / "config.json").read_text()))
+
+
+def under_new_names(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an earlier run, with those that moved in their new sections."""
+    found = {name: dict(value) if isinstance(value, dict) else value for name, value in recorded.items()}
+    for old, new in MOVED_SETTINGS.items():
+        section, _, field = old.partition(".")
+        if field in (found.get(section) or {}):
+            into, _, name = new.partition(".")
+            found.setdefault(into, {})[name] = found[section].pop(field)
+    return found
 
 
 SPELLING = "check the spelling (asyncrl-train --help lists every field)."

@@ -18,7 +18,7 @@ from asyncrl.config.rules import Rule, require
 from asyncrl.config.running import TRANSPORTS
 from asyncrl.errors import ConfigError
 from asyncrl.launch.engine_shape import check_shape
-from tests.fakes import tiny_config
+from tests.fakes import JOB, tiny_config
 
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
 ROLE: dict[str, Any] = {"adapter": "judge", "past": None}
@@ -59,7 +59,7 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
     "colocated": [{"engine.memory_fraction": 0.9}],
     "roles": [{"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True}],
     "engine_shape": [{"algo.routing_replay": "R3"}],
-    "auto_plan": [{"cluster.launcher": "slurm", "cluster.trainer_nodes": 1}],
+    "auto_plan": [{**JOB, "cluster.trainer_nodes": 1}],
 }
 """Settings by module that break rules whose cause is in other fields than the one that they name."""
 EVERYWHERE: list[dict[str, Any]] = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl import extension
-from asyncrl.config import Config, load
+from asyncrl.config import Config, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.quantized.fits import FIELD
 from asyncrl.launch.checks import check_model
@@ -136,7 +136,7 @@ def test_recorded_settings_have_the_old_name_and_keep_their_meaning() -> None:
     old = json.loads(tiny_config().model_dump_json())
     del old["quantized"]
     old["engine"]["quantization"] = "int8_simulated"
-    config = load(old)
+    config = load(under_new_names(old))
     assert config.quantized.format == "int8_simulated"
     assert differing(old, config) == []
     assert removal("engine.quantization") == "It moved: set quantized.format."
