@@ -50,9 +50,12 @@ def moved(module: str) -> str | None:
 
 
 _SLURM = ("submit", "time", "requeues", "sbatch", "setup", "srun", "container")
-MOVED_SETTINGS = {f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")}
-MOVED_SETTINGS["algo.distillation"] = "distill"
-"""New names of settings, or whole sections, that moved to the section of an extension."""
+MOVED_SETTINGS = {
+    **{f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")},
+    "engine.quantization": "quantized.format",
+    "algo.distillation": "distill",
+}
+"""New names of settings, or of whole sections, that moved to the section of an extension."""
 
 
 def removal(field: str, value: object = None) -> str | None:

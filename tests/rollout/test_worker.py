@@ -390,7 +390,7 @@ class Annotating(PlayerHooks):
     """Names the state of every turn after its group."""
 
     async def annotate(self, prompt: Prompt, trajectory: Trajectory, group: str) -> list[dict[str, Any]]:
-        return [{"state": group} for _ in trajectory.turns]
+        return [{"state": f"of {group}"} for _ in trajectory.turns]
 
 
 def test_extension_changes_turns_of_training_episodes_only() -> None:
@@ -398,7 +398,7 @@ def test_extension_changes_turns_of_training_episodes_only() -> None:
         site = Site(hooks=[Annotating(), PlayerHooks()])
         session = site.client.generate(purpose=purpose)
         found = await site.player.play(Prompt("p", [12, 1, 11], {}, "length"), session)
-        return {turn.state for turn in found.turns} - {session.group}
+        return {turn.state for turn in found.turns} - {f"of {session.group}"}
 
     assert asyncio.run(states("training")) == set()
     assert asyncio.run(states("evaluation")) == {""}

@@ -29,7 +29,15 @@ class DistillSettings(Section):
 
 
 class DistillHooks(extension.LaunchHooks):
-    """The check of the teacher's model, which is imported only where a run has one."""
+    """The checks of the policy's model and of the teacher's."""
+
+    def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
+        """Refuse a teacher of a model that sees, under whose distribution there are image tokens."""
+        from asyncrl.models.vision import image_shape
+
+        if config.teacher.model and image_shape(model) is not None:
+            remedy = "Teachers score text only: unset it, or choose a text model."
+            yield ConfigError("teacher.model", config.teacher.model, remedy)
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Report a teacher that cannot score the policy."""

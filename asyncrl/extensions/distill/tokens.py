@@ -10,7 +10,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.replay import check_same_tokens
-from asyncrl.models.vision import flat, image_shape
+from asyncrl.models.vision import flat
 
 FIELD = "teacher.model"
 
@@ -19,9 +19,6 @@ def check(prepared: Preparation) -> None:
     """Check the teacher of a run whose models are known. Raises ConfigError."""
     if not {"model", "teacher"} <= prepared.hf.keys():
         return
-    if image_shape(prepared.hf["model"]) is not None:
-        remedy = "Teachers score text only: unset it, or choose a text model."
-        raise ConfigError(FIELD, prepared.config.teacher.model, remedy)
     check_teacher(prepared.config, prepared.folders["model"], prepared.folders["teacher"])
 
 

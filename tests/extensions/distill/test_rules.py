@@ -11,7 +11,7 @@ import pytest
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.distill.tokens import check_teacher
-from asyncrl.launch.checks import check_devices
+from asyncrl.launch.checks import check_devices, check_model
 from tests.fakes import compose_values, tiny_config
 
 HF = {"vocab_size": 8, "max_position_embeddings": 64, "num_attention_heads": 4}
@@ -87,6 +87,17 @@ def test_heads_must_divide_where_engines_are_started(tmp_path: Path) -> None:
 
 def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
     passes(tmp_path, {"teacher.tensor_parallel": 3, "teacher.urls": ["http://gpu1:30000"]})
+
+
+def test_teacher_of_a_model_that_sees_is_refused() -> None:
+    text = {**LLAMA, "num_hidden_layers": 4}
+    seeing = {**text, "architectures": ["Qwen3VLForConditionalGeneration"]}
+    seeing["vision_config"] = {"patch_size": 16, "deepstack_visual_indexes": [1, 2, 3]}
+    config = tiny_config(**{"teacher.model": "/teacher"})
+    check_model(config, text)
+    with pytest.raises(ConfigError, match="Teachers score text only") as caught:
+        check_model(config, seeing)
+    assert caught.value.field == "teacher.model"
 
 
 # --- settings -----------------------------------------------------------------------------------------------
