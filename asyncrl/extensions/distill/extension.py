@@ -71,7 +71,7 @@ class Distill(extension.Extension):
         """Check the section, and the settings of the teacher."""
         settings: DistillSettings = self.settings
         referred = "teacher" if config.algo.kl.reference == "teacher" else None
-        needed = {"distill.coefficient": settings.coefficient, "algo.kl.reference": referred}
+        needed: dict[str, Any] = {"distill.coefficient": settings.coefficient, "algo.kl.reference": referred}
         needed["teacher.urls"] = config.teacher.urls
         for field, value in needed.items():
             if value and config.teacher.model is None:

@@ -86,7 +86,8 @@ class Distillation(TrainerHooks):
         if table.proximal is None:
             table = self._policy.add_start(groups, table, version)
         plain = self._policy.score_at(1.0, groups, table)
-        return replace(table, teacher=tempered(table.column("proximal"), plain, table.teacher, self._temperature))
+        teacher = tempered(table.column("proximal"), plain, table.column("teacher"), self._temperature)
+        return replace(table, teacher=teacher)
 
     def credited(self, logprobs: Tensor, rows: LossRows) -> LossRows:
         """Subtract the cost of the distance to the teacher from the advantages, if it has its place there."""

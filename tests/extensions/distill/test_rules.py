@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asyncrl.config import load
+from asyncrl.config import load, under_new_names
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.distill.extension import DistillHooks
 from asyncrl.extensions.distill.tokens import check_teacher
 from asyncrl.launch.checks import check_devices, check_model
 from tests.fakes import compose_values, tiny_config
@@ -89,10 +91,24 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
     passes(tmp_path, {"teacher.tensor_parallel": 3, "teacher.urls": ["http://gpu1:30000"]})
 
 
+def test_preflight_reports_such_a_teacher_and_without_it_the_start_is_refused(tmp_path: Path) -> None:
+    folders = {"model": folder(tmp_path / "model"), "teacher": folder(tmp_path / "teacher", vocab_size=7)}
+
+    def prepared(*, preflight: bool, roles: tuple[str, ...] = ("model", "teacher")) -> Any:
+        config = tiny_config(**{"teacher.model": "the/teacher", "cluster.preflight": preflight})
+        return SimpleNamespace(config=config, hf=dict.fromkeys(roles), folders=folders)
+
+    hooks = DistillHooks()
+    assert [one.field for one in hooks.preflight(prepared(preflight=True))] == ["teacher.model"]
+    assert hooks.notes(prepared(preflight=True)) == []
+    with pytest.raises(ConfigError, match="must not be smaller"):
+        hooks.notes(prepared(preflight=False))
+    assert list(hooks.preflight(prepared(preflight=True, roles=("model",)))) == []
+
+
 def test_teacher_of_a_model_that_sees_is_refused() -> None:
-    text = {**LLAMA, "num_hidden_layers": 4}
-    seeing = {**text, "architectures": ["Qwen3VLForConditionalGeneration"]}
-    seeing["vision_config"] = {"patch_size": 16, "deepstack_visual_indexes": [1, 2, 3]}
+    text = {**HF, "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2, "num_hidden_layers": 4}
+    seeing = {**text, "architectures": ["Qwen3VLForConditionalGeneration"], "vision_config": {"patch_size": 16}}
     config = tiny_config(**{"teacher.model": "/teacher"})
     check_model(config, text)
     with pytest.raises(ConfigError, match="Teachers score text only") as caught:
@@ -177,6 +193,19 @@ def test_unset_the_teacher_is_the_model_that_training_starts_from() -> None:
     values = compose_values("experiment=tiny", "teacher=sglang", "algo.kl.reference=teacher", "algo.kl.coefficient=0.1")
     assert load(values).teacher.model == "builtin:tiny"
     assert load(compose_values("experiment=tiny")).teacher.started == 0
+
+
+def test_option_of_the_group_sets_a_coefficient() -> None:
+    values = compose_values("experiment=tiny", "teacher=distill", "teacher.model=/t", "distill.discount=0.5")
+    config: Any = load(values)
+    assert (config.teacher.model, config.teacher.count) == ("/t", 1)
+    assert (config.distill.coefficient, config.distill.discount) == (1.0, 0.5)
+
+
+def test_section_of_an_earlier_run_has_its_new_name() -> None:
+    before = {"algo": {"epochs": 1, "distillation": {"coefficient": 0.5, "discount": 0.0}}}
+    assert under_new_names(before) == {"algo": {"epochs": 1}, "distill": {"coefficient": 0.5, "discount": 0.0}}
+    assert "distillation" in before["algo"]  # it is left as it is
 
 
 def test_gpus_of_a_teacher_are_counted() -> None:
