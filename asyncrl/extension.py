@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.algo.table import LossRows, TokenTable
-    from asyncrl.config import Config
+    from asyncrl.config import AuxiliaryModelConfig, Config
     from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement
     from asyncrl.launch.preflight.findings import Finding
@@ -256,6 +256,8 @@ class Extension:
     """Import path of a function of a question and the chat template, which returns the question as the model is shown
     it."""
 
+    models: ClassVar[Mapping[str, type[AuxiliaryModelConfig]]] = {}
+    """Further sections by name: models that are not trained, whose engines the launcher starts beside the policy's."""
     references: ClassVar[Sequence[str]] = ()
     """Columns of the token table that it fills and that algo.kl.reference may name."""
     platform: ClassVar[str] = ""
@@ -317,6 +319,15 @@ def classes(named: Mapping[str, str]) -> dict[str, type[Extension]]:
         if not (isinstance(kind, type) and issubclass(kind, Extension)):
             remedy = "Must be a subclass of asyncrl.extension.Extension."
             raise ConfigError(f"extensions.{name}", path, remedy)
+    return found
+
+
+def sections(kinds: Mapping[str, type[Extension]]) -> dict[str, type[Section]]:
+    """Return the sections of the configuration that are those of extensions, by name."""
+    found = dict[str, type[Section]]()
+    for name, kind in kinds.items():
+        found |= {name: kind.Settings} if kind.Settings is not Section else {}
+        found |= kind.models
     return found
 
 

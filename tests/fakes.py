@@ -21,9 +21,10 @@ import httpx
 from aiohttp import ClientError
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from pydantic import Field
 
 from asyncrl import config as configuration
-from asyncrl.config import Config
+from asyncrl.config import AuxiliaryModelConfig, Config
 from asyncrl.engine.adapters import AdapterUse
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.inflight import EngineStats
@@ -129,6 +130,31 @@ JOB: dict[str, Any] = {"extensions": {"clusters": "tests.fakes:Clusters"}, "clus
 def tiny_config(**changes: Any) -> Config:
     """The same, validated."""
     return configuration.load(tiny_values(**changes))
+
+
+class ScorerConfig(AuxiliaryModelConfig):
+    """A model that is not trained, as a teacher or a judge."""
+
+    urls: list[str] = Field(default_factory=list)
+
+    @property
+    def started(self) -> int:
+        return 0 if self.urls else super().started
+
+    @property
+    def elsewhere(self) -> list[str]:
+        return self.urls
+
+
+class Scorers(Extension):
+    """Has the section `scorer`."""
+
+    models = {"scorer": ScorerConfig}  # noqa: RUF012
+
+
+def with_scorer(**changes: Any) -> Config:
+    """The configuration of experiment=tiny with the section `scorer`."""
+    return tiny_config(**changes, **{"extensions.scorers": f"{__name__}:Scorers"})
 
 
 def addresses(engines: int = 1, gpus: int = 0, **changes: Any) -> Addresses:

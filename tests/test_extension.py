@@ -160,8 +160,14 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     extension.question_functions.cache_clear()
 
 
+def bare(**changes: Any) -> Config:
+    """Return a configuration without the sections of extensions that the defaults choose."""
+    values = tiny_values(**changes)
+    return load({name: value for name, value in values.items() if name in Config.model_fields})
+
+
 def test_field_of_a_task_that_no_extension_serves_is_refused(alone: dict[str, str]) -> None:
-    config = tiny_config(**{"task.tools": [{"use": "python"}]})
+    config = bare(**{"task.tools": [{"use": "python"}]})
     with pytest.raises(ConfigError, match=r"task\.tools: .* No extension that is installed does this"):
         build(config.task)
     alone["wrapping"] = f"{__name__}:Wrapping"
@@ -169,7 +175,7 @@ def test_field_of_a_task_that_no_extension_serves_is_refused(alone: dict[str, st
 
 
 def test_question_goes_through_the_functions_of_extensions(alone: dict[str, str]) -> None:
-    task = build(tiny_config().task)
+    task = build(bare().task)
     plain = question_of(task, FakeTemplate(), 3, "task")
     assert plain == task.question(3)
     alone["wrapping"] = f"{__name__}:Wrapping"
@@ -179,7 +185,7 @@ def test_question_goes_through_the_functions_of_extensions(alone: dict[str, str]
 
 def test_hooks_of_a_playing_process_are_closed_with_its_parts(alone: dict[str, str]) -> None:
     alone["wrapping"] = f"{__name__}:Wrapping"
-    config = tiny_config()
+    config = bare()
     urls = ("http://engine",), "http://router", "http://rollout"
     addresses = Addresses("run", "key", resolve("builtin:tiny"), *urls, gpus=0, started_at=0.0)
 

@@ -23,9 +23,7 @@ from asyncrl.config.colocated import check_colocated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
-    JudgeConfig,
     RolloutConfig,
-    TeacherConfig,
 )
 from asyncrl.config.overlap import check_overlap
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
@@ -59,7 +57,6 @@ __all__ = [
     "Config",
     "EngineConfig",
     "EvalConfig",
-    "JudgeConfig",
     "MetricsConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -69,7 +66,6 @@ __all__ = [
     "RunConfig",
     "ShapingConfig",
     "TaskConfig",
-    "TeacherConfig",
     "TracingConfig",
     "TrainerConfig",
     "WeightsConfig",
@@ -112,8 +108,6 @@ class Config(Section):
     model: ModelConfig
     trainer: TrainerConfig
     engine: EngineConfig
-    teacher: TeacherConfig
-    judge: JudgeConfig
     rollout: RolloutConfig
     algo: AlgoConfig
     agent: str
@@ -138,15 +132,16 @@ class Config(Section):
     @classmethod
     def _sections_of_extensions(cls, values: dict[str, Any]) -> dict[str, Any]:
         kinds = extension.classes(values.get("extensions") or {})
-        sections = {name: kind for name, kind in kinds.items() if kind.Settings is not Section}
-        for name in sections:
+        sections = extension.sections(kinds)
+        for name, kind in sections.items():
             if name in cls.model_fields:
                 remedy = "A section of the core has this name: choose another."
-                raise ConfigError(f"extensions.{name}", kinds[name].__qualname__, remedy)
+                raise ConfigError(f"extensions.{name}", kind.__qualname__, remedy)
         for name in values.keys() - cls.model_fields.keys() - sections.keys():
             remedy = removal(name, values[name]) or f"No such section, and no extension has this name: {SPELLING}"
             raise ConfigError(name, values[name], remedy)
-        return values | {name: _section(kind, name, values.get(name, {})) for name, kind in sections.items()}
+        core = {name: value for name, value in values.items() if name not in sections}
+        return core | {name: _section(kind, name, values.get(name, {})) for name, kind in sections.items()}
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
@@ -279,6 +274,17 @@ class Config(Section):
         require(self, rules, ", or set cluster.elastic=off.")
 
     @property
+    def frozen(self) -> dict[str, AuxiliaryModelConfig]:
+        """Return the models that are not trained and have engines of their own, by role: the name of the section."""
+        extra = (self.model_extra or {}).items()
+        return {name: section for name, section in extra if isinstance(section, AuxiliaryModelConfig)}
+
+    @property
+    def fleets(self) -> dict[str, EngineConfig | AuxiliaryModelConfig]:
+        """Return the sections of all engines by name."""
+        return {"engine": self.engine, **self.frozen}
+
+    @property
     def mixture(self) -> dict[str, TaskConfig]:
         """Return the training tasks by name: `tasks`, or `task` alone."""
         return dict(self.tasks) or {self.task.name: self.task}
@@ -399,10 +405,10 @@ REMEDIES = {
 }
 
 
-def _section(kind: type[extension.Extension], name: str, values: Any) -> Section:
+def _section(kind: type[Section], name: str, values: Any) -> Section:
     """Validate the settings of an extension. Raises ConfigError."""
     try:
-        return kind.Settings.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise _explained(error, f"{name}.") from None
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from asyncrl.config.secret_values import Parameters
 from asyncrl.config.server_args import ServerArgs
@@ -79,7 +79,7 @@ class EngineConfig(Section):
     """Gigabytes of host memory for prefix caches, for each rank of an engine on GPUs (SGLang's HiCache,
     --hicache-size); unset: none."""
     start_timeout: Positive
-    """Timeout in seconds for the startup of an engine (including the teacher's) or of the router. On a GPU it includes
+    """Timeout in seconds for the startup of an engine, of any model, or of the router. On a GPU it includes
     the first requests, which compile kernels (engine/warmup.py)."""
     request_timeout: Positive
     """Seconds without receiving a byte after which a request to the router counts as broken."""
@@ -128,24 +128,24 @@ class EngineConfig(Section):
 
 
 class AuxiliaryModelConfig(Section):
-    """Engines of a model that is not trained."""
+    """Engines of a model that is not trained: the base class of sections of extensions (Extension.models)."""
 
-    model: str | None
+    model: str | None = None
     """HF folder of the model, or a built-in; unset: no such model."""
-    count: Count
+    count: Count = 1
     """Number of engines to start."""
-    tensor_parallel: Count
+    tensor_parallel: Count = 1
     """GPUs (or CPU processes) per engine."""
-    device: Literal["auto", "cpu", "cuda"]
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the engines; auto uses CUDA if the machine has it."""
-    dtype: Dtype
+    dtype: Dtype = "auto"
     """Precision of the weights. auto: bfloat16 on GPUs; on CPUs the format with the faster matrix multiplication."""
-    max_total_tokens: Count | None
+    max_total_tokens: Count | None = None
     """KV cache size of one engine, in tokens; unset: what fits on its GPUs, as SGLang measures it, or 16,384 on a
     CPU."""
-    max_running: Count
+    max_running: Count = 64
     """Maximum number of concurrent requests: to all engines of a teacher together, in each engine of a judge."""
-    server_args: ServerArgs
+    server_args: ServerArgs = Field(default_factory=dict)
     """Additional SGLang arguments, as name: value (true for a bare flag)."""
 
     @property
@@ -154,34 +154,19 @@ class AuxiliaryModelConfig(Section):
         return self.count if self.model else 0
 
     @property
+    def elsewhere(self) -> list[str]:
+        """Return the URLs of engines that others started."""
+        return []
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of SGLang that its use requires."""
+        return {}
+
+    @property
     def ranks(self) -> int:
         """Return the number of GPUs (or CPU processes) of an engine."""
         return self.tensor_parallel
-
-
-class TeacherConfig(AuxiliaryModelConfig):
-    """A frozen model on its own engines that scores the log-probability of each token of an episode, for distillation
-    or as the reference of the KL (algo.kl.reference), by an extension. It must have the tokenizer of model.path, and no
-    episode may be longer than the KV caches of its engines."""
-
-    urls: list[str]
-    """Engines that already serve the teacher elsewhere; empty: this run starts `count`. Their API key comes from the
-    environment variable ASYNCRL_TEACHER_API_KEY; `model` is then only read for its tokenizer and context length."""
-    request_timeout: Positive
-    """Timeout of one request in seconds; then another engine is tried."""
-    retry_timeout: Positive
-    """Seconds for which an episode is resent while no engine answers; then its group is dropped, with the reason
-    `teacher`. Must be longer than an engine takes to restart."""
-
-    @property
-    def started(self) -> int:
-        """Return the number of engines that the launcher starts."""
-        return 0 if self.urls else super().started
-
-
-class JudgeConfig(AuxiliaryModelConfig):
-    """A frozen model on its own engines that serves as a judge: task.reward=judge queries it, unless its
-    reward_params.urls names other servers (docs/rewards.md)."""
 
 
 class ImagesConfig(Section):

@@ -207,8 +207,8 @@ async def wait_until_ready(
     waiting = set(engines)
     async with httpx.AsyncClient(base_url=addresses.router, timeout=10.0, **addresses.access.http) as router:
         while True:
-            if await _answers(router, f"{addresses.router}/health"):
-                for url in [url for url in waiting if await _answers(router, f"{url}/health")]:
+            if await answers(router, f"{addresses.router}/health"):
+                for url in [url for url in waiting if await answers(router, f"{url}/health")]:
                     await register(router, url, addresses.api_key)
                     waiting.discard(url)
                 if not waiting and await _healthy_workers(router) >= len(engines):
@@ -226,18 +226,8 @@ async def wait_until_ready(
             await asyncio.sleep(POLL_SECONDS)
 
 
-async def wait_for_judges(addresses: Addresses, timeout: float) -> None:
-    """Wait until the judge's engines are healthy, if there are any. Raises DeadlineExceeded."""
-    deadline = time.monotonic() + timeout
-    waiting = list(addresses.judges)
-    async with httpx.AsyncClient(timeout=10.0, **addresses.access.http) as http:
-        while waiting := [url for url in waiting if not await _answers(http, f"{url}/health")]:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded("the judge's engines", timeout, f"not yet up: {waiting}; see logs/")
-            await asyncio.sleep(POLL_SECONDS)
-
-
-async def _answers(http: httpx.AsyncClient, url: str) -> bool:
+async def answers(http: httpx.AsyncClient, url: str) -> bool:
+    """Return whether a server answers with 200."""
     try:
         return (await http.get(url)).status_code == 200
     except httpx.TransportError:

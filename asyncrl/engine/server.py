@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
+from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, cache_tokens
 from asyncrl.config.adapters import adapter_targets, engine_slots
 from asyncrl.engine import warmup
 from asyncrl.network.addresses import Addresses
@@ -93,15 +93,9 @@ def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed:
     )
 
 
-def teacher_argv(teacher: TeacherConfig, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
-    """Return the command line of an engine of the teacher, which prefills and generates nothing."""
-    return _argv(teacher, model, url, gpu=gpu, max_running_requests=teacher.max_running, **more)
-
-
-def judge_argv(judge: JudgeConfig, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
-    """Return the command line of an engine of the judge, which reads and writes text through the OpenAI API."""
-    own = {"max_running_requests": judge.max_running, "skip_tokenizer_init": False, "served_model_name": "judge"}
-    return _argv(judge, model, url, gpu=gpu, **own, **more)
+def frozen_argv(section: AuxiliaryModelConfig, model: Path, url: str, *, gpu: bool, **more: Any) -> list[str]:
+    """Return the command line of an engine of a model that is not trained."""
+    return _argv(section, model, url, gpu=gpu, max_running_requests=section.max_running, **section.arguments, **more)
 
 
 def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *, gpu: bool, **own: Any) -> list[str]:

@@ -249,23 +249,21 @@ def check_devices(config: Config, gpus: int) -> None:
             wanted,
             f"The machine has {gpus} GPUs: lower trainer.tensor_parallel, pipeline_parallel, context_parallel or "
             f"data_parallel ({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel"
-            + (", or teacher.count × teacher.tensor_parallel" if config.teacher.started else "")
-            + (", or judge.count × judge.tensor_parallel." if config.judge.started else ".")
-            + (f" {ON_THE_SAME}" if config.mode == "train" and not config.cluster.shares_gpus else ""),
+            + "".join(
+                f", or {role}.count × {role}.tensor_parallel" for role, one in config.frozen.items() if one.started
+            )
+            + (f". {ON_THE_SAME}" if config.mode == "train" and not config.cluster.shares_gpus else "."),
         )
 
 
 def _fleets(config: Config) -> Iterator[tuple[str, TrainerConfig | EngineConfig | AuxiliaryModelConfig, int]]:
     """Yield name and section of each part of which this run starts ranks, and their number."""
     trains, generates = config.mode != "rollout_only", config.mode != "replay"
-    for name, section, ranks in (
-        ("trainer", config.trainer, config.trainer.world_size * trains),
-        ("engine", config.engine, config.engine.started * config.engine.ranks * generates),
-        ("teacher", config.teacher, config.teacher.started * config.teacher.tensor_parallel * generates),
-        ("judge", config.judge, config.judge.started * config.judge.tensor_parallel * generates),
-    ):
-        if ranks:
-            yield name, section, ranks
+    if trains:
+        yield "trainer", config.trainer, config.trainer.world_size
+    for name, section in config.fleets.items() if generates else ():
+        if section.started:
+            yield name, section, section.started * section.ranks
 
 
 def check_sinks(config: Config) -> None:

@@ -120,22 +120,25 @@ def sections() -> list[FieldGroup]:
         else:
             found.append(FieldGroup("", "", [Field(name, _readable(kind), _in_one_line(meanings[name]))]))
     for folder in sorted(EXTENSIONS.glob("*/")):
-        own = _classes(folder)
-        for section in (own[name] for name in _settings(folder)):
-            below = list(_below(own, section, folder.name))
-            found.append(FieldGroup(folder.name, _in_one_line(ast.get_docstring(section) or ""), below))
+        own = classes | _classes(folder)
+        for name, kind in _settings(folder).items():
+            meaning = _in_one_line(ast.get_docstring(own[kind]) or "")
+            found.append(FieldGroup(name, meaning, list(_below(own, own[kind], name))))
     return found
 
 
-def _settings(folder: Path) -> list[str]:
-    """Return the name of the class with an extension's settings, if it has any: `Settings = NAME` in extension.py."""
-    file = folder / "extension.py"
-    nodes = list(ast.walk(ast.parse(file.read_text()))) if file.exists() else []
-    return [
-        ast.unparse(node.value)
-        for node in nodes
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "Settings"
-    ]
+def _settings(folder: Path) -> dict[str, str]:
+    """Return the classes of an extension's sections, by their names: `Settings = NAME` in extension.py, and
+    `models = {"SECTION": NAME}`."""
+    file, found = folder / "extension.py", {}
+    for node in ast.walk(ast.parse(file.read_text())) if file.exists() else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "Settings":
+            found[folder.name] = ast.unparse(node.value)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "models":
+            assert isinstance(node.value, ast.Dict)
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            found |= {ast.literal_eval(key): ast.unparse(kind) for key, kind in pairs if key}
+    return found
 
 
 def _classes(folder: Path) -> dict[str, ast.ClassDef]:

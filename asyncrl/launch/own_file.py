@@ -87,15 +87,13 @@ def schema() -> str:
 
     from asyncrl import extension
     from asyncrl.config import Config
-    from asyncrl.settings import Section
 
     whole: dict[str, Any] = TypeAdapter(Config).json_schema(by_alias=True)
     properties, kinds = whole["properties"], whole["$defs"]
-    for name, found in extension.classes({}).items():
-        if found.Settings is not Section:
-            own = found.Settings.model_json_schema(ref_template="#/$defs/{model}")
-            kinds.update(own.pop("$defs", {}))
-            properties[name] = own
+    for name, kept in extension.sections(extension.classes({})).items():
+        own = kept.model_json_schema(ref_template="#/$defs/{model}")
+        kinds.update(own.pop("$defs", {}))
+        properties[name] = own
     for one in (whole, *kinds.values(), *properties.values()):
         one.pop("required", None)  # a file names what differs from the defaults
     for field in (field for section in help.sections() for field in section.fields):

@@ -59,8 +59,7 @@ class Placement:
     rollout: Seat
     trainers: list[Seat]  # by rank; `gpus` are those of all ranks on the node
     engines: list[list[Seat]]  # per engine, one seat for each machine that it spans; the first one's server answers
-    teachers: list[Seat] = field(default_factory=list)
-    judges: list[Seat] = field(default_factory=list)
+    frozen: dict[str, list[Seat]] = field(default_factory=dict)  # engines of models that are not trained, by role
     episodes: list[Seat] = field(default_factory=list)  # processes that play episodes; none if the rollout process does
     meeting: Seat | None = None  # where the rollout process listens for them
 
@@ -70,15 +69,14 @@ class Placement:
             "engines": tuple(seats[0].url for seats in self.engines),
             "router": self.router.url,
             "rollout": self.rollout.url,
-            "teachers": tuple(seat.url for seat in self.teachers),
-            "judges": tuple(seat.url for seat in self.judges),
+            "frozen": {role: tuple(seat.url for seat in seats) for role, seats in self.frozen.items()},
             "episodes": self.meeting.url if self.meeting else "",
         }
 
     def listening(self) -> list[str]:
         """Return the URLs of all seats with a listening process, including those of an engine's further ranks."""
-        alone = (self.router, self.rollout, *self.teachers, *self.judges)
-        return [seat.url for seat in (*alone, *(seat for seats in self.engines for seat in seats))]
+        fleets = (*self.frozen.values(), *self.engines)
+        return [seat.url for seat in (self.router, self.rollout, *(seat for seats in fleets for seat in seats))]
 
     def local_rank(self, rank: int) -> int:
         """Return the local rank of a trainer rank: its index among the ranks of its node."""
@@ -108,7 +106,7 @@ class _Room:
 
 def ports_wanted(config: Config) -> int:
     """Return the number of free ports that suffices for a node, whatever is placed on it."""
-    servers = config.engine.started + config.teacher.started + config.judge.started
+    servers = sum(section.started for section in config.fleets.values())
     several = config.tracing.engines + (config.rollout.processes > 1)
     return 2 * servers + 4 + several
 
@@ -138,16 +136,14 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
     if config.mode == "replay":
         return Placement(router, rollout, trainers, [])
     fleets: dict[str, list[list[Seat]]] = {}
-    for name, section in (("engine", config.engine), ("teacher", config.teacher), ("judge", config.judge)):
+    for name, section in config.fleets.items():
         rooms_for = others if config.cluster.trainer_nodes or not _on_gpu(name, section, each) else working
         if name == "engine" and config.cluster.shares_gpus:
             rooms_for = _shared(config, trainers, working[:used])
         fleets[name] = _fleet(name, section, section.started, rooms_for, each)
-    heads = {name: [seats[0] for seats in fleet] for name, fleet in fleets.items()}
+    frozen = {role: [seats[0] for seats in fleets[role]] for role in config.frozen}
     episodes, meeting = _episodes(config, head, others)
-    return Placement(
-        *(router, rollout, trainers, fleets["engine"], heads["teacher"], heads["judge"], episodes, meeting)
-    )
+    return Placement(router, rollout, trainers, fleets["engine"], frozen, episodes, meeting)
 
 
 def _episodes(config: Config, head: _Room, others: list[_Room]) -> tuple[list[Seat], Seat | None]:
@@ -262,8 +258,7 @@ def job_size(config: Config) -> tuple[int, int]:
 def nodes_wanted(config: Config, each: int) -> int:
     """Return the smallest number of machines with `each` GPUs that can hold the run."""
     problem: ConfigError | None = None
-    fleets = (config.engine, config.teacher, config.judge)
-    most = config.trainer.world_size + sum(fleet.ranks * fleet.started for fleet in fleets) + 1
+    most = config.trainer.world_size + sum(fleet.ranks * fleet.started for fleet in config.fleets.values()) + 1
     for count in range(1 + config.cluster.cpu_nodes, config.cluster.cpu_nodes + most):
         try:
             place(config, imagined(config, count, each))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl import extension, platforms
-from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TeacherConfig, on_gpu
+from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, on_gpu
 from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
     DETERMINISTIC_ENV,
@@ -19,9 +19,8 @@ from asyncrl.engine.server import (
     ROUTER_TRACE_ENV,
     adapter_args,
     deterministic_args,
-    judge_argv,
+    frozen_argv,
     server_argv,
-    teacher_argv,
     trace_args,
     trace_env,
 )
@@ -73,7 +72,7 @@ class ProcessSpec:
 
 
 def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
-    """Return the specifications of engines (including those of teacher and judge), router, rollout process and trainer
+    """Return the specifications of engines (also of models that are not trained), router, rollout process and trainer
     ranks. All are started at once and run concurrently."""
     trainers = _trainers(config, addresses, placement, run_dir)
     if config.mode == "replay":
@@ -103,7 +102,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
 
 
 def _rollout(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
-    judges = " ".join(f"{url}/v1" for url in addresses.judges)
+    judges = " ".join(f"{url}/v1" for url in addresses.frozen.get("judge", ()))
     own = {"ASYNCRL_JUDGES": judges, "ASYNCRL_AUTHORITY": addresses.authority} if judges else {}
     env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **own}
     argv = [sys.executable, "-m", module, str(run_dir)]
@@ -270,22 +269,16 @@ def _spanning(seats: list[Seat], place: int) -> dict[str, object]:
 
 
 def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
-    """Return the specifications of the teacher's and the judge's engines. They are queried directly: neither the router
-    nor the trainer's publishes include them."""
+    """Return the specifications of the engines of models that are not trained. They are queried directly: neither the
+    router nor the trainer's publishes include them."""
     specs = []
-    for name, section, folder, seats in (
-        ("teacher", config.teacher, addresses.teacher, placement.teachers),
-        ("judge", config.judge, addresses.judge, placement.judges),
-    ):
+    for role, seats in placement.frozen.items():
+        section = config.frozen[role]
         for number, seat in enumerate(seats):
-            assert folder is not None
             gpu = on_gpu(section, addresses.gpus)
             platform = platforms.chosen(gpu=gpu)
             shown = {"nccl_port": _meeting(section, seat.meeting), **_shown(run_dir, seat.url)}
-            if isinstance(section, TeacherConfig):
-                full = teacher_argv(section, folder, seat.url, gpu=gpu, **shown)
-            else:
-                full = judge_argv(section, folder, seat.url, gpu=gpu, **shown)
+            full = frozen_argv(section, addresses.frozen_models[role], seat.url, gpu=gpu, **shown)
             argv, hidden = _without_ports(full)
             env = {
                 **_shared_env(addresses, seat),
@@ -297,7 +290,7 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
             }
             specs.append(
                 ProcessSpec(
-                    f"{name}-{number}",
+                    f"{role}-{number}",
                     argv,
                     env,
                     stop_signal=signal.SIGKILL,
@@ -311,7 +304,7 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
 
 
 def _meeting(section: AuxiliaryModelConfig, port: int) -> int | None:
-    """Return the rendezvous port of the ranks of a teacher's or judge's engine; None with replicas of the whole model
+    """Return the rendezvous port of the ranks of such an engine; None with replicas of the whole model
     (dp_size), for which SGLang needs a port each. Replicas of attention, which the policy's engines may have, share
     one."""
     return port if int(section.server_args.get("dp_size") or 1) == 1 else None

@@ -1,4 +1,4 @@
-"""Resolution of `dtype: auto` for trainer, engines, teacher and judge.
+"""Resolution of `dtype: auto` for trainer, engines, and models that are not trained.
 
 On a GPU it becomes bfloat16. On a CPU it becomes the format with the faster matrix multiplication on the machines that
 will run the part (Platform.measure); the slowest machine decides, so that all ranks agree. The format of a run
@@ -23,8 +23,6 @@ from asyncrl.launch.resume import origins
 from asyncrl.platforms import DTYPES, Rates, without_gpu
 
 AUTO = "auto"
-PARTS = {"trainer": "train", "engine": "generate", "teacher": "generate", "judge": "generate"}
-"""Sections with a dtype, and the kind of measured rate that applies to each."""
 SLOW = 1.5
 """Slowdown of an explicit dtype, relative to the other one, from which a warning is given."""
 
@@ -62,10 +60,20 @@ class Precision:
 def used(config: Config, models: Mapping[str, Any]) -> list[str]:
     """Return the parts that this run starts and whose model is known. `models` maps parts to the contents of
     config.json."""
-    parts = [part for part in ("teacher", "judge") if getattr(config, part).started]
-    parts += ["trainer"] if config.mode != "rollout_only" else []
+    parts = ["trainer"] if config.mode != "rollout_only" else []
     parts += ["engine"] if config.mode != "replay" else []
-    return [part for part in PARTS if part in parts and part in models]
+    parts += [role for role, section in config.frozen.items() if section.started]
+    return [part for part in parts if part in models]
+
+
+def sections(config: Config) -> list[str]:
+    """Return the sections with a dtype."""
+    return ["trainer", "engine", *config.frozen]
+
+
+def _kind(part: str) -> str:
+    """Return the kind of measured rate that applies to a part."""
+    return "train" if part == "trainer" else "generate"
 
 
 def resolve(
@@ -134,7 +142,7 @@ def recorded(config: Config, run_dir: Path) -> dict[str, Any] | None:
 
 
 def _choose(part: str, setting: str, rates: Rates | None, before: str | None) -> DtypeChoice:
-    kind = PARTS[part]
+    kind = _kind(part)
     if setting != AUTO:
         factor = rates.slowdown(kind, setting) if rates else 1.0
         if rates is None or factor < SLOW:
@@ -157,7 +165,7 @@ def _where(rates: Rates) -> str:
 
 
 def _of(rates: Rates, part: str) -> dict[str, float]:
-    found: dict[str, float] = getattr(rates, PARTS[part])
+    found: dict[str, float] = getattr(rates, _kind(part))
     return found
 
 
@@ -165,7 +173,7 @@ def _replaced(config: Config, dtypes: Mapping[str, str], gpus: int) -> Config:
     """Return the configuration with these dtypes. Parts that do not run get their most likely dtype, which has no
     effect."""
     changes = {}
-    for part in PARTS:
+    for part in sections(config):
         section = getattr(config, part)
         likely = "bfloat16" if on_gpu(section, gpus) else "float32"
         dtype = dtypes.get(part, likely if section.dtype == AUTO else section.dtype)
@@ -183,9 +191,8 @@ def _machines(placement: Placement, part: str) -> list[str]:
     seats: Iterable[Seat] = {
         "trainer": placement.trainers,
         "engine": [seat for engine in placement.engines for seat in engine] or placement.trainers,
-        "teacher": placement.teachers,
-        "judge": placement.judges,
-    }[part] or [placement.rollout]
+        **placement.frozen,
+    }.get(part) or [placement.rollout]
     return list(dict.fromkeys(seat.node.name for seat in seats))
 
 

@@ -28,8 +28,6 @@ from asyncrl.models.vision import flat
 from asyncrl.planner.estimate import Estimate
 from asyncrl.weights.choice import choose_lora
 
-ROLES = ("model", "teacher", "judge")
-
 
 class Preparation:
     """The steps that lead to a run that can start. Each step raises ConfigError, or another AsyncRLError, for what it
@@ -64,13 +62,18 @@ class Preparation:
         """Take every step, and raise what the first of them refuses."""
         for step in (self.files, self.recording, self.attached, self.plan, self.place):
             step()
-        for role in ROLES:
+        for role in self.roles:
             self.find(role)
         self.models()
         self.vocabulary()
         self.choose_checkpoint()
         self.precision()
         self.estimate()
+
+    @property
+    def roles(self) -> list[str]:
+        """Return what the run may have a model folder for: its policy, and what is not trained."""
+        return ["model", *self.config.frozen]
 
     @property
     def placement(self) -> Placement:
@@ -137,7 +140,7 @@ class Preparation:
         return self.cluster.machines
 
     def find(self, role: str) -> None:
-        """Find the folder of a model; a built-in one is created first. Without a teacher or judge nothing happens."""
+        """Find the folder of a model; a built-in one is created first. Nothing happens if the role has no model."""
         name = self.config.model.path if role == "model" else getattr(self.config, role).model
         if name:
             self.folders[role] = catalog.resolve(name, "model.path" if role == "model" else f"{role}.model")
@@ -170,7 +173,7 @@ class Preparation:
     def precision(self) -> None:
         """Resolve the trainer's layers, how adapters reach the engines, and every dtype on the machines that will run
         the part."""
-        roles = {"trainer": "model", "engine": "model", "teacher": "teacher", "judge": "judge"}
+        roles = {"trainer": "model", "engine": "model", **{role: role for role in self.config.frozen}}
         measurable = {role: hf for role, hf in self.hf.items() if "hidden_size" in hf}  # not every judge's has one
         models = {part: measurable[role] for part, role in roles.items() if role in measurable}
         before = self.origin.manifest.config if self.origin else precision.recorded(self.config, self.run_dir)

@@ -163,6 +163,8 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
     if prepared.planned:
         prepared.planned.write(run_dir)
     urls = placement.urls()
+    for role, section in config.frozen.items():
+        urls["frozen"][role] = tuple(section.elsewhere) or urls["frozen"].get(role, ())
     authority = Authority.create(run_dir) if config.cluster.tls else None
     if authority:
         authority.sign(placement.listening())
@@ -172,15 +174,14 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         model=prepared.folders["model"],
         gpus=gpus,
         started_at=began,
-        teacher=prepared.folders.get("teacher"),
-        judge=prepared.folders.get("judge"),
+        frozen_models={role: prepared.folders[role] for role in config.frozen if role in prepared.folders},
         resume=origin.folder if origin else None,
         authority=authority.certificate if authority else "",
         attached=tuple(config.engine.urls) if config.mode != "replay" else (),
         spans=f"127.0.0.1:{placement.rollout.meeting}" if config.tracing.engines else "",
         trace_key=secrets.token_hex(16) if config.tracing.engines else "",
         trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
-        **{**urls, "teachers": tuple(config.teacher.urls) or urls["teachers"]},
+        **urls,
     )
     addresses.write(run_dir)
     specs = plan(config, addresses, placement, run_dir)

@@ -54,10 +54,10 @@ class Console:
         if c.mode == "replay":
             what = f"replays {escape(str(c.replay.source))}; {layout}"
         else:
-            teacher = f"teacher {escape(c.teacher.model)}, " if c.teacher.model else ""
+            others = "".join(f"{role} {escape(one.model)}, " for role, one in c.frozen.items() if one.model)
             engines = c.engine.started + len(c.engine.urls)
             what = (
-                f"on {escape(', '.join(c.mixture))}; {engines} engine(s), {teacher}{layout}; "
+                f"on {escape(', '.join(c.mixture))}; {engines} engine(s), {others}{layout}; "
                 f"lead {c.rollout.effective_lead}, staleness ≤ {c.rollout.max_staleness}"
             )
         self._print(f"[bold]{escape(c.run.name)}[/]: {escape(c.model.path)} {what}")

@@ -8,7 +8,7 @@ import hmac
 import json
 import os
 import ssl
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ MACHINE = "machine.json"
 """File in which the launcher records which dtype it chose for each part and why, and how long the run should take."""
 PLAN = "plan.json"
 """File in which the launcher records the plan of a run with cluster.plan=auto, and what it predicts."""
-PATHS = ("model", "teacher", "judge", "resume")
-TUPLES = ("engines", "teachers", "judges", "attached", "trainers")
+TUPLES = ("engines", "attached", "trainers")
 END = "end.json"
 """File in which the launcher records how a run ended that did not finish: `state` (paused, stopped or died), `error`
 and `time`."""
@@ -97,10 +96,8 @@ class Addresses:
     rollout: str
     gpus: int
     started_at: float  # time.time() at the start of the command
-    teacher: Path | None = None
-    teachers: tuple[str, ...] = ()  # engines of the teacher, started by the launcher or by others
-    judge: Path | None = None
-    judges: tuple[str, ...] = ()  # engines of the judge
+    frozen_models: dict[str, Path] = field(default_factory=dict)  # folders of models that are not trained, by role
+    frozen: dict[str, tuple[str, ...]] = field(default_factory=dict)  # their engines, started by the launcher or others
     attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
     trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
     resume: Path | None = None  # checkpoint from which the run resumes
@@ -113,14 +110,16 @@ class Addresses:
         """Write the file, readable by the owner only, because it holds the run's API key."""
         descriptor = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            paths = {name: str(path) if (path := getattr(self, name)) else None for name in PATHS}
-            json.dump({**asdict(self), **paths}, file, indent=2)
+            json.dump(asdict(self), file, indent=2, default=str)
 
     @classmethod
     def read(cls, run_dir: Path) -> Addresses:
         """Read what `write` wrote."""
         values = json.loads((run_dir / FILE).read_text())
-        paths = {name: Path(values[name]) if values[name] else None for name in PATHS}
+        resume = Path(values["resume"]) if values["resume"] else None
+        frozen_models = {role: Path(folder) for role, folder in values["frozen_models"].items()}
+        frozen = {role: tuple(urls) for role, urls in values["frozen"].items()}
+        paths = {"model": Path(values["model"]), "resume": resume, "frozen_models": frozen_models, "frozen": frozen}
         return cls(**{**values, **paths, **{name: tuple(values[name]) for name in TUPLES}})
 
     @cached_property

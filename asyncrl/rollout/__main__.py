@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config, read
 from asyncrl.config.server_args import draft_room
 from asyncrl.engine.loads import Loads
-from asyncrl.engine.router import wait_for_judges, wait_until_ready
+from asyncrl.engine.router import wait_until_ready
 from asyncrl.engine.session import GenerationSession
 from asyncrl.imports import load
 from asyncrl.network.addresses import READY, Addresses
@@ -116,10 +116,13 @@ async def main(run_dir: Path) -> None:
             working.create_task(status.follow())
             if isinstance(playing, EpisodeWorkers):
                 working.create_task(playing.serve(run_dir, addresses.episodes))
-            await _until_ready(config, addresses, lambda text: setattr(server, "starting", text))
+            timeout, alone = config.engine.start_timeout, config.mode == "rollout_only"
+            await wait_until_ready(
+                addresses, timeout, attached=alone, tell=lambda text: setattr(server, "starting", text)
+            )
             for engine in await loads.ask() if model.cache is None else ():  # what fits may be less than the context
                 client.narrow(int(engine.longest) - draft_room(config.engine))
-            server.starting = "the agents and environments to start"
+            server.starting = "extensions, agents and environments to start"
             await playing.start()
             server.starting = ""
             _ready(run_dir, observer, addresses)
@@ -155,13 +158,6 @@ def _playing(
     if config.rollout.processes > 1:
         return EpisodeWorkers(config, addresses, warn)
     return PlayingParts.build(config, addresses, model, tasks, warn)
-
-
-async def _until_ready(config: Config, addresses: Addresses, tell: Callable[[str], None]) -> None:
-    """Wait until the engines of the policy and the judge can answer."""
-    timeout = config.engine.start_timeout
-    await wait_until_ready(addresses, timeout, attached=config.mode == "rollout_only", tell=tell)
-    await wait_for_judges(addresses, timeout)
 
 
 def _ready(run_dir: Path, observer: Observer, addresses: Addresses) -> None:

@@ -97,8 +97,8 @@ def _processes(config: configuration.Config, nodes: list[Node]) -> Iterator[tupl
     try:
         placement = place(config, nodes)
         gpus = max(len(node.gpus) for node in nodes)
-        models = {"teacher": Path("/teacher"), "judge": Path("/judge"), "authority": "ca"}
-        started = replace(addresses(gpus=gpus), **placement.urls(), **models)
+        models = {role: Path(f"/{role}") for role in ("teacher", "judge")}
+        started = replace(addresses(gpus=gpus), **placement.urls(), frozen_models=models, authority="ca")
         specs = plan(config, started, placement, Path("/runs/r"))
     except (ConfigError, ValueError) as error:
         yield "refused", str(error)

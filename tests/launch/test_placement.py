@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement, Seat, imagined, nodes_wanted, place, place_engines
-from tests.fakes import JOB, tiny_config
+from tests.fakes import JOB, tiny_config, with_scorer
 
 
 def placed(nodes: int, gpus: int, **changes: Any) -> Placement:
-    config = tiny_config(**JOB, **changes)
+    config = with_scorer(**JOB, **changes)
     return place(config, imagined(config, nodes, gpus))
 
 
@@ -25,7 +25,7 @@ def where(seats: list[Seat]) -> list[tuple[str, tuple[int, ...]]]:
 
 def all_seats(found: Placement) -> list[Seat]:
     engines = [seat for seats in found.engines for seat in seats]
-    return [*dict.fromkeys(found.trainers), *engines, *found.teachers, *found.judges]
+    return [*dict.fromkeys(found.trainers), *engines, *(seat for seats in found.frozen.values() for seat in seats)]
 
 
 def test_trainers_fill_the_first_nodes_in_blocks_and_engines_take_what_is_left() -> None:
@@ -66,10 +66,10 @@ def test_an_engine_has_gpus_for_all_of_its_stages() -> None:
         placed(2, 8, **{"trainer.data_parallel": 4, "engine.count": 4, **shape})
 
 
-def test_engines_of_a_teacher_stand_on_one_machine() -> None:
-    with pytest.raises(ConfigError, match=r"teacher.count × teacher.tensor_parallel.*No machine has 8 free GPUs"):
-        placed(4, 4, **{"teacher.model": "/t", "teacher.tensor_parallel": 8})
-    assert len(placed(2, 8, **{"teacher.model": "/t", "teacher.tensor_parallel": 8}).teachers[0].gpus) == 8
+def test_engines_of_another_model_stand_on_one_machine() -> None:
+    with pytest.raises(ConfigError, match=r"scorer.count × scorer.tensor_parallel.*No machine has 8 free GPUs"):
+        placed(4, 4, **{"scorer.model": "/t", "scorer.tensor_parallel": 8})
+    assert len(placed(2, 8, **{"scorer.model": "/t", "scorer.tensor_parallel": 8}).frozen["scorer"][0].gpus) == 8
 
 
 def test_without_gpus_trainers_get_the_first_half_and_engines_take_turns() -> None:
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused_by_its_field(changes: dict[str, Any], fiel
 
 
 def test_ports_of_a_machine_are_enough_for_everything_on_it() -> None:
-    fleets = {"engine.count": 2, "teacher.model": "/t", "teacher.count": 2, "judge.model": "/j", "judge.count": 3}
+    fleets = {"engine.count": 2, "scorer.model": "/t", "scorer.count": 5}
     found = placed(1, 0, **fleets)
     seats = [found.router, found.rollout, *all_seats(found)]
     ports = [port for seat in seats for port in (seat.port, seat.meeting) if port]
@@ -147,8 +147,8 @@ def test_the_fewest_nodes_hold_everything_once(
 
 def _config(world: int, engines: int, tensor: int, teachers: int, cpu_nodes: int) -> Config:
     shape = {"trainer.data_parallel": world, "engine.count": engines, "engine.tensor_parallel": tensor}
-    teaching = {"teacher.model": "/t", "teacher.count": teachers} if teachers else {}
-    return tiny_config(**JOB, **shape, **teaching, **{"cluster.cpu_nodes": cpu_nodes})
+    teaching = {"scorer.model": "/t", "scorer.count": teachers} if teachers else {}
+    return with_scorer(**JOB, **shape, **teaching, **{"cluster.cpu_nodes": cpu_nodes})
 
 
 def test_further_engines_fill_machines_of_their_own() -> None:

@@ -15,7 +15,7 @@ from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.network.ports import FIRST_PORT, LAST_PORT
-from tests.fakes import JOB, addresses, tiny_config
+from tests.fakes import JOB, addresses, tiny_config, with_scorer
 
 PORTS = tuple(range(20000, 20100))
 """In the order of seats: the router's two, the rollout process's, the trainers', then two of each engine."""
@@ -138,8 +138,8 @@ def test_engines_serve_adapters_only_where_versions_are_adapters() -> None:
 
 
 def test_cache_of_an_engine_is_what_fits_on_a_gpu_and_a_stated_size_on_a_cpu() -> None:
-    unset = {"engine.max_total_tokens": None, "teacher.max_total_tokens": None}
-    for name in ("engine-0", "teacher-0"):
+    unset = {"engine.max_total_tokens": None, "scorer.max_total_tokens": None}
+    for name in ("engine-0", "scorer-0"):
         assert flags(taught(**unset)[name])["max-total-tokens"] == "16384"
         assert "max-total-tokens" not in flags(taught(4, **unset)[name])  # SGLang measures
     assert flags(taught(4, **{"engine.max_total_tokens": 99})["engine-0"])["max-total-tokens"] == "99"
@@ -247,8 +247,8 @@ def test_the_ranks_of_an_engine_meet_at_a_port_of_ours() -> None:
     """SGLang's own choice is ephemeral, and whoever connects somewhere in the seconds until it listens may get it."""
     specs = made(2)
     assert [flags(specs[f"engine-{i}"])["nccl-port"] for i in (0, 1)] == ["20005", "20007"]
-    replicas = taught(**{"teacher.server_args": {"dp_size": 2}})  # each of these needs one of its own
-    assert "nccl-port" not in flags(replicas["teacher-0"])
+    replicas = taught(**{"scorer.server_args": {"dp_size": 2}})  # each of these needs one of its own
+    assert "nccl-port" not in flags(replicas["scorer-0"])
 
 
 def test_an_engine_is_started_in_its_shape_with_a_core_for_each_rank() -> None:
@@ -302,66 +302,64 @@ def test_router_sends_no_request_of_the_run_to_a_proxy() -> None:
     assert made()["router"].env["no_proxy"] == "*"
 
 
-# --- a teacher ----------------------------------------------------------------------------------------------
+# --- other models -------------------------------------------------------------------------------------------
 
 
 def taught(gpus: int = 0, teachers: int = 2, **changes: object) -> dict[str, ProcessSpec]:
-    config = tiny_config(
-        **{"teacher.model": "/teacher", "teacher.count": teachers, "teacher.dtype": "bfloat16", **changes}
-    )
+    config = with_scorer(**{"scorer.model": "/scorer", "scorer.count": teachers, "scorer.dtype": "bfloat16", **changes})
     placement = place(config, [Node("", "127.0.0.1", tuple(map(str, range(gpus))), PORTS)])
-    ours = replace(addresses(config.engine.count, gpus, teacher=Path("/teacher")), **placement.urls())
+    ours = replace(addresses(config.engine.count, gpus, frozen_models={"scorer": Path("/scorer")}), **placement.urls())
     return {spec.name: spec for spec in plan(config, ours, placement, RUN_DIR)}
 
 
-def test_teachers_are_engines_of_their_own_that_no_one_publishes_to() -> None:
-    specs = taught(**{"teacher.server_args": {"context_length": 64}, "teacher.max_running": 9})
-    assert list(specs)[:4] == ["engine-0", "teacher-0", "teacher-1", "router"]
-    found = flags(specs["teacher-1"])
-    assert (found["model-path"], found["port"], found["nccl-port"]) == ("/teacher", "20008", "20009")
+def test_other_models_have_engines_of_their_own_that_no_one_publishes_to() -> None:
+    specs = taught(**{"scorer.server_args": {"context_length": 64}, "scorer.max_running": 9})
+    assert list(specs)[:4] == ["engine-0", "scorer-0", "scorer-1", "router"]
+    found = flags(specs["scorer-1"])
+    assert (found["model-path"], found["port"], found["nccl-port"]) == ("/scorer", "20008", "20009")
     assert (found["max-running-requests"], found["context-length"]) == ("9", "64")
     assert found["dtype"] == "bfloat16"  # its own, not the policy engines'
     assert not {"weight-version", "custom-weight-loader", "stream-interval"} & found.keys()
     assert flags(specs["engine-0"])["model-path"] == "/model"
-    assert specs["teacher-0"].url == ""  # the router need not forget it, nor the trainer find it
+    assert specs["scorer-0"].url == ""  # the router need not forget it, nor the trainer find it
 
 
-def test_teachers_are_watched_and_started_again_like_engines() -> None:
+def test_other_models_are_watched_and_started_again_like_engines() -> None:
     specs = taught(**{"cluster.max_restarts": 4, "weights.timeout": 77.0})
-    engine, teacher = specs["engine-0"], specs["teacher-0"]
-    assert (teacher.restarts, teacher.patience, teacher.stop_signal) == (4, 77.0, engine.stop_signal)
-    assert teacher.watch == "https://127.0.0.1:20006/server_info"
-    assert taught(**{"cluster.on_engine_death": "fail"})["teacher-0"].restarts == 0
+    engine, scorer = specs["engine-0"], specs["scorer-0"]
+    assert (scorer.restarts, scorer.patience, scorer.stop_signal) == (4, 77.0, engine.stop_signal)
+    assert scorer.watch == "https://127.0.0.1:20006/server_info"
+    assert taught(**{"cluster.on_engine_death": "fail"})["scorer-0"].restarts == 0
 
 
-def test_teachers_get_the_gpus_after_the_policys_engines() -> None:
-    changes = {"trainer.data_parallel": 2, "engine.tensor_parallel": 2, "teacher.tensor_parallel": 2}
+def test_other_models_get_the_gpus_after_the_policys_engines() -> None:
+    changes = {"trainer.data_parallel": 2, "engine.tensor_parallel": 2, "scorer.tensor_parallel": 2}
     specs = taught(8, **changes)
-    seen = {name: specs[name].env["CUDA_VISIBLE_DEVICES"] for name in ("engine-0", "teacher-0", "teacher-1")}
-    assert seen == {"engine-0": "2,3", "teacher-0": "4,5", "teacher-1": "6,7"}
+    seen = {name: specs[name].env["CUDA_VISIBLE_DEVICES"] for name in ("engine-0", "scorer-0", "scorer-1")}
+    assert seen == {"engine-0": "2,3", "scorer-0": "4,5", "scorer-1": "6,7"}
     alone = taught(4, **{"trainer.device": "cpu", "engine.device": "cpu"})
-    assert [alone[f"teacher-{i}"].env["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["0", "1"]
-    on_cpu = taught(8, **{"teacher.device": "cpu"})["teacher-0"]
+    assert [alone[f"scorer-{i}"].env["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["0", "1"]
+    on_cpu = taught(8, **{"scorer.device": "cpu"})["scorer-0"]
     assert on_cpu.env["CUDA_VISIBLE_DEVICES"] == ""
     assert flags(on_cpu)["device"] == "cpu"
 
 
 def test_engines_elsewhere_are_not_started() -> None:
-    specs = taught(**{"teacher.urls": ["http://gpu1:30000"]})
-    assert not [name for name in specs if name.startswith("teacher")]
-    assert not [name for name in made() if name.startswith("teacher")]
+    specs = taught(**{"scorer.urls": ["http://gpu1:30000"]})
+    assert not [name for name in specs if name.startswith("scorer")]
+    assert not [name for name in made() if name.startswith("scorer")]
 
 
-def test_teachers_have_ports_of_their_own() -> None:
-    config = tiny_config(**{"teacher.model": "/teacher", "teacher.count": 3})
+def test_other_models_have_ports_of_their_own() -> None:
+    config = with_scorer(**{"scorer.model": "/scorer", "scorer.count": 3})
     seats = place(config, [Node("", "127.0.0.1", (), PORTS)])
-    engines = [*(engine[0] for engine in seats.engines), *seats.teachers, seats.router]
+    engines = [*(engine[0] for engine in seats.engines), *seats.frozen["scorer"], seats.router]
     assert len({number for seat in engines for number in (seat.port, seat.meeting)}) == 2 * len(engines) == 10
-    assert place(tiny_config(**{"teacher.count": 3}), [Node("", "", (), PORTS)]).teachers == []
+    assert place(with_scorer(**{"scorer.count": 3}), [Node("", "", (), PORTS)]).frozen["scorer"] == []
 
 
-def test_addresses_of_a_teacher_are_read_back(tmp_path: Path) -> None:
-    ours = addresses(1, teacher=Path("/teacher"), teachers=("http://gpu1:30000",))
+def test_addresses_of_other_models_are_read_back(tmp_path: Path) -> None:
+    ours = addresses(1, frozen_models={"scorer": Path("/scorer")}, frozen={"scorer": ("http://gpu1:30000",)})
     ours.write(tmp_path)
     assert type(ours).read(tmp_path) == ours
 

@@ -1,14 +1,16 @@
-"""What this folder adds: a teacher's scores of every token, as a column of the batch, and what is learned from them."""
+"""What this folder adds: a teacher with its engines, its scores of every token, and what is learned from them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
 from asyncrl import extension
-from asyncrl.config import Config
+from asyncrl.config import AuxiliaryModelConfig, Config
 from asyncrl.errors import ConfigError
-from asyncrl.settings import NonNegative, Section, Share
+from asyncrl.settings import NonNegative, Positive, Section, Share
 
 if TYPE_CHECKING:
     from asyncrl.launch.preflight.findings import Finding
@@ -28,6 +30,38 @@ class DistillSettings(Section):
     discounted by this per token; 0: only with its own."""
 
 
+class TeacherConfig(AuxiliaryModelConfig):
+    """A frozen model on its own engines that scores the log-probability of each token of an episode, for distillation
+    (distill.coefficient) or as the reference of the KL (algo.kl.reference). It must have the tokenizer of model.path,
+    and no episode may be longer than the KV caches of its engines."""
+
+    urls: list[str] = Field(default_factory=list)
+    """Engines that already serve the teacher elsewhere; empty: this run starts `count`. Their API key comes from the
+    environment variable ASYNCRL_TEACHER_API_KEY; `model` is then only read for its tokenizer and context length."""
+    request_timeout: Positive = 120.0
+    """Timeout of one request in seconds; then another engine is tried."""
+    retry_timeout: Positive = 600.0
+    """Seconds for which an episode is resent while no engine answers; then its group is dropped, with the reason
+    `teacher`. Must be longer than an engine takes to restart."""
+
+    @property
+    def started(self) -> int:
+        """Return the number of engines that the launcher starts."""
+        return 0 if self.urls else super().started
+
+    @property
+    def elsewhere(self) -> list[str]:
+        """Return the URLs of engines that others started."""
+        return self.urls
+
+
+def teacher_of(config: Config) -> TeacherConfig:
+    """Return the section of the teacher."""
+    section = config.frozen["teacher"]
+    assert isinstance(section, TeacherConfig)
+    return section
+
+
 class DistillHooks(extension.LaunchHooks):
     """The checks of the policy's model and of the teacher's."""
 
@@ -35,9 +69,10 @@ class DistillHooks(extension.LaunchHooks):
         """Refuse a teacher of a model that sees, under whose distribution there are image tokens."""
         from asyncrl.models.vision import image_shape
 
-        if config.teacher.model and image_shape(model) is not None:
+        teacher = teacher_of(config)
+        if teacher.model and image_shape(model) is not None:
             remedy = "Teachers score text only: unset it, or choose a text model."
-            yield ConfigError("teacher.model", config.teacher.model, remedy)
+            yield ConfigError("teacher.model", teacher.model, remedy)
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Report a teacher that cannot score the policy."""
@@ -59,6 +94,7 @@ class Distill(extension.Extension):
     """Distillation, and a teacher as the reference of the KL."""
 
     Settings = DistillSettings
+    models = {"teacher": TeacherConfig}  # noqa: RUF012
     references = ("teacher",)
 
     @property
@@ -70,24 +106,25 @@ class Distill(extension.Extension):
     def check(self, config: Config) -> Iterator[ConfigError]:
         """Check the section, and the settings of the teacher."""
         settings: DistillSettings = self.settings
+        teacher = teacher_of(config)
         referred = "teacher" if config.algo.kl.reference == "teacher" else None
         needed: dict[str, Any] = {"distill.coefficient": settings.coefficient, "algo.kl.reference": referred}
-        needed["teacher.urls"] = config.teacher.urls
+        needed["teacher.urls"] = teacher.urls
         for field, value in needed.items():
-            if value and config.teacher.model is None:
+            if value and teacher.model is None:
                 yield ConfigError(field, value, "It needs a teacher: set teacher=sglang teacher.model=FOLDER.")
         if settings.discount and settings.place == "loss":
             remedy = "It applies to distill.place=advantage only: set 0."
             yield ConfigError("distill.discount", settings.discount, remedy)
         temperature = config.rollout.temperature
-        if config.teacher.model and temperature != 1.0 and (settings.discount or referred):
+        if teacher.model and temperature != 1.0 and (settings.discount or referred):
             what = "distill.discount" if settings.discount else "algo.kl.reference=teacher"
             remedy = (
                 "SGLang always computes the log-probabilities of given tokens at temperature 1, so at another one "
                 f"{what} would be wrong (loss.py of the extension). Set 1.0, or disable it."
             )
             yield ConfigError("rollout.temperature", temperature, remedy)
-        for url in config.teacher.urls:
+        for url in teacher.urls:
             if not url.startswith(("http://", "https://")):
                 yield ConfigError("teacher.urls", url, "Must be the address of an engine, as http://HOST:PORT.")
 
@@ -97,7 +134,7 @@ class Distill(extension.Extension):
 
     def player(self, config: Config, addresses: Any) -> extension.PlayerHooks:
         """Return the hooks in a process that plays episodes."""
-        if not addresses.teachers:
+        if not addresses.frozen.get("teacher"):
             return extension.PlayerHooks()
         from asyncrl.extensions.distill.scorer import scorer
 

@@ -18,6 +18,7 @@ from asyncrl.config import Config
 from asyncrl.errors import EngineError, EpisodeFailed
 from asyncrl.extension import PlayerHooks
 from asyncrl.extensions.distill.engines import TeacherEngines
+from asyncrl.extensions.distill.extension import teacher_of
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.observability.intervals import TEACHER, spent
 from asyncrl.schema import Prompt, Trajectory, Turn
@@ -29,9 +30,9 @@ KEY = "ASYNCRL_TEACHER_API_KEY"
 
 def scorer(config: Config, addresses: Addresses) -> TeacherScorer:
     """Return the hooks of a process that plays episodes."""
-    teacher = config.teacher
+    teacher = teacher_of(config)
     engines = TeacherEngines(
-        addresses.teachers,
+        addresses.frozen["teacher"],
         access=Access(os.environ.get(KEY, "")) if teacher.urls else addresses.access,
         max_running=teacher.max_running,
         request_timeout=teacher.request_timeout,

@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.distill.extension import teacher_of
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.replay import check_same_tokens
 from asyncrl.models.vision import flat
@@ -27,7 +28,7 @@ def check_teacher(config: Config, model: Path, teacher: Path) -> None:
     id must mean the same token to both. Merges, templates and end-of-sequence ids may differ (a base model may be
     distilled from its instruct version)."""
     mine, its = _config(model), _config(teacher)
-    check_same_tokens(FIELD, str(config.teacher.model), model, teacher, "take a teacher of the same family")
+    check_same_tokens(FIELD, str(teacher_of(config).model), model, teacher, "take a teacher of the same family")
     for what, name, own, theirs in (
         ("vocabulary", "vocab_size", mine["vocab_size"], its["vocab_size"]),
         ("context", "max_position_embeddings", *_contexts(config, mine, its)),
@@ -35,9 +36,9 @@ def check_teacher(config: Config, model: Path, teacher: Path) -> None:
         if theirs < own:
             remedy = f"Its {what} ({name} {theirs}) must not be smaller than the model's ({own}): take another teacher"
             more = ", or set engine.server_args.context_length." if what == "context" else "."
-            raise ConfigError(FIELD, config.teacher.model, remedy + more)
-    heads, degree = its["num_attention_heads"], config.teacher.tensor_parallel
-    if config.teacher.started and heads % degree:
+            raise ConfigError(FIELD, teacher_of(config).model, remedy + more)
+    heads, degree = its["num_attention_heads"], teacher_of(config).tensor_parallel
+    if teacher_of(config).started and heads % degree:
         raise ConfigError("teacher.tensor_parallel", degree, f"Must divide the teacher's {heads} attention heads.")
 
 
@@ -50,6 +51,6 @@ def _contexts(config: Config, mine: dict[str, Any], its: dict[str, Any]) -> tupl
     """Return the context lengths of the policy's and the teacher's engines, in tokens."""
     own, other = (
         int(section.server_args.get("context_length") or hf["max_position_embeddings"])
-        for section, hf in ((config.engine, mine), (config.teacher, its))
+        for section, hf in ((config.engine, mine), (teacher_of(config), its))
     )
     return own, other

@@ -15,9 +15,11 @@ on a failure  EpisodeFailed("judge")
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from string import Template
 from typing import Annotated, Any, Literal
@@ -26,8 +28,10 @@ import httpx
 import msgspec
 from pydantic import Field
 
-from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.engine.router import POLL_SECONDS, answers
+from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeFailed
 from asyncrl.extensions.judge.endpoints import Endpoints
+from asyncrl.network.addresses import Access
 from asyncrl.rewards.calls import together
 from asyncrl.rewards.parameters import Count, Name, Range, Seconds, Urls
 from asyncrl.rewards.reward import RewardInput, Score
@@ -62,6 +66,17 @@ AGGREGATES: Mapping[str, Callable[[Sequence[float]], float]] = {
     "median": statistics.median,
     "majority": lambda votes: min(statistics.multimode(votes)),  # the lowest of a tie
 }
+
+
+async def wait_until_healthy(urls: Sequence[str], access: Access, timeout: float) -> None:
+    """Wait until the run's own engines of a judge answer. Raises DeadlineExceeded."""
+    deadline = time.monotonic() + timeout
+    waiting = list(urls)
+    async with httpx.AsyncClient(timeout=10.0, **access.http) as http:
+        while waiting := [url for url in waiting if not await answers(http, f"{url}/health")]:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("the judge's engines", timeout, f"not yet up: {waiting}; see logs/")
+            await asyncio.sleep(POLL_SECONDS)
 
 
 class JudgeReward:

@@ -324,7 +324,7 @@ def _batch(config: Config, keep: Collection[str], folder: Path) -> Iterator[tupl
 
 
 def _on_gpus(config: Config, keep: Collection[str], folder: Path, devices: Devices) -> dict[str, Any]:
-    others = [(one.started, one.tensor_parallel) for one in (config.teacher, config.judge) if on_gpu(one, devices.gpus)]
+    others = [(one.started, one.tensor_parallel) for one in config.frozen.values() if on_gpu(one, devices.gpus)]
     working = devices.machines - config.cluster.cpu_nodes
     gpus = working * devices.gpus - sum(count * each for count, each in others)
     return {"gpus": gpus, "gpu": devices.gpu, "model": str(folder), **dict(_batch(config, keep, folder))}

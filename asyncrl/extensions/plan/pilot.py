@@ -209,7 +209,7 @@ class ElasticPilot:
 def free_gpus(placement: Placement) -> list[str]:
     """Return the GPUs of the first machine that no process of the run uses."""
     seats = [*placement.trainers, *(seat for seats in placement.engines for seat in seats)]
-    seats += [*placement.teachers, *placement.judges]
+    seats += [seat for seats in placement.frozen.values() for seat in seats]
     node = placement.rollout.node
     used = _gpus([seat for seat in seats if seat.node == node])
     return [gpu for gpu in node.gpus if gpu not in used]

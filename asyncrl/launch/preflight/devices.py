@@ -15,8 +15,8 @@ SHOWN = 4
 def check_idle(nodes: Sequence[Node], placement: Placement) -> list[Finding]:
     """Warn of machines and GPUs of a job to which no process is assigned."""
     engines = [seat for seats in placement.engines for seat in seats]
-    alone = (placement.router, placement.rollout, *placement.teachers, *placement.judges)
-    seats = (*alone, *placement.trainers, *engines)
+    frozen = [seat for seats in placement.frozen.values() for seat in seats]
+    seats = (placement.router, placement.rollout, *frozen, *placement.trainers, *engines)
     found = []
     for node in nodes:
         used = {place for seat in seats if seat.node.name == node.name for place in seat.gpus}

@@ -16,22 +16,19 @@ CERTAIN = 0.5
 TIGHT = 0.9
 """Fraction of a memory above which libraries and fragmentation may not leave enough room."""
 ESTIMATED = "activations"
-_SGLANG = 2 * 413_000_000
-PROCESS = {"trainer": 301_000_000, "engine": _SGLANG, "teacher": _SGLANG, "judge": _SGLANG}
+TRAINER, ENGINE = 301_000_000, 2 * 413_000_000
 """Bytes of a process after it has imported its libraries, measured with those of requirements/cpu.txt. An engine has
 two processes, a server and a scheduler."""
+OF_ENGINES = "Raise {0}.tensor_parallel, or lower {0}.max_total_tokens."
 REMEDIES = {
     "trainer": "Set trainer.recompute or trainer.activation_offload, raise trainer.tensor_parallel, pipeline_parallel "
     "or data_parallel, lower trainer.micro_batch_tokens, or set weights.staging=stream.",
-    "engine": "Raise engine.tensor_parallel, or lower engine.max_total_tokens.",
-    "teacher": "Raise teacher.tensor_parallel, or lower teacher.max_total_tokens.",
-    "judge": "Raise judge.tensor_parallel, or lower judge.max_total_tokens.",
     "machine": "Take machines with more memory or more of them, fewer ranks or engines on each, or smaller "
     "engine.max_total_tokens and trainer.micro_batch_tokens.",
 }
 REMEDIES |= {
     "trainer's part": f"Lower it, or set cluster.placement=colocated. {REMEDIES['trainer']}",
-    "engine's part": f"Raise it. {REMEDIES['engine']}",
+    "engine's part": f"Raise it. {OF_ENGINES.format('engine')}",
 }
 
 
@@ -74,8 +71,7 @@ def check_memory(
     ranks = {
         "trainer": placement.trainers,
         "engine": [seat for seats in placement.engines for seat in seats],
-        "teacher": placement.teachers,
-        "judge": placement.judges,
+        **placement.frozen,
     }
     found = []
     for role, need in needs.items():
@@ -86,7 +82,9 @@ def check_memory(
     for role, need in needs.items():
         for seat in ranks[role]:
             # the seat of an engine on GPUs stands for all of its ranks there
-            own = (need.host + PROCESS[role]) * max(1, len(seat.gpus) if role != "trainer" else 1)
+            own = (need.host + (TRAINER if role == "trainer" else ENGINE)) * max(
+                1, len(seat.gpus) if role != "trainer" else 1
+            )
             used[seat.node.name] += own + (0 if need.gpu else need.total)
             sure[seat.node.name] += own + (0 if need.gpu else need.certain)
     known = {name: machines[name].memory for name in used if name in machines and machines[name].memory}
@@ -120,6 +118,7 @@ def _of_device(role: str, need: MemoryNeed, seats: Sequence[Seat], machines: Map
 
 def _judged(field: str, what: str, total: float, certain: float, size: int, remedy: str, parts: str = "") -> Finding:
     text = f"{what}: {gb(total)} of {gb(size)} GB{parts}"
+    how = REMEDIES.get(remedy) or OF_ENGINES.format(remedy)
     if certain > size:
-        return error(field, text, REMEDIES[remedy])
-    return warning(field, text, REMEDIES[remedy]) if total > TIGHT * size else ok(field, text)
+        return error(field, text, how)
+    return warning(field, text, how) if total > TIGHT * size else ok(field, text)

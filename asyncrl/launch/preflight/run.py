@@ -36,7 +36,7 @@ from asyncrl.launch.preflight.versions import (
     pinned,
 )
 from asyncrl.launch.preflight.weights import check_shared, check_sync
-from asyncrl.launch.prepare import ROLES, Preparation
+from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
 from asyncrl.planner import memory as planner
 from asyncrl.planner.settings import layout_of, served_adapters, training_of
@@ -80,7 +80,7 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
         yield from (error(str(SHARED), problem, f"Or {SHARED_REMEDY}.") for problem in full([SHARED]))
     yield from check_versions(prepared.machines or [this_machine("", installed())], pinned())
     models: dict[str, ModelFolder] = {}
-    for role in ROLES:
+    for role in prepared.roles:
         yield from _model(prepared, role, models)
     if "model" in models and not recording:
         yield from refused(prepared.vocabulary, "model.path")
@@ -126,14 +126,9 @@ def _gpu_software(
 ) -> Iterator[Finding]:
     """Check the packages and the compiler that only parts on GPUs need, on the machines of these parts."""
     placed, pins = prepared.placement, pinned(gpu=True)
-    fleets = (
-        (config.engine, [seat for seats in placed.engines for seat in seats]),
-        (config.teacher, placed.teachers),
-        (config.judge, placed.judges),
-    )
-    serving = dict.fromkeys(
-        seat.node.name for section, seats in fleets if on_gpu(section, prepared.gpus) for seat in seats
-    )
+    seats_of = {"engine": [seat for seats in placed.engines for seat in seats], **placed.frozen}
+    on_gpus = [name for name, section in config.fleets.items() if on_gpu(section, prepared.gpus)]
+    serving = dict.fromkeys(seat.node.name for name in on_gpus for seat in seats_of.get(name, ()))
     yield from check_gpu_engines([known[name] for name in serving if name in known], pins)
     if on_gpu(config.trainer, prepared.gpus) and (policy := models.get("model")):
         training = dict.fromkeys(seat.node.name for seat in placed.trainers)
@@ -174,12 +169,8 @@ def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[st
             staged += planner.checkpoint_staging(policy.weights, policy.shape, layout, training)
         parts = planner.trainer_rank(policy.weights, policy.shape, layout, training)
         needs["trainer"] = MemoryNeed(parts, gpu, staged, config.trainer_fraction)
-    for name, section, model in (
-        ("engine", config.engine, policy),
-        ("teacher", config.teacher, models.get("teacher")),
-        ("judge", config.judge, models.get("judge")),
-    ):
-        if model:
+    for name, section in config.fleets.items():
+        if model := models.get("model" if name == "engine" else name):
             gpu = on_gpu(section, gpus)
             tokens = cache_tokens(section, gpu=gpu)
             parts = planner.engine_rank(
@@ -211,8 +202,8 @@ def _divided(config: Config) -> dict[str, Any]:
 
 
 def _model(prepared: Preparation, role: str, models: dict[str, ModelFolder]) -> Iterator[Finding]:
-    """Check a model folder. The files of teacher and judge are only checked if this run starts them. For a family that
-    the trainer does not know, only the files are checked."""
+    """Check a model folder. Those of models that are not trained are only checked if this run starts them. For a family
+    that the trainer does not know, only the files are checked."""
     field = "model.path" if role == "model" else f"{role}.model"
     yield from refused(partial(prepared.find, role), field)
     if role not in prepared.folders:
@@ -254,7 +245,7 @@ def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Itera
 def _network(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     """Check the network between the machines of a job."""
     config, placement, cluster = prepared.config, prepared.placement, prepared.cluster
-    names = {"model": "model.path", "teacher": "teacher.model", "judge": "judge.model"}
+    names = {"model": "model.path", **{role: f"{role}.model" for role in config.frozen}}
     models = {names[role]: folder for role, folder in prepared.folders.items()}
     shared = Path(config.weights.folder).expanduser() if config.weights.folder else run_dir
     nearest = {path: next(one for one in (path, *path.parents) if one.is_dir()) for path in (run_dir, shared)}

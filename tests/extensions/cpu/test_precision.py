@@ -25,7 +25,7 @@ MODELS = {"trainer": HF, "engine": HF}
 AVX2 = Rates("old", "AVX2", {"bfloat16": 5e9, "float32": 6e10}, {"bfloat16": 9e9, "float32": 6e10}, 2, 2.0)
 AMX = Rates("new", "AMX", {"bfloat16": 4e11, "float32": 1e11}, {"bfloat16": 3e11, "float32": 1e11}, 2, 2.0)
 MIXED = Rates("mixed", "AVX-512", {"bfloat16": 5e10, "float32": 1e11}, {"bfloat16": 2e11, "float32": 1e11}, 2, 2.0)
-AUTO = {f"{part}.dtype": "auto" for part in precision.PARTS}
+AUTO = {f"{part}.dtype": "auto" for part in precision.sections(tiny_config())}
 
 
 class Measured(Machines):
@@ -78,7 +78,7 @@ def test_cpu_takes_what_it_multiplies_faster_each_side_for_itself(
 def test_nothing_stays_auto_for_a_process_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in ({}, {"mode": "rollout_only", "record": True}, {"mode": "replay", "replay.from": "x"}):
         found = resolved(AVX2, monkeypatch, **mode).config
-        assert {getattr(found, part).dtype for part in precision.PARTS} == {"float32"}
+        assert {getattr(found, part).dtype for part in precision.sections(found)} == {"float32"}
 
 
 def test_gpus_take_bfloat16_and_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

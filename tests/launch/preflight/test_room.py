@@ -76,7 +76,7 @@ def test_what_is_not_known_is_not_compared() -> None:
 
 
 def test_who_is_not_started_needs_nothing() -> None:
-    assert on_one({"judge": gb(600), "trainer": gb(1)}, machine(gpus=2)) == {
+    assert on_one({"scorer": gb(600), "trainer": gb(1)}, machine(gpus=2)) == {
         "trainer.tensor_parallel": "ok",
         "memory": "ok",
     }

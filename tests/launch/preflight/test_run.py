@@ -33,7 +33,7 @@ from asyncrl.models import catalog
 from asyncrl.planner.shapes import packed, shape_of
 from asyncrl.rollout.questions import look
 from asyncrl.weights.bucket import plan_buckets
-from tests.fakes import JOB, Machines, compose_values, tiny_config
+from tests.fakes import JOB, Machines, compose_values, tiny_config, with_scorer
 from tests.forks import forked
 from tests.launch.preflight.worlds import TENSORS, job, machine, nodes, write_model, write_shard
 
@@ -283,21 +283,21 @@ def test_without_trainers_nothing_is_said_of_them(tmp_path: Path) -> None:
     assert not {"trainer", "weights.transport", "checkpoint.every"} & findings.keys()
 
 
-def test_teacher_is_compared_wherever_its_engines_run(tmp_path: Path) -> None:
-    elsewhere = {"teacher.model": "builtin:tiny", "teacher.urls": ["http://10.0.0.9:1"]}
-    assert "teacher.model" not in found(tiny_config(**elsewhere), tmp_path)
-    nowhere = found(tiny_config(**elsewhere | {"teacher.model": "/nowhere"}), tmp_path)
-    assert nowhere["teacher.model"].level == "error"
+def test_model_is_looked_for_wherever_its_engines_run(tmp_path: Path) -> None:
+    elsewhere = {"scorer.model": "builtin:tiny", "scorer.urls": ["http://10.0.0.9:1"]}
+    assert "scorer.model" not in found(with_scorer(**elsewhere), tmp_path)
+    nowhere = found(with_scorer(**elsewhere | {"scorer.model": "/nowhere"}), tmp_path)
+    assert nowhere["scorer.model"].level == "error"
 
 
 def test_models_of_other_families_are_looked_at_by_their_files(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "judge")
+    model = write_model(tmp_path / "scorer")
     (model / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
-    findings = found(tiny_config(**{"judge.model": str(model)}), tmp_path)
-    assert findings["judge.model"].level == "ok"
-    assert "judge" not in findings  # its memory is not known
+    findings = found(with_scorer(**{"scorer.model": str(model)}), tmp_path)
+    assert findings["scorer.model"].level == "ok"
+    assert "scorer" not in findings  # its memory is not known
     (model / "model.safetensors").unlink()
-    assert found(tiny_config(**{"judge.model": str(model)}), tmp_path)["judge.model"].level == "error"
+    assert found(with_scorer(**{"scorer.model": str(model)}), tmp_path)["scorer.model"].level == "error"
 
 
 # -- the network of a job: the questions are asked of nobody here ------------------------------------------------------
