@@ -20,11 +20,17 @@ from asyncrl.imports import load
 from asyncrl.settings import Section
 
 if TYPE_CHECKING:
+    from starlette.routing import Route
+
     from asyncrl.config import Config
-    from asyncrl.launch.placement import Placement
+    from asyncrl.engine.stream import Headers
+    from asyncrl.launch.placement import Placement, Seat
+    from asyncrl.launch.plan import ProcessSpec
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
+    from asyncrl.rollout.reporters import RolloutRun
+    from asyncrl.rollout.server import RolloutServer
     from asyncrl.schema import Batch, Group
     from asyncrl.trainer.policy import Policy
 
@@ -72,6 +78,24 @@ class LaunchHooks:
         """Return the pilot of a run with cluster.elastic; None if this extension has none."""
         return None
 
+    def ports(self) -> int:
+        """Return the number of ports that it needs on the rollout process's machine."""
+        return 0
+
+    def shared(self, ports: Sequence[Seat]) -> dict[str, str]:
+        """Return what its processes find in Addresses.extensions under its name; `ports` are those that it needs."""
+        return {}
+
+    def changed(self, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+        """Return a process of the run as it shall be started, with further arguments or environment."""
+        return spec
+
+    def processes(
+        self, config: Config, addresses: Addresses, placement: Placement, run_dir: Path
+    ) -> Sequence[ProcessSpec]:
+        """Return further processes of the run."""
+        return ()
+
 
 class TrainerHooks:
     """What an extension does on a trainer rank. Every rank calls the same methods in the same order."""
@@ -95,6 +119,14 @@ class TrainerHooks:
 class RolloutHooks:
     """What an extension does in the rollout process. Its methods must not block."""
 
+    def start(self, run: RolloutRun) -> None:
+        """Begin, before anything else is called."""
+
+    def routes(self, server: RolloutServer, status: Callable[[], Mapping[str, Any]]) -> Sequence[Route]:
+        """Return further routes of the rollout process's server. `server.guarded` lets only those who have a key call
+        an endpoint; `status` returns the content of status.json."""
+        return ()
+
     def record(self, record: Record) -> None:
         """Listen to every group, batch and publish that has ended (observability/timeline.py)."""
 
@@ -104,6 +136,14 @@ class RolloutHooks:
 
     async def close(self) -> None:
         """Release what is held, at the end of the run."""
+
+
+class PlayerHooks:
+    """What an extension does in each process that plays episodes: the rollout process, or those of an extension."""
+
+    def headers(self, config: Config, addresses: Addresses) -> Headers | None:
+        """Return what makes headers of every request to an engine; None if no request needs any."""
+        return None
 
 
 class Extension:
@@ -135,6 +175,10 @@ class Extension:
     def rollout(self) -> RolloutHooks:
         """Return the hooks in the rollout process."""
         return RolloutHooks()
+
+    def player(self) -> PlayerHooks:
+        """Return the hooks in a process that plays episodes."""
+        return PlayerHooks()
 
 
 @cache
@@ -176,6 +220,12 @@ def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) ->
             return answer
     value: Any = reduce(getattr, field.split("."), config)
     raise ConfigError(field, value, "No extension that is installed does this: leave it unset.")
+
+
+def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
+    """Return what the processes of each extension share: Addresses.extensions."""
+    every = {name: one.launch().shared(placement.ports.get(name, [])) for name, one in active(config).items()}
+    return {name: told for name, told in every.items() if told}
 
 
 def tasks() -> dict[str, str]:

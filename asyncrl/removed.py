@@ -1,9 +1,11 @@
-"""Settings that asyncrl no longer has, and why; `results/log.md` says what each gave.
+"""Settings that asyncrl no longer has, and why; `results/log.md` says what each gave. Settings with another name.
 
-This module imports nothing, so that the command can refuse them before it imports pydantic.
+This module imports nothing slow, so that the command can refuse them before it imports pydantic.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 LAST = "0a760499"
 """A commit that has all of them; the log names the last one for each."""
@@ -37,9 +39,30 @@ REMOVED = {
 MOVED = {"asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents"}
 """New names of modules that settings name."""
 
+MOVED_SETTINGS = {
+    "tracing.endpoint": "observe.endpoint",
+    "tracing.engines": "observe.engines",
+}
+"""New names of settings."""
+
+
+def renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an earlier version under their new names."""
+    found = {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
+    for old, new in MOVED_SETTINGS.items():
+        section, name = old.split(".")
+        if isinstance(found.get(section), dict) and name in found[section]:
+            into, field = new.split(".")
+            found.setdefault(into, {})[field] = found[section].pop(name)
+            if not found[section]:
+                del found[section]
+    return found
+
 
 def removal(field: str, value: object = None) -> str | None:
-    """Return the message for a removed setting or value; None for any other."""
+    """Return the message for a removed or renamed setting, or a removed value; None for any other."""
+    if moved := [new for old, new in MOVED_SETTINGS.items() if old == field or old.startswith(f"{field}.")]:
+        return f"It has another name now: {' and '.join(moved)}."
     sections = (name for name in REMOVED if field.startswith(f"{name}."))
     reason = REMOVED.get(field) or REMOVED.get(f"{field}={value}") or REMOVED.get(next(sections, ""))
     return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, which has it."

@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from asyncrl import extension
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config
@@ -43,7 +44,6 @@ from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.episodes import EpisodeWorker, play_until_closed
-from asyncrl.rollout.exposition import PrometheusMetrics
 from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
@@ -52,7 +52,7 @@ from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, question_of, render
 from asyncrl.rollout.recorder import Recorder
-from asyncrl.rollout.reporters import FailureReporter
+from asyncrl.rollout.reporters import FailureReporter, RolloutRun
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.rollout.workers import EpisodeWorkers
@@ -135,8 +135,12 @@ async def measure(
         timeline = TimelineWriter(folder, ROLLOUT, print)
         config, built, template = questions(len(engines))
         (name,) = built
-        exposed = PrometheusMetrics(folder, addresses(""), "bench")
-        timelines = Timelines([timeline], [EpisodeFigures({name: lambda reward: reward > 0}), exposed])
+        run = RolloutRun(config, addresses(address), folder, warn)
+        hooks = [one.rollout() for one in extension.active(config).values()]
+        for one in hooks:
+            one.start(run)
+        metrics = EpisodeFigures({name: lambda reward: reward > 0})
+        timelines = Timelines([timeline], [metrics, *(one.record for one in hooks)])
         writer: Writer | None = Writer(folder / RECORDS) if record else None
         recorder = Recorder(writer)
         groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
@@ -147,7 +151,7 @@ async def measure(
         async with asyncio.TaskGroup() as tasks:
             serving = None
             if isinstance(playing, EpisodeWorkers):
-                serving = tasks.create_task(playing.serve(folder, address))
+                serving = tasks.create_task(playing.serve())
                 given = [
                     ("stub_player.py", number, tokens, record)
                     if stubs
@@ -215,8 +219,12 @@ async def _all_in_flight(groups: GroupLifecycle, count: int) -> dict[str, float]
 async def _players(engines: Sequence[str], tokens: int, address: str, coalesce: bool) -> PlayingParts | EpisodeWorkers:
     if len(engines) == 1:
         return parts(engines[0], tokens, coalesce)
-    warn = lambda text, traceback=None: print(text, file=sys.stderr)  # noqa: E731
-    return EpisodeWorkers(_config(len(engines)), addresses(address), warn)
+    return EpisodeWorkers(RolloutRun(_config(len(engines)), addresses(address), Path(), warn))
+
+
+def warn(text: str, traceback: str | None = None) -> None:
+    """Print a warning."""
+    print(text, file=sys.stderr)
 
 
 def addresses(episodes: str) -> Addresses:

@@ -13,6 +13,7 @@ from asyncrl import extension, imports
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
+from asyncrl.removed import renamed
 from tests.fakes import tiny_config, tiny_values
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
@@ -79,6 +80,14 @@ def test_extension_of_an_installed_package_need_not_be_named(monkeypatch: pytest
         assert load({**tiny_values(), "sleepy": {"slow": 3.0}}).sleepy.slow == 3.0
     finally:
         extension.installed.cache_clear()
+
+
+def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorded_runs() -> None:
+    with pytest.raises(ConfigError, match=r"observe\.endpoint and observe\.engines"):
+        load({**tiny_values(), "tracing": {"engines": False}})
+    old = {"tracing": {"endpoint": None, "engines": True}, "mode": "train"}
+    assert renamed(old) == {"observe": {"endpoint": None, "engines": True}, "mode": "train"}
+    assert old["tracing"] == {"endpoint": None, "engines": True}
 
 
 def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one() -> None:

@@ -25,7 +25,7 @@ RECIPES = PACKAGE.parent / "recipes"
 RECIPE_FILES = sorted(RECIPES.rglob("*.py"))
 SIBLINGS = {  # packages beside the core, and what each may import of it and of the others
     "asyncrl_convert": {"config", "weights", "models", "records", "checkpoints", "asyncrl_view"},
-    "asyncrl_view": {"records", "observability"},
+    "asyncrl_view": {"records", "observability", "extensions"},  # --trace, if the extension is there
 }
 SIBLING_FILES = sorted(file for name in SIBLINGS for file in (PACKAGE.parent / name).rglob("*.py"))
 ALL_FILES = FILES + EXTENSION_FILES + SIBLING_FILES + RECIPE_FILES
@@ -98,7 +98,7 @@ ONLY = {
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
-        *("engine.session", "engine.partial_completion", "engine.roles"),
+        *("engine.session", "engine.partial_completion", "engine.roles", "engine.stream"),
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},

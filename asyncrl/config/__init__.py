@@ -39,7 +39,6 @@ from asyncrl.config.running import (
     MetricsConfig,
     ReplayConfig,
     RunConfig,
-    TracingConfig,
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
@@ -70,7 +69,6 @@ __all__ = [
     "ShapingConfig",
     "TaskConfig",
     "TeacherConfig",
-    "TracingConfig",
     "TrainerConfig",
     "WeightsConfig",
     "cache_tokens",
@@ -128,7 +126,6 @@ class Config(Section):
     weights: WeightsConfig
     cluster: ClusterConfig
     metrics: MetricsConfig
-    tracing: TracingConfig
     extensions: dict[Name, str]
     """Extensions by name, each as an import path module:Class; the section of that name has its settings:
     +extensions.NAME=PATH +NAME.SETTING=VALUE (docs/extensions.md). Those of installed packages need not be named."""

@@ -314,21 +314,3 @@ class MetricsConfig(Section):
                     remedy = f"Nothing is sent to {sink}: add it to metrics.sinks, or remove this."
                     raise ConfigError(f"metrics.{sink}.{name}", value, remedy)
         return self
-
-
-class TracingConfig(Section):
-    """OpenTelemetry traces of episodes, across all processes (docs/timelines.md)."""
-
-    endpoint: str | None
-    """Address of a collector that receives every span as OTLP over HTTP, as http://HOST:4318/v1/traces; headers and
-    certificates are those of OpenTelemetry's own environment variables. Needs asyncrl[tracing]. unset: none; spans can
-    still be made of the recorded timelines, by asyncrl-inspect RUN --trace FILE."""
-    engines: bool
-    """Make engines and router trace requests and send their spans to the rollout process, which records them in
-    timeline/engines. Needs asyncrl[tracing], and costs the engines time for every request."""
-
-    @model_validator(mode="after")
-    def _has_an_address(self) -> TracingConfig:
-        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
-            raise ConfigError("tracing.endpoint", self.endpoint, "Must be as http://HOST:4318/v1/traces.")
-        return self

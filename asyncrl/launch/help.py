@@ -4,6 +4,7 @@ groups in conf/ and in the recipes."""
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
@@ -63,6 +64,18 @@ def further_confs() -> list[Path]:
     return sorted(conf.resolve() for folder in folders for conf in Path(folder).glob("*/conf"))
 
 
+def extensions() -> dict[str, dict[str, ast.ClassDef]]:
+    """Return the classes in extension.py of each extension in asyncrl/extensions that has settings, by name; those of
+    its section are under "Settings"."""
+    found = {}
+    for file in sorted(EXTENSIONS.glob("*/extension.py")):
+        named = re.search(r"^    Settings = (\w+)$", text := file.read_text(), re.MULTILINE)
+        if named:
+            classes = _classes(text)
+            found[file.parent.name] = {**classes, "Settings": classes[named[1]]}
+    return found
+
+
 def field_names() -> list[str]:
     """Return the dotted name of every field."""
     return [field.name for section in sections() for field in section.fields]
@@ -87,13 +100,8 @@ class FieldGroup:
 
 
 def sections() -> list[FieldGroup]:
-    """Return all settings, from the sources of asyncrl/config."""
-    classes = {
-        node.name: node
-        for file in CONFIG.glob("*.py")
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef)
-    }
+    """Return all settings, from the sources of asyncrl/config and of extensions."""
+    classes = {name: node for file in CONFIG.glob("*.py") for name, node in _classes(file.read_text()).items()}
     found, meanings = [], docstrings(classes["Config"])
     for top in _annotated(classes["Config"]):
         kind, name = ast.unparse(top.annotation), ast.unparse(top.target)
@@ -102,7 +110,14 @@ def sections() -> list[FieldGroup]:
             found.append(FieldGroup(name, " ".join((ast.get_docstring(classes[kind]) or "").split()), below))
         else:
             found.append(FieldGroup("", "", [Field(name, _readable(kind), _in_one_line(meanings[name]))]))
+    for name, own in extensions().items():
+        settings = own["Settings"]
+        found.append(FieldGroup(name, _in_one_line(ast.get_docstring(settings) or ""), [*_below(own, settings, name)]))
     return found
+
+
+def _classes(source: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
 def _below(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: str) -> Iterator[Field]:

@@ -12,6 +12,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.teacher import check_same_tokens
 from asyncrl.models import catalog
+from asyncrl.removed import renamed
 from asyncrl.settings import Choice, Section
 
 OTHER_ANYWAY = (
@@ -50,7 +51,7 @@ def settings(
             raise ValueError("it holds no settings")
     except (OSError, ValueError) as error:
         raise ConfigError("replay.from", source, f"{file} cannot be read ({error}): restore it or delete it.") from None
-    return _merged(Config, composed, recorded, defaults(), {*ITS_OWN, *_set_by(arguments)}, "")
+    return _merged(Config, composed, renamed(recorded), defaults(), {*ITS_OWN, *_set_by(arguments)}, "")
 
 
 def _set_by(arguments: Sequence[str]) -> set[str]:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import os
 import resource
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from asyncrl import extension
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.config.server_args import draft_room
@@ -16,6 +17,7 @@ from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.partial_completion import StopStrings
 from asyncrl.engine.scorer import TeacherEngines
+from asyncrl.engine.stream import Headers, no_headers
 from asyncrl.envs.tools.shared import close_shared
 from asyncrl.errors import ConfigError
 from asyncrl.images.decoder import Vision
@@ -26,10 +28,9 @@ from asyncrl.network.addresses import Access, Addresses
 from asyncrl.rollout.agent import Agent, agents, close_all, close_one, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempts, played_here
-from asyncrl.rollout.group_player import GroupPlayer
-from asyncrl.rollout.observer import trace_header
+from asyncrl.rollout.group_player import GroupPlayer, PlaysGroups
 from asyncrl.rollout.player import EpisodePlayer, Sums, means
-from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
+from asyncrl.rollout.prompts import Ahead, load_tokenizer, stop_tokens
 from asyncrl.rollout.reporters import FailureReporter, Warn
 from asyncrl.rollout.teacher import TeacherScorer
 from asyncrl.rollout.vision import vision_of
@@ -67,9 +68,49 @@ class ModelParts:
         )
 
 
+class PlaysEpisodes(Protocol):
+    """What plays all episodes of a run: parts of this process, or what an extension has for it."""
+
+    @property
+    def client(self) -> Any:
+        """The client of the engines, as everything else in this process sees it (engine/client.py)."""
+        ...
+
+    @property
+    def groups(self) -> PlaysGroups:
+        """What plays groups."""
+        ...
+
+    @property
+    def attempts(self) -> Attempts:
+        """What plays the questions of evaluations."""
+        ...
+
+    @property
+    def ahead(self) -> Ahead:
+        """What renders questions before they are drawn."""
+        ...
+
+    async def serve(self) -> None:
+        """Do what has to be done while the run goes on, until cancelled."""
+        ...
+
+    async def start(self) -> None:
+        """Wait until episodes can be played. The engines can answer."""
+        ...
+
+    def take_played(self) -> dict[str, float]:
+        """Return the figures since the last call, under their names in metrics.jsonl."""
+        ...
+
+    async def close(self) -> None:
+        """Close everything."""
+        ...
+
+
 @dataclass(frozen=True)
 class PlayingParts:
-    """Everything that plays episodes."""
+    """Everything that plays episodes in this process."""
 
     client: GenerationClient
     agents: dict[str, Agent]
@@ -80,6 +121,7 @@ class PlayingParts:
     groups: GroupPlayer
     start_timeout: float
     warn: Warn
+    ahead: Ahead = field(default_factory=Ahead)
 
     @classmethod
     def build(
@@ -112,6 +154,9 @@ class PlayingParts:
     def attempts(self) -> Attempts:
         """What plays the questions of evaluations."""
         return played_here(self.player.play)
+
+    async def serve(self) -> None:
+        """Do nothing: episodes run in the worker's tasks."""
 
     async def start(self) -> None:
         """Wait for the teacher, and start the agents."""
@@ -189,10 +234,19 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         agents=config.agents,
         past_versions=config.past_versions,
         vision=model.vision,
-        trace=trace_header(config, addresses),
+        headers=headers_of(config, addresses),
         requests=requests,
         stop=StopStrings(config.rollout.stop, model.template.spell),
     )
+
+
+def headers_of(config: Config, addresses: Addresses) -> Headers:
+    """Return what makes the headers that extensions add to requests."""
+    every = [one.player().headers(config, addresses) for one in extension.active(config).values()]
+    found = [headers for headers in every if headers]
+    if len(found) < 2:
+        return found[0] if found else no_headers
+    return lambda *request: {name: value for one in found for name, value in one(*request).items()}
 
 
 def teacher_engines(config: Config, addresses: Addresses) -> TeacherEngines | None:

@@ -75,6 +75,11 @@ class Recorder:
         if self._writer:
             self._writer.flush()
 
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer:
+            self._writer.close()
+
     def write(self, event: Event, images: Mapping[str, bytes] | None = None) -> None:
         """Write the next event, with the images that it names."""
         if self._writer is None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from asyncrl.rollout.prompts import Ahead
+
 if TYPE_CHECKING:
     from asyncrl.rollout.wire import RenderedQuestion
 
@@ -22,7 +24,7 @@ AHEAD, BATCHES = 256, 2
 """Smallest number of questions of a task that are rendered ahead, and in batches: a publish admits a batch at once."""
 
 
-class RenderedAhead:
+class RenderedAhead(Ahead):
     """The questions that processes were asked to render, and the tokens of those that have come."""
 
     def __init__(self, send: Callable[[list[tuple[str, int]]], None], batch_groups: int) -> None:

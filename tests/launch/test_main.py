@@ -33,6 +33,8 @@ def leaves(section: Section, prefix: str = "") -> list[str]:
         name, value = field.alias or attribute, getattr(section, attribute)
         inside = isinstance(value, Section) and not isinstance(value, Choice)
         found += leaves(value, f"{prefix}{name}.") if inside else [prefix + name]
+    for name, own in (section.model_extra or {}).items():  # of extensions
+        found += leaves(own, f"{name}.") if isinstance(own, Section) else []
     return found
 
 

@@ -34,7 +34,7 @@ from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Cursor
-from asyncrl.rollout.reporters import FailureReporter
+from asyncrl.rollout.reporters import FailureReporter, RolloutRun
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.snapshot import GroupsState, Snapshot
 from asyncrl.rollout.wire import Channel, Hello, connect
@@ -170,7 +170,9 @@ class Machinery:
         this process."""
         self.engine = engine
         settings = tiny_config(**{"rollout.processes": processes, "rollout.temperature": 1.0})
-        self.pool = EpisodeWorkers(settings, addresses(), lambda text, traceback=None: None) if processes > 1 else None
+        self.url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+        run = RolloutRun(settings, addresses(episodes=self.url), Path(), lambda text, traceback=None: None)
+        self.pool = EpisodeWorkers(run) if processes > 1 else None
         self.client: Any = self.pool or engine.client(**client)
         self.joined: dict[int, tuple[Channel, asyncio.Task[None]]] = {}
         self.buffer = CohortBuffer(batch_groups, max_staleness, lead, overlap=overlap)
@@ -235,8 +237,7 @@ class Machinery:
             if first:  # it goes on
                 await source.post("/version", json={"version": first})
             if self.pool:
-                self.url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-                serving = group.create_task(self.pool.serve(Path(), self.url))
+                serving = group.create_task(self.pool.serve())
                 for number in range(self.processes):
                     await self.join(number)
                 await self.pool.start()

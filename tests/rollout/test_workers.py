@@ -27,6 +27,7 @@ from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.parts import allow_files
 from asyncrl.rollout.rendering import CHUNK
+from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.wire import Hello, connect
 from asyncrl.rollout.workers import EpisodeWorkers
@@ -204,11 +205,17 @@ def test_error_of_ours_in_a_process_ends_the_run() -> None:
     assert "a bug in asyncrl: KeyError('ours')" in str(error)
 
 
+def two_processes() -> tuple[EpisodeWorkers, str]:
+    """What plays in two processes, and where it waits for them."""
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    settings = tiny_config(**{"rollout.processes": 2})
+    return EpisodeWorkers(RolloutRun(settings, addresses(episodes=url), Path(), warn)), url
+
+
 def test_whoever_lacks_the_key_gets_nothing() -> None:
     async def main() -> None:
-        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
-        url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        serving = asyncio.create_task(pool.serve(Path(), url))
+        pool, url = two_processes()
+        serving = asyncio.create_task(pool.serve())
         starting = asyncio.create_task(pool.start())
         channel = await joined(url, "another")
         channel.send(Hello("another", 0))
@@ -285,9 +292,8 @@ def test_a_stopped_group_is_not_played_anew() -> None:
     """Its process dies before it has stopped it, or it waits for a process."""
 
     async def main() -> None:
-        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
-        url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        tasks = [asyncio.create_task(pool.serve(Path(), url))]
+        pool, url = two_processes()
+        tasks = [asyncio.create_task(pool.serve())]
         slow = [Slow(await joined(url)) for _ in range(2)]
         for number, one in enumerate(slow):
             one.channel.send(Hello("key0", number))
@@ -324,14 +330,13 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
     monkeypatch.setattr(server, "POLL_SECONDS", 0.05)
 
     async def main() -> None:
-        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
+        pool, url = two_processes()
         groups = GroupLifecycle(CohortBuffer(1, 0), pool)  # type: ignore[arg-type]
         service = RolloutServer(groups, pool, None, "key0")  # type: ignore[arg-type]
         http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=service.app()), base_url="http://service", headers=KEY
         )
-        url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        tasks = [asyncio.create_task(pool.serve(Path(), url))]
+        tasks = [asyncio.create_task(pool.serve())]
         slow = []
         for number in range(2):
             slow.append(Slow(await joined(url)))
