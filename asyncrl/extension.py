@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
+    from asyncrl.rollout.parts import PlaysEpisodes
     from asyncrl.rollout.reporters import RolloutRun
     from asyncrl.rollout.server import RolloutServer
     from asyncrl.schema import Batch, Group
@@ -121,6 +122,10 @@ class RolloutHooks:
 
     def start(self, run: RolloutRun) -> None:
         """Begin, before anything else is called."""
+
+    def plays(self, run: RolloutRun) -> PlaysEpisodes | None:
+        """Return what plays all episodes, instead of this process; None to leave it to others."""
+        return None
 
     def routes(self, server: RolloutServer, status: Callable[[], Mapping[str, Any]]) -> Sequence[Route]:
         """Return further routes of the rollout process's server. `server.guarded` lets only those who have a key call

@@ -39,30 +39,28 @@ REMOVED = {
 MOVED = {"asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents"}
 """New names of modules that settings name."""
 
-MOVED_SETTINGS = {
-    "tracing.endpoint": "observe.endpoint",
-    "tracing.engines": "observe.engines",
-}
-"""New names of settings."""
+MOVED_SETTINGS = {"tracing": "observe", "rollout.processes": "processes.count"}
+"""New names of settings, and of whole sections, that moved to an extension."""
 
 
 def renamed(values: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of an earlier version under their new names."""
     found = {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
     for old, new in MOVED_SETTINGS.items():
-        section, name = old.split(".")
-        if isinstance(found.get(section), dict) and name in found[section]:
-            into, field = new.split(".")
+        section, _, name = old.partition(".")
+        into, _, field = new.partition(".")
+        if not name and section in found:
+            found[into] = found.pop(section)
+        elif name in found.get(section, {}):
             found.setdefault(into, {})[field] = found[section].pop(name)
-            if not found[section]:
-                del found[section]
     return found
 
 
 def removal(field: str, value: object = None) -> str | None:
-    """Return the message for a removed or renamed setting, or a removed value; None for any other."""
-    if moved := [new for old, new in MOVED_SETTINGS.items() if old == field or old.startswith(f"{field}.")]:
-        return f"It has another name now: {' and '.join(moved)}."
+    """Return the message for a setting or value that was removed, or moved; None for any other."""
+    for old, new in MOVED_SETTINGS.items():
+        if field == old or field.startswith(f"{old}."):
+            return f"It moved: set {new}{field.removeprefix(old)}."
     sections = (name for name in REMOVED if field.startswith(f"{name}."))
     reason = REMOVED.get(field) or REMOVED.get(f"{field}={value}") or REMOVED.get(next(sections, ""))
     return reason and f"It was removed: {reason}. Remove it here, or use commit {LAST}, which has it."

@@ -1,4 +1,4 @@
-"""Processes that play episodes against stub engines (rollout.processes), for scripts/bench_rollout.py: the CPU time of
+"""Processes that play episodes against stub engines (processes.count), for scripts/bench_rollout.py: the CPU time of
 the process with the buffer for each sample, and of those that play for each request.
 
 The parts are the real ones, with groups of SIZE samples, each of which is a request of its own, and a reward that costs
@@ -31,6 +31,9 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config
 from asyncrl.engine.client import GenerationClient
+from asyncrl.extensions.processes import wire
+from asyncrl.extensions.processes.episodes import EpisodeWorker, play_until_closed
+from asyncrl.extensions.processes.workers import EpisodeWorkers
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.network.ports import free_port
@@ -39,11 +42,9 @@ from asyncrl.observability.intervals import DECODE, PREFILL
 from asyncrl.observability.timeline import ROLLOUT, TimelineWriter
 from asyncrl.records.reading import RECORDS
 from asyncrl.records.writer import Writer
-from asyncrl.rollout import wire
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.episodes import EpisodeWorker, play_until_closed
 from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
@@ -55,7 +56,6 @@ from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import FailureReporter, RolloutRun
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Patience, Worker
-from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import encode
 from asyncrl.tasks import Question, Task, build_all
 from asyncrl.tasks.scores import TaskScoreReward
@@ -102,7 +102,7 @@ def _config(processes: int) -> Config:
 
     find_further_confs()
     with initialize_config_dir(version_base=None, config_dir=str(Path(__file__).parent.parent / "conf")):
-        composed = compose("train", [f"rollout.processes={processes}", "eval.questions=8"])
+        composed = compose("train", [f"++processes.count={processes}", "eval.questions=8"])
     values: Any = OmegaConf.to_container(composed, resolve=True)
     return config.load(values)
 
@@ -219,7 +219,8 @@ async def _all_in_flight(groups: GroupLifecycle, count: int) -> dict[str, float]
 async def _players(engines: Sequence[str], tokens: int, address: str, coalesce: bool) -> PlayingParts | EpisodeWorkers:
     if len(engines) == 1:
         return parts(engines[0], tokens, coalesce)
-    return EpisodeWorkers(RolloutRun(_config(len(engines)), addresses(address), Path(), warn))
+    run = RolloutRun(_config(len(engines)), addresses(address), Path(), warn)
+    return EpisodeWorkers(run, len(engines))
 
 
 def warn(text: str, traceback: str | None = None) -> None:
@@ -227,9 +228,9 @@ def warn(text: str, traceback: str | None = None) -> None:
     print(text, file=sys.stderr)
 
 
-def addresses(episodes: str) -> Addresses:
+def addresses(url: str) -> Addresses:
     """Return the addresses of a run whose processes connect here."""
-    return Addresses("bench", KEY, Path(), (), "", "", 0, 0.0, episodes=episodes)
+    return Addresses("bench", KEY, Path(), (), "", "", 0, 0.0, extensions={"processes": {"url": url}})
 
 
 async def _start(script: str, address: str, *arguments: str | int) -> asyncio.subprocess.Process:

@@ -83,11 +83,14 @@ def test_extension_of_an_installed_package_need_not_be_named(monkeypatch: pytest
 
 
 def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorded_runs() -> None:
-    with pytest.raises(ConfigError, match=r"observe\.endpoint and observe\.engines"):
-        load({**tiny_values(), "tracing": {"engines": False}})
-    old = {"tracing": {"endpoint": None, "engines": True}, "mode": "train"}
-    assert renamed(old) == {"observe": {"endpoint": None, "engines": True}, "mode": "train"}
-    assert old["tracing"] == {"endpoint": None, "engines": True}
+    moved = {"tracing": "observe", "rollout.processes": "processes.count"}
+    for old, new in moved.items():
+        with pytest.raises(ConfigError, match=f"It moved: set {new}"):
+            tiny_config(**{old: {}})
+    recorded = {"tracing": {"engines": True}, "rollout": {"processes": 2, "lead": 1}, "mode": "train"}
+    found = {"observe": {"engines": True}, "processes": {"count": 2}, "rollout": {"lead": 1}, "mode": "train"}
+    assert renamed(recorded) == found
+    assert recorded["rollout"] == {"processes": 2, "lead": 1}
 
 
 def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one() -> None:

@@ -220,9 +220,8 @@ class ClusterConfig(Section):
     exit and the job is requeued, or cancelled if `requeues` are used up."""
     stall_timeout: Positive | None
     """Seconds for which the rollout process or a trainer rank may make no progress: spend in one micro-batch, or send
-    no heartbeat. Then the run ends, and RUN/logs/NAME.stack shows the stack of each of them; a process that plays
-    episodes (rollout.processes) is restarted instead. Must exceed the duration
-    of the longest micro-batch; unset: no check."""
+    no heartbeat. Then the run ends, and RUN/logs/NAME.stack shows the stack of each of them; one that only plays
+    episodes is restarted instead. Must exceed the duration of the longest micro-batch; unset: no check."""
     preflight: bool
     """Check versions, model files, memory, folders and network before anything is started, and refuse to start a run
     that would fail (docs/slurm.md). --check runs only these checks, on any machine."""
@@ -230,8 +229,8 @@ class ClusterConfig(Section):
     """What happens when an engine or the router dies or hangs during a run. restart: it is started again (an engine
     receives all weights and serves once its checksum is confirmed); fail: the run ends."""
     max_restarts: Natural
-    """Maximum number of restarts of each engine, of the router, and of each process that plays episodes
-    (rollout.processes); the next death ends the run."""
+    """Maximum number of restarts of each engine, of the router, and of each process that only plays
+    episodes; the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""
 

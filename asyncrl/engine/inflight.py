@@ -147,7 +147,7 @@ class InFlight:
         return len(self._requests)
 
     async def confirmed(self, seconds: float | None = None) -> bool:
-        """Return True: what this object is told is done at once. Other processes confirm it (rollout/workers.py)."""
+        """Return True: what this object is told is done at once. Other processes may have to confirm it."""
         return True
 
     async def gathered(self) -> None:

@@ -6,8 +6,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl import extension
@@ -91,7 +91,6 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
         rollout_process("asyncrl.rollout", addresses, placement.rollout, run_dir),
-        *_episodes(config, addresses, placement.episodes, run_dir),
         *(spec for one in hooks for spec in one.processes(config, addresses, placement, run_dir)),
         *([_collector(addresses, placement.rollout, run_dir)] if config.mode == "rollout_only" else trainers),
     ]
@@ -115,21 +114,6 @@ def rollout_process(module: str, addresses: Addresses, seat: Seat, run_dir: Path
     env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **own}
     argv = [sys.executable, "-m", module, str(run_dir)]
     return ProcessSpec("rollout", argv, env, node=seat.node.name, reports=module == "asyncrl.rollout")
-
-
-def _episodes(config: Config, addresses: Addresses, seats: Sequence[Seat], run_dir: Path) -> list[ProcessSpec]:
-    """Return the specifications of the processes that play episodes (rollout.processes)."""
-    like = [rollout_process("asyncrl.rollout.episodes", addresses, seat, run_dir) for seat in seats]
-    return [
-        replace(
-            spec,
-            name=f"episodes-{number}",
-            argv=[*spec.argv, str(number)],
-            restarts=config.cluster.max_restarts,
-            reports=True,
-        )
-        for number, spec in enumerate(like)
-    ]
 
 
 def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:

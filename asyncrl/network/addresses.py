@@ -102,7 +102,6 @@ class Addresses:
     attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
     trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
     resume: Path | None = None  # checkpoint from which the run resumes
-    episodes: str = ""  # where the rollout process listens for those that play episodes (rollout.processes)
     extensions: dict[str, dict[str, str]] = field(default_factory=dict)  # what the processes of an extension share
     authority: str = ""  # PEM certificate that signed its servers' certificates; empty if they have none
 

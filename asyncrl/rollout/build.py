@@ -41,7 +41,6 @@ from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.snapshot import GroupsState, Snapshot
 from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.worker import Patience, Worker
-from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
 
@@ -79,7 +78,8 @@ class RolloutParts:
         hooks = [one.rollout() for one in extension.active(config).values()]
         for one in hooks:
             one.start(run)
-        playing = _playing(run, model, tasks)
+        elsewhere = (found for one in hooks if (found := one.plays(run)))
+        playing = next(elsewhere, None) or PlayingParts.build(config, addresses, model, tasks, run.warn)
         client, inflight = playing.client, playing.client.inflight
         length = model.hf["max_position_embeddings"]
         prompts = Prompts(config, tasks, model.template, length, reporter.warn, model.vision, playing.ahead)
@@ -193,13 +193,6 @@ class RolloutParts:
         """End everything, in an order in which what is left can still be recorded and sent."""
         await close_all([self.playing, self.loads, self.observer, *self.hooks], self.reporter.warn)
         self.recorder.close()
-
-
-def _playing(run: RolloutRun, model: ModelParts, tasks: dict[str, Task]) -> PlaysEpisodes:
-    """Return what plays the episodes: parts of this process, or other processes."""
-    if run.config.rollout.processes > 1:
-        return EpisodeWorkers(run)
-    return PlayingParts.build(run.config, run.addresses, model, tasks, run.warn)
 
 
 def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:

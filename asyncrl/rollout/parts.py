@@ -1,5 +1,5 @@
 """The parts of the rollout side that play episodes, put together from the settings. They are in the rollout process, or
-with rollout.processes=N in N processes of their own."""
+in several processes of their own that an extension starts."""
 
 from __future__ import annotations
 
@@ -132,10 +132,11 @@ class PlayingParts:
         tasks: dict[str, Task],
         warn: Warn,
         requests: str = "",
+        processes: int = 1,
     ) -> PlayingParts:
         """Build all of them. Nothing is started. `warn` receives warnings, with tracebacks where there are any;
-        `requests` begins the names of requests to engines."""
-        allow_files(config, warn)
+        `requests` begins the names of requests to engines; `processes` share the episodes."""
+        allow_files(config, warn, processes)
         rollout = config.rollout
         client = _client(config, addresses, model, requests)
         teachers = teacher_engines(config, addresses)
@@ -183,7 +184,7 @@ class PlayingParts:
         await close_all([self.client, self.teachers], self.warn)
 
 
-def allow_files(config: Config, warn: Warn) -> None:
+def allow_files(config: Config, warn: Warn, processes: int = 1) -> None:
     """Raise this process's limit of open files as far as it goes. If it is too low for the connections of the episodes
     that may run at once, raises ConfigError, or warns where rollout.max_running_groups=auto may stay below it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -192,14 +193,14 @@ def allow_files(config: Config, warn: Warn) -> None:
     admitted = (rollout.effective_lead + 1) * (rollout.batch_groups + rollout.oversample)
     auto = rollout.max_running_groups == "auto"
     groups = admitted if auto else min(admitted, int(rollout.max_running_groups or admitted))
-    wanted = -(-groups // rollout.processes) * size + OTHER_FILES
+    wanted = -(-groups // processes) * size + OTHER_FILES
     if most == resource.RLIM_INFINITY or wanted <= most:
         return
     text = (
-        f"{groups} groups of {size} need up to {wanted} open files in each of {rollout.processes} processes, but "
+        f"{groups} groups of {size} need up to {wanted} open files in each of {processes} processes, but "
         f"the limit is {most}"
     )
-    remedy = "raise the limit (ulimit -Hn) or rollout.processes"
+    remedy = "raise the limit (ulimit -Hn), or let more processes play"
     if not auto:
         raise ConfigError("rollout.max_running_groups", rollout.max_running_groups, f"{text}: lower it, {remedy}.")
     warn(f"{text}: requests fail if rollout.max_running_groups=auto lets that many run; set a number, {remedy}")

@@ -389,12 +389,3 @@ def test_replicas_on_several_machines_meet_at_the_first_of_consecutive_ports() -
     config = tiny_config(**shape, **{"cluster.launcher": "slurm"})
     specs = {spec.name: spec for spec in plan(config, addresses(1, 2), place(config, nodes), RUN_DIR)}
     assert {flags(specs[name])["dist-init-addr"] for name in ("engine-0", "engine-0.1")} == {"10.0.0.1:31001"}
-
-
-def test_processes_that_play_episodes_are_like_the_rollout_process_but_may_be_started_again() -> None:
-    specs = made(1, **{"rollout.processes": 2, "cluster.on_engine_death": "fail", "cluster.max_restarts": 3})
-    players = [specs[f"episodes-{number}"] for number in range(2)]
-    assert [spec.argv[-2:] for spec in players] == [[str(RUN_DIR), "0"], [str(RUN_DIR), "1"]]
-    assert all(spec.env == specs["rollout"].env and spec.reports and spec.restarts == 3 for spec in players)
-    assert not specs["rollout"].restarts
-    assert not [name for name in made(1) if name.startswith("episodes")]

@@ -1,4 +1,4 @@
-"""Training prompts that the processes that play render before they are drawn (rollout.processes=N), because chat
+"""Training prompts that the processes that play render before they are drawn (processes.count=N), because chat
 template and tokenizer cost more than all else that a group costs the rollout process.
 
 A prompt that has not come when it is drawn is rendered here (rollout/prompts.py), so that neither the prompts nor their
@@ -16,7 +16,7 @@ import msgspec
 from asyncrl.rollout.prompts import Ahead
 
 if TYPE_CHECKING:
-    from asyncrl.rollout.wire import RenderedQuestion
+    from asyncrl.extensions.processes.wire import RenderedQuestion
 
 CHUNK = 16
 """Number of questions of a message."""
