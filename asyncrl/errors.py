@@ -182,6 +182,11 @@ def place(error: BaseException) -> str:
     return ""
 
 
+def is_of_user(place: str) -> bool:
+    """Return whether a place that `place` returned is in the user's code, and not in an installed package."""
+    return bool(place) and not any(part in place for part in _PACKAGES)
+
+
 def _is_ours(file: str) -> bool:
     """Return whether a file belongs to asyncrl or to Python itself."""
     installed = any(part in file for part in _PACKAGES)

@@ -9,6 +9,8 @@ code would.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, reduce
 from importlib.metadata import entry_points
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from asyncrl.engine.stream import Headers
     from asyncrl.launch.placement import Placement, Seat
     from asyncrl.launch.plan import ProcessSpec
+    from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GROUP = "asyncrl.extensions"
+NOBODY = "No extension that is installed does this: leave it unset."
+NAMED = "ASYNCRL_EXTENSIONS"
+"""Environment variable with extensions that the setting names, for processes that read no configuration."""
 
 
 class Planned(Protocol):
@@ -97,6 +103,31 @@ class LaunchHooks:
         """Return further processes of the run."""
         return ()
 
+    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
+        """Check a run before it starts, after the core's own checks: at each start, and with --check."""
+        return iter(())
+
+    def notes(self, prepared: Preparation) -> list[str]:
+        """Return lines for the console at the start. Raises ConfigError for a run that must not start, which only
+        matters if cluster.preflight=false left out the check."""
+        return []
+
+    def sweep(self) -> None:
+        """Remove what killed runs have left on this machine: called at the end of every run and before others start.
+        It has the default settings, since the run is not known. An extension that has to be named is not called."""
+
+
+class EngineHooks:
+    """What an extension does to the engines of the policy, and to those of teacher and judge."""
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """Return further arguments of SGLang for the policy's engines, by name. Called in the launcher."""
+        return {}
+
+    def install(self, argv: Sequence[str]) -> None:
+        """Patch SGLang's modules when they are imported (importing.after_import). Called in every process of an engine,
+        before it imports sglang. `argv` is the command line, all that the process knows of the run."""
+
 
 class TrainerHooks:
     """What an extension does on a trainer rank. Every rank calls the same methods in the same order."""
@@ -150,6 +181,9 @@ class PlayerHooks:
         """Return what makes headers of every request to an engine; None if no request needs any."""
         return None
 
+    async def close(self) -> None:
+        """Release what the episodes shared, after the last one."""
+
 
 class Extension:
     """Base class of an extension. Every method is optional."""
@@ -160,6 +194,15 @@ class Extension:
     """Import paths of task classes by their name in task.kind; each is created with its section (TaskConfig)."""
     rewards: ClassVar[Mapping[str, str]] = {}
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
+    wrappers: ClassVar[Mapping[str, str]] = {}
+    """Import paths of what wraps the task of a section (TaskConfig) that sets a field, by that field; called with the
+    task and the section."""
+    question: ClassVar[str] = ""
+    """Import path of a function of a question and the chat template, which returns the question as the model is shown
+    it."""
+
+    platform: ClassVar[str] = ""
+    """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
@@ -172,6 +215,10 @@ class Extension:
     def launch(self) -> LaunchHooks:
         """Return the hooks in the launcher."""
         return LaunchHooks()
+
+    def engine(self) -> EngineHooks:
+        """Return the hooks of engines. In an engine's process, the extension has its default settings."""
+        return EngineHooks()
 
     def trainer(self, policy: Policy) -> TrainerHooks:
         """Return the hooks on a trainer rank, whose networks hold the weights of the model folder."""
@@ -217,6 +264,24 @@ def active(config: Config) -> dict[str, Extension]:
     return {name: kind(settings.get(name, Section())) for name, kind in classes(config.extensions).items()}
 
 
+def engine_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments that all extensions add to those of the policy's engines."""
+    return {name: value for one in active(config).values() for name, value in one.engine().arguments(config).items()}
+
+
+def engine_environment(config: Config) -> dict[str, str]:
+    """Return the environment in which an engine's process finds those extensions with hooks that the setting names."""
+    kinds = classes(config.extensions)
+    named = {name: path for name, path in config.extensions.items() if kinds[name].engine is not Extension.engine}
+    return {NAMED: json.dumps(named)} if named else {}
+
+
+def install_in_engine(argv: Sequence[str]) -> None:
+    """Install the hooks of all extensions in an engine's process. Raises ConfigError."""
+    for kind in classes(json.loads(os.environ.get(NAMED, "{}"))).values():
+        kind(kind.Settings()).engine().install(argv)
+
+
 def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) -> T:
     """Return what the first extension answers in the launcher. Raises ConfigError for the field that needs an answer if
     none has one."""
@@ -224,7 +289,13 @@ def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) ->
         if (answer := ask(one.launch())) is not None:
             return answer
     value: Any = reduce(getattr, field.split("."), config)
-    raise ConfigError(field, value, "No extension that is installed does this: leave it unset.")
+    raise ConfigError(field, value, NOBODY)
+
+
+def sweep() -> None:
+    """Remove what killed runs have left on this machine of the extensions that need not be named."""
+    for kind in classes({}).values():
+        kind(kind.Settings()).launch().sweep()
 
 
 def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
@@ -241,3 +312,18 @@ def tasks() -> dict[str, str]:
 def rewards() -> dict[str, str]:
     """Return the import paths of rewards of the same extensions, by their name in task.reward."""
     return {name: path for kind in classes({}).values() for name, path in kind.rewards.items()}
+
+
+def wrapped(task: T, section: Any, field: str) -> T:
+    """Return the task of a section that sets this field as an extension wraps it. Raises ConfigError if none does."""
+    for kind in classes({}).values():
+        if field in kind.wrappers:
+            made: T = load(kind.wrappers[field], f"task.{field}")(task, section)
+            return made
+    raise ConfigError(f"task.{field}", getattr(section, field), NOBODY)
+
+
+@cache
+def question_functions() -> list[Callable[[dict[str, Any], Any], dict[str, Any]]]:
+    """Return the functions of the same extensions through which every question goes before it is rendered."""
+    return [load(kind.question, "extensions") for kind in classes({}).values() if kind.question]

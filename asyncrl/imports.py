@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, ConfigError, described
-from asyncrl.removed import MOVED
+from asyncrl.removed import moved
+
+_announced: ContextVar[list[object] | None] = ContextVar("announced", default=None)
 
 
 def load(path: str, field: str) -> Any:
     """Return the object at an import path, module:name. Raises ConfigError for the field that named it."""
     module, _, name = path.partition(":")
-    if module in MOVED:
-        raise ConfigError(field, path, f"The module moved: set {MOVED[module]}:{name}.")
+    if new := moved(module):
+        raise ConfigError(field, path, f"The module moved: set {new}:{name}.")
     try:
         return getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError, ValueError) as error:
@@ -47,3 +51,21 @@ def made(kind: Callable[..., Any], params: Mapping[str, Any], field: str, path: 
     except (Exception, SystemExit) as error:
         remedy = f"Creating it with {dict(params)!r} raised {described(error)}."
         raise ConfigError(field, path, remedy) from error
+
+
+@contextmanager
+def announced() -> Iterator[list[object]]:
+    """Collect what tasks, rewards and agents announce while they are built in this context."""
+    found: list[object] = []
+    token = _announced.set(found)
+    try:
+        yield found
+    finally:
+        _announced.reset(token)
+
+
+def announce(part: object) -> None:
+    """Tell the launcher about a part of a task, reward or agent that the preflight of an extension has to see: it is
+    then in Preparation.announced. In other processes this does nothing."""
+    if (found := _announced.get()) is not None:
+        found.append(part)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import jsonl
-from asyncrl.errors import AsyncRLError, PeerFailed, first_of, place
+from asyncrl.errors import AsyncRLError, PeerFailed, first_of, is_of_user, place
 from asyncrl.leases import SUFFIX, Lease
 
 FOLDER = "progress"
@@ -104,10 +104,13 @@ def failing(run_dir: Path, name: str) -> Iterator[None]:
     except (Exception, SystemExit, KeyboardInterrupt) as raised:
         error = first_of(raised)
         if not file.exists() and not isinstance(error, PeerFailed):
-            text = str(error) if isinstance(error, AsyncRLError) else f"{type(error).__name__}: {error}"
+            own = isinstance(error, AsyncRLError)
+            text, where = str(error) if own else f"{type(error).__name__}: {error}", place(error)
+            found = {"process": name, "time": time.time(), "error": text, "place": where}
+            found["lasting"] = own or is_of_user(where)  # it would only happen again
             with suppress(OSError):  # the disk may be full, which must not hide the error in the log
                 file.parent.mkdir(exist_ok=True)
-                jsonl.replace(file, {"process": name, "time": time.time(), "error": text, "place": place(error)})
+                jsonl.replace(file, found)
         raise
 
 

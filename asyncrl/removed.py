@@ -36,8 +36,20 @@ REMOVED = {
 }
 """Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""
 
-MOVED = {"asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents"}
-"""New names of modules that settings name."""
+MOVED = {
+    "asyncrl.agents.proxied": "asyncrl.extensions.proxy.agents",
+    "asyncrl.envs.shell": "asyncrl.extensions.tools.shell",
+    "asyncrl.envs.tools": "asyncrl.extensions.tools",
+    "asyncrl.sandbox": "asyncrl.extensions.sandbox",
+}
+"""New names of modules and packages that settings name."""
+
+
+def moved(module: str) -> str | None:
+    """Return the new name of a module; None if it has not moved."""
+    package, _, name = module.rpartition(".")
+    return MOVED.get(module) or (f"{MOVED[package]}.{name}" if package in MOVED else None)
+
 
 MOVED_SETTINGS = {"tracing": "observe", "rollout.processes": "processes.count"}
 """New names of settings, and of whole sections, that moved to an extension."""

@@ -41,11 +41,11 @@ from asyncrl.envs.env import EnvSpec, Step  # noqa: E402
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings  # noqa: E402
 from asyncrl.extensions.plan.engine import EngineShape, SimulatedEngine, SimulatedRequest  # noqa: E402
 from asyncrl.extensions.proxy.server import Proxy  # noqa: E402
+from asyncrl.extensions.sandbox.local import LocalSandboxes  # noqa: E402
 from asyncrl.models import tiny  # noqa: E402
 from asyncrl.observability.intervals import Activity  # noqa: E402
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts  # noqa: E402
 from asyncrl.rollout.prompts import load_tokenizer  # noqa: E402
-from asyncrl.sandbox.local import LocalSandboxes  # noqa: E402
 from asyncrl.schema import Prompt, Trajectory  # noqa: E402
 from scripts import bench_proxy, bench_rollout, machine  # noqa: E402
 

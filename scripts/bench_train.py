@@ -49,7 +49,7 @@ from rich.table import Table  # noqa: E402
 
 from asyncrl.algo.balance import Costs, measure, partition  # noqa: E402
 from asyncrl.algo.samples import Sample  # noqa: E402
-from asyncrl.launch.plan import KEEP_MEMORY  # noqa: E402
+from asyncrl.platforms import without_gpu  # noqa: E402
 from scripts import machine  # noqa: E402
 
 BUDGET = 8192
@@ -153,9 +153,9 @@ class Model:
     """Megatron model with asyncrl's packs, on one rank."""
 
     def __init__(self, folder: Path, dtype: str, *settings: str) -> None:
-        from asyncrl.backends.cpu import megatron_shim
+        from asyncrl.platforms import here
 
-        megatron_shim.enable()
+        here().prepare_trainer()
         from hydra import compose, initialize_config_dir
         from omegaconf import OmegaConf
 
@@ -311,7 +311,7 @@ class Bench:
     def apart(self, model: str, what: Sequence[object]) -> dict[str, float]:
         """Run a case in its own process with the environment of a trainer rank."""
         command = [sys.executable, __file__, "--case", str(self.folder / model), *map(str, what)]
-        environment = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, **without_gpu().environment, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         if done.returncode != 0:
             sys.exit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-3000:]}")

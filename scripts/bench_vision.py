@@ -36,7 +36,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from asyncrl.images import image_name  # noqa: E402
-from asyncrl.launch.plan import KEEP_MEMORY  # noqa: E402
+from asyncrl.platforms import without_gpu  # noqa: E402
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
 from scripts import machine  # noqa: E402
 from scripts.bench_train import BUDGET, Model, cpu_seconds  # noqa: E402
@@ -173,7 +173,10 @@ def main() -> None:
         for name in CASES:
             command = [sys.executable, __file__, "--case", f"{folder}/model", name]
             command += ["--quick"] if options.quick else []
-            environment = {**os.environ, **KEEP_MEMORY}  # as the launcher starts trainers; here transformers, too
+            environment = {
+                **os.environ,
+                **without_gpu().environment,
+            }  # as the launcher starts trainers; here transformers, too
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800, check=False
             )

@@ -37,9 +37,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.backends.cpu import megatron_shim  # noqa: E402
+from asyncrl.platforms import here  # noqa: E402
 
-megatron_shim.enable()  # before anything imports megatron.core
+here().prepare_trainer()  # before anything imports megatron.core
 
 import httpx  # noqa: E402
 import torch  # noqa: E402

@@ -82,7 +82,7 @@ def overrides(setting: Setting, model: Path, *, rehearse: bool, spare: bool = Fa
 
 def composed(name: str, folder: Path, *, spare: bool) -> list[Any]:
     """Write the models of a setting, and return the engines that `check` would start on GPUs. Raises ConfigError."""
-    from asyncrl.launch.checks import check_devices, check_gpu_features, check_model
+    from asyncrl.launch.checks import check_devices, check_model, check_platforms
     from tests.integration.fleet import planned
 
     setting, model = SETTINGS[name], folder / "model"
@@ -90,7 +90,7 @@ def composed(name: str, folder: Path, *, spare: bool) -> list[Any]:
     gpus = setting.gpus + spare
     config, _, specs = planned(folder, *overrides(setting, model, rehearse=False, spare=spare), gpus=gpus)
     check_model(config, json.loads((model / "config.json").read_text()), gpus)
-    check_gpu_features(config, gpus)
+    check_platforms(config, gpus)
     check_devices(config, gpus)
     return [spec for spec in specs if spec.name != "router"]
 

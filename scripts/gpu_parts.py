@@ -32,10 +32,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.backends import transformer_engine  # noqa: E402
-from asyncrl.backends.cpu import megatron_shim  # noqa: E402
+from asyncrl.platforms import here  # noqa: E402
 
-transformer_engine.check(gpu=not megatron_shim.enable())  # before anything imports megatron.core
+here().prepare_trainer()  # before anything imports megatron.core
 
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402

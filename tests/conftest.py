@@ -24,7 +24,10 @@ settings.register_profile(
 )
 settings.load_profile("asyncrl")
 
-SANDBOXES = ("tests/envs/", "tests/sandbox/", "tests/rewards/", "tests/integration/test_agents.py")
+SANDBOXES = (
+    *(f"tests/extensions/{name}/" for name in ("code", "sandbox", "tools")),
+    "tests/integration/test_agents.py",
+)
 """These tests look for what sandboxes have left anywhere on the machine, so they run one at a time."""
 PART = os.environ.get("ASYNCRL_PART", "")
 """Such as 2/6: of all files of tests, only those of this part run."""

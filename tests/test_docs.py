@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from asyncrl import rewards
-from asyncrl.envs.tools.specs import source
 from asyncrl.launch.help import ALGORITHMS, algorithms, field_names
 from asyncrl.metrics import fields
 from asyncrl.metrics.fields import unknown
@@ -128,10 +127,3 @@ def test_rewards_that_are_shown_can_be_built(monkeypatch: pytest.MonkeyPatch) ->
     assert len(specs) > 5  # those of extensions: tests/rewards/test_docs.py
     for spec in specs:
         rewards.build(spec["use"], spec.get("params"))
-
-
-def test_tools_that_are_shown_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    lists = shown("tools.md", "- use:", monkeypatch)
-    assert len(lists) > 4
-    for spec in [spec for found in lists for spec in found]:
-        source(spec, "tools").check("tools")

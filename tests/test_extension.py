@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl import extension, imports
-from asyncrl.config import Config, load
+from asyncrl.config import Config, TaskConfig, load
 from asyncrl.errors import ConfigError
+from asyncrl.launch import leftovers
+from asyncrl.launch.placement import Node, place
+from asyncrl.launch.plan import plan
+from asyncrl.models.catalog import resolve
+from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
 from asyncrl.removed import renamed
-from tests.fakes import tiny_config, tiny_values
+from asyncrl.rollout.parts import ModelParts, PlayingParts
+from asyncrl.rollout.prompts import question_of
+from asyncrl.tasks import Task, build, build_all
+from tests.fakes import FakeTemplate, addresses, compose_values, tiny_config, tiny_values
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
 CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -93,6 +107,138 @@ def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorde
     assert recorded["rollout"] == {"processes": 2, "lead": 1}
 
 
-def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one() -> None:
-    with pytest.raises(ConfigError, match=r"asyncrl\.extensions\.proxy\.agents:Proxied"):
-        imports.load("asyncrl.agents.proxied:Proxied", "agent")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("asyncrl.agents.proxied:Proxied", "asyncrl.extensions.proxy.agents:Proxied"),
+        ("asyncrl.sandbox.local:LocalSandboxes", "asyncrl.extensions.sandbox.local:LocalSandboxes"),
+        ("asyncrl.envs.shell:ShellEnv", "asyncrl.extensions.tools.shell:ShellEnv"),
+        ("asyncrl.envs.tools.toolbox:ToolboxEnv", "asyncrl.extensions.tools.toolbox:ToolboxEnv"),
+    ],
+)
+def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one(old: str, new: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"set {new}.")):
+        imports.load(old, "agent")
+
+
+class Wrapping(extension.Extension):
+    """Wraps tasks with tools, changes every question, and counts what is closed and swept."""
+
+    wrappers = {"tools": f"{__name__}:wrap"}  # noqa: RUF012
+    question = f"{__name__}:louder"
+    closed = swept = 0
+
+    def player(self) -> extension.PlayerHooks:
+        return Closing()
+
+    def launch(self) -> extension.LaunchHooks:
+        return Sweeping()
+
+
+class Closing(extension.PlayerHooks):
+    async def close(self) -> None:
+        Wrapping.closed += 1
+
+
+class Sweeping(extension.LaunchHooks):
+    def sweep(self) -> None:
+        Wrapping.swept += 1
+
+
+def wrap(task: Task, section: TaskConfig) -> tuple[Task, int]:
+    return task, len(section.tools)
+
+
+def louder(question: dict[str, Any], template: object) -> dict[str, Any]:
+    return {**question, "messages": [{**one, "content": one["content"] + "!"} for one in question["messages"]]}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Replace the extensions of this checkout; the result holds those that a test adds."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr(extension, "shipped", lambda: found)
+    extension.question_functions.cache_clear()
+    yield found
+    extension.question_functions.cache_clear()
+
+
+def test_field_of_a_task_that_no_extension_serves_is_refused(alone: dict[str, str]) -> None:
+    config = tiny_config(**{"task.tools": [{"use": "python"}]})
+    with pytest.raises(ConfigError, match=r"task\.tools: .* No extension that is installed does this"):
+        build(config.task)
+    alone["wrapping"] = f"{__name__}:Wrapping"
+    assert build(config.task)[1] == 1  # type: ignore[index]
+
+
+def test_question_goes_through_the_functions_of_extensions(alone: dict[str, str]) -> None:
+    task = build(tiny_config().task)
+    plain = question_of(task, FakeTemplate(), 3, "task")
+    assert plain == task.question(3)
+    alone["wrapping"] = f"{__name__}:Wrapping"
+    extension.question_functions.cache_clear()
+    assert question_of(task, FakeTemplate(), 3, "task")["messages"][-1]["content"].endswith("!")
+
+
+def test_hooks_of_a_playing_process_are_closed_with_its_parts(alone: dict[str, str]) -> None:
+    alone["wrapping"] = f"{__name__}:Wrapping"
+    config = tiny_config()
+    urls = ("http://engine",), "http://router", "http://rollout"
+    addresses = Addresses("run", "key", resolve("builtin:tiny"), *urls, gpus=0, started_at=0.0)
+
+    async def play() -> None:
+        parts = PlayingParts.build(config, addresses, ModelParts.load(config, addresses), build_all(config), print)
+        await parts.close()
+
+    before = Wrapping.closed
+    asyncio.run(play())
+    assert Wrapping.closed == before + 1
+
+
+def test_leftovers_of_extensions_are_removed_with_those_of_a_run(alone: dict[str, str]) -> None:
+    alone["wrapping"] = f"{__name__}:Wrapping"
+    before = Wrapping.swept
+    leftovers.sweep("no such run", [])
+    assert Wrapping.swept == before + 1
+
+
+PATCHES = """
+from asyncrl.extension import EngineHooks, Extension
+
+class Hooks(EngineHooks):
+    def arguments(self, config):
+        return {"sampling_backend": "pytorch", "num_reserved_decode_tokens": config.run.max_steps}
+
+    def install(self, argv):
+        import sys
+        print("installed", argv[1:], "sglang" in sys.modules)
+
+class Patches(Extension):
+    def engine(self):
+        return Hooks()
+"""
+
+
+def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> None:
+    (tmp_path / "patches.py").write_text(PATCHES)
+    settings = [
+        "+extensions.patches=patches:Patches",
+        "run.max_steps=7",
+        "trainer.dtype=float32",
+        "engine.dtype=float32",
+    ]
+    config = load(compose_values("experiment=tiny", *settings))
+    node = Node("", "127.0.0.1", (), tuple(range(20000, 20100)))
+    placed = place(config, [node])
+    (engine,) = (one for one in plan(config, addresses(), placed, tmp_path) if one.name == "engine-0")
+    at = engine.argv.index("--num-reserved-decode-tokens")
+    assert engine.argv[at + 1] == "7"
+    code = "import asyncrl.engine.serve"
+    env = {**os.environ, **engine.env, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code, *engine.argv[at : at + 2]]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "installed ['--num-reserved-decode-tokens', '7'] False"
+
+
+def test_engines_import_no_extension_without_hooks_for_them() -> None:
+    assert extension.engine_environment(configured()) == {}

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.backends.cpu import megatron_shim
 from asyncrl.parallel import EngineParallel, PipelineSplit
+from asyncrl.platforms import here
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: E402
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402

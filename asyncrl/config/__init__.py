@@ -301,6 +301,13 @@ class Config(Section):
         return self.trainer.lora.rank is not None and self.weights.lora == "versions" and self.mode == "train"
 
     @property
+    def recovers(self) -> bool:
+        """Return whether trainers that die start again from a checkpoint: not yet those that hand over their GPUs, or
+        whose versions are adapters."""
+        asked = self.cluster.on_trainer_death == "recover" and self.mode == "train" and bool(self.checkpoint.every)
+        return asked and not self.cluster.takes_turns and self.weights.lora != "versions"
+
+    @property
     def changes_base(self) -> bool:
         """Return whether the engines' policy differs from the model folder before the first step, so that they need
         weights of the trainers first."""

@@ -228,8 +228,12 @@ class ClusterConfig(Section):
     on_engine_death: Literal["restart", "fail"]
     """What happens when an engine or the router dies or hangs during a run. restart: it is started again (an engine
     receives all weights and serves once its checksum is confirmed); fail: the run ends."""
+    on_trainer_death: Literal["recover", "end"]
+    """What happens when a trainer rank is killed, or raises an error that is neither the user's code nor a setting.
+    recover: with checkpoint.every set, all ranks start again, train the batches since the newest checkpoint once more,
+    and go on, while engines and rollouts work (docs/checkpoints.md); end: the run ends."""
     max_restarts: Natural
-    """Maximum number of restarts of each engine, of the router, and of each process that only plays
+    """Maximum number of restarts of each engine, of the router, of the trainers, and of each process that only plays
     episodes; the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""

@@ -49,9 +49,9 @@ class TaskConfig(Section):
     (max_turns)."""
     tools: list[Parameters]
     """Tools that the model may call before it answers: Python functions, MCP servers, a Python sandbox
-    (docs/tools.md)."""
+    (docs/agents.md)."""
     tool_options: Parameters
-    """Syntax, execution and display of tool calls (docs/tools.md)."""
+    """Syntax, execution and display of tool calls (docs/agents.md)."""
     environments: EnvironmentsConfig
     system: str | None
     """System message."""

@@ -175,6 +175,16 @@ class Fleet:
             with suppress(EngineError):  # a dead router is restarted, and told about them then
                 self._router.keep([url for url in self.serving if url in answers])
 
+    def inherit(self) -> None:
+        """Add the engines that joined the run, and serve, before this process took its fleet over from one that
+        died."""
+        for url in self._members():
+            if url not in self.urls:
+                with suppress(EngineError):
+                    if str(self.get(url, "/model_info", PROBE_SECONDS).get("weight_version")).isdigit():
+                        self.serving.append(url)
+                        self.changes += 1
+
     def _members(self) -> list[str]:
         """Return the URLs of the engines that may serve, and remove the others from the fleet."""
         if self._register is None:

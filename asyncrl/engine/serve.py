@@ -3,9 +3,9 @@
 This is the stock server, with in-place pauses that complete the step in flight (overlap.py), adapters that can be
 unloaded after any request (unloading.py), quantized weights that can be published (quantized.py), publishes to stages
 and replicas (stages.py), a fixed share of a GPU (gpu_share.py), a warm-up for GPUs (warmup.py), a key for its metrics
-(they name the model's folder), and the CPU shim where there is no CUDA. The run's API key and ports come from the
-environment, because every user of the machine can read a command line. The module is not a `__main__.py`, because
-multiprocessing would not re-import that in spawned children, which need the shim too.
+(they name the model's folder), what extensions install (extension.py), and on a CPU the shims of its platform. The
+run's API key and ports come from the environment, because every user of the machine can read a command line. The module
+is not a `__main__.py`, because multiprocessing would not re-import that in spawned children, which need them too.
 """
 
 from asyncrl import importing
@@ -17,8 +17,9 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
-from asyncrl.backends.cpu.sglang_shim import install
+from asyncrl import platforms
 from asyncrl.engine import gpu_share, overlap, quantized, stages, unloading, warmup
+from asyncrl.extension import install_in_engine
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS, metrics_key
 from asyncrl.network.ports import REPLICA_PORTS, free_block
@@ -52,7 +53,7 @@ for variable, setting in for_torch(version("torch")).items():
     os.environ.setdefault(variable, setting)
 if "--enable-trace" not in sys.argv:  # SGLang would import the exporters, which takes 0.1 s
     sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
-install()
+platforms.here().prepare_engine()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # a debugging tool of SGLang would import it, in 0.5 s
 importing.after_import("sglang.srt.utils.auth", guard_metrics)
 overlap.install()
@@ -61,6 +62,7 @@ unloading.install()
 quantized.install(sys.argv)
 gpu_share.install(sys.argv)
 warmup.install()
+install_in_engine(sys.argv)
 stores.bind()
 
 if __name__ == "__main__":

@@ -13,18 +13,7 @@ from asyncrl.config.adapters import adapter_targets, engine_slots
 from asyncrl.config.quantization import BLOCK
 from asyncrl.engine import warmup
 from asyncrl.parallel import EngineParallel
-
-# Arguments of the pure-PyTorch path on CPU; SGLang's defaults are CUDA backends.
-CPU_ARGS: dict[str, Any] = {
-    "device": "cpu",
-    "attention_backend": "torch_native",  # backends/cpu/sglang_attention.py is registered under this name
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "disable_overlap_schedule": True,
-    "mm_processor_worker_num": 1,  # with two, a request whose images and placeholders differ in number never returns
-    "sleep_on_idle": True,  # an idle scheduler would otherwise burn a core
-}
-
+from asyncrl.platforms import chosen
 
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 """Disables proxies: clients would otherwise use a proxy of the environment for requests that carry keys of the run."""
@@ -42,10 +31,9 @@ def deterministic_args(*, gpu: bool) -> dict[str, Any]:
     """Return the arguments that make an answer a function of weights, prompt and seed alone.
 
     SGLang honours seeds only with enable_deterministic_inference, whose GPU kernels give a request the same bits in
-    every batch. The CPU path does not, so a CPU engine runs one request at a time and prefills every prompt in full.
+    every batch. Other platforms may need more.
     """
-    alone = {"max_running_requests": 1, "disable_radix_cache": True}
-    return {"enable_deterministic_inference": True, **({} if gpu else alone)}
+    return {"enable_deterministic_inference": True, **chosen(gpu=gpu).deterministic_arguments}
 
 
 def adapter_args(config: Config, *, gpu: bool) -> dict[str, Any]:
@@ -60,7 +48,7 @@ def adapter_args(config: Config, *, gpu: bool) -> dict[str, Any]:
     lora = config.trainer.lora
     return {
         "enable_lora": True,
-        "lora_backend": None if gpu else "torch_native",  # the others are compiled kernels
+        "lora_backend": chosen(gpu=gpu).lora_backend,
         "max_lora_rank": lora.rank,
         "lora_target_modules": adapter_targets(lora),
         "max_loras_per_batch": engine_slots(config),
@@ -154,7 +142,7 @@ def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *
         "warmups": warmup.NAME if gpu else warmup.IMAGES,
         "log_level": "warning",
         **own,
-        **({} if gpu else CPU_ARGS),
+        **chosen(gpu=gpu).engine_arguments,
         **section.server_args,
     }
     return [sys.executable, "-m", "asyncrl.engine.serve", *_flags(arguments)]
@@ -169,16 +157,3 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
         elif value is not False and value is not None:
             flags += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
     return flags
-
-
-def server_env(engine: EngineConfig | AuxiliaryModelConfig, *, gpu: bool) -> dict[str, str]:
-    """Return the environment of one engine.
-
-    On a CPU, compilation is disabled: SGLang compiles the embedding of several ranks and the sampler of deterministic
-    engines, which needs a C++ compiler on the machine and takes longer than it saves.
-    """
-    if gpu:
-        return {}
-    bind = "|".join(str(core) for core in range(engine.ranks))
-    several = {"SGLANG_CPU_OMP_THREADS_BIND": bind} if engine.ranks > 1 else {}
-    return {"TORCHDYNAMO_DISABLE": "1", **several}

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from asyncrl import tasks
-from asyncrl.config import Config, TrainerConfig, on_gpu
+from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TrainerConfig, on_gpu
 from asyncrl.config.lora import BLOCK
 from asyncrl.config.quantization import check_codes
-from asyncrl.config.server_args import speculates
-from asyncrl.engine.server import CPU_ARGS
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.imports import announced
 from asyncrl.launch.engine_shape import check_shape
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.vision import deepstack, image_shape
-from asyncrl.sandbox.local import LocalSandboxes, noted
-from asyncrl.sandbox.protections import Protections
+from asyncrl.platforms import without_gpu
 from asyncrl.tasks.scores import rewards
 from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
@@ -79,20 +76,17 @@ def _check_engine(hf: dict[str, Any]) -> None:
         )
 
 
-def check_gpu_features(config: Config, gpus: int) -> None:
-    """Refuse what SGLang has on GPUs only: speculative decoding at a temperature (its path for CPUs verifies greedily),
-    copies of caches to host memory, and other backends than those that backends/cpu replaces."""
-    engine = config.engine
-    if on_gpu(engine, gpus) or not engine.started or config.mode == "replay":
-        return
-    if speculates(engine):
-        algorithm, remedy = engine.server_args["speculative_algorithm"], "Engines on CPUs do not draft: remove it."
-        raise ConfigError("engine.server_args.speculative_algorithm", algorithm, remedy)
-    if engine.hicache:
-        raise ConfigError("engine.hicache", engine.hicache, "Engines on CPUs have one cache: raise max_total_tokens.")
-    for name, own in CPU_ARGS.items():
-        if name.endswith("_backend") and (value := engine.server_args.get(name, own)) != own:
-            raise ConfigError(f"engine.server_args.{name}", value, f"On CPUs engines have only {own}: remove it.")
+def check_platforms(config: Config, gpus: int) -> None:
+    """Refuse parts without GPUs if no extension has a platform for them, and engines with what their platform lacks."""
+    for name, section, _ in _fleets(config):
+        if on_gpu(section, gpus):
+            continue
+        try:
+            platform = without_gpu()
+        except LaunchError as error:
+            raise ConfigError(f"{name}.device", section.device, str(error)) from None
+        if name == "engine":
+            platform.check_engine(config.engine)
 
 
 def _check_roles(config: Config, hf: dict[str, Any]) -> None:
@@ -272,15 +266,7 @@ ON_THE_SAME = "Or let engines use the trainers' GPUs: set cluster.placement=shar
 def check_devices(config: Config, gpus: int) -> None:
     """Refuse more GPU ranks than GPUs; on CPU any number of processes may share the cores."""
     wanted = 0
-    trains, generates = config.mode != "rollout_only", config.mode != "replay"
-    for name, section, ranks in (
-        ("trainer", config.trainer, config.trainer.world_size * trains),
-        ("engine", config.engine, config.engine.started * config.engine.ranks * generates),
-        ("teacher", config.teacher, config.teacher.started * config.teacher.tensor_parallel * generates),
-        ("judge", config.judge, config.judge.started * config.judge.tensor_parallel * generates),
-    ):
-        if not ranks:
-            continue
+    for name, section, ranks in _fleets(config):
         if section.device == "cuda" and gpus == 0:
             raise ConfigError(f"{name}.device", "cuda", "This machine has no visible GPU: use cpu or auto.")
         wanted += ranks if on_gpu(section, gpus) else 0
@@ -296,6 +282,19 @@ def check_devices(config: Config, gpus: int) -> None:
             + (", or judge.count × judge.tensor_parallel." if config.judge.started else ".")
             + (f" {ON_THE_SAME}" if config.mode == "train" and not config.cluster.shares_gpus else ""),
         )
+
+
+def _fleets(config: Config) -> Iterator[tuple[str, TrainerConfig | EngineConfig | AuxiliaryModelConfig, int]]:
+    """Yield name and section of each part of which this run starts ranks, and their number."""
+    trains, generates = config.mode != "rollout_only", config.mode != "replay"
+    for name, section, ranks in (
+        ("trainer", config.trainer, config.trainer.world_size * trains),
+        ("engine", config.engine, config.engine.started * config.engine.ranks * generates),
+        ("teacher", config.teacher, config.teacher.started * config.teacher.tensor_parallel * generates),
+        ("judge", config.judge, config.judge.started * config.judge.tensor_parallel * generates),
+    ):
+        if ranks:
+            yield name, section, ranks
 
 
 def check_sinks(config: Config) -> None:
@@ -331,14 +330,14 @@ def installed(package: str) -> bool:
         return False
 
 
-def check_files(config: Config) -> list[LocalSandboxes]:
+def check_files(config: Config) -> list[object]:
     """Refuse tasks, rewards and agents that cannot be built, sinks without their package, and a missing chat template.
-    Return the sandboxes in which the tasks' code would run, not yet started."""
+    Return the parts that they announce to extensions."""
     from asyncrl.rollout.agent import agents  # imports a web server
 
     check_sinks(config)
     check_request_fields(config)
-    with noted() as sandboxes:
+    with announced() as parts:
         built = tasks.build_all(config)
         rewards(config, built)
         if config.mode != "replay":
@@ -346,21 +345,4 @@ def check_files(config: Config) -> list[LocalSandboxes]:
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")
-    return sandboxes
-
-
-def check_sandboxes(sandboxes: Sequence[LocalSandboxes]) -> list[Protections]:
-    """Return how this machine is protected from code that the model writes, without duplicates. Raises ConfigError if
-    the protection is weaker than required."""
-
-    async def ask() -> list[Protections]:
-        found = []
-        for one in sandboxes:
-            try:
-                found.append(await one.describe())
-            finally:
-                await one.close()
-        return found
-
-    told = {str(one): one for one in asyncio.run(ask())}
-    return list(told.values())
+    return parts

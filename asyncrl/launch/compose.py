@@ -24,6 +24,7 @@ from omegaconf.resolvers import oc
 from asyncrl import CONF
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import help
+from asyncrl.launch.own_file import CHOICES, with_own_file
 from asyncrl.removed import removal
 
 
@@ -54,7 +55,7 @@ class Composed:
 def compose(conf: Path) -> list[Composed]:
     """Return the settings of every run that sys.argv asks for: several under --multirun, none when Hydra has only
     printed something (--cfg, completion). Raises CompositionError for what Hydra refuses."""
-    sys.argv[1:] = algorithm_overrides(sys.argv[1:])
+    sys.argv[1:] = algorithm_overrides(with_own_file(sys.argv[1:]))
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, and CompositionError adds field and remedy
     find_further_confs()
     composed: list[tuple[DictConfig, list[str]]] = []
@@ -76,10 +77,6 @@ def defaults() -> dict[str, Any]:
         composed = hydra.compose("train")
     found: Any = OmegaConf.to_container(composed, resolve=True)
     return found
-
-
-CHOICES = ("algo.advantage", "algo.loss", "algo.correction")
-"""Fields that name an algorithm and hold its settings (settings.Choice)."""
 
 
 def algorithm_overrides(words: Sequence[str]) -> list[str]:

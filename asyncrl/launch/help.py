@@ -1,13 +1,12 @@
-"""Output of `asyncrl-train --help`: the fields and their meanings, from the docstrings in asyncrl/config, and the
-groups in conf/ and in the recipes."""
+"""Output of `asyncrl-train --help`: the fields and their meanings, from the docstrings in asyncrl/config and in the
+extensions, and the groups in conf/ and in the recipes."""
 
 from __future__ import annotations
 
 import ast
-import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,35 +25,57 @@ ALGORITHMS = {
 }
 """Files of asyncrl/algo that define the algorithms of a field."""
 
+FIRST = [
+    *("mode", "run.name", "run.dir", "run.max_steps", "resume", "checkpoint.every", "record", "model.path"),
+    *("task.train_file", "task.reward", "agent", "rollout.batch_groups", "rollout.group_size"),
+    *("rollout.max_new_tokens", "rollout.max_staleness", "rollout.temperature", "algo.advantage", "algo.loss"),
+    *("algo.kl.coefficient", "trainer.optimizer.lr", "trainer.tensor_parallel", "trainer.pipeline_parallel"),
+    *("trainer.data_parallel", "trainer.lora.rank", "engine.count", "engine.tensor_parallel"),
+    *("eval.questions", "eval.every", "cluster.placement", "metrics.sinks"),
+]
+"""The fields that people set first: --help shows them, and --help all the others, too."""
+
 USAGE = """\
-asyncrl-train [field=value | group=option] ...
+asyncrl-train [--config FILE] [field=value | group=option] ...
 
 Trains a language model with asynchronous RL: Megatron trainers and SGLang engines at the same time.
 
   asyncrl-train                                    the default run: SmolLM2-135M on CPU
   asyncrl-train experiment=tiny                    0.13M parameters, one to two minutes
   asyncrl-train experiment=tiny trainer.tensor_parallel=2 engine.count=2 rollout.max_staleness=4
+  asyncrl-train --config my_run.yaml               settings from a file of your own (docs/quickstart.md)
+  asyncrl-train --schema                           JSON schema of such files, for editors
+  asyncrl-train --help all                         every field; --help rollout: those that begin with rollout
   asyncrl-train --cfg job                          print the composed settings without a run
   asyncrl-train --check ...                        report problems of a run without starting it
   eval "$(asyncrl-train -sc install=bash)"         shell completion (also zsh, fish)
 """
 
 
-def render(conf: Path) -> str:
-    """Return the whole help text."""
+def group_options(conf: Path) -> dict[str, list[str]]:
+    """Return the options of each group."""
     options = defaultdict[str, list[str]](list)
     for file in (file for folder in (conf, *further_confs()) for file in folder.glob("*/*.yaml")):
         options[file.parent.name].append(file.stem)
+    return {group: sorted(options[group]) for group in sorted(options)}
+
+
+def render(conf: Path, asked: str = "") -> str:
+    """Return the help text: with the fields that people set first, or all, or those whose names begin as asked."""
     groups = [
         textwrap.fill(
-            ", ".join(sorted(options[group])),
+            ", ".join(options),
             100,
             initial_indent=f"  {group:12} ",
             subsequent_indent=" " * 15,
         )
-        for group in sorted(options)
+        for group, options in group_options(conf).items()
     ]
-    return "\n".join([USAGE, "Groups (group=option):", *groups, "", "Fields (field=value):", *_fields()])
+    if asked and asked != "all":
+        return "\n".join(_fields(lambda name: f"{name}.".startswith(f"{asked}.")))
+    fields = _fields(lambda name: asked == "all" or name in FIRST)
+    more = [] if asked else ["", f"{len(field_names()) - len(FIRST)} more fields: asyncrl-train --help all"]
+    return "\n".join([USAGE, "Groups (group=option):", *groups, "", "Fields (field=value):", *fields, *more])
 
 
 def further_confs() -> list[Path]:
@@ -62,18 +83,6 @@ def further_confs() -> list[Path]:
     spec = find_spec(RECIPES)
     folders = [EXTENSIONS, *(spec.submodule_search_locations or () if spec else ())]
     return sorted(conf.resolve() for folder in folders for conf in Path(folder).glob("*/conf"))
-
-
-def extensions() -> dict[str, dict[str, ast.ClassDef]]:
-    """Return the classes in extension.py of each extension in asyncrl/extensions that has settings, by name; those of
-    its section are under "Settings"."""
-    found = {}
-    for file in sorted(EXTENSIONS.glob("*/extension.py")):
-        named = re.search(r"^    Settings = (\w+)$", text := file.read_text(), re.MULTILINE)
-        if named:
-            classes = _classes(text)
-            found[file.parent.name] = {**classes, "Settings": classes[named[1]]}
-    return found
 
 
 def field_names() -> list[str]:
@@ -99,9 +108,14 @@ class FieldGroup:
     fields: list[Field]
 
 
+def extensions() -> list[str]:
+    """Return the names of the extensions in asyncrl/extensions that have settings."""
+    return [folder.name for folder in sorted(EXTENSIONS.glob("*/")) if _settings(folder)]
+
+
 def sections() -> list[FieldGroup]:
-    """Return all settings, from the sources of asyncrl/config and of extensions."""
-    classes = {name: node for file in CONFIG.glob("*.py") for name, node in _classes(file.read_text()).items()}
+    """Return all settings, from the sources of asyncrl/config and of the extensions."""
+    classes = _classes(CONFIG)
     found, meanings = [], docstrings(classes["Config"])
     for top in _annotated(classes["Config"]):
         kind, name = ast.unparse(top.annotation), ast.unparse(top.target)
@@ -110,14 +124,29 @@ def sections() -> list[FieldGroup]:
             found.append(FieldGroup(name, " ".join((ast.get_docstring(classes[kind]) or "").split()), below))
         else:
             found.append(FieldGroup("", "", [Field(name, _readable(kind), _in_one_line(meanings[name]))]))
-    for name, own in extensions().items():
-        settings = own["Settings"]
-        found.append(FieldGroup(name, _in_one_line(ast.get_docstring(settings) or ""), [*_below(own, settings, name)]))
+    for folder in sorted(EXTENSIONS.glob("*/")):
+        own = _classes(folder)
+        for section in (own[name] for name in _settings(folder)):
+            below = list(_below(own, section, folder.name))
+            found.append(FieldGroup(folder.name, _in_one_line(ast.get_docstring(section) or ""), below))
     return found
 
 
-def _classes(source: str) -> dict[str, ast.ClassDef]:
-    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+def _settings(folder: Path) -> list[str]:
+    """Return the name of the class with an extension's settings, if it has any: `Settings = NAME` in extension.py."""
+    file = folder / "extension.py"
+    nodes = list(ast.walk(ast.parse(file.read_text()))) if file.exists() else []
+    return [
+        ast.unparse(node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "Settings"
+    ]
+
+
+def _classes(folder: Path) -> dict[str, ast.ClassDef]:
+    """Return the classes of a package by name."""
+    nodes = (node for file in folder.glob("*.py") for node in ast.parse(file.read_text()).body)
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
 
 
 def _below(classes: dict[str, ast.ClassDef], section: ast.ClassDef, prefix: str) -> Iterator[Field]:
@@ -137,12 +166,13 @@ def _in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _fields() -> Iterator[str]:
-    """Yield the lines about all fields."""
+def _fields(wanted: Callable[[str], bool]) -> Iterator[str]:
+    """Yield the lines about the fields that are wanted."""
     for section in sections():
-        yield "\n" + textwrap.fill(f"{section.name}: {section.meaning}", 100) if section.name else ""
-        for field in section.fields:
-            yield from _field(field)
+        if fields := [field for field in section.fields if wanted(field.name)]:
+            yield "\n" + textwrap.fill(f"{section.name}: {section.meaning}", 100) if section.name else ""
+            for field in fields:
+                yield from _field(field)
 
 
 def _name(field: ast.AnnAssign) -> str:

@@ -23,7 +23,6 @@ from pathlib import Path
 from asyncrl import jsonl
 from asyncrl.models.catalog import cache_dir
 from asyncrl.network.ports import HOST_TMPDIR
-from asyncrl.sandbox import cgroups
 
 SHARED = Path("/dev/shm")
 OURS = ("torch_", "sglang_loads_", "sgl_shm_mq_", "sem.mp-", "psm_", "nccl-")
@@ -88,8 +87,8 @@ def _mapped(pid: int) -> set[Path]:
 
 def sweep(value: str, files: Iterable[Path], variable: str = "ASYNCRL_RUN_ID") -> None:
     """Kill the processes that left their process group but carry the run's id, or another mark, in their environment;
-    remove these files, and the control groups of sandboxes whose owner is dead. (torch's shared-memory manager would
-    remove its files too, but wait two seconds for other clients.)
+    remove these files, and what extensions find of dead owners. (torch's shared-memory manager would remove its files
+    too, but wait two seconds for other clients.)
 
     A file that a living process maps stays: engines that join a run map the memory in which its trainer sends weights.
     """
@@ -104,7 +103,9 @@ def sweep(value: str, files: Iterable[Path], variable: str = "ASYNCRL_RUN_ID") -
         unused = unused.difference(*map(_mapped, _processes()))
     for file in unused:
         file.unlink(missing_ok=True)
-    cgroups.sweep(cgroups.bases())
+    from asyncrl import extension  # imports pydantic, which a task of Slurm does not wait for
+
+    extension.sweep()
 
 
 def _processes() -> Iterable[int]:

@@ -24,8 +24,15 @@ CHECK = "--check"
 def main() -> None:
     """Run the command. Exits with 0 on success, 1 if a run failed, 2 for a wrong setting, PAUSED if a run was asked to
     stop and can be resumed, 128 + n after signal n."""
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        print(help.render(CONF))
+    asked = {"--help", "-h"} & set(sys.argv[1:])
+    if asked:
+        following = sys.argv[sys.argv.index(asked.pop()) + 1 :]
+        print(help.render(CONF, following[0] if following else ""))
+        return
+    if "--schema" in sys.argv:
+        from asyncrl.launch.own_file import schema
+
+        print(schema())
         return
     checking = CHECK in sys.argv
     sys.argv = [word for word in sys.argv if word != CHECK]  # the remaining arguments are for Hydra

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl import extension
+from asyncrl import extension, platforms
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TeacherConfig, on_gpu
 from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
@@ -21,7 +21,6 @@ from asyncrl.engine.server import (
     deterministic_args,
     judge_argv,
     server_argv,
-    server_env,
     teacher_argv,
 )
 from asyncrl.launch.placement import Placement, Seat
@@ -59,7 +58,7 @@ class ProcessSpec:
     step: bool = False  # whether argv is an srun, which forwards signals, and kills the process on SIGTERM
     shares: bool = False  # whether it is an engine whose GPUs trainers use in turn with it
     reports: bool = False  # whether it reports its progress in a file (progress.py)
-    together: str = ""  # processes with the same value live and die together: ranks of an engine on several machines
+    together: str = ""  # processes with the same value live and die together: trainers, ranks of one engine
 
     @property
     def killed_at_once(self) -> bool:
@@ -158,10 +157,6 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 """Variables that set the network interface of collectives; by default they resolve this machine's name, which may be
 its loopback."""
 
-# On CPU, glibc returns every large tensor to the kernel and allocates it again, zeroed, page by page, at eight times
-# the cost of a copy into memory that was touched before. These settings make it reuse freed memory.
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(8 << 30), "MALLOC_TOP_PAD_": str(64 << 20)}
-
 
 def engines(
     config: Config,
@@ -179,6 +174,7 @@ def engines(
     # an IPC handle can only be opened where the trainer's GPU is visible
     by_ipc = config.weights.transport in (("auto", "tensor") if config.cluster.shares_gpus else ("tensor",))
     for number, seats in enumerate(seats_of):
+        platform = platforms.chosen(gpu=gpu)
         for place, seat in enumerate(seats):  # if several: one per machine, of which the first answers
             full = server_argv(
                 config.engine,
@@ -193,6 +189,7 @@ def engines(
                 enable_memory_saver=(turns and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **adapter_args(config, gpu=gpu),
+                **extension.engine_arguments(config),
                 **_shown(run_dir, seat.url),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
                 **(deterministic_args(gpu=gpu) if config.deterministic else {}),
@@ -201,8 +198,9 @@ def engines(
             env = {
                 **_shared_env(addresses, seat),
                 **hidden,
-                **({} if gpu else KEEP_MEMORY),
-                **server_env(config.engine, gpu=gpu),
+                **platform.environment,
+                **platform.engine_environment(config.engine.ranks),
+                **extension.engine_environment(config),
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
                 **(NO_HEALTH_TOKENS if turns else {}),
@@ -265,6 +263,7 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
         for number, seat in enumerate(seats):
             assert folder is not None
             gpu = on_gpu(section, addresses.gpus)
+            platform = platforms.chosen(gpu=gpu)
             shown = {"nccl_port": _meeting(section, seat.meeting), **_shown(run_dir, seat.url)}
             if isinstance(section, TeacherConfig):
                 full = teacher_argv(section, folder, seat.url, gpu=gpu, **shown)
@@ -274,8 +273,9 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
             env = {
                 **_shared_env(addresses, seat),
                 **hidden,
-                **({} if gpu else KEEP_MEMORY),
-                **server_env(section, gpu=gpu),
+                **platform.environment,
+                **platform.engine_environment(section.ranks),
+                **extension.engine_environment(config),
                 "CUDA_VISIBLE_DEVICES": seat.visible,
             }
             specs.append(
@@ -311,7 +311,7 @@ def _trainers(config: Config, addresses: Addresses, placement: Placement, run_di
     for rank, seat in enumerate(seats):
         env = {
             **_shared_env(addresses, seat),
-            **({} if gpu else KEEP_MEMORY),
+            **platforms.chosen(gpu=gpu).environment,
             **_nccl_env(config.engine),
             **(DETERMINISTIC_ENV if config.deterministic else {}),
             "OMP_NUM_THREADS": str(config.trainer.threads),
@@ -332,6 +332,8 @@ def _trainers(config: Config, addresses: Addresses, placement: Placement, run_di
                 ends_the_run=True,
                 node=seat.node.name,
                 reports=True,
+                restarts=config.cluster.max_restarts if config.recovers else 0,
+                together="trainers",
             )
         )
     return specs

@@ -1,30 +1,25 @@
 """Resolution of `dtype: auto` for trainer, engines, teacher and judge.
 
 On a GPU it becomes bfloat16. On a CPU it becomes the format with the faster matrix multiplication on the machines that
-will run the part (backends/cpu/probe.py); the slowest machine decides, so that all ranks agree. The format of a run
+will run the part (Platform.measure); the slowest machine decides, so that all ranks agree. The format of a run
 that is resumed or replayed takes precedence. The launcher writes the result to config.json, which every process reads,
 and the reasons to machine.json.
-
-waits for     the probe of each machine (PROBE_SECONDS)
-on a hang     raises LaunchError, which names the machine
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.backends.cpu import probe
-from asyncrl.backends.cpu.probe import Rates
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.launch.resume import origins
+from asyncrl.platforms import DTYPES, Rates, without_gpu
 
 if TYPE_CHECKING:
     from asyncrl.launch.slurm.job import SlurmJob
@@ -32,8 +27,6 @@ if TYPE_CHECKING:
 AUTO = "auto"
 PARTS = {"trainer": "train", "engine": "generate", "teacher": "generate", "judge": "generate"}
 """Sections with a dtype, and the kind of measured rate that applies to each."""
-PROBE_SECONDS = 120.0
-"""Timeout of the probe. A cold import of torch from a shared file system takes most of it."""
 SLOW = 1.5
 """Slowdown of an explicit dtype, relative to the other one, from which a warning is given."""
 
@@ -156,7 +149,7 @@ def _choose(part: str, setting: str, rates: Rates | None, before: str | None) ->
     if rates is None:
         return DtypeChoice(part, "bfloat16", "auto: it runs on GPUs")
     dtype = rates.faster(kind)
-    (other,) = set(probe.DTYPES) - {dtype}
+    (other,) = set(DTYPES) - {dtype}
     factor = rates.slowdown(kind, other)
     return DtypeChoice(part, dtype, f"auto: {factor:.1f} times as fast as {other} on {_where(rates)} (measured)", rates)
 
@@ -201,54 +194,4 @@ def _machines(placement: Placement, part: str) -> list[str]:
 def _ask(wanted: Iterable[tuple[str, Sequence[str]]], job: SlurmJob | None) -> dict[tuple[str, str], Rates]:
     """Return the measured rates by shape and machine. Raises LaunchError if a measurement is missing."""
     pairs = list(dict.fromkeys((shape, machine) for shape, machines in wanted for machine in machines))
-    if not pairs:
-        return {}
-    shapes = list(dict.fromkeys(shape for shape, _ in pairs))
-    program = [sys.executable, "-m", "asyncrl.backends.cpu.probe", *shapes]
-    if job:
-        machines = list(dict.fromkeys(machine for _, machine in pairs))
-        outputs = job.everywhere(program, PROBE_SECONDS, machines)
-    else:
-        known = {shape: probe.cached(*_sides(shape)) for shape in shapes}
-        complete = {(shape, ""): rates for shape, rates in known.items() if rates}
-        if len(complete) == len(shapes):
-            return complete
-        machines, outputs = [""], [_run(program)]
-    found = {(shape, machine if job else ""): rates for output in outputs for shape, machine, rates in _parsed(output)}
-    if missing := [machine or "this machine" for shape, machine in pairs if (shape, machine) not in found]:
-        said = "\n".join(output[-1000:] for output in outputs)
-        raise LaunchError(
-            f"the speed of {missing} could not be measured within {PROBE_SECONDS:.0f} s: set trainer.dtype, "
-            f"engine.dtype, teacher.dtype and judge.dtype, so that no measurement is needed. The probe printed:\n{said}"
-        )
-    return found
-
-
-def _sides(shape: str) -> tuple[int, int]:
-    hidden, _, inner = shape.partition("x")
-    return int(hidden), int(inner)
-
-
-def _run(program: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            program,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PROBE_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        return str(late.stdout or "")
-    return done.stdout
-
-
-def _parsed(output: str) -> Iterator[tuple[str, str, Rates]]:
-    """Yield shape, machine and rates from each line of the probe; lines of other programs are ignored."""
-    for line in output.splitlines():
-        _, mark, text = line.partition(probe.MARK)
-        if mark:
-            shape, machine, rates = text.split(" ", 2)
-            yield shape, machine, Rates.parse(rates)
+    return without_gpu().measure(pairs, job.everywhere if job else None) if pairs else {}

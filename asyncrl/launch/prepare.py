@@ -1,5 +1,4 @@
-"""Parts of a run that are determined before anything starts: its sandboxes, machines, models, checkpoint and number
-formats.
+"""Parts of a run that are determined before anything starts: its machines, models, checkpoint and number formats.
 
 The preflight takes the same steps, and reports what each of them refuses.
 """
@@ -13,10 +12,10 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.extension import Planned, first
+from asyncrl.extension import Planned, active, first
 from asyncrl.launch import forecast, layers, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
-from asyncrl.launch.checks import check_devices, check_files, check_gpu_features, check_model
+from asyncrl.launch.checks import check_devices, check_files, check_model, check_platforms
 from asyncrl.launch.generations import check_generations
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, Placement, imagined, job_size, place, ports_wanted
@@ -30,7 +29,6 @@ from asyncrl.launch.teacher import check_teacher
 from asyncrl.models import catalog
 from asyncrl.models.vision import flat
 from asyncrl.planner.estimate import Estimate
-from asyncrl.sandbox.local import LocalSandboxes
 from asyncrl.weights.choice import choose_lora
 
 ROLES = ("model", "teacher", "judge")
@@ -48,7 +46,9 @@ class Preparation:
         self.run_dir = run_dir
         self.arguments = arguments
         self.key = run_key(config)
-        self.sandboxes: list[LocalSandboxes] = []
+        self.hooks = [one.launch() for one in active(config).values()]
+        self.announced: list[object] = []
+        """What tasks, rewards and agents announced for the checks of extensions (imports.announce)."""
         self.nodes: Sequence[Node] = ()
         self.imagined = False
         """Whether placeholders stand in for the machines of a job that has not been submitted."""
@@ -95,8 +95,8 @@ class Preparation:
         return max((len(node.gpus) for node in self.nodes), default=0)
 
     def files(self) -> None:
-        """Build the tasks and rewards, and find the sandboxes in which their code would run."""
-        self.sandboxes = check_files(self.config)
+        """Build the tasks, rewards and agents."""
+        self.announced = check_files(self.config)
 
     def recording(self) -> None:
         """Check the recording that is replayed."""
@@ -131,7 +131,7 @@ class Preparation:
             gpus = count_gpus(cluster.gpus)
             self.nodes = [this_node(cluster.host, cluster.interface, gpus, ports_wanted(self.config))]
             check_devices(self.config, gpus)
-        check_gpu_features(self.config, self.gpus)
+        check_platforms(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
         seats = [seat for seats in self._placement.engines for seat in seats]
         check_generations(self.config.engine, seats, self.nodes, self.machines if self.gpus else ())
@@ -192,9 +192,11 @@ class Preparation:
         )
 
     def notes(self) -> list[str]:
-        """Return lines for the console about what was chosen."""
+        """Return lines for the console about what was chosen, and those of extensions. Raises ConfigError for a run
+        that must not start."""
         planned = self.planned.lines() if self.planned else []
-        return [*([f"weights.lora {self.lora}"] if self.lora else []), *planned]
+        more = [line for hooks in self.hooks for line in hooks.notes(self)]
+        return [*([f"weights.lora {self.lora}"] if self.lora else []), *planned, *more]
 
     def estimate(self) -> None:
         """Estimate the duration of the run."""

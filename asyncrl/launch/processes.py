@@ -3,9 +3,9 @@
 waits for     the death of a process, or a signal to stop
 on a stall    of a process that reports its progress: kills it if it may be restarted, otherwise writes down what each
               of them was doing, and ends the run
-on death      restarts an engine or the router, once the run has started (launch/restarts.py). If any other process
-              ends, except a trainer that has finished, ends the run and reports the process, its machine, how it ended
-              and its last lines
+on death      restarts an engine, the router, or all trainers, once the run has started (launch/restarts.py). If any
+              other process ends, except a trainer that has finished, ends the run and reports the process, its machine,
+              how it ended and its last lines
 on SIGHUP     ends the run as on SIGTERM: its terminal is gone (nohup prevents it)
 on SIGUSR1    asks the run to end with a checkpoint (by the file STOP, which the trainer polls)
 always        stops every process, clients before servers, and kills processes that outlived their parent, found by the
@@ -115,6 +115,7 @@ class Supervisor:
                     **spec.env,
                     **self._scratch.environment,
                     "ASYNCRL_INCARNATION": self._policy.incarnation(name),
+                    "ASYNCRL_DIED_AT": str(self._policy.died_at(name)),
                 },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -167,7 +168,7 @@ class Supervisor:
         }
         if final:
             raise ProcessDied(self._diagnosis(final))
-        if ends <= dead.keys() and (ends or self._gone >= self._specs.keys()):
+        if ends <= dead.keys() - wrong.keys() and (ends or self._gone >= self._specs.keys()):
             if ends and (self._run_dir / STOPPED).exists():
                 raise Paused("ended as requested")
             return True
@@ -237,6 +238,7 @@ class Supervisor:
         text = f"{who} died: {end}\n" + (f"{_first(recorded)}\nits log: {log}" if recorded else said)
         restarted = self._policy.count(name)
         text += f"\n{name} had been restarted {restarted} times (cluster.max_restarts)" if restarted else ""
+        text = "\n".join([text, *self._policy.recoveries()])
         text += f"\nended afterwards: {', '.join(others)}" if others else ""
         where = [self._run_dir, Path(tempfile.gettempdir()), SHARED]
         return "\n".join([text, *full(where), *shared_memory(code, lines)])

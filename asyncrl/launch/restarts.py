@@ -7,6 +7,9 @@ hangs, or holds wrong weights) is killed and restarted in the same way. So is an
 does not answer (launch/watch.py), whatever the trainer is doing. A process that only plays episodes is restarted
 alone, also after a stall (launch/stalls.py). A restarted router learns from the trainer which engines serve.
 
+When a trainer dies, all of them are killed and started again (trainer/recovery.py), except for an error that would only
+happen again: one of the user's code or of this system, a third death at the same step, or a fourth within ten steps.
+
 An engine may be asked to leave (asyncrl-engines remove). It is stopped once the trainer has released it, and not
 restarted.
 
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,11 +34,14 @@ from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.launch.watch import HealthWatch
 from asyncrl.network.addresses import LOST, READY, RESTARTED, TRAINING, Addresses
+from asyncrl.progress import failures
 
 FORGET_SECONDS = 5.0
 """Timeout of the router's response when it is told to forget a dead engine."""
 RETRY_SECONDS = 10.0
 """Seconds between two attempts to start a process on a machine that does not answer."""
+RECOVERIES, RECOVERY_STEPS = 3, 10
+"""The trainers are started again at most so often within so many steps."""
 LOOK_SECONDS = 1.0
 """Seconds between two checks for engines that are asked to leave: the folder may be on a widely shared file system."""
 LEAVE_SECONDS = 600.0
@@ -64,10 +70,12 @@ class RestartPolicy:
         self._tried: dict[str, float] = {}
         self._restarts: Counter[str] = Counter()
         self._announced: dict[str, float] = {}  # deaths that were reported, and when
+        self._died = defaultdict[str, float](float)
         self._restarted = restarted
         self._notes = Tail(run_dir / LOST, new=bool(newcomers))
         self._registry, self._newcomers, self._leave_seconds = Registry(run_dir), newcomers, leave_seconds
         self._asked_at: dict[str, float] = {}
+        self._recoveries: list[tuple[int, str]] = []  # deaths of the trainers: the newest step, who died and how
         self._looked_at = -LOOK_SECONDS
 
     def count(self, name: str) -> int:
@@ -77,7 +85,24 @@ class RestartPolicy:
     def allows(self, spec: ProcessSpec) -> bool:
         """Return whether the process may be restarted once more. A process that dies before all were up is faulty
         itself."""
-        return self._restarts[spec.name] < spec.restarts and (self._run_dir / READY).exists()
+        allowed = self._restarts[spec.name] < spec.restarts and (self._run_dir / READY).exists()
+        return allowed and (not spec.ends_the_run or self._may_recover(spec))
+
+    def _may_recover(self, trainer: ProcessSpec) -> bool:
+        if self._restarts[trainer.name] < len(self._recoveries):
+            return True  # it died of a death that the trainers recover from already
+        if any(found["lasting"] for found in failures(self._run_dir) if found["process"].startswith("trainer-")):
+            return False
+        step = self._newest_step()
+        before = [one for one, _ in self._recoveries]
+        return before.count(step) < 2 and sum(step - one < RECOVERY_STEPS for one in before) < RECOVERIES
+
+    def recoveries(self) -> list[str]:
+        """Return a line for each death of the trainers that was followed by a recovery."""
+        return [f"trainers had started again after step {step}: {how}" for step, how in self._recoveries]
+
+    def _newest_step(self) -> int:
+        return max((int(line["version"]) for line in Tail(self._run_dir / "metrics.jsonl")()), default=0)
 
     def lost(self, spec: ProcessSpec) -> bool:
         """Return whether the machine of a dead process has left the job. Queries Slurm, and does so rarely."""
@@ -109,9 +134,12 @@ class RestartPolicy:
             if not self._due(spec.name):
                 return False
             self._tried[spec.name] = time.monotonic()
-        self._restarted(spec.name, how, self._announced.pop(spec.name))
+        self._died[spec.name] = self._announced.pop(spec.name)
+        self._restarted(spec.name, how, self._died[spec.name])
         if not spec.step or self._began(spec.name):  # otherwise nothing has died: its machine does not answer
             self._restarts[spec.name] += 1
+            if spec.ends_the_run and self._restarts[spec.name] > len(self._recoveries):
+                self._recoveries.append((self._newest_step(), f"{spec.name}, {how}"))
         for note in (begin_file, end_file):
             note(self._run_dir / "slurm" / "steps", spec.name).unlink(missing_ok=True)
         if spec.name in self._watches:
@@ -143,6 +171,10 @@ class RestartPolicy:
         """Return the incarnation that the process is told; "" for the first one."""
         restarts = self._restarts[name]
         return f"{RESTARTED}{self._newcomers}{restarts}" if restarts or self._newcomers else ""
+
+    def died_at(self, name: str) -> float:
+        """Return when the process died last, in seconds since the epoch; 0 if it has not."""
+        return self._died[name]
 
     def leaves(self, spec: ProcessSpec) -> bool:
         """Return whether it is asked to leave."""

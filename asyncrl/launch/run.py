@@ -21,7 +21,6 @@ from asyncrl.errors import LaunchError, Paused, ProcessDied, Stopped
 from asyncrl.extension import Pilot, first
 from asyncrl.jsonl import replace_text
 from asyncrl.launch import forecast, resume, run_folder
-from asyncrl.launch.checks import check_sandboxes
 from asyncrl.launch.machine import allow_files
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.prepare import Preparation
@@ -139,19 +138,13 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
     `arguments` are its settings."""
     job = _job(config)
     prepared = Preparation(config, run_dir, job.probed(config) if job else None, arguments)
-    unprotected: list[str] = []
     if config.cluster.preflight:
         from asyncrl.launch.preflight.run import require
 
         require(prepared, run_dir)
     else:
         prepared.all()
-        if config.mode != "replay":
-            unprotected = [
-                f"WARNING: code of the model runs without isolation on this machine (allow_unsafe=true). {found}"
-                for found in check_sandboxes(prepared.sandboxes)
-                if not found.isolated
-            ]
+    notes = prepared.notes()
     job, origin, placement, gpus = prepared.job, prepared.origin, prepared.placement, prepared.gpus
     chosen, expected = prepared.chosen, prepared.expected
     config = chosen.config
@@ -204,7 +197,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
     console.opening(
         [*differences(config), *resume.changes(config, origin)],
         str(origin.folder) if origin else None,
-        notes=[*forecast.lines(chosen, expected), *prepared.notes(), *unprotected],
+        notes=[*forecast.lines(chosen, expected), *notes],
     )
     try:
         pilot = None

@@ -30,10 +30,13 @@ class StepLog:
         begins: Callable[[str, int], None] = lambda span, step: None,
         ended: Callable[[str, int, float, float], None] = lambda span, batch, start, end: None,
         outputs: Sinks | None = None,
+        written: int = 0,
     ) -> None:
         """Create the log. `started_at` is the wall-clock time (time.time) of the command; `tasks` are the training
-        tasks; `begins` is called with the name of every span and its step, again after a span within it, and `ended`
-        with the number of the batch and the wall-clock times; `outputs` also receive the batches."""
+        tasks; `begins` is called with the name of every span and its step, again after a span within it, and
+        `ended` with the number of the batch and the wall-clock times; `outputs` also receive the batches.
+        Steps up to `written` have been passed on already, by trainers that died."""
+        self._written = written
         self._outputs = outputs
         self._sinks, self._tasks, self._clock, self._begins, self._ended = sinks, tasks, clock, begins, ended
         self._offset = time.time() - started_at - clock()
@@ -124,6 +127,8 @@ class StepLog:
             self._ended("gather", len(self.steps), began, began + sent["fill"])
         self._last_end, self._spans = now, {}
         self.steps.append(record)
+        if version <= self._written:
+            return record
         for sink in self._sinks:
             sink(record)
         if self._outputs:

@@ -153,7 +153,7 @@ def _norm_bytes(width: int, layout: ParallelLayout, training: Training, output: 
 def _attention(shape: Shape, layout: ParallelLayout, training: Training) -> float:
     """Return the numbers per token that attention keeps besides its input: the projections, rotated queries and keys
     with their angles, and its output. Latent attention copies what it rotates and keeps no projections. On a CPU it
-    pads values and output to the width of keys (backends/cpu/pack_attention.py), and keeps the unpadded output too."""
+    pads values and output to the width of keys, and keeps the unpadded output too."""
     t, shards, drops = layout.tensor, shape.key_shards(layout), training.recompute.drops
     both = shape.keys + shape.values
     if shape.latent:

@@ -129,17 +129,13 @@ async def start_all(parts: Iterable[object]) -> None:
 
 
 async def close_all(parts: Iterable[object], warn: Callable[[str, str | None], None]) -> None:
-    """Call `close` once on every distinct part that has it."""
+    """Call `close` once on every distinct part that has it. Its error becomes a warning, which neither keeps the rest
+    from being closed nor hides the error that ended the process."""
     for part in distinct(parts):
         if close := getattr(part, "close", None):
-            await close_one(close, type(part).__qualname__, warn)
-
-
-async def close_one(close: Callable[[], Awaitable[None]], what: str, warn: Callable[[str, str | None], None]) -> None:
-    """Call a function that closes something. Its error becomes a warning, which neither keeps the rest from being
-    closed nor hides the error that ended the process."""
-    try:
-        with raised_by("close"):
-            await close()
-    except AsyncRLError as error:
-        warn(f"{what} could not be closed: {error}", "".join(format_exception(error)))
+            try:
+                with raised_by("close"):
+                    await close()
+            except AsyncRLError as error:
+                text = f"{type(part).__qualname__} could not be closed: {error}"
+                warn(text, "".join(format_exception(error)))

@@ -31,6 +31,7 @@ from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
+from asyncrl.rollout.journal import Journal, NoJournal
 from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
 from asyncrl.rollout.parts import ModelParts, PlayingParts, PlaysEpisodes
@@ -125,7 +126,15 @@ class RolloutParts:
             group_sizes={name: config.group_size(name) for name in config.mixture},
         )
         drain = config.weights.pause_mode == "drain"
-        server = RolloutServer(groups, inflight, evaluations, addresses.api_key, drain=drain, save=save)
+        server = RolloutServer(
+            groups,
+            inflight,
+            evaluations,
+            addresses.api_key,
+            journal=Journal(run_dir, reporter.warn) if config.recovers else NoJournal(),
+            drain=drain,
+            save=save,
+        )
         server.starting = "the engines to start"
         status = StatusFile(run_dir, server.state, groups, inflight, loads, addresses, observer.gpus)
         server.more = [route for one in hooks for route in one.routes(server, status.now)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,14 +19,14 @@ from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.partial_completion import StopStrings
 from asyncrl.engine.scorer import TeacherEngines
 from asyncrl.engine.stream import Headers, no_headers
-from asyncrl.envs.tools.shared import close_shared
 from asyncrl.errors import ConfigError
+from asyncrl.extension import PlayerHooks, active
 from asyncrl.images.decoder import Vision
 from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Access, Addresses
-from asyncrl.rollout.agent import Agent, agents, close_all, close_one, figures, start_all
+from asyncrl.rollout.agent import Agent, agents, close_all, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempts, played_here
 from asyncrl.rollout.group_player import GroupPlayer, PlaysGroups
@@ -121,6 +122,7 @@ class PlayingParts:
     groups: GroupPlayer
     start_timeout: float
     warn: Warn
+    hooks: Sequence[PlayerHooks] = ()
     ahead: Ahead = field(default_factory=Ahead)
 
     @classmethod
@@ -149,7 +151,8 @@ class PlayingParts:
         )
         groups = GroupPlayer(player, failures, load(rollout.accept, "rollout.accept"))
         timeout = config.engine.start_timeout
-        return cls(client, playing, scores, teachers, teacher, player, groups, timeout, warn)
+        hooks = [one.player() for one in active(config).values()]
+        return cls(client, playing, scores, teachers, teacher, player, groups, timeout, warn, hooks)
 
     @property
     def attempts(self) -> Attempts:
@@ -180,8 +183,7 @@ class PlayingParts:
     async def close(self) -> None:
         """Close everything."""
         await close_all([*self.agents.values(), *self.rewards.values()], self.warn)
-        await close_one(close_shared, "what the episodes share", self.warn)
-        await close_all([self.client, self.teachers], self.warn)
+        await close_all([*self.hooks, self.client, self.teachers], self.warn)
 
 
 def allow_files(config: Config, warn: Warn, processes: int = 1) -> None:

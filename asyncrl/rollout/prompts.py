@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.envs.tools.system import ignores_tools, tools_in_system
 from asyncrl.errors import ConfigError
+from asyncrl.extension import question_functions
 from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
 from asyncrl.images.parts import images_in, without_images
@@ -297,14 +297,12 @@ class Prompts:
 
 
 def question_of(task: Task, template: Template, index: int, field: str) -> Question:
-    """Return question `index` of the task that this setting configures. Its tools are described in the system message
-    if the chat template ignores them."""
+    """Return question `index` of the task that this setting configures, as a model with this chat template is shown
+    it."""
     question = ask(task, index, field)
-    tools = question.get("tools", ())
-    if not ignores_tools(template, tools):
-        return question
-    form = question.get("tool_format", "hermes")
-    return {**question, "messages": tools_in_system(question["messages"], tools, form)}
+    for function in question_functions():
+        question = function(question, template)
+    return question
 
 
 def render(template: Template, question: Question) -> list[int]:

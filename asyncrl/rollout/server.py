@@ -3,7 +3,7 @@
     GET  /batch?version=v&part=i&parts=k&reader=r&readers=R
                             the batch that turns version v into v + 1, or part i of k, as msgpack; 202 and the reason
                             until it is ready. Each of R readers gets the same bytes, as often as it asks, until version
-                            v + 1 is published
+                            v + 1 is published, and afterwards from the journal (rollout/journal.py)
     POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
     POST /version {"version": v}    every engine serves v: release requests, open admission; returns the adapters in
                             use (engine/adapters.py)
@@ -49,6 +49,7 @@ from asyncrl.network.serving import SignalFreeServer
 from asyncrl.network.tls import Signed
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, WrongBatch
+from asyncrl.rollout.journal import NoJournal
 from asyncrl.rollout.snapshot import GroupsState
 from asyncrl.schema import encode
 
@@ -85,11 +86,14 @@ class RolloutServer:
         evaluations: Evaluations | None,
         api_key: str,
         *,
+        journal: NoJournal | None = None,
         drain: bool = False,
         save: Callable[[GroupsState], bytes] | None = None,
     ) -> None:
-        """`drain` makes a hold wait for the requests in flight; `save` encodes a snapshot that includes the state."""
+        """`journal` keeps batches for trainers that start again; `drain` makes a hold wait for the requests in flight;
+        `save` encodes a snapshot that includes the state."""
         self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
+        self._journal = journal or NoJournal()
         self._api_key, self._drain, self._save = api_key, drain, save
         self.starting = ""
         """What the start waits for; empty once rollouts run."""
@@ -117,13 +121,23 @@ class RolloutServer:
             async with asyncio.timeout(POLL_SECONDS):
                 batch = await self._groups.batch(version, part, parts)
         except WrongBatch as wrong:
+            if (kept := await asyncio.to_thread(self._journal.read, version, part)) is not None:
+                return Response(kept, media_type="application/msgpack")
             return PlainTextResponse(str(wrong), status_code=409)
         except TimeoutError:
             return PlainTextResponse(self._groups.waiting_for(), status_code=202)
-        if self._encoded is None or (self._encoded.version, self._encoded.part) != (version, part):
-            self._encoded = _Encoded(version, part, encode(batch))
+        if not self._is_encoded(version, part):
+            data = encode(batch)
+            await asyncio.to_thread(self._journal.keep, version, part, data)
+            if not self._is_encoded(version, part):  # for another reader, meanwhile
+                self._encoded = _Encoded(version, part, data)
+        assert self._encoded
         self._encoded.readers.add(reader)
         return Response(self._encoded.data, media_type="application/msgpack")
+
+    def _is_encoded(self, version: int, part: int) -> bool:
+        encoded = self._encoded
+        return encoded is not None and (encoded.version, encoded.part) == (version, part)
 
     async def hold(self, _: Request) -> Response:
         """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
@@ -176,6 +190,7 @@ class RolloutServer:
         encoded = self._encoded
         return {
             "version": self._groups.published_version,
+            "held": self._inflight.held,
             "waiting_for": self.starting or self._groups.waiting_for(),
             "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
             "ledger": asdict(self._groups.ledger()),

@@ -72,11 +72,7 @@ KINDS = {
 def build(config: TaskConfig) -> Task:
     """Build the task that a configuration names, with its tools."""
     task = _without_tools(config)
-    if not config.tools:
-        return task
-    from asyncrl.tasks.tooled import Tooled
-
-    return Tooled(task, config.tools, config.tool_options)
+    return extension.wrapped(task, config, "tools") if config.tools else task
 
 
 def _without_tools(config: TaskConfig) -> Task:

@@ -19,10 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.backends import transformer_engine
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl import platforms
 
-transformer_engine.check(gpu=not megatron_shim.enable())  # must run before the first import of megatron.core
+platforms.here().prepare_trainer()  # must run before the first import of megatron.core
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -43,7 +42,7 @@ from asyncrl.observability.timeline import TimelineWriter  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
-from asyncrl.trainer import checkpoint, packed_base  # noqa: E402
+from asyncrl.trainer import checkpoint, packed_base, recovery  # noqa: E402
 from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_file  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
@@ -53,8 +52,10 @@ from asyncrl.trainer.parallel import host_group, initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.publishers import PublisherBuilder  # noqa: E402
 from asyncrl.trainer.recordings import NoEngines, ReplaySource, ScoreWriter  # noqa: E402
+from asyncrl.trainer.recovery import CatchingUp, Recovery  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.trainer.turns import Turns  # noqa: E402
+from asyncrl.weights.checksum import Checksums  # noqa: E402
 from asyncrl.weights.export import save_trained  # noqa: E402
 from asyncrl.weights.overlap import OverlappedPublisher  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
@@ -91,9 +92,11 @@ def main(run_dir: Path) -> None:
     warn = partial(_warn, run_dir)
     timeline = _timeline(config, run_dir, parallel, warn)
     overlapped = _overlapped(publisher, timeline, parallel) if config.weights.overlap else None
-    log = _log(config, addresses, run_dir, parallel, begins, timeline)
+    recovered = recovery.find(run_dir, addresses.resume, source, fleet, parallel)
+    resumed = recovered.checkpoint if recovered else addresses.resume
+    log = _log(config, addresses, run_dir, parallel, begins, timeline, resumed, recovered)
     turns = Turns(hand_over, policy.memory, publisher, log, source.hold) if config.cluster.takes_turns else None
-    publisher = turns or overlapped or publisher
+    sender, publisher = publisher, turns or overlapped or publisher
     published = overlapped.finish if overlapped else lambda: None
     stop = StopRule(config.run, end)
     store = CheckpointStore(run_dir)
@@ -103,16 +106,21 @@ def main(run_dir: Path) -> None:
         snapshot=source.snapshot,
         warn=warn,
     )
-    if addresses.resume:
-        first = _go_on(addresses.resume, run_dir, policy, log, stop)
-    if addresses.resume or addresses.attached or turns or config.changes_base:  # engines have other weights, or none
+    if resumed:
+        first = _go_on(resumed, run_dir, policy, log, stop)
+    if recovered:
+        tell = warn if parallel.is_first else None
+        publisher = CatchingUp(publisher, first, recovered, fleet, partial(_verified, sender), tell)
+    if (
+        resumed or recovered or addresses.attached or turns or config.changes_base
+    ):  # engines have other weights, or none
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
         publisher.publish(first)  # verified like a first publish; the engines resume only afterwards
         published()
-    if addresses.resume and addresses.resume.parent == store.folder:
+    if resumed and (recovered or resumed.parent == store.folder):
         checkpoints.resumed(first)
-    elif addresses.resume:
+    elif resumed:
         checkpoints.save(first)  # into this run's own folder, so that the next resume=auto finds it
 
     def export(folder: Path, version: int) -> None:
@@ -122,7 +130,7 @@ def main(run_dir: Path) -> None:
     def save(version: int) -> None:
         if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
             export(run_dir / f"hf-{version:06d}", version)
-        if checkpoints.due(version):
+        if checkpoints.due(version) and not (recovered and version <= recovered.served):
             with log.span("save"):
                 published()  # the rollout side is saved between a version and its batch
                 checkpoints.save(version)
@@ -255,8 +263,13 @@ def _go_on(folder: Path, run_dir: Path, policy: Policy, log: StepLog, stop: Stop
     """Restore the run from a checkpoint and return its version. The steps before it are read from the run folder."""
     counters = checkpoint.load(folder, policy)
     stop.restore(counters["stop"])
-    log.restore(counters["log"], Tail(run_dir / "metrics.jsonl")())
-    return manifest.read(folder).version
+    version = manifest.read(folder).version
+    log.restore(counters["log"], [step for step in Tail(run_dir / "metrics.jsonl")() if step["version"] <= version])
+    return version
+
+
+def _verified(publisher: VersionPublisher) -> Checksums | None:
+    return publisher.verified if isinstance(publisher, Publisher) else None
 
 
 def _warn(run_dir: Path, text: str, version: int) -> None:
@@ -276,12 +289,15 @@ def _log(
     parallel: Parallel,
     begins: Callable[[str, int], None],
     timeline: TimelineWriter,
+    resumed: Path | None,
+    recovered: Recovery | None,
 ) -> StepLog:
     """Return the log of this rank. That of rank 0 also writes and sends the metrics."""
+    written = recovered.written if recovered else manifest.read(resumed).version if resumed else 0
     sinks, outputs = list[Callable[[dict[str, float]], None]](), None
     if parallel.is_first:
         warn = partial(_warn, run_dir)
-        first = manifest.read(addresses.resume).version + 1 if addresses.resume else None
+        first = written + 1 if resumed or recovered else None
         sinks = [partial(jsonl.append, run_dir / "metrics.jsonl"), GapWatch(warn)]
         outputs = Sinks(config, run_dir, addresses.model, warn, first)
     return StepLog(
@@ -291,6 +307,7 @@ def _log(
         begins=begins,
         ended=timeline.phase,
         outputs=outputs,
+        written=written,
     )
 
 

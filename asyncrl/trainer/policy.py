@@ -23,7 +23,7 @@ from asyncrl.config import Config
 from asyncrl.config.batch_parts import check_traits
 from asyncrl.errors import RecordError
 from asyncrl.parallel import Parallel
-from asyncrl.schema import Batch
+from asyncrl.schema import Batch, Group
 from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head
@@ -67,6 +67,9 @@ class Policy:
         self._added = 0  # tokens of the last batch that extensions added to it
         self.memory = DeviceMemory(self._held)
         self._hooks = {name: one.trainer(self) for name, one in extension.active(config).items()}
+        self._inputs = list(self._stages_of_inputs())
+        self._columns = list(self._stages_of_columns())
+        self._following = list(self._stages_that_follow())
 
     @property
     def started(self) -> Tensor:
@@ -126,62 +129,107 @@ class Policy:
         """Take the optimizer steps of one batch. Returns its statistics, which are the same on every rank. Of a batch
         that comes in parts (trainer.batch_parts), each part adds its gradient, and the step follows the last one;
         the others return nothing."""
-        objective, shaping, first = self._objective, self.config.algo.shaping, not self._parts.begun
-        if first and self.config.trainer.lora.dropout:  # so that a resumed run draws the same masks
-            reseed(self.config.run.seed + batch.version)
-        added = [group for hooks in self._hooks.values() for group in hooks.before_update(batch)]
-        self._added = sum(group.num_tokens for group in added)
-        trained = [*batch.groups, *added]
-        groups = build_samples(trained, self.config.adapter_of)
-        if self.network.vision:
-            groups = self.network.vision.begin(trained, groups)
-        if self._routing:
-            groups = self._routing.begin(trained, groups, first=first)
-
+        self._seed(batch.version)
+        trained = self._with_added(batch)
+        groups: Groups = build_samples(trained, self.config.adapter_of)
+        for prepare in self._inputs:
+            groups = prepare(trained, groups)
         table = build_table(trained, batch.version)
-        table = replace(table, reward=shaped(table, shaping, self.config.rollout.max_new_tokens))
-        table = self._scored(groups, table, batch.version)
-        advantages = self._advantage(table)
-        step = table.trained(advantages, keep=trainable(table, shaping))
-        step = replace(step, keep=objective.select(step))
-
+        for add in self._columns:
+            table = add(groups, table, batch.version)
+        step = table.trained(self._advantage(table), keep=trainable(table, self.config.algo.shaping))
+        step = replace(step, keep=self._objective.select(step))
         with self._routed():
-            if first and batch.last:
-                figures = self._train(groups if batch.version >= self._warm_at else [], step)
-            else:
-                figures = self._train_part(groups, step, last=batch.last)
+            figures = self._take_steps(groups, step, batch)
         if not batch.last:
             return {}
-        if self._routing:
-            figures |= self._routing.figures()
-        if self._critic:
-            returns = step.column("values") + self._advantage.call(gae_raw, step)
-            figures |= self._critic.train(groups, replace(step, weights=objective.shares(groups, step)), returns)
+        for follow in self._following:
+            figures |= follow(groups, step)
         for hooks in self._hooks.values():
             figures |= hooks.after_update(batch.version + 1)
         return figures
 
-    def _scored(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
-        """Return the table with what the algorithm needs to know about each token: log-probabilities under the
-        reference and under the policy that the steps start from, the teacher's at the sampling temperature, and
-        values."""
-        kl, objective = self.config.algo.kl, self._objective
-        if kl.coefficient or (kl.measure_every and version % kl.measure_every == 0):
-            table = replace(table, reference=self._of_reference(groups, table))
-        # the teacher is scored at temperature 1 only
-        tempered_teacher = table.teacher is not None and self._temperature != 1.0
-        if objective.needs_start or tempered_teacher:
-            with self._routed(whole_batch=True):
-                table = replace(table, proximal=self._score(groups, table))
-        if tempered_teacher:
-            with self._routed():
-                plain = self._score(groups, table, temperature=1.0)
-            teacher = tempered(table.column("proximal"), plain, table.column("teacher"), self._temperature)
-            table = replace(table, teacher=teacher)
+    def _seed(self, version: int) -> None:
+        if self.config.trainer.lora.dropout and not self._parts.begun:  # so that a resumed run draws the same masks
+            reseed(self.config.run.seed + version)
+
+    def _with_added(self, batch: Batch) -> list[Group]:
+        """Return the groups of the batch, and those that extensions train beside them."""
+        added = [group for hooks in self._hooks.values() for group in hooks.before_update(batch)]
+        self._added = sum(group.num_tokens for group in added)
+        return [*batch.groups, *added]
+
+    def _stages_of_inputs(self) -> Iterator[Callable[[list[Group], Groups], Groups]]:
+        """Yield what gives the network more than tokens, in order."""
+        if vision := self.network.vision:
+            yield vision.begin
+        if routing := self._routing:
+            yield lambda trained, groups: routing.begin(trained, groups, first=not self._parts.begun)
+
+    def _stages_of_columns(self) -> Iterator[Callable[[Groups, TokenTable, int], TokenTable]]:
+        """Yield what adds the columns that the algorithm needs to a table of a version, each after those that it needs
+        itself."""
+        algo, objective = self.config.algo, self._objective
+        yield self._add_shaped_reward
+        if algo.kl.coefficient or algo.kl.measure_every:
+            yield self._add_reference
+        if objective.needs_start:
+            yield self._add_start
+        if self._temperature != 1.0:
+            yield self._add_tempered_teacher
         if objective.kl_in("reward"):
-            penalty = objective.kl(table.column("proximal"), table)
-            table = replace(table, token_reward=table.token_reward - penalty)
-        return replace(table, values=self._critic.values(groups, table)) if self._critic else table
+            yield self._add_penalty
+        if critic := self._critic:
+            yield lambda groups, table, _: replace(table, values=critic.values(groups, table))
+
+    def _add_shaped_reward(self, _: Groups, table: TokenTable, __: int) -> TokenTable:
+        return replace(table, reward=shaped(table, self.config.algo.shaping, self.config.rollout.max_new_tokens))
+
+    def _add_reference(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
+        """Add the log-probabilities of the reference, for the loss, or where they are only measured, every so often."""
+        kl = self.config.algo.kl
+        if not kl.coefficient and version % kl.measure_every:
+            return table
+        return replace(table, reference=self._of_reference(groups, table))
+
+    def _add_start(self, groups: Groups, table: TokenTable, _: int) -> TokenTable:
+        """Add the log-probabilities under the policy that the steps start from."""
+        with self._routed(whole_batch=True):
+            return replace(table, proximal=self._score(groups, table))
+
+    def _add_tempered_teacher(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
+        """Replace the log-probabilities of a teacher, which is scored at temperature 1 only, by those at the sampling
+        temperature."""
+        if table.teacher is None:
+            return table
+        if table.proximal is None:
+            table = self._add_start(groups, table, version)
+        with self._routed():
+            plain = self._score(groups, table, temperature=1.0)
+        teacher = tempered(table.column("proximal"), plain, table.column("teacher"), self._temperature)
+        return replace(table, teacher=teacher)
+
+    def _add_penalty(self, _: Groups, table: TokenTable, __: int) -> TokenTable:
+        penalty = self._objective.kl(table.column("proximal"), table)
+        return replace(table, token_reward=table.token_reward - penalty)
+
+    def _take_steps(self, groups: Groups, table: TrainingTable, batch: Batch) -> dict[str, float]:
+        if self._parts.begun or not batch.last:
+            return self._train_part(groups, table, last=batch.last)
+        return self._train(groups if batch.version >= self._warm_at else [], table)
+
+    def _stages_that_follow(self) -> Iterator[Callable[[Groups, TrainingTable], dict[str, float]]]:
+        """Yield what acts after the optimizer steps of a batch, and returns statistics."""
+        if routing := self._routing:
+            yield lambda groups, table: routing.figures()
+        if self._critic:
+            yield self._train_critic
+
+    def _train_critic(self, groups: Groups, table: TrainingTable) -> dict[str, float]:
+        assert self._critic
+        returns = table.column("values") + self._advantage.call(gae_raw, table)
+        weighted = replace(table, weights=self._objective.shares(groups, table))
+        return self._critic.train(groups, weighted, returns)
 
     def _routed(self, *, whole_batch: bool = False) -> AbstractContextManager[None]:
         """Replay the routing of experts in the passes within, if the algorithm does so."""

@@ -22,10 +22,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.algo.routing_replay_index import Groups, RoutingReplayIndex, engine_routes, with_keys
+from asyncrl.algo.routing_replay_index import RoutingReplayIndex, engine_routes, with_keys
 from asyncrl.parallel import Parallel
 from asyncrl.routing import RoutingShape
 from asyncrl.schema import Group
+from asyncrl.trainer.microbatches import Groups
 
 Kind = Literal["R2", "R3"]
 PIECE = 1 << 26
@@ -85,14 +86,14 @@ class RoutingReplay:
     def begin(self, groups: Sequence[Group], samples: Groups, *, first: bool = True) -> Groups:
         """Start a new batch, or its next part, if this is not the first. Returns its samples with the keys of their
         tokens. Raises ValueError if the engines report the experts of another model."""
-        samples, count = with_keys(samples)
+        keyed, count = with_keys(samples)
         if self._kind == "R3":
-            self._routes = engine_routes(groups, samples, count, self._shape, self._layers)
+            self._routes = engine_routes(groups, keyed, count, self._shape, self._layers)
         else:
             self._routes = RoutingReplayIndex.empty(count, len(self._layers), self._shape)
         for choice in self._every() if first else ():
             choice.compared.zero_()
-        return samples
+        return keyed
 
     @contextmanager
     def of_policy(self, *, whole_batch: bool = False) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Attention over a pack without an N by N mask: memory grows with the number of rows, work with the pairs that attend.
 
-FlexAttention gets the rule of the pack as a block mask. On a CPU, backends/cpu/pack_attention.py applies the same rule.
+FlexAttention gets the rule of the pack as a block mask. On a CPU, the platform applies the same rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from asyncrl.algo.pack import Pack
-from asyncrl.backends.cpu import pack_attention
+from asyncrl.platforms import without_gpu
 
 BLOCK = 128
 """Rows and keys of a block of FlexAttention's mask."""
@@ -32,7 +32,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
     """Attend with each of this rank's n rows (all N without context parallelism) to the rows that the pack allows: q
     [n, h, d], k [N, g, d], v [N, g, e] -> [n, h, e]."""
     if q.device.type == "cpu":
-        return pack_attention.attend(q, k, v, pack, scale)
+        return without_gpu().attend(q, k, v, pack, scale)
     return _flex(q, k, v, pack, scale)
 
 

@@ -44,7 +44,7 @@ from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
-from asyncrl.weights.checksum import ExpectedChecksums, differing, merge, parse
+from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, merge, parse
 from asyncrl.weights.choice import choose
 from asyncrl.weights.delta import DeltaTransport
 from asyncrl.weights.disk import DiskTransport
@@ -104,7 +104,8 @@ class Publisher:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send-weights")
         self._plan: list[Bucket] | None = None
         self._memory: list[Tensor] = []
-        self._verified_once = False
+        self.verified: Checksums | None = None
+        """Checksums of the last version that was verified, on rank 0."""
 
     def prepare(self) -> None:
         """Plan and allocate the buckets. Runs on every rank while the engines still load, and needs none of them."""
@@ -280,7 +281,7 @@ class Publisher:
 
     def _verification_is_due(self, version: int) -> bool:
         every = self._settings.verify_every
-        due = not self._verified_once or self._fleet.joining or (every and version % every == 0)
+        due = self.verified is None or self._fleet.joining or (every and version % every == 0)
         return bool(self._settings.verify and due)
 
     def _verify(self, expected: ExpectedChecksums) -> float:
@@ -288,7 +289,7 @@ class Publisher:
         Returns the seconds that it took."""
         started = time.monotonic()
         whole = merge([stage for stage in _from_all(expected.result(), self._group) if stage])
-        self._verified_once = True
+        self.verified = whole
         if self._parallel.is_first:
             asked = {"action": "checksum", "selector": "target"}  # a draft model changes no token
             for url, answer in self._fleet.call("/weights_checker", asked).items():

@@ -1,7 +1,7 @@
 """Sums that are too hard for a small model but not for a calculator: a task to be answered with tools.
 
-Each question is preceded by worked examples that call `calculate` (asyncrl/envs/tools/calculator.py) in hermes format.
-With them SmolLM2 calls it in about two of five samples at temperature 1; without them it does not.
+Each question is preceded by worked examples that call `calculate` (asyncrl/extensions/tools/calculator.py) in hermes
+format. With them SmolLM2 calls it in about two of five samples at temperature 1; without them it does not.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from asyncrl.envs.tools.calculator import calculate
+from asyncrl.extensions.tools.calculator import calculate
 
 TOOL: dict[str, Any] = {
     "type": "function",

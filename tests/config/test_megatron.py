@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from asyncrl.backends.cpu import megatron_shim
 from asyncrl.config import load
 from asyncrl.config.megatron import ELSEWHERE, DdpFields, OptimizerFields, TransformerFields
 from asyncrl.errors import ConfigError
+from asyncrl.platforms import here
 from asyncrl.settings import Section
 from tests.fakes import compose_values, tiny_config
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.server_args import MOST_DRAFTS, draft_room
 from asyncrl.engine.server import expert_args, server_argv
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import check_gpu_features
+from asyncrl.launch.checks import check_platforms
 from tests.fakes import tiny_config
 
 ARGS = "engine.server_args"
@@ -113,7 +113,7 @@ def test_engines_on_gpus_get_the_backends_that_they_are_told_and_otherwise_choos
     ],
 )
 def test_cpus_do_not_draft_and_have_one_cache_and_backends_of_their_own(base: dict[str, Any], field: str) -> None:
-    check_gpu_features(tiny_config(**base), 1)
+    check_platforms(tiny_config(**base), 1)
     with pytest.raises(ConfigError, match="CPUs") as caught:
-        check_gpu_features(tiny_config(**base), 0)
+        check_platforms(tiny_config(**base), 0)
     assert caught.value.field == field

@@ -152,7 +152,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    from asyncrl.backends.cpu import megatron_shim
+    from asyncrl.platforms import here
 
-    megatron_shim.enable()
+    here().prepare_trainer()
     main(Path(sys.argv[1]))

@@ -28,11 +28,11 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from asyncrl.backends.cpu.sglang_shim import install
 from asyncrl.engine import quantized
 from asyncrl.network.ports import free_port
+from asyncrl.platforms import here
 
-install()
+here().prepare_engine()
 quantized.install(["dummy"])
 
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.envs.env import Step
-from asyncrl.envs.tools.shared import LOCAL, sandboxes
+from asyncrl.extensions.tools.shared import LOCAL, sandboxes
 from tests.envs.faulty import Faulty
-from tests.sandbox import attacks
+from tests.extensions.sandbox import attacks
 
 KINDS = ("raises", "hangs", "dies", "leaves a child", "exits", "garbage", "oversized", "no step", "cannot be sent")
 ATTACKS = ("fork bomb", "network", "files", "eater", "flood")

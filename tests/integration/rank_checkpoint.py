@@ -10,9 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

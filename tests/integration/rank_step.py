@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402

@@ -20,10 +20,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from asyncrl.backends.cpu import megatron_shim
 from asyncrl.network.addresses import Access
+from asyncrl.platforms import here
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 import httpx  # noqa: E402
 import msgspec  # noqa: E402

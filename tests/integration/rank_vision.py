@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 import msgspec  # noqa: E402
 import torch  # noqa: E402

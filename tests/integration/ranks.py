@@ -84,9 +84,9 @@ def _zygote() -> subprocess.Popen[str]:
 def serve(prepare: Callable[[], None] = lambda: None) -> None:
     """Execute orders until the tests end. `prepare` runs between the CPU shim and the import of Megatron."""
     from asyncrl import importing
-    from asyncrl.backends.cpu import megatron_shim
+    from asyncrl.platforms import here
 
-    megatron_shim.enable()
+    here().prepare_trainer()
     prepare()
 
     for module in PRELOADED:

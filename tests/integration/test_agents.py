@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.extensions.sandbox.machine import public
 from tests.integration.books import balanced, groups_of
 from tests.integration.running import lines, nothing_is_left, run
-from tests.sandbox.machine import public
 
 pytestmark = pytest.mark.integration
 __all__ = ["public"]
@@ -43,7 +43,7 @@ def test_function_that_edits_its_context_trains_every_token_that_it_was_answered
 def faults(run_dir: Path, public: Path, count: int, steps: int, *settings: str) -> Counter[str]:
     """Run a training whose environments have about `count` faults, and whose sandboxes are attacked.
 
-    Return the number of reported failures by reason. For `public` see tests/sandbox/machine.py.
+    Return the number of reported failures by reason. For `public` see tests/extensions/sandbox/machine.py.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)

@@ -20,9 +20,10 @@ import httpx
 import pytest
 import torch
 
-from asyncrl.engine.server import server_argv, server_env
+from asyncrl.engine.server import server_argv
 from asyncrl.network.ports import free_port
 from asyncrl.parallel import EngineParallel
+from asyncrl.platforms import without_gpu
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, parse
 from asyncrl.weights.folder import HFFolder
 from tests.integration.engine_jobs import EVERYTHING, MODELS, engine_of, named, run_jobs, write_model
@@ -52,7 +53,8 @@ def serving(model: Path, shape: EngineParallel) -> Iterator[str]:
     """Run one engine, started as by the launcher, and yield its address."""
     config = engine_of(shape)
     url, log = f"http://127.0.0.1:{free_port('127.0.0.1')}", model.with_suffix(".log")
-    argv, env = server_argv(config.engine, model, url, gpu=False, seed=0), server_env(config.engine, gpu=False)
+    argv = server_argv(config.engine, model, url, gpu=False, seed=0)
+    env = without_gpu().engine_environment(config.engine.ranks)
     with log.open("w") as out:
         server = subprocess.Popen(argv, env={**os.environ, **env}, stdout=out, stderr=out, start_new_session=True)
     try:
@@ -110,7 +112,7 @@ def loaded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
             engine, folder = engine_of(shape).engine, folders[name]
             outs[name, shape] = base / f"{folder.name}.{named(shape)}.json"
             args = server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:]
-            env = server_env(engine, gpu=False)
+            env = without_gpu().engine_environment(engine.ranks)
             jobs.append({"args": args, "env": env, "out": str(outs[name, shape])})
         return outs, run_jobs(base, jobs)
 

@@ -44,7 +44,12 @@ def test_a_run_that_executes_code_of_the_model_is_refused_with_the_remedy(
 ) -> None:
     code, text = command(tmp_path, *arguments)
     assert code != 0
-    for words in ("cannot isolate code of the model", "bubblewrap: ", "allow_unsafe=true", "docs/sandbox.md"):
+    for words in (
+        "cannot isolate code of the model",
+        "bubblewrap: ",
+        "allow_unsafe=true",
+        "sandbox/README.md",
+    ):
         assert words in text
     assert not (tmp_path / "run").exists()
 

@@ -18,8 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.engine.server import server_argv, server_env
+from asyncrl.engine.server import server_argv
 from asyncrl.parallel import EngineParallel
+from asyncrl.platforms import without_gpu
 from asyncrl.weights import checksum
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.checksum import CpuHash, ExpectedChecksums, differing
@@ -168,7 +169,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         files, out = publishes(folder, case.kind), base / f"{case}.json"
         job = {
             "args": server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:],
-            "env": server_env(engine, gpu=False),
+            "env": without_gpu().engine_environment(engine.ranks),
             "out": str(out),
             "published": list(map(str, files)),
         }

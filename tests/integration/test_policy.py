@@ -20,7 +20,7 @@ from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import build_samples, shares
 from asyncrl.algo.table import TokenTable, build_table
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 from tests.algo import tables
 from tests.fakes import in_parts, tiny_config
@@ -28,7 +28,7 @@ from tests.integration.losses import fitting
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    megatron_shim.enable()
+    here().prepare_trainer()
     from asyncrl.trainer import policy as module
     from asyncrl.trainer.microbatches import Groups, packs_of_rank
     from asyncrl.trainer.policy import Policy

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.backends.cpu import probe
-from asyncrl.backends.cpu.probe import MARK, Rates
+from asyncrl.extensions.cpu.probe import MARK
+from asyncrl.platforms import DTYPES, Rates
 from tests.integration.running import output, run
 
 pytestmark = pytest.mark.integration
@@ -61,14 +61,14 @@ def test_auto_is_resolved_told_and_estimated(tmp_path: Path) -> None:
     assert "estimate: " in text
     assert summary["estimate/run"] > 0
     assert summary["estimate/error"] == pytest.approx(summary["estimate/run"] / summary["time/total"] - 1)
-    (other,) = set(probe.DTYPES) - {first[0]}
+    (other,) = set(DTYPES) - {first[0]}
     assert other not in summary["dtype/trainer"].split()[0]
 
 
 def test_cpu_without_bfloat16_arithmetic_takes_float32_for_both_sides(tmp_path: Path) -> None:
     """The instructions of a newer CPU are hidden from torch and oneDNN."""
     env = {**os.environ, **HIDDEN, "ASYNCRL_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", "asyncrl.backends.cpu.probe", "576x1536"]
+    command = [sys.executable, "-m", "asyncrl.extensions.cpu.probe", "576x1536"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     rates = Rates.parse(line.split(" ", 3)[-1])

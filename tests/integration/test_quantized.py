@@ -76,9 +76,9 @@ def test_a_quantized_base_computes_as_the_dequantized_model(layout: str, tmp_pat
 
 def packed_of(weight: torch.Tensor, base: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return codes and scales of a whole weight, and the weight that they stand for."""
-    from asyncrl.backends.cpu import megatron_shim
+    from asyncrl.platforms import here
 
-    megatron_shim.enable()
+    here().prepare_trainer()
     from asyncrl.trainer.quantized import quantize
 
     packed = quantize(weight, base)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.backends.cpu.probe import Rates
 from asyncrl.config import load
 from asyncrl.launch import forecast
 from asyncrl.launch.precision import DtypeChoice, Precision
@@ -16,6 +15,7 @@ from asyncrl.metrics.fields import SUMMARY_MACHINE
 from asyncrl.metrics.record import machine_figures
 from asyncrl.models import catalog
 from asyncrl.planner.estimate import Estimate
+from asyncrl.platforms import Rates
 from tests.fakes import compose_values, tiny_config
 
 RATES = Rates("host", "cpu", {"bfloat16": 1e9, "float32": 1e10}, {"bfloat16": 1e9, "float32": 1e10}, 2, 2.0)

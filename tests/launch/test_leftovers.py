@@ -10,13 +10,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from asyncrl.launch.leftovers import NOTED, OWNER, PREFIX, SHARED, Scratch, carrying, shared_files, sweep
-from asyncrl.sandbox.cgroups import Marker
 from tests.fakes import Clock
 
 MAPS = """
@@ -66,15 +64,6 @@ def test_files_that_another_living_process_maps_are_kept(files: list[Path]) -> N
         trainer.kill()
     sweep("engines-elsewhere", files[:2])
     assert [file.exists() for file in files] == [False, False, True]
-
-
-def test_folders_of_sandboxes_go_when_their_owner_is_dead(temporary: Path) -> None:
-    mine = Marker.mine()
-    alive, dead = [temporary / marker.name(1) for marker in (mine, replace(mine, started=1))]
-    for folder in (alive, dead):
-        folder.mkdir()
-    sweep("any-run", [])
-    assert (alive.exists(), dead.exists()) == (True, False)
 
 
 LAUNCHER = f"""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def leaves(section: Section, prefix: str = "") -> list[str]:
 
 
 def test_help_explains_every_field_and_names_every_group() -> None:
-    text = help.render(CONF)
+    text = help.render(CONF, "all")
     fields = leaves(tiny_config())
     assert sorted(help.field_names()) == sorted(fields)
     for field in fields:
@@ -50,6 +51,16 @@ def test_help_explains_every_field_and_names_every_group() -> None:
     assert "Annotated" not in text
     assert "\n        ppo  clip_low=0.2, clip_high=0.28, dual_clip=None\n" in text
     assert max(len(line) for line in text.splitlines()) <= 120
+
+
+def test_short_help_shows_what_people_set_first() -> None:
+    text = help.render(CONF)
+    shown = set(re.findall(r"\n  ([\w.]+)  \(", text))
+    assert shown == set(help.FIRST)
+    assert len(help.FIRST) == 30
+    assert "more fields: asyncrl-train --help all" in text
+    section = help.render(CONF, "rollout.images")
+    assert set(re.findall(r"\n  ([\w.]+)  \(", section)) == {n for n in help.field_names() if ".images." in n}
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 
 from asyncrl.engine.registry import Registry
-from asyncrl.errors import EngineError
+from asyncrl.errors import EngineError, WeightsError, is_of_user
 from asyncrl.launch.plan import ProcessSpec
+from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import RestartPolicy, restart_policy
 from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.network.addresses import LOST, READY, Addresses
 from asyncrl.observability.timeline import ProcessSpan, TimelineReader
+from asyncrl.progress import failing, failures
 from tests.launch.preflight.worlds import ENGINE, ROUTER
 
 TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True)
@@ -211,3 +214,63 @@ def test_engines_that_come_to_a_run_say_so_in_every_life(run_dir: Path) -> None:
     assert policy.given_up([ENGINE]) == ["engine-0"]
     assert policy.may_start_now(ENGINE, "killed")
     assert policy.incarnation("engine-0") == "restart-w-1"
+
+
+RANKS = [replace(TRAINER, name=f"trainer-{rank}", restarts=9, together="trainers") for rank in range(2)]
+
+
+def trained(run_dir: Path, steps: int) -> None:
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps({"version": n + 1}) + "\n" for n in range(steps)))
+
+
+def die(policy: RestartPolicy) -> None:
+    """All ranks die of one death, and start again."""
+    for rank in RANKS:
+        assert policy.allows(rank)
+        assert policy.may_start_now(rank, "killed by SIGKILL")
+
+
+def test_trainers_recover_twice_at_a_step_and_thrice_in_ten(run_dir: Path) -> None:
+    policy = RestartPolicy(run_dir)
+    trained(run_dir, 5)
+    die(policy)
+    die(policy)
+    assert not policy.allows(RANKS[0])  # a third death at this step would be followed by a fourth
+    trained(run_dir, 9)
+    die(policy)
+    trained(run_dir, 14)
+    assert not policy.allows(RANKS[1])
+    trained(run_dir, 15)  # ten steps after the first two
+    die(policy)
+    assert policy.recoveries() == [
+        f"trainers had started again after step {step}: trainer-0, killed by SIGKILL" for step in (5, 5, 9, 15)
+    ]
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_trainers_end_the_run_with_an_error_that_would_only_happen_again(lasting: bool, run_dir: Path) -> None:
+    (run_dir / "progress").mkdir()
+    told = {"process": "trainer-1", "time": 1.0, "error": "ValueError: mine", "place": "", "lasting": lasting}
+    (run_dir / "progress/trainer-1.failure").write_text(json.dumps(told))
+    assert all(RestartPolicy(run_dir).allows(rank) is not lasting for rank in RANKS)
+
+
+def test_error_of_ours_or_of_the_users_code_lasts(run_dir: Path) -> None:
+    with pytest.raises(WeightsError), failing(run_dir, "trainer-0"):
+        raise WeightsError("two tensors differ")
+    with pytest.raises(ValueError, match="mine"), failing(run_dir, "trainer-1"):
+        raise ValueError("mine")  # this file is no part of asyncrl
+    assert [one["lasting"] for one in failures(run_dir)] == [True, True]
+    assert not is_of_user("")
+    assert not is_of_user("/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:3252, in all_reduce")
+
+
+def test_death_of_all_trainers_is_no_end_of_the_run(tmp_path: Path) -> None:
+    """Both are gone before the supervisor looks, and start again; then both end well."""
+    (tmp_path / READY).touch()
+    (tmp_path / "logs").mkdir()
+    once = f"import pathlib, os, sys; seen = pathlib.Path({str(tmp_path)!r}, 'seen-' + sys.argv[1]); "
+    once += "seen.exists() or (seen.touch(), os.kill(os.getpid(), 9))"
+    ranks = [replace(rank, argv=[sys.executable, "-c", once, rank.name]) for rank in RANKS]
+    Supervisor(ranks, tmp_path, "run0", 5.0, RestartPolicy(tmp_path)).run(lambda: None)
+    assert {file.name for file in tmp_path.glob("seen-*")} == {"seen-trainer-0", "seen-trainer-1"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import httpx
@@ -13,13 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engine.client import GenerationClient
-from asyncrl.envs.env import EnvSpec
-from asyncrl.envs.pool import EnvironmentPool, PoolSettings
-from asyncrl.envs.tools.env import ToolEnv
 from asyncrl.errors import EpisodeFailed
 from asyncrl.observability.intervals import (
     AGENT,
-    CURRENT,
     DECODE,
     ENVIRONMENT,
     PREFILL,
@@ -35,63 +30,6 @@ from asyncrl.observability.intervals import (
 )
 from tests.engine.asking import PROMPT, asked
 from tests.fakes import FakeEngine, completion, pieces, stream, until
-
-CALL = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
-
-
-class Search:
-    """A tool that fails at its second call."""
-
-    name, description = "search", "Searches."
-
-    def __init__(self) -> None:
-        self.parameters: dict[str, Any] = {"type": "object", "properties": {}}
-        self.calls = 0
-
-    async def call(self, arguments: dict[str, Any]) -> str:
-        await asyncio.sleep(0.01)
-        self.calls += 1
-        if self.calls > 1:
-            raise OSError("the index is down")
-        return "found"
-
-
-class Searching(ToolEnv):
-    """An environment with this tool."""
-
-    def __init__(self) -> None:
-        super().__init__([Search()], on_fault="model")
-
-
-def inside(inner: Interval, outer: Interval) -> bool:
-    return outer.start <= inner.start <= inner.end <= outer.end
-
-
-def test_tools_nest_in_their_environment_and_faults_are_told_even_where_the_model_is_told_too() -> None:
-    async def play() -> list[Interval]:
-        activity = Activity()
-        CURRENT.set(activity)
-        pool = EnvironmentPool("shop", EnvSpec(f"{__name__}:Searching"), PoolSettings(concurrency=1))
-        async with pool() as env:
-            await env.reset({})  # type: ignore[misc]
-            for _ in range(2):
-                await asyncio.sleep(0.01)
-                assert activity.waits_for == "its agent"
-                await env.step(CALL)  # type: ignore[misc]
-        activity.finish()
-        await pool.close()
-        return activity.intervals(time.time())
-
-    every = asyncio.run(play())
-    steps = [one for one in every if one.name in ("shop.step", "search")]
-    assert [(one.phase, one.name) for one in steps] == [(ENVIRONMENT, "shop.step"), (TOOL, "search")] * 2
-    assert inside(steps[1], steps[0])
-    assert inside(steps[3], steps[2])
-    *fine, failed = (one.outcome for one in steps)
-    assert fine == [""] * 3
-    assert failed.startswith("tool: OSError: the index is down (")  # and where
-    agent = [one for one in every if one.phase == AGENT]
-    assert all(any(one.end == step.start and one.seconds > 0.005 for one in agent) for step in (steps[0], steps[2]))
 
 
 def test_outside_of_an_episode_nothing_is_recorded_and_what_fails_is_cut() -> None:

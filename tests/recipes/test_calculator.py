@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.envs.tools.calculator import calculate
-from asyncrl.envs.tools.calls import parse
+from asyncrl.extensions.tools.calculator import calculate
+from asyncrl.extensions.tools.calls import parse
 from asyncrl_recipes.calculator.sums import Sums
 
 

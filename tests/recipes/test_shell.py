@@ -7,7 +7,7 @@ import json
 import pytest
 
 from asyncrl_recipes.shell.tasks import KINDS, ShellTasks
-from tests.envs.shells import SANDBOX, SOLUTIONS, block, play
+from tests.extensions.tools.shells import SANDBOX, SOLUTIONS, block, play
 
 
 @pytest.mark.parametrize("index", range(2 * len(KINDS)))

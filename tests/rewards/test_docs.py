@@ -11,7 +11,6 @@ import yaml
 
 from asyncrl.rewards import build
 from asyncrl.rewards.build import registered
-from tests.rewards.doubles import Sandboxes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "rewards.md", *sorted((ROOT / "asyncrl" / "extensions").glob("*/README.md"))]
@@ -25,8 +24,7 @@ EXAMPLES: list[dict[str, Any]] = [  # without those of an extension that was del
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda one: one["use"])
 def test_example_can_be_built(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
-    sandbox = {"sandbox": Sandboxes()} if example["use"] == "code" else {}
-    assert build(example["use"], example["params"] | sandbox).inline in (True, False)
+    assert build(example["use"], example["params"]).inline in (True, False)
 
 
 def test_every_registered_reward_has_an_example_or_a_sentence() -> None:

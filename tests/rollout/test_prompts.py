@@ -303,34 +303,3 @@ def test_chat_template_can_be_replaced_and_must_exist(model: Path, tmp_path: Pat
             (bare / part.name).write_bytes(text)
     with pytest.raises(ConfigError, match="has no chat template: set the path of a jinja file"):
         load_tokenizer(bare, None)
-
-
-def test_tools_that_the_template_does_not_show_are_in_the_system_message(tokenizer: Any) -> None:
-    tools = [{"type": "function", "function": {"name": "add"}}]
-
-    class Plain(ChatTemplate):
-        shows = False
-
-        def begin(self, messages: Any, tools: Any = ()) -> list[int]:
-            return [len(str(one["content"])) for one in messages] + [99] * (self.shows * len(tools))
-
-    class WithTools:
-        size, inline = None, True
-
-        def question(self, index: int) -> dict[str, Any]:
-            asked = {"role": "user", "content": str(index)}
-            return {"messages": [asked], "tools": tools, "tool_format": "pythonic"}
-
-    config = tiny_config(**{"eval.questions": 0})
-    for shows in (False, True):
-        template = Plain(tokenizer)
-        template.shows = shows
-        (prompt,) = first(Prompts(config, {"copy3": WithTools()}, template, 64), 1)  # type: ignore[dict-item]
-        (*system, user) = prompt.question["messages"]
-        assert user["role"] == "user"
-        assert len(prompt.token_ids) == 2
-        if shows:
-            assert (system, prompt.token_ids[-1]) == ([], 99)
-        else:
-            assert "[function_name(argument=value)" in system[0]["content"]
-            assert prompt.token_ids[0] == len(system[0]["content"])

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from asyncrl.backends.cpu.megatron_shim import CPU, _torch_for_megatron, _View
+from asyncrl.extensions.cpu.megatron_shim import CPU, _torch_for_megatron, _View
 from tests.te_stub import fp8
 
 CALLS: Counter[str] = Counter()

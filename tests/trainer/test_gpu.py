@@ -1,6 +1,6 @@
 """Attention and the output head on a GPU have the values and gradients of their definitions.
 
-The same tests run on a CPU, where attention takes another path (backends/cpu/pack_attention.py).
+The same tests run on a CPU, where attention takes another path (that of its platform).
 """
 
 from __future__ import annotations

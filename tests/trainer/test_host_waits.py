@@ -17,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 from asyncrl.settings import Choice
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.token_accumulator import TokenAccumulator
 from tests.algo.tables import make
 from tests.fakes import tiny_config
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 from asyncrl.trainer.objective import Objective  # noqa: E402
 from asyncrl.trainer.routing import RouterReplay  # noqa: E402

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from asyncrl.backends.cpu.megatron_shim import enable
+from asyncrl.platforms import here
 
-enable()
+here().prepare_trainer()
 
 from asyncrl.trainer.mlp import CACHED_ROWS, swiglu  # noqa: E402
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 from asyncrl.trainer.optimizer import NetworkOptimizer  # noqa: E402
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 from asyncrl.trainer.publishers import PublisherBuilder  # noqa: E402
 from tests.fakes import addresses, tiny_config  # noqa: E402

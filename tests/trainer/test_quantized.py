@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.backends.cpu.megatron_shim import enable
+from asyncrl.platforms import here
 
-enable()
+here().prepare_trainer()
 
 from asyncrl.errors import ConfigError  # noqa: E402
 from asyncrl.trainer import quantized  # noqa: E402

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 import torch  # noqa: E402
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function as route  # noqa: E402

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    megatron_shim.enable()
+    here().prepare_trainer()
     from asyncrl.trainer.sharding import Box, boxes
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -22,10 +21,9 @@ from asyncrl.algo.balance import TOKEN, Costs
 from asyncrl.algo.context_parallel_split import bounds_of, part
 from asyncrl.algo.pack import Pack, pack
 from asyncrl.algo.samples import Sample
-from asyncrl.backends.cpu.pack_attention import plan
 from asyncrl.trainer import tree_attention
 from asyncrl.trainer.tree_attention import BLOCK, MOST_GRAPHS, attend, block_mask
-from tests.algo.packs import Groups, dense, packs, words
+from tests.algo.packs import Groups, dense, packs
 
 DTYPES = {torch.float64: 1e-10, torch.float32: 3e-5}
 
@@ -54,19 +52,6 @@ def test_attention_and_its_gradient_are_those_of_the_dense_mask(
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
     for x, y in zip(mine, theirs, strict=True):
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=tolerance)
-
-
-def test_calls_are_few_and_cover_every_pair_once() -> None:
-    rng = random.Random(0)
-    head = words(rng, 40)
-    groups = []
-    for g in range(20):
-        prompt = [*head, g, *words(rng, 9)]
-        groups.append([sample(prompt, [s, *words(rng, 3)]) for s in range(8)])
-    p = pack(groups)
-    calls = plan(p)
-    assert len(calls.own) + len(calls.above) <= 5  # beginning, prompts, answers; answers on prompts, all on beginning
-    assert sum(len(call.rows) if call.alone is None else call.alone.queries[1] for call in calls.own) == p.num_tokens
 
 
 def sample(prompt: list[int], tokens: list[int]) -> Sample:

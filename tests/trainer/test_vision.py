@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from asyncrl.backends.cpu import megatron_shim
+from asyncrl.platforms import here
 
-megatron_shim.enable()
+here().prepare_trainer()
 
 from asyncrl.images import ImageShape  # noqa: E402
 from asyncrl.trainer.vision import Normalisation  # noqa: E402

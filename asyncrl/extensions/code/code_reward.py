@@ -34,9 +34,9 @@ from asyncrl import imports
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.code import code_tests
 from asyncrl.extensions.code.code_process import BOOT, MOST_OUTPUT
+from asyncrl.extensions.sandbox.protocol import Limits, Outcome, SandboxBackend
 from asyncrl.rewards.parameters import Count, Name, Seconds, check
 from asyncrl.rewards.reward import RewardInput, Score
-from asyncrl.sandbox.protocol import Limits, Outcome, SandboxBackend
 
 MARGIN_SECONDS = 10.0
 """Time allowed for the start of the harness."""
@@ -59,7 +59,7 @@ class CodeReward:
         reward: Literal["all", "share"] = "all",
         tests_key: Name | None = None,
         prefix_key: Name | None = None,
-        sandbox: str | Annotated[SandboxBackend, SkipValidation] = "asyncrl.sandbox.local:LocalSandboxes",
+        sandbox: str | Annotated[SandboxBackend, SkipValidation] = "asyncrl.extensions.sandbox.local:LocalSandboxes",
         sandbox_params: Mapping[str, Any] | None = None,
         python: Name = "python3",
         seconds: Seconds = 6.0,
@@ -180,5 +180,5 @@ def _backend(sandbox: object, params: Mapping[str, Any], limits: Limits) -> Sand
         check(maker, params, "sandbox_params")
         sandbox = maker(**params)
     if not hasattr(sandbox, "open"):
-        raise ConfigError("sandbox", sandbox, "Must be a backend of asyncrl.sandbox, or the import path of one.")
+        raise ConfigError("sandbox", sandbox, "Must be a backend (sandbox/protocol.py), or the import path of one.")
     return cast(SandboxBackend, sandbox)

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.envs.tools.calls import ToolCall, nested_too_deep
 from asyncrl.errors import AsyncRLError
+from asyncrl.extensions.tools.calls import ToolCall, nested_too_deep
 from asyncrl.images import ImageRefused
 from asyncrl.images.parts import images_in
 from asyncrl.schema import Message

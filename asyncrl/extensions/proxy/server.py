@@ -30,13 +30,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.extensions.proxy.answers import ApiResponse
 from asyncrl.extensions.proxy.fields import Body
 from asyncrl.extensions.proxy.fields import Route as Kind
 from asyncrl.extensions.proxy.messages import ApiError
 from asyncrl.extensions.proxy.session import ProxySession, ProxyStats, gone
+from asyncrl.extensions.tools import calls as tool_calls
 from asyncrl.network.serving import SignalFreeServer
 from asyncrl.schema import Generate
 
@@ -58,7 +58,7 @@ class Proxy:
         """Create the proxy. Raises ConfigError for an unknown `tool_format`.
 
         port: 0 for any free port
-        tool_format: format in which the model writes tool calls (envs/tools/calls.py)
+        tool_format: format in which the model writes tool calls (extensions/tools/calls.py)
         """
         self._host, self._port = host, port
         self._tool_format = tool_calls.known(tool_format, "agent_params.tool_format")

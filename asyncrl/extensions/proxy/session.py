@@ -24,7 +24,6 @@ from typing import Any
 from jinja2 import TemplateError
 
 from asyncrl.agents.linking import CompletedRequest, link
-from asyncrl.envs.tools import calls as tool_calls
 from asyncrl.errors import AsyncRLError, EpisodeFailed, PromptRefused
 from asyncrl.extensions.proxy import messages
 from asyncrl.extensions.proxy.answers import ApiResponse, ResponseChoice
@@ -32,6 +31,7 @@ from asyncrl.extensions.proxy.fields import Body, RequestOptions, Route, read
 from asyncrl.extensions.proxy.histories import ChatHistories, TextHistories
 from asyncrl.extensions.proxy.messages import ApiError, bad_field
 from asyncrl.extensions.proxy.rewards import Rewards
+from asyncrl.extensions.tools import calls as tool_calls
 from asyncrl.images import ImageRefused, image_name
 from asyncrl.images.parts import images_in
 from asyncrl.schema import Completion, Generate, Message, Template, Trajectory

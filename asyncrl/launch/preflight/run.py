@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.launch import forecast, precision
-from asyncrl.launch.checks import check_model, check_sandboxes
+from asyncrl.launch.checks import check_model
 from asyncrl.launch.leftovers import SHARED
 from asyncrl.launch.machine import allow_files
 from asyncrl.launch.placement import ports_wanted
@@ -42,8 +42,6 @@ from asyncrl.launch.teacher import check_teacher
 from asyncrl.planner import memory as planner
 from asyncrl.planner.settings import layout_of, served_adapters, training_of
 from asyncrl.planner.shapes import Shape, Weight, counted, parameters, shape_of
-from asyncrl.sandbox import local
-from asyncrl.sandbox.protections import Protections
 from asyncrl.weights.choice import choose_lora
 
 
@@ -78,7 +76,6 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
     yield from refused(prepared.place, "cluster")
     config = prepared.config
-    yield from _isolation(prepared)
     if not prepared.imagined:
         yield from refused(allow_files, "ulimit -n")
         yield from (error(str(SHARED), problem, f"Or {SHARED_REMEDY}.") for problem in full([SHARED]))
@@ -103,28 +100,11 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     yield from _folders(prepared.chosen.config, run_dir, policy)
     if prepared.job and len(prepared.job.nodes) > 1 and prepared.is_placed:
         yield from _network(prepared, prepared.job, run_dir)
+    for hooks in prepared.hooks:
+        yield from hooks.preflight(prepared)
 
 
 # -- the machines ------------------------------------------------------------------------------------------
-
-
-def _isolation(prepared: Preparation) -> Iterator[Finding]:
-    """Check how a machine is protected from code that the model writes."""
-    if not prepared.sandboxes or prepared.config.mode == "replay":
-        return
-    if prepared.imagined:
-        yield ok("sandbox", "checked on the job's machines when it starts")
-        return
-    found: list[Protections] = []
-    yield from refused(lambda: found.extend(check_sandboxes(prepared.sandboxes)), "sandbox")
-    for one in found:
-        held = f"{one.kind}: {', '.join(one.holds)} protected"
-        lacks = "; ".join(f"{name} not protected: {instead}" for name, instead in one.lacks.items())
-        if one.isolated:
-            yield ok("sandbox", f"{held}; {lacks}" if lacks else held)
-        else:
-            text = f"no isolation (allow_unsafe=true), little more than resource limits; {held}; {lacks}"
-            yield warning("sandbox", text, f"{local.FOR_ISOLATION}.")
 
 
 def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterator[Finding]:

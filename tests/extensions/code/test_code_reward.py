@@ -24,9 +24,10 @@ from asyncrl.extensions.code import code_tests
 from asyncrl.extensions.code.code_reward import CodeReward
 from asyncrl.extensions.code.code_tests import code_of
 from asyncrl.extensions.code.code_values import pack, unpack
+from asyncrl.extensions.sandbox.protocol import Limits
 from asyncrl.rewards import Score, build
-from asyncrl.sandbox.protocol import Limits
-from tests.rewards.doubles import Outcome, Plain, Sandboxes, answer
+from tests.extensions.code.doubles import Outcome, Plain, Sandboxes
+from tests.rewards.doubles import answer
 
 ADD = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'", "assert add([1], [2]) == [1, 2]"]
 RIGHT = "def add(a, b):\n    return a + b"

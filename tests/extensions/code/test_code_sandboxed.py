@@ -8,12 +8,12 @@ import json
 import pytest
 
 from asyncrl.extensions.code.code_reward import CodeReward
+from asyncrl.extensions.sandbox import cgroups
+from asyncrl.extensions.sandbox.protocol import Limits
 from asyncrl.rewards import Score
-from asyncrl.sandbox import cgroups
-from asyncrl.sandbox.protocol import Limits
+from tests.extensions.sandbox.machine import backend, kinds_with_users, leaves_nothing, needs_bubblewrap
+from tests.extensions.sandbox.ways import Kind
 from tests.rewards.doubles import answer
-from tests.sandbox.machine import backend, kinds_with_users, leaves_nothing, needs_bubblewrap
-from tests.sandbox.ways import Kind
 
 pytestmark = pytest.mark.integration
 __all__ = ["leaves_nothing"]

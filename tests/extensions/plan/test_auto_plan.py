@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl.backends.cpu.probe import Rates
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.plan import auto_plan
@@ -22,6 +21,7 @@ from asyncrl.metrics.console import planned_line
 from asyncrl.metrics.fields import SUMMARY_PLAN
 from asyncrl.metrics.record import plan_figures
 from asyncrl.models import catalog
+from asyncrl.platforms import Rates
 from scripts import sizes
 from tests.fakes import tiny_config
 

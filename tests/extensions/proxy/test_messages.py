@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.envs.tools.calls import ToolCall
 from asyncrl.extensions.proxy.messages import ApiError, assistant, read, read_all, tools_key
+from asyncrl.extensions.tools.calls import ToolCall
 
 CALL = ToolCall("add", {"a": 1, "b": ["é"]}, "call00000")
 SAID = assistant("", [CALL])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from hypothesis import strategies as st
 
 from asyncrl.config import Config, load
 from asyncrl.errors import LaunchError
+from asyncrl.extension import Extension, LaunchHooks
+from asyncrl.imports import announce
 from asyncrl.launch.main import main
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight import network, versions
 from asyncrl.launch.preflight.allreduce import AllReduce
-from asyncrl.launch.preflight.findings import Finding, failed
+from asyncrl.launch.preflight.findings import Finding, error, failed
 from asyncrl.launch.preflight.folders import look_at
 from asyncrl.launch.preflight.model_files import INDEX, read_model
 from asyncrl.launch.preflight.reach import Reach
@@ -63,6 +65,48 @@ def test_the_command_tells_and_leaves_nothing(tmp_path: Path) -> None:
         assert f"ok       {field}" in done.stdout
     assert "100 held out for evaluation; the first one for training has 5 tokens" in " ".join(done.stdout.split())
     assert list(tmp_path.iterdir()) == []
+
+
+class Checking(Extension):
+    """Reports what tasks have announced."""
+
+    def launch(self) -> LaunchHooks:
+        return CheckingHooks()
+
+
+class CheckingHooks(LaunchHooks):
+    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
+        yield error("servers", f"{prepared.announced} on {len(prepared.nodes)} machine", "Start them.")
+
+    def notes(self, prepared: Preparation) -> list[str]:
+        return [f"{len(prepared.announced)} servers"]
+
+
+class Announcing:
+    """A task that uses a server."""
+
+    size = None
+
+    def __init__(self) -> None:
+        announce("a server")
+
+    def question(self, index: int) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": "1"}]}
+
+    def score(self, answer: str, question: dict[str, Any]) -> float:
+        return 0.0
+
+
+def test_an_extension_checks_what_a_task_announces_and_has_notes(tmp_path: Path) -> None:
+    task = {"task.kind": f"{__name__}:Announcing", "task.params": {}}
+    config = tiny_config(extensions={"checking": f"{__name__}:Checking"}, **task)
+    prepared = Preparation(config, tmp_path / "run", None)
+    findings = preflight(prepared, tmp_path / "run")
+    assert failed(findings)
+    assert {one.field: one.value for one in findings}["servers"] == "['a server'] on 1 machine"
+    assert "1 servers" in prepared.notes()
+    announce("nobody listens")
+    assert prepared.announced == ["a server"]
 
 
 LONG = [{"prompt": "1" * (70 if row % 10 == 3 else 1 + row % 9), "answer": "1"} for row in range(40)]

@@ -1,0 +1,86 @@
+"""The engine's padded attention equals attention written out, request by request and head by head."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from asyncrl.extensions.cpu.paged_attention import attend, make_plan
+
+REQUESTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=6)  # (cached, new) tokens
+HEADS = st.sampled_from([(4, 4), (6, 2), (3, 1)])
+
+
+@given(REQUESTS, HEADS, st.integers(0, 2**16))
+def test_every_new_token_sees_its_own_request_up_to_itself(
+    requests: list[tuple[int, int]], heads: tuple[int, int], seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    lengths, new = [cached + count for cached, count in requests], [count for _, count in requests]
+    slots = torch.zeros(len(requests), max(lengths), dtype=torch.int64)
+    order = torch.randperm(sum(lengths), generator=draw) + 1  # pages lie anywhere in the cache; 0 is its padding
+    for request, chunk in enumerate(order.split(lengths)):
+        slots[request, : len(chunk)] = chunk
+    check(slots, lengths, new, heads, draw)
+
+
+GROUPS = st.lists(
+    st.tuples(st.integers(0, 9), st.lists(st.integers(1, 4), min_size=1, max_size=4)), min_size=1, max_size=4
+)  # for each group: slots that its requests share, and how many each has of its own
+
+
+@given(GROUPS, HEADS, st.integers(0, 3), st.integers(0, 2**16))
+def test_siblings_that_share_cache_entries_attend_as_if_each_stood_alone(
+    groups: list[tuple[int, list[int]]], heads: tuple[int, int], system: int, seed: int
+) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    count = system + sum(common + sum(owns) for common, owns in groups)
+    free = iter((torch.randperm(count, generator=draw) + 1).tolist())
+    take = lambda number: [next(free) for _ in range(number)]  # noqa: E731
+    first, rows = take(system), list[list[int]]()
+    for common, owns in groups:
+        prompt = first + take(common)
+        rows += [prompt + take(own) for own in owns]
+    lengths = [len(row) for row in rows]
+    slots = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+    for row, filled in zip(slots, rows, strict=True):
+        row[: len(filled)] = torch.tensor(filled)
+    check(slots, lengths, [1] * len(rows), heads, draw)
+
+
+def test_siblings_read_their_prompt_once() -> None:
+    slots = torch.cat([torch.arange(1, 21).repeat(6, 1), torch.arange(21, 27)[:, None]], 1)
+    slots[3:, :20] += 100  # two groups of three
+    plan = make_plan(slots, [21] * 6, [1] * 6)
+    assert plan.shared.shape == (2, 20)
+    assert plan.own.shape == (6, 1)
+
+
+def test_run_shares_no_more_than_all_of_its_requests_do() -> None:
+    """Neighbours agree in 20 slots and then in 17: the third must not read the first one's 18th to 20th."""
+    draw = torch.Generator().manual_seed(0)
+    slots = torch.arange(1, 22).repeat(3, 1)
+    slots[1, 20:], slots[2, 17:] = 30, torch.arange(31, 35)
+    assert make_plan(slots, [21] * 3, [1] * 3).shared.shape == (1, 17)
+    check(slots, [21] * 3, [1] * 3, (6, 2), draw)
+
+
+def check(slots: Tensor, lengths: list[int], new: list[int], heads: tuple[int, int], draw: torch.Generator) -> None:
+    """Compare with attention written out."""
+    query_heads, kv_heads = heads
+    cache_size, width = int(slots.max()) + 1, 8
+    k_cache, v_cache = (torch.randn(cache_size, kv_heads, width, generator=draw, dtype=torch.float64) for _ in range(2))
+    query = torch.randn(sum(new), query_heads, width, generator=draw, dtype=torch.float64)
+    found = attend(make_plan(slots, lengths, new), query, torch.full_like(query, torch.nan), k_cache, v_cache, 0.3)
+
+    row = 0
+    for request, (length, count) in enumerate(zip(lengths, new, strict=True)):
+        for position in range(length - count, length):
+            visible = slots[request, : position + 1]
+            for head in range(query_heads):
+                shared = head // (query_heads // kv_heads)
+                weights = torch.softmax(0.3 * k_cache[visible, shared] @ query[row, head], 0)
+                torch.testing.assert_close(found[row, head], weights @ v_cache[visible, shared])
+            row += 1

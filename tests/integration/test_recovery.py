@@ -1,0 +1,106 @@
+"""Trainers that die start again from a checkpoint, train the batches since then once more, and go on, while engines and
+rollouts work. The recording proves that nothing shows: trained again without any death, it gives the same losses,
+gradient norms and weights bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.books import check_books, check_replay
+from tests.integration.running import RUN, STEPS, finish, lines, processes_of, start, wait_for_step, wait_until
+
+pytestmark = pytest.mark.integration
+
+EVERY = 4
+RECOVERS = [one for one in RUN if not one.startswith(("checkpoint", "cluster"))]
+RECOVERS += [f"checkpoint.every={EVERY}", "cluster.on_trainer_death=recover"]
+"""Settings of a run whose trainers start again."""
+
+
+def signal_tree(leader: int, number: int) -> None:
+    for member in [psutil.Process(leader), *psutil.Process(leader).children(recursive=True)]:
+        member.send_signal(number)
+
+
+def kill_within_a_publish(run: subprocess.Popen[str], run_dir: Path, victim: str) -> None:
+    """Kill a trainer that waits for an engine to be paused."""
+    engine = processes_of(run, run_dir)["engine-0"]
+    signal_tree(engine, signal.SIGSTOP)
+    doing = run_dir / "progress/trainer-0.lease"
+    wait_until(lambda: "publishing weights" in doing.read_text(), run, run_dir, "a publish that waits for the engine")
+    os.kill(processes_of(run, run_dir)[victim], signal.SIGKILL)
+    signal_tree(engine, signal.SIGCONT)
+
+
+def told(run_dir: Path) -> list[str]:
+    found = [line["warning"] for line in lines(run_dir / "warnings.jsonl")]
+    return [warning for warning in found if warning.startswith("the trainers go on after ")]
+
+
+def test_trainers_that_die_twice_go_on_with_the_same_weights(tmp_path: Path) -> None:
+    """One rank dies in a step, and the other, later, in the middle of an update of the engines."""
+    run_dir, layout = tmp_path / "run", ["trainer.data_parallel=2"]
+    with start(run_dir, *RECOVERS, *layout) as run:
+        wait_for_step(run, run_dir, EVERY + 2)
+        before = processes_of(run, run_dir)
+        os.kill(before["trainer-1"], signal.SIGKILL)
+        wait_until(lambda: len(told(run_dir)) == 1, run, run_dir, "the trainers went on")
+        wait_for_step(run, run_dir, len(lines(run_dir / "metrics.jsonl")) + 1)
+        kill_within_a_publish(run, run_dir, "trainer-0")
+        wait_until(lambda: len(told(run_dir)) == 2, run, run_dir, "the trainers went on again")
+        after = processes_of(run, run_dir)
+        code, text = finish(run, run_dir)
+    assert code == 0, text
+    first, second = told(run_dir)
+    assert "the weights are the same" in first
+    assert "the weights were not compared" in second  # the engine may have had a part of the next version
+    assert "trainer-1 died (killed by SIGKILL" in text
+    assert "trainer-0 died (killed by SIGKILL" in text
+    assert all(before[name] == after[name] for name in ("engine-0", "router", "rollout"))
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path, *layout)
+
+
+LAYOUTS = [
+    ["trainer.tensor_parallel=2", "weights.transport=distributed"],
+    ["trainer.pipeline_parallel=2", "weights.transport=disk"],
+    ["trainer.pipeline_parallel=2", "weights.overlap=true", "weights.transport=distributed", "trainer.batch_parts=2"],
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(one.partition("=")[2] for one in layout))
+def test_trainers_of_any_layout_and_transport_recover(layout: list[str], tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with start(run_dir, *RECOVERS, *layout) as run:
+        wait_for_step(run, run_dir, EVERY + 1)
+        os.kill(processes_of(run, run_dir)["trainer-1"], signal.SIGKILL)
+        code, text = finish(run, run_dir)
+    assert code == 0, text
+    assert len(told(run_dir)) == 1
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path, *layout)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("trial", range(int(os.environ.get("ASYNCRL_TRIALS", "20"))))
+def test_trainers_recover_from_a_death_at_any_moment(trial: int, tmp_path: Path) -> None:
+    """Before the first checkpoint, too. A stopped rank is killed when it makes no progress."""
+    choice, run_dir, layout = random.Random(trial), tmp_path / "run", ["trainer.data_parallel=2"]
+    with start(run_dir, *RECOVERS, *layout, "cluster.stall_timeout=10") as run:
+        wait_for_step(run, run_dir, choice.randrange(1, STEPS - 1))
+        subprocess.run(["sleep", str(choice.random() / 2)], check=True)
+        victim = processes_of(run, run_dir).get(choice.choice(["trainer-0", "trainer-1"]))
+        if victim:
+            os.kill(victim, choice.choice([signal.SIGKILL, signal.SIGSTOP]))
+        code, text = finish(run, run_dir)
+    assert code == 0, text
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path, *layout)
