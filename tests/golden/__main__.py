@@ -53,7 +53,7 @@ PLANS = {
     "judge": ["judge=sglang", "judge.model=/judge"],
     "colocated": ["cluster.placement=colocated", "weights.pause_mode=retract", "rollout.max_staleness=1"],
     "adapters": ["trainer.lora.rank=4", "weights.lora=versions"],
-    "processes": ["processes.count=2", "rollout.image_processes=0"],
+    "processes": ["processes.count=2"],
     "alone": ["mode=rollout_only", "record=true"],
     "replay": ["mode=replay", "replay.from=/runs/a", "replay.schedule=true"],
     "plain": ["cluster.tls=false", "observe.engines=true", "deterministic=true", "rollout.max_staleness=0"],
