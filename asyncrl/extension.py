@@ -163,6 +163,9 @@ class RolloutHooks:
         an endpoint; `status` returns the content of status.json."""
         return ()
 
+    def group(self, group: Group) -> None:
+        """Listen to every group that was played to its end, accepted or rejected, before it is recorded."""
+
     def record(self, record: Record) -> None:
         """Listen to every group, batch and publish that has ended (observability/timeline.py)."""
 
@@ -203,6 +206,9 @@ class Extension:
 
     platform: ClassVar[str] = ""
     """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
+
+    serves: ClassVar[Sequence[str]] = ()
+    """Settings of the core that are refused without an extension that names them here."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""

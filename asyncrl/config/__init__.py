@@ -225,7 +225,12 @@ class Config(Section):
             if size == 1 and not advantage.is_own and advantage.name not in ALONE:
                 remedy = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
                 raise ConfigError(field, 1, remedy)
-        for one in extension.active(self).values():
+        extensions = extension.active(self).values()
+        served = {field for one in extensions for field in one.serves}
+        for field, value in {"replay.schedule": self.replay.schedule, "replay.compare": self.replay.compare}.items():
+            if value and field not in served:
+                raise ConfigError(field, value, extension.NOBODY)
+        for one in extensions:
             for problem in one.check(self):
                 raise problem
         return self

@@ -71,12 +71,12 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     """Return the specifications of engines (including those of teacher and judge), router, rollout process, trainer
     ranks and what extensions add. All are started at once and run concurrently."""
     trainers = _trainers(config, addresses, placement, run_dir)
+    hooks = [one.launch() for one in extension.active(config).values()]
+    more = [spec for one in hooks for spec in one.processes(config, addresses, placement, run_dir)]
     if config.mode == "replay":
-        again = [rollout_process("asyncrl.rollout.schedule_replay", addresses, placement.rollout, run_dir)]
-        return _changed(config, addresses, run_dir, [*(again if config.replay.schedule else []), *trainers])
+        return _changed(config, addresses, run_dir, [*more, *trainers])
     shown = signed(run_dir, addresses.router)
     router, hidden = _without_ports(router_argv(config.engine, addresses.router, placement.router.meeting, shown))
-    hooks = [one.launch() for one in extension.active(config).values()]
     others = [
         *_frozen(config, addresses, placement, run_dir),
         ProcessSpec(
@@ -90,7 +90,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
         rollout_process("asyncrl.rollout", addresses, placement.rollout, run_dir),
-        *(spec for one in hooks for spec in one.processes(config, addresses, placement, run_dir)),
+        *more,
         *([_collector(addresses, placement.rollout, run_dir)] if config.mode == "rollout_only" else trainers),
     ]
     return [

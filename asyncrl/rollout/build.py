@@ -21,12 +21,11 @@ from asyncrl.extension import RolloutHooks
 from asyncrl.imports import load
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.records.events import Began, Event
-from asyncrl.records.reading import RECORDS, Recording
+from asyncrl.records.reading import RECORDS
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import close_all
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.compare import ComparingRecorder
 from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.evaluation import Evaluations
@@ -98,7 +97,7 @@ class RolloutParts:
         )
         limiter = _concurrency_limiter(config)
         resumed = snapshot.decode((addresses.resume / ROLLOUT).read_bytes()) if addresses.resume else None
-        recorder = _recorder(run, reporter, resumed.service.buffer.version if resumed else 0)
+        recorder = _recorder(run, hooks, resumed.service.buffer.version if resumed else 0)
 
         def figures() -> dict[str, float]:
             more = ChainMap(playing.take_played(), prompts.figures(), loads.figures())
@@ -210,14 +209,11 @@ def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
     return bool(addresses.resume or attached or config.changes_base or config.cluster.takes_turns)
 
 
-def _recorder(run: RolloutRun, reporter: RunReporter, version: int) -> Recorder:
+def _recorder(run: RolloutRun, hooks: Sequence[RolloutHooks], version: int) -> Recorder:
     config, writer = run.config, Writer[Event](run.run_dir / RECORDS) if run.config.record else None
     if writer:
         writer.write(Began(run.addresses.run_id, time.time(), version, json.loads(config.model_dump_json())))
-    if compared := config.replay.compare:
-        recording = Recording(Path(compared).expanduser())
-        return ComparingRecorder(recording, reporter.compared, writer, run.warn)
-    return Recorder(writer, run.warn)
+    return Recorder(writer, run.warn, [one.group for one in hooks])
 
 
 def _concurrency_limiter(config: Config) -> ConcurrencyLimiter:

@@ -58,10 +58,6 @@ class RunReporter:
         """Append a line to eval.jsonl."""
         jsonl.append(self._run_dir / "eval.jsonl", line)
 
-    def compared(self, line: dict[str, Any]) -> None:
-        """Append a line to compare.jsonl."""
-        jsonl.append(self._run_dir / "compare.jsonl", line)
-
 
 class FailureReporter:
     """Reports failures to `write`, with the traceback of the user's code."""
