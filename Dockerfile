@@ -1,4 +1,4 @@
-# The whole system in an image, from the project's locks: docs/container.md.
+# The whole system in an image, from the project's locks: docs/quickstart.md.
 #
 #   docker build -t asyncrl .                                 # stock SGLang and TransformerEngine on CUDA
 #   docker build -t asyncrl:cpu --build-arg VARIANT=cpu --build-arg PIP_EXTRA_INDEX_URL=<PyTorch's CPU index> .

@@ -110,7 +110,7 @@ $(STUBS)/libcuda.so.1: tests/cuda_stub/driver.c tests/cuda_stub/runtime.c
 	cc -shared -fPIC -w -o $(STUBS)/cuda_stub_runtime.so tests/cuda_stub/runtime.c
 	cc -shared -fPIC -w -o $@ tests/cuda_stub/driver.c
 
-cuda-stub: $(CUDA)/.stamp $(STUBS)/libcuda.so.1  ## the CUDA path without a GPU: fake tensors, compiled kernels (docs/cuda_stub.md)
+cuda-stub: $(CUDA)/.stamp $(STUBS)/libcuda.so.1  ## the CUDA path without a GPU: fake tensors, compiled kernels (tests/cuda_stub/README.md)
 	LD_PRELOAD=$(abspath $(STUBS))/cuda_stub_runtime.so LD_LIBRARY_PATH=$(abspath $(STUBS)) \
 	$(CUDA)/bin/python -m pytest -q -n 2 $(ARGS) tests/cuda_stub
 

@@ -5,7 +5,7 @@ AsyncRLError
 |-- CompositionError   Hydra cannot compose the settings; states the nearest field
 |-- DeadlineExceeded   a wait timed out; states what was waited for and who should have provided it
 |-- ProcessDied        a process of the run ended; states its name, its exit status and its last lines
-|-- LaunchError        Slurm, or the machines of a job, do not behave as required
+|-- LaunchError        a cluster, or the machines of a job, do not behave as required
 |-- EngineError        an engine or the router refused a call, or gave an invalid answer
 |   `-- PeerFailed     another process of the run has failed; its own error says why
 |-- WeightsError       a tensor is missing, left over, of a wrong shape, or unknown to its family's table; names it
@@ -60,7 +60,7 @@ class ProcessDied(AsyncRLError):
 
 
 class LaunchError(AsyncRLError):
-    """Raised when Slurm refuses the job, or machines of the job do not respond."""
+    """Raised when a cluster refuses the job, or machines of the job do not respond."""
 
 
 class EngineError(AsyncRLError):
@@ -180,6 +180,13 @@ def place(error: BaseException) -> str:
             return f"{code.co_filename}:{line}, in {code.co_qualname}"
         found = found.__cause__ or found.__context__
     return ""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory could not be allocated, on a GPU or not. The types are those of torch, which the launcher
+    does not import."""
+    text = str(error).lower()
+    return type(error).__name__ == "OutOfMemoryError" or "out of memory" in text or "can't allocate memory" in text
 
 
 def is_of_user(place: str) -> bool:

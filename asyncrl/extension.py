@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from asyncrl.config import Config
     from asyncrl.engine.stream import Headers
+    from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement, Seat
     from asyncrl.launch.plan import ProcessSpec
     from asyncrl.launch.preflight.findings import Finding
@@ -81,7 +82,9 @@ class LaunchHooks:
         """Choose the settings of a run with cluster.plan; None if this extension plans nothing. Raises ConfigError."""
         return None
 
-    def pilot(self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement) -> Pilot | None:
+    def pilot(
+        self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement, cluster: Cluster
+    ) -> Pilot | None:
         """Return the pilot of a run with cluster.elastic; None if this extension has none."""
         return None
 
@@ -197,6 +200,11 @@ class Extension:
     """Import paths of task classes by their name in task.kind; each is created with its section (TaskConfig)."""
     rewards: ClassVar[Mapping[str, str]] = {}
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
+    clusters: ClassVar[Mapping[str, str]] = {}
+    """Import paths of subclasses of launch.cluster.Cluster by their name in cluster.launcher."""
+    trains: ClassVar[bool] = True
+    """Whether its settings can change what is trained. Those that cannot are not taken from a recorded run by a replay,
+    and may differ when a run is resumed."""
     wrappers: ClassVar[Mapping[str, str]] = {}
     """Import paths of what wraps the task of a section (TaskConfig) that sets a field, by that field; called with the
     task and the section."""
@@ -313,6 +321,17 @@ def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
 def tasks() -> dict[str, str]:
     """Return the import paths of the task classes of extensions that need not be named, by their name in task.kind."""
     return {name: path for kind in classes({}).values() for name, path in kind.tasks.items()}
+
+
+def clusters(named: Mapping[str, str]) -> dict[str, str]:
+    """Return the import paths of clusters by their name in cluster.launcher, also of the extensions that the setting
+    names."""
+    return {name: path for kind in classes(named).values() for name, path in kind.clusters.items()}
+
+
+def apart(named: Mapping[str, str]) -> set[str]:
+    """Return the names of the extensions whose settings cannot change what is trained."""
+    return {name for name, kind in classes(named).items() if not kind.trains}
 
 
 def rewards() -> dict[str, str]:

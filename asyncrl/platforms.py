@@ -93,10 +93,10 @@ class Platform:
     def check_engine(self, engine: EngineConfig) -> None:
         """Refuse what engines cannot do. Raises ConfigError."""
 
-    def measure(self, wanted: Sequence[tuple[str, str]], everywhere: Everywhere | None) -> dict[tuple[str, str], Rates]:
+    def measure(self, wanted: Sequence[tuple[str, str]], everywhere: Everywhere) -> dict[tuple[str, str], Rates]:
         """Return the rates for each shape of a model's MLP, HIDDENxINNER, on each machine, with which `dtype: auto` is
-        resolved. Without `everywhere`, all of it is this machine. Raises LaunchError if one cannot be measured. CUDA is
-        never asked: it computes in bfloat16."""
+        resolved. `everywhere` runs a program there (Cluster.everywhere); "" is this machine. Raises LaunchError if one
+        cannot be measured. CUDA is never asked: it computes in bfloat16."""
         raise NotImplementedError
 
     def prepare_engine(self) -> None:

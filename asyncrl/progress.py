@@ -1,5 +1,6 @@
 """What a process tells the launcher: a file RUN/progress/NAME.lease that it renews while it runs, and a file
-RUN/progress/NAME.failure with the error that ends it.
+RUN/progress/NAME.failure with the error that ends it. On another machine, what starts it there notes its beginning in
+NAME.begun, and in NAME.end how it ended.
 
 A process that hangs does not exit, so its parent notices nothing. The launcher reads these files (launch/stalls.py) and
 finds a process that has spent too long in one activity, or that has stopped renewing its file.
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl import jsonl
-from asyncrl.errors import AsyncRLError, PeerFailed, first_of, is_of_user, place
+from asyncrl.errors import AsyncRLError, PeerFailed, first_of, is_of_user, is_out_of_memory, place
 from asyncrl.leases import SUFFIX, Lease
 
 FOLDER = "progress"
@@ -27,6 +28,16 @@ FAILURE = ".failure"
 """Suffix of the file with the error that ended a process."""
 DUMP_SIGNAL = signal.SIGUSR2
 """Signal on which a process that reports its progress writes the stacks of its threads to its log."""
+
+
+def begin_file(run_dir: Path, name: str) -> Path:
+    """Return the file that notes the beginning of a process on another machine."""
+    return run_dir / FOLDER / f"{name}.begun"
+
+
+def end_file(run_dir: Path, name: str) -> Path:
+    """Return the file that notes the end of a process on another machine."""
+    return run_dir / FOLDER / f"{name}.end"
 
 
 def renew_seconds(patience: float) -> float:
@@ -107,7 +118,8 @@ def failing(run_dir: Path, name: str) -> Iterator[None]:
             own = isinstance(error, AsyncRLError)
             text, where = str(error) if own else f"{type(error).__name__}: {error}", place(error)
             found = {"process": name, "time": time.time(), "error": text, "place": where}
-            found["lasting"] = own or is_of_user(where)  # it would only happen again
+            found["memory"] = is_out_of_memory(error)
+            found["lasting"] = not found["memory"] and (own or is_of_user(where))  # it would only happen again
             with suppress(OSError):  # the disk may be full, which must not hide the error in the log
                 file.parent.mkdir(exist_ok=True)
                 jsonl.replace(file, found)

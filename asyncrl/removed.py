@@ -1,11 +1,9 @@
 """Settings that asyncrl no longer has, and why; `results/log.md` says what each gave. Settings with another name.
 
-This module imports nothing slow, so that the command can refuse them before it imports pydantic.
+This module imports nothing, so that the command can refuse them before it imports pydantic.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 LAST = "0a760499"
 """A commit that has all of them; the log names the last one for each."""
@@ -51,21 +49,13 @@ def moved(module: str) -> str | None:
     return MOVED.get(module) or (f"{MOVED[package]}.{name}" if package in MOVED else None)
 
 
-MOVED_SETTINGS = {"tracing": "observe", "rollout.processes": "processes.count"}
-"""New names of settings, and of whole sections, that moved to an extension."""
-
-
-def renamed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an earlier version under their new names."""
-    found = {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
-    for old, new in MOVED_SETTINGS.items():
-        section, _, name = old.partition(".")
-        into, _, field = new.partition(".")
-        if not name and section in found:
-            found[into] = found.pop(section)
-        elif name in found.get(section, {}):
-            found.setdefault(into, {})[field] = found[section].pop(name)
-    return found
+_SLURM = ("submit", "time", "requeues", "sbatch", "setup", "srun", "container")
+MOVED_SETTINGS = {
+    "tracing": "observe",
+    "rollout.processes": "processes.count",
+    **{f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")},
+}
+"""New names of settings, and of whole sections, that moved to the section of an extension."""
 
 
 def removal(field: str, value: object = None) -> str | None:

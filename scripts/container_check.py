@@ -4,7 +4,7 @@
 
 It needs no container engine and no image registry: it reads the stages, variables, COPYs and RUNs from the Dockerfile.
 The base is the Debian release that CPU_BASE names, made by debootstrap, with Debian's Python instead of that of the
-official image (docs/container.md lists the other differences). Each RUN has its own namespaces (clean_root.py), so no
+official image (docs/quickstart.md lists the other differences). Each RUN has its own namespaces (clean_root.py), so no
 mount or process is left. The RUNs see PIP_* and *_proxy of the environment and, with --bind, the files that pip is
 configured with on this machine; the final runs see neither, and have no network.
 

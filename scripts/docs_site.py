@@ -1,14 +1,15 @@
-"""Hooks of the documentation site (mkdocs.yml): the generated reference, the tutorials, and links to files of the
-repository.
+"""Hooks of the documentation site (mkdocs.yml): the generated reference, the tutorials, the pages of extensions, and
+links to files of the repository.
 
 The pages are read on GitHub too, where links like ../asyncrl/algo/loss.py lead to the file. The site shows the path of
 such a file instead, and refuses links to files that do not exist. The tutorials are notebooks; their cells and stored
-outputs become pages.
+outputs become pages. The page of an extension is its README, and so is that of asyncrl-convert.
 """
 
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,14 +24,19 @@ from asyncrl.launch import help
 from asyncrl.metrics import fields
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./(?!reference/)[^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)")
+READMES = {
+    **{file: f"extensions/{file.parent.name}.md" for file in sorted(ROOT.glob("asyncrl/extensions/*/README.md"))},
+    ROOT / "asyncrl_convert/README.md": "extensions/convert.md",
+}
+"""Pages that stand beside their code, with their place in the site."""
 COMMANDS = {
     "asyncrl-train": "trains, records, replays and checks; `--help` lists every [setting](settings.md)",
-    "asyncrl-engines": "adds engines to a running run, and takes them away ([engines](../engines.md))",
-    "asyncrl-plan": "chooses the split of GPUs, lead and bound ([planning](../planning.md))",
-    "asyncrl-inspect": "shows a recorded run in the terminal, or as a page ([records](../records.md))",
+    "asyncrl-engines": "adds engines to a run, and takes them away ([rollouts](../rollouts.md#add-engines-to-a-run))",
+    "asyncrl-plan": "chooses the split of GPUs, lead and bound ([plans](../extensions/plan.md))",
+    "asyncrl-inspect": "shows a recorded run in the terminal, or as a page ([runs](../runs.md#inspect))",
     "asyncrl-watch": "serves a live page of runs from their files ([observability](../observability.md))",
-    "asyncrl-convert": "converts weights between the formats of Megatron and HF ([conversion](../conversion.md))",
+    "asyncrl-convert": "converts weights between the formats of Megatron and HF ([its page](../extensions/convert.md))",
     "asyncrl-install": "installs the CPU engine and the locked dependencies beside an installed wheel",
 }
 PYTHON = ("asyncrl.schema", "asyncrl.algo.registry", "asyncrl.algo.table", "asyncrl.envs.env", "asyncrl.rewards.reward")
@@ -45,7 +51,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for notebook in sorted((ROOT / "docs/tutorials").glob("*.ipynb")):
         content = "\n\n".join(_cells(notebook))
         files.append(File.generated(config, f"tutorials/{notebook.stem}.md", content=content))
+    for readme, page in READMES.items():
+        files.append(File.generated(config, page, content=readme.read_text()))
     return files
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the pages of extensions to the navigation."""
+    assert config.nav is not None
+    config.nav.append({"Extensions": sorted(READMES.values())})
+    return config
 
 
 def _cells(notebook: Path) -> Iterator[str]:
@@ -67,21 +82,23 @@ def _cells(notebook: Path) -> Iterator[str]:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace links to files outside of the pages by the files' paths."""
-    if page.file.src_uri.startswith("reference/"):
+    uri = page.file.src_uri
+    if uri.startswith("reference/"):
         return markdown
-    folder = (ROOT / "docs" / page.file.src_uri).parent
+    source = {page: readme for readme, page in READMES.items()}.get(uri, ROOT / "docs" / uri)
 
     def shown(found: re.Match[str]) -> str:
-        path = (folder / found[2]).resolve()
+        path = (source.parent / found[2]).resolve()
+        place = READMES.get(path) or ("index.md" if path == ROOT / "README.md" else None)
         if path.is_relative_to(ROOT / "docs"):
-            return found[0]  # another page, which mkdocs checks
-        if not path.exists():
-            raise PluginError(f"{page.file.src_uri}: {found[2]} does not exist")
-        if path == ROOT / "README.md":
-            return f"[{found[1]}](index.md)"
+            place = str(path.relative_to(ROOT / "docs"))  # another page, which mkdocs checks
+        elif not path.exists():
+            raise PluginError(f"{uri}: {found[2]} does not exist")
+        if place:
+            return f"[{found[1]}]({posixpath.relpath(place, posixpath.dirname(uri))}{found[3] or ''})"
         return f"{found[1]} (`{path.relative_to(ROOT)}`)" if "`" not in found[1] else f"`{path.relative_to(ROOT)}`"
 
-    return OUTSIDE.sub(shown, markdown)
+    return LINK.sub(shown, markdown)
 
 
 def _settings() -> Iterator[str]:

@@ -5,7 +5,7 @@ metrics_ms/episodes         CPU milliseconds in a step: of the metrics of episod
 metrics_ms/status           of status.json, replaced once a second
 metrics_ms/exposition       of /metrics, asked for every five seconds
 metrics_ms/sinks            of TensorBoard with tables of episodes, in its thread
-metrics_ms/engines          of the engines, for their counters: what one query took (docs/metrics.md)
+metrics_ms/engines          of the engines, for their counters: what one query took (docs/operations.md)
 
 The first two are what a real run has measured itself; for the others its records pass through the same code again.
 """

@@ -1,4 +1,4 @@
-"""The examples of docs/planning.md: what asyncrl-plan says about three models, and the plot of the first.
+"""The examples of results/plans.md: what asyncrl-plan says about three models, and the plot of the first.
 
 python scripts/plans.py             writes them (some minutes of CPU)
 python scripts/plans.py --check     checks the figures that do not need the simulation
@@ -18,8 +18,8 @@ from asyncrl.extensions.plan.report import COLUMNS, assumed, cells, chosen, find
 from asyncrl.extensions.plan.search import Choices, Plan, search
 from scripts import sizes
 
-DOCS = Path(__file__).parent.parent / "docs" / "planning.md"
-PLOT = DOCS.parent / "pictures" / "plan_8b_64.svg"
+DOCS = Path(__file__).parent.parent / "results" / "plans.md"
+PLOT = DOCS.parent.parent / "docs" / "pictures" / "plan_8b_64.svg"
 BATCH = {"group_size": 8, "prompt": 300, "longest": 8192, "max_staleness": 8}
 EXAMPLES: dict[str, tuple[str, dict[str, Any], int]] = {
     "qwen3_8b": ("Qwen3-8B", {"gpus": 64, "batch_groups": 256, **BATCH, "mean": 2500}, 3),

@@ -3,7 +3,7 @@
     python scripts/render_slurm.py           writes the scripts
     python scripts/render_slurm.py --check   lists those that differ from what the renderer creates now
 
-Users create their own with the same command and cluster.submit=false.
+Users create their own with the same command and slurm.submit=false.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from asyncrl import config as configuration
+from asyncrl.extensions.slurm.engines import engines_script
+from asyncrl.extensions.slurm.extension import settings_of
+from asyncrl.extensions.slurm.submit import script
+from asyncrl.launch.compose import find_further_confs
 from asyncrl.launch.main import CONF
-from asyncrl.launch.slurm.script import engines_script
-from asyncrl.launch.slurm.submit import script
 
 FOLDER = Path(__file__).parent / "slurm"
 IMAGE = "registry.example.com/asyncrl:latest"
@@ -30,14 +32,14 @@ BASE = [
     "cluster=slurm",
     "cluster.gpus=8",
 ]
-AGAIN = ["cluster.time=1-00:00:00", "cluster.requeues=10"]
-FOUR = [*BASE, *AGAIN, "trainer.data_parallel=8", "rollout.batch_groups=128", "engine.count=16"]  # docs/operations.md
+AGAIN = ["slurm.time=1-00:00:00", "slurm.requeues=10"]
+FOUR = [*BASE, *AGAIN, "trainer.data_parallel=8", "rollout.batch_groups=128", "engine.count=16"]  # results/sizes.md
 SCRIPTS = {
     "one_node": BASE,
     "several_nodes": FOUR,
-    "trainer_nodes": [*FOUR, "cluster.trainer_nodes=2", "cluster.cpu_nodes=1", "+cluster.sbatch.partition=gpu"],
-    "pyxis": [*FOUR, "cluster.container.kind=pyxis", f"cluster.container.image={IMAGE}"],
-    "apptainer": [*FOUR, "cluster.container.kind=apptainer", "cluster.container.image=/images/asyncrl.sif"],
+    "trainer_nodes": [*FOUR, "cluster.trainer_nodes=2", "cluster.cpu_nodes=1", "+slurm.sbatch.partition=gpu"],
+    "pyxis": [*FOUR, "slurm.container.kind=pyxis", f"slurm.container.image={IMAGE}"],
+    "apptainer": [*FOUR, "slurm.container.kind=apptainer", "slurm.container.image=/images/asyncrl.sif"],
 }
 SWEEP = ("trainer.optimizer.lr", ("1e-6", "2e-6", "5e-6"))
 
@@ -46,7 +48,7 @@ def rendered() -> Iterator[tuple[Path, str]]:
     """Yield each file and its text."""
     for name, arguments in SCRIPTS.items():
         yield FOLDER / f"{name}.sbatch", _script(name, arguments).text()
-    yield FOLDER / "engines.sbatch", engines_script(_config("engines", BASE).cluster, 8, "asyncrl-engines")
+    yield FOLDER / "engines.sbatch", engines_script(settings_of(_config("engines", BASE)), 8, "asyncrl-engines")
     field, values = SWEEP
     yield FOLDER / "sweep.sbatch", _script("sweep", *([*BASE, f"{field}={value}"] for value in values)).text()
     yield FOLDER / "interactive.sh", _script("interactive", FOUR[:-1]).interactive()
@@ -59,6 +61,7 @@ def _script(name: str, *runs: list[str]) -> Any:
 
 
 def _config(name: str, arguments: list[str]) -> configuration.Config:
+    find_further_confs()
     with initialize_config_dir(str(CONF), version_base=None):
         values: Any = OmegaConf.to_container(compose("train", [*arguments, f"run.name={name}"]), resolve=True)
     return configuration.load(values)

@@ -1,4 +1,4 @@
-"""Memory and time of runs on H100s as computed by asyncrl/extensions/plan/sizing.py: the tables of docs/operations.md.
+"""Memory and time of runs on H100s as computed by asyncrl/extensions/plan/sizing.py: the tables of results/sizes.md.
 
     python scripts/sizes.py                             writes the tables
     python scripts/sizes.py --check                     checks that they agree with the planner
@@ -36,13 +36,13 @@ from asyncrl.planner.settings import layout_of, served_adapters, training_of
 from asyncrl.planner.shapes import Shape, Weight, shape_of
 from asyncrl.weights.choice import choose_lora
 
-DOCS = Path(__file__).parent.parent / "docs" / "operations.md"
+DOCS = Path(__file__).parent.parent / "results" / "sizes.md"
 BEGIN, END = "<!-- sizes: written by scripts/sizes.py -->\n", "<!-- end of sizes -->\n"
 HARDWARE = Hardware()
 ROOM = 0.9 * HARDWARE.memory
 """Bytes of a GPU that may be planned. Libraries and fragmentation take the rest (launch/preflight/memory.py)."""
 PIECE = 0.19e-3
-"""CPU seconds of the rollout process per chunk of an answer (docs/rollouts.md)."""
+"""CPU seconds of the rollout process per chunk of an answer (results/measurements.md)."""
 
 QWEN3: dict[str, Any] = {"vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 40960}
 QWEN3_MOE: dict[str, Any] = {
@@ -412,7 +412,7 @@ def text() -> str:
 
 
 def documented() -> tuple[str, str]:
-    """Return docs/operations.md as it is, and as it should be."""
+    """Return results/sizes.md as it is, and as it should be."""
     now = DOCS.read_text()
     before, rest = now.split(BEGIN)
     return now, f"{before}{BEGIN}\n{text()}\n{END}{rest.split(END)[1]}"

@@ -28,9 +28,13 @@ from asyncrl.engine.adapters import AdapterUse
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import GenerationSession
+from asyncrl.extension import Extension
+from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.compose import algorithm_overrides, find_further_confs
 from asyncrl.launch.help import further_confs
 from asyncrl.launch.main import CONF
+from asyncrl.launch.placement import Node
+from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.rollout.curriculum import Curriculum, Mixer
 from asyncrl.rollout.hooks import by_weight
@@ -90,6 +94,36 @@ def reusing(**settings: Any) -> dict[str, Any]:
     """Changes that add the recipe sample_reuse."""
     path = "asyncrl_recipes.sample_reuse.extension:SampleReuse"
     return {"extensions": {"sample_reuse": path}, "sample_reuse": settings}
+
+
+class Machines(Cluster):
+    """A job of several machines, which is still to be submitted unless it has nodes. Programs print `answer`."""
+
+    def __init__(
+        self, config: Config, nodes: Sequence[Node] = (), facts: Sequence[MachineFacts] = (), answer: str = ""
+    ) -> None:
+        super().__init__(config)
+        self.here, self.nodes, self._machines, self._answer = bool(nodes), nodes, facts, answer
+        self.asked: list[dict[str, Any]] = []
+
+    def probe(self, config: Config, ports: int | None = None) -> None:
+        """Nobody is asked."""
+
+    def everywhere(
+        self, program: list[str], seconds: float, nodes: Sequence[str] | None = None, mounts: Sequence[Path] = ()
+    ) -> list[str]:
+        self.asked.append({"program": program, "seconds": seconds, "nodes": nodes, "mounts": mounts})
+        return [self._answer]
+
+
+class Clusters(Extension):
+    """Adds such jobs."""
+
+    clusters = {"machines": "tests.fakes:Machines"}  # noqa: RUF012
+
+
+JOB: dict[str, Any] = {"extensions": {"clusters": "tests.fakes:Clusters"}, "cluster.launcher": "machines"}
+"""Changes that make a run such a job."""
 
 
 def tiny_config(**changes: Any) -> Config:

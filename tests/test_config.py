@@ -21,16 +21,16 @@ from pydantic import ValidationError
 
 from asyncrl import config as module
 from asyncrl.algo.loss import LOSSES
-from asyncrl.config import load, read
+from asyncrl.config import load, read, under_new_names
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch.checks import check_devices, check_model, check_request_fields
 from asyncrl.launch.compose import compose
 from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
-from asyncrl.removed import LAST, REMOVED
+from asyncrl.removed import LAST, MOVED_SETTINGS, REMOVED
 from asyncrl.settings import Choice, Section
 from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
-from tests.fakes import OPTIONS, compose_values, missing, tiny_config, tiny_values
+from tests.fakes import JOB, OPTIONS, compose_values, missing, tiny_config, tiny_values
 
 EXPERIMENTS = sorted(name for group, name in OPTIONS if group == "experiment")
 TASKS = sorted(
@@ -909,3 +909,27 @@ def test_setting_that_is_gone_is_refused_with_its_reason(field: str, monkeypatch
     monkeypatch.setattr(sys, "argv", ["asyncrl-train", f"{field}=1"])
     with pytest.raises(CompositionError, match=re.escape(REMOVED[field])):
         compose(CONF)
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED_SETTINGS.items())
+def test_setting_that_moved_is_refused_with_its_new_name(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=f"It moved: set {new}"):
+        load(tiny_values(**{old: 1}))
+    monkeypatch.setattr(sys, "argv", ["asyncrl-train", f"{old}=1"])
+    with pytest.raises(CompositionError, match=f"It moved: set {new}"):
+        compose(CONF)
+
+
+def test_settings_of_an_earlier_run_have_their_new_names() -> None:
+    old, new = next(iter(MOVED_SETTINGS.items()))
+    before = {"cluster": {old.partition(".")[2]: 7, "gpus": 1}, "mode": "train"}
+    section, _, field = new.partition(".")
+    assert under_new_names(before) == {"cluster": {"gpus": 1}, "mode": "train", section: {field: 7}}
+    assert old.partition(".")[2] in before["cluster"]  # it is left as it is
+
+
+def test_launcher_that_no_extension_has_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"choose one of \['local', .*'machines'") as refused:
+        tiny_config(**{**JOB, "cluster.launcher": "fleet"})
+    assert refused.value.field == "cluster.launcher"
+    assert tiny_config(**JOB).cluster.launcher == "machines"

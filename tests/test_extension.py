@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from asyncrl import extension, imports
-from asyncrl.config import Config, TaskConfig, load
+from asyncrl.config import Config, TaskConfig, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.launch import leftovers
 from asyncrl.launch.placement import Node, place
@@ -24,7 +24,6 @@ from asyncrl.launch.plan import plan
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
-from asyncrl.removed import renamed
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of
 from asyncrl.tasks import Task, build, build_all
@@ -103,7 +102,7 @@ def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorde
             tiny_config(**{old: {}})
     recorded = {"tracing": {"engines": True}, "rollout": {"processes": 2, "lead": 1}, "mode": "train"}
     found = {"observe": {"engines": True}, "processes": {"count": 2}, "rollout": {"lead": 1}, "mode": "train"}
-    assert renamed(recorded) == found
+    assert under_new_names(recorded) == found
     assert recorded["rollout"] == {"processes": 2, "lead": 1}
 
 
@@ -234,7 +233,8 @@ def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> No
     at = engine.argv.index("--num-reserved-decode-tokens")
     assert engine.argv[at + 1] == "7"
     code = "import asyncrl.engine.serve"
-    env = {**os.environ, **engine.env, "PYTHONPATH": str(tmp_path)}
+    named = {extension.NAMED: engine.env[extension.NAMED]}  # not the run's id, by which other tests end leftovers
+    env = {**os.environ, **named, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", code, *engine.argv[at : at + 2]]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "installed ['--num-reserved-decode-tokens', '7'] False"

@@ -282,6 +282,11 @@ def test_the_core_does_not_grow() -> None:
     assert sum(len(file.read_text().splitlines()) for file in FILES) <= MOST_LINES
 
 
+def test_readme_and_architecture_say_the_size_of_the_core() -> None:
+    for page in ("README.md", "docs/architecture.md"):
+        assert f"fewer than {MOST_LINES:,} lines" in (PACKAGE.parent / page).read_text()
+
+
 def test_every_module_and_every_public_function_says_what_it_is_for() -> None:
     silent = []
     for file in ALL_FILES:

@@ -1,17 +1,12 @@
-"""The sizes of docs/operations.md: each composes, stands on just its machines, fits, and is what the planner says."""
+"""The sizes of results/sizes.md: each composes, stands on just its machines, fits, and is what the planner says."""
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from asyncrl.config import load
-from asyncrl.metrics import fields
 from asyncrl.planner import shapes
 from scripts.sizes import (
     ADAPTED_ROWS,
-    DOCS,
     MODELS,
     ROOM,
     ROWS,
@@ -24,7 +19,6 @@ from scripts.sizes import (
     size,
 )
 from scripts.sizes import load as load_sized
-from tests.fakes import compose_values
 
 FITTING = [(name, gpus, values) for name, gpus, values in ROWS if values is not None]
 ACTIVE = {"qwen3_8b": 8.2, "llama3_70b": 70.6, "qwen3_30b_a3b": 3.3, "qwen3_235b_a22b": 22.2}
@@ -95,20 +89,3 @@ def test_a_token_of_the_cache_takes_what_its_heads_take() -> None:
     one = row("qwen3_235b_a22b", ())
     assert one.engine["KV cache"] == one.config.engine.max_total_tokens * 94 * 2 * 4 * 128 * 2 // 4
     assert shapes.parameters(one.weights).routed / one.publish.nbytes > 0.4  # experts are nearly all that is sent
-
-
-def test_the_guide_names_only_fields_and_settings_that_there_are() -> None:
-    words = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", DOCS.read_text(), flags=re.DOTALL))
-    tables = [table for table in vars(fields).values() if isinstance(table, dict)]
-    known = {name for table in tables for name in table} | {"logprob_gap/lag0"}
-    figures = {word for word in words if re.fullmatch(r"[a-z_]+/[a-z_0-9]+", word)}
-    assert len(figures) > 25
-    assert figures - {"conf/experiment"} <= known
-    values = load(compose_values()).model_dump()
-    settings = {found[1] for word in words if (found := re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?", word))}
-    assert len(settings) > 30
-    for name in settings - {"metrics.jsonl", "warnings.jsonl", "ledger.json", "summary.json"}:
-        place = values
-        for part in name.split("."):
-            assert part in place, name
-            place = place[part]

@@ -12,7 +12,7 @@ import zlib
 
 INTEGRATION = "tests/integration/"
 DAILY = (
-    # whole runs: synchronous, replayed, resumed, with adapters, under Slurm, colocated; and one that loses an engine
+    # whole runs: synchronous, replayed, resumed, with adapters, under Slurm, colocated; and two that lose trainers
     "layouts::test_engine_and_trainer_agree_before_any_update_and_after_every_publish[tp2",
     "replay::test_live_page_shows_every_batch_of_a_run_with_all_of_its_episodes",
     "replay::test_replay_repeats_a_run_to_the_last_bit",
@@ -20,6 +20,7 @@ DAILY = (
     "replay::test_too_many_bad_steps_end_the_run_and_say_so",
     "replay::test_batch_of_a_recording_is_the_one_that_was_trained",
     "resume::test_run_that_publishes_beside_training_goes_on_as_well",
+    "recovery::test_trainers_that",
     "quantized::test_engines_serve_the_dequantized_base_and_the_adapter_from_the_first_version_on",
     "slurm::test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own",
     "synchronous::test_recorded_answers_train_the_same_weights_through_the_machinery",

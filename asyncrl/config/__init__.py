@@ -46,7 +46,7 @@ from asyncrl.config.server_args import check_server_args
 from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.removed import removal
+from asyncrl.removed import MOVED_SETTINGS, removal
 from asyncrl.settings import Choice, Name, Section
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "on_gpu",
     "read",
     "streams",
+    "under_new_names",
 ]
 
 
@@ -98,7 +99,7 @@ class Config(Section):
     """Bitwise reproducible tokens and weights, also when resumed from a checkpoint: every sample has its own seed, and
     engines process one request at a time on a CPU and use batch-invariant kernels on a GPU. Slow. Requires
     rollout.max_staleness=0, since otherwise timing would decide which weights generate a token
-    (docs/checkpoints.md)."""
+    (docs/runs.md)."""
     replay: ReplayConfig
     resume: str | None
     """auto: resume from the newest complete checkpoint in the run folder, or start fresh if there is none. Otherwise
@@ -225,6 +226,10 @@ class Config(Section):
             if size == 1 and not advantage.is_own and advantage.name not in ALONE:
                 remedy = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
                 raise ConfigError(field, 1, remedy)
+        launchers = ["local", *extension.clusters(self.extensions)]
+        if self.cluster.launcher not in launchers:
+            remedy = f"No extension that is installed has this cluster: choose one of {launchers}."
+            raise ConfigError("cluster.launcher", self.cluster.launcher, remedy)
         extensions = extension.active(self).values()
         served = {field for one in extensions for field in one.serves}
         for field, value in {"replay.schedule": self.replay.schedule, "replay.compare": self.replay.compare}.items():
@@ -365,6 +370,19 @@ def load(values: dict[str, Any]) -> Config:
 def read(run_dir: Path) -> Config:
     """Read the configuration of a run from the config.json that its launcher wrote."""
     return load(json.loads((run_dir / "config.json").read_text()))
+
+
+def under_new_names(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an earlier run, with those that moved in their new sections."""
+    found = {name: dict(value) if isinstance(value, dict) else value for name, value in recorded.items()}
+    for old, new in MOVED_SETTINGS.items():
+        section, _, field = old.partition(".")
+        into, _, name = new.partition(".")
+        if not field and section in found:
+            found[into] = found.pop(section)
+        elif field in (found.get(section) or {}):
+            found.setdefault(into, {})[name] = found[section].pop(field)
+    return found
 
 
 SPELLING = "check the spelling (asyncrl-train --help lists every field)."

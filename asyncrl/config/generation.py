@@ -34,7 +34,7 @@ class EngineConfig(Section):
     """Number of engines to start; 0 is only allowed with `urls`."""
     urls: list[str]
     """Engines that are already running elsewhere, used in addition: this run sends them its weights and requests. They
-    accept the run's API key, which must then be set as ASYNCRL_API_KEY in the environment (docs/engines.md)."""
+    accept the run's API key, which must then be set as ASYNCRL_API_KEY in the environment (docs/rollouts.md)."""
     tensor_parallel: Count
     """GPUs (or CPU processes) of each pipeline stage of an engine."""
     expert_parallel: Count
@@ -78,7 +78,7 @@ class EngineConfig(Section):
     """Start the engines with SGLang's counters (--enable-metrics), from which the run takes tokens per second, cache
     hits and preemptions of each. Engines of engine.urls that have them are asked, too."""
     router_policy: Literal["manual", "consistent_hashing", "cache_aware", "round_robin", "random"]
-    """Load-balancing policy of the router (docs/router.md). manual: a new group goes to the engine with the fewest
+    """Load-balancing policy of the router (docs/rollouts.md). manual: a new group goes to the engine with the fewest
     requests, and all of its requests and turns stay on that engine, which holds their shared prefix cache."""
     hicache: Count | None
     """Gigabytes of host memory for prefix caches, for each rank of an engine on GPUs (SGLang's HiCache,

@@ -157,7 +157,7 @@ ELSEWHERE = {
 
 class MegatronConfig(Section):
     """Fields of megatron-core's own dataclasses that have no setting here. Others would break what the trainer promises
-    (docs/megatron.md)."""
+    (docs/parallelism.md)."""
 
     transformer: TransformerFields
     ddp: DdpFields
@@ -175,7 +175,7 @@ class MegatronConfig(Section):
             fields = known[section].model_fields if section in known else given
             for name in given:
                 if name not in fields:
-                    only = f"Only {', '.join(fields)} may be set (docs/megatron.md): remove it."
+                    only = f"Only {', '.join(fields)} may be set (docs/parallelism.md): remove it."
                     remedy = f"Set {ELSEWHERE[name]} instead." if name in ELSEWHERE else only
                     raise ConfigError(f"trainer.megatron.{section}.{name}", given[name], remedy)
         return values

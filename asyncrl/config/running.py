@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -43,7 +43,7 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints of the whole run, in checkpoints/ of the run folder: see docs/checkpoints.md."""
+    """Checkpoints of the whole run, in checkpoints/ of the run folder: see docs/runs.md."""
 
     every: Count | None
     """Write a checkpoint every this many versions, and at the end; unset: none."""
@@ -134,26 +134,6 @@ class WeightsConfig(Section):
     publishes is considered hung: it is killed and treated as dead."""
 
 
-class ContainerConfig(Section):
-    """Container image for all processes of the run except the launcher: docs/slurm.md."""
-
-    kind: Literal["none", "pyxis", "apptainer"]
-    """pyxis: Slurm's own container support, based on enroot; apptainer: also singularity."""
-    image: str | None
-    """Image in the notation of that kind: a registry image, or a file."""
-    mounts: list[str]
-    """Additional mounts of node folders, as FROM:TO; the working directory, run.dir and the model folders are always
-    mounted."""
-    python: str
-    """Python interpreter in the image, with asyncrl installed."""
-
-    @model_validator(mode="after")
-    def _has_an_image(self) -> ContainerConfig:
-        if self.kind != "none" and not self.image:
-            raise ConfigError("cluster.container.image", None, f"cluster.container.kind={self.kind} needs one.")
-        return self
-
-
 ENGINE_FRACTION, USABLE = 0.4, 0.9
 """With cluster.placement=shared: an engine's part of a GPU's memory, where none is set, and that of engine and trainer
 together. The rest is for two CUDA contexts, the buffers of NCCL, and the engine's CUDA graphs and activations."""
@@ -165,44 +145,33 @@ class ClusterConfig(Section):
     placement: Literal["separate", "shared", "colocated"]
     """separate: trainers and engines have GPUs of their own and work at the same time. shared: they work at the same
     time on the same GPUs, each with a part of the memory (engine.memory_fraction). colocated: they use the same GPUs in
-    turns, with rollout.max_staleness of 0 or 1 (docs/colocated.md). Without GPUs, shared is like separate, and
+    turns, with rollout.max_staleness of 0 or 1 (docs/parallelism.md). Without GPUs, shared is like separate, and
     colocated takes the same turns."""
     plan: str | None
     """auto: the launcher chooses the number of engines, rollout.lead, rollout.max_running_groups and, on GPUs, the
-    parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/planning.md), and keeps
+    parallel layouts, by the number and kind of GPUs or the measured speed of the CPU (docs/operations.md), and keeps
     rollout.max_staleness. A file that asyncrl-plan --json wrote: its overrides are used. What the command line sets is
     kept, and a resumed run keeps the plan that it had."""
     elastic: Literal["off", "advise", "act"]
     """Watch what limits the run, and decide for more or fewer engines, another lead within the bound, or another
-    rollout.max_running_groups if that is a number (docs/elastic.md). advise: decisions are only reported, on the
+    rollout.max_running_groups if that is a number (docs/operations.md). advise: decisions are only reported, on the
     terminal and in elastic.jsonl; act: they are carried out. Requires metrics.timeline=true."""
     min_engines: Count
     """Smallest number of engines that cluster.elastic leaves."""
     max_engines: Count | None
     """Largest number of engines that cluster.elastic adds up to; unset: none are added beyond engine.count."""
-    launcher: Literal["local", "slurm"]
-    """local: everything runs on this machine; slurm: as a Slurm job, or inside of one (docs/slurm.md)."""
+    launcher: str
+    """local: everything runs on this machine. Otherwise the name of a cluster that an extension has, on whose machines
+    the run is a job (docs/extensions.md); slurm is set by cluster=slurm."""
     nodes: Count | None
     """Number of machines of the job; unset: as many as the ranks need."""
     trainer_nodes: Count | None
     """Number of leading machines reserved for trainers; unset: engines use what trainers leave free."""
     cpu_nodes: Natural
-    """Number of machines without GPUs, for router and rollouts: a separate component of the Slurm job, its first."""
-    submit: bool
-    """Submit the job to Slurm; otherwise only write its script and print the path."""
-    time: str | Count | None
-    """Time limit of the job, in Slurm's notation (1-00:00:00) or in minutes; unset: the partition's default."""
+    """Number of machines without GPUs, for router and rollouts: the first ones of the job."""
     signal_seconds: Count
-    """Seconds before the time limit or a preemption at which the job writes a checkpoint and is requeued."""
-    requeues: Natural
-    """Maximum number of requeues, for that reason or after a machine failure; above 0 requires checkpoint.every."""
-    sbatch: dict[str, Any]
-    """Additional sbatch options, by name: partition, account, qos, mem, exclusive: true, ..."""
-    setup: list[str]
-    """Lines of the job script before the command: module load, source, export."""
-    srun: list[str]
-    """Additional options of every srun."""
-    container: ContainerConfig
+    """Seconds before the time limit of a job, or a preemption, at which it writes a checkpoint and ends, to be started
+    again. Must exceed a step, a publish and a checkpoint together."""
     host: str | None
     """Address that every server binds to; unset: each machine's own address on `cluster.interface`."""
     interface: str | None
@@ -213,30 +182,30 @@ class ClusterConfig(Section):
     machines that nobody else uses (docs/security.md)."""
     gpus: Natural | None
     """Number of GPUs to use on each machine; unset: all of them. Required for a job that is submitted."""
-    start_timeout: Positive
-    """Timeout for the first response of a job's machines, in seconds."""
-    lost_timeout: Positive
-    """Seconds without a heartbeat of the launcher, whose machine may have failed, after which the processes of a job
-    exit and the job is requeued, or cancelled if `requeues` are used up."""
     stall_timeout: Positive | None
     """Seconds for which the rollout process or a trainer rank may make no progress: spend in one micro-batch, or send
     no heartbeat. Then the run ends, and RUN/logs/NAME.stack shows the stack of each of them; one that only plays
     episodes is restarted instead. Must exceed the duration of the longest micro-batch; unset: no check."""
     preflight: bool
     """Check versions, model files, memory, folders and network before anything is started, and refuse to start a run
-    that would fail (docs/slurm.md). --check runs only these checks, on any machine."""
+    that would fail (docs/operations.md). --check runs only these checks, on any machine."""
     on_engine_death: Literal["restart", "fail"]
     """What happens when an engine or the router dies or hangs during a run. restart: it is started again (an engine
     receives all weights and serves once its checksum is confirmed); fail: the run ends."""
     on_trainer_death: Literal["recover", "end"]
     """What happens when a trainer rank is killed, or raises an error that is neither the user's code nor a setting.
     recover: with checkpoint.every set, all ranks start again, train the batches since the newest checkpoint once more,
-    and go on, while engines and rollouts work (docs/checkpoints.md); end: the run ends."""
+    and go on, while engines and rollouts work (docs/runs.md); end: the run ends."""
     max_restarts: Natural
     """Maximum number of restarts of each engine, of the router, of the trainers, and of each process that only plays
     episodes; the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether the run has this machine alone, and is no job."""
+        return self.launcher == "local"
 
     @property
     def shares_gpus(self) -> bool:
@@ -257,17 +226,11 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_launcher(self) -> ClusterConfig:
-        if self.launcher == "local":
-            for field, value, plain in (
-                ("nodes", self.nodes, None),
-                ("trainer_nodes", self.trainer_nodes, None),
-                ("cpu_nodes", self.cpu_nodes, 0),
-                ("requeues", self.requeues, 0),
-            ):
-                if value != plain:
-                    raise ConfigError(
-                        f"cluster.{field}", value, "It applies to Slurm jobs only: set cluster=slurm, or remove it."
-                    )
+        if self.is_local:
+            for field in ("nodes", "trainer_nodes", "cpu_nodes"):
+                if value := getattr(self, field):
+                    remedy = "It applies to jobs only: name a cluster (cluster.launcher), or remove it."
+                    raise ConfigError(f"cluster.{field}", value, remedy)
         elif self.plan and (self.nodes is None or self.gpus is None):
             field = "nodes" if self.nodes is None else "gpus"
             remedy = "cluster.plan divides given machines: set their number and that of their GPUs."
@@ -279,7 +242,7 @@ SINKS = ("tensorboard", "wandb", "mlflow")
 
 
 class MetricsConfig(Section):
-    """Metric outputs in addition to metrics.jsonl and summary.json, which are always written: docs/metrics.md."""
+    """Metric outputs in addition to metrics.jsonl and summary.json, which are always written: docs/operations.md."""
 
     console: bool
     """Show the progress of the run on the terminal: a live table, or one line per step where the output is no
@@ -296,7 +259,7 @@ class MetricsConfig(Section):
     """experiment: name of the experiment; tracking_uri: address of the server; unset: the environment variable
     MLFLOW_TRACKING_URI, or mlruns/ in the run folder. Credentials are MLflow's environment variables."""
     timeline: bool
-    """Record in timeline/ what every episode and process did, and when (docs/timelines.md)."""
+    """Record in timeline/ what every episode and process did, and when (docs/operations.md)."""
     timeline_share: Share
     """Share of the groups whose timelines are recorded and traced; which ones they are depends on their uids alone."""
 

@@ -260,7 +260,7 @@ def _check_vision(config: Config, hf: dict[str, Any]) -> None:
         raise ConfigError("weights.verify", True, remedy)
 
 
-ON_THE_SAME = "Or let engines use the trainers' GPUs: set cluster.placement=shared, or colocated (docs/gpu.md)."
+ON_THE_SAME = "Or let engines use the trainers' GPUs: set cluster.placement=shared, or colocated (docs/parallelism.md)."
 
 
 def check_devices(config: Config, gpus: int) -> None:

@@ -114,14 +114,14 @@ def extensions() -> list[str]:
 
 
 def sections() -> list[FieldGroup]:
-    """Return all settings, from the sources of asyncrl/config and of the extensions."""
+    """Return all settings, from the sources of asyncrl/config and of its extensions."""
     classes = _classes(CONFIG)
     found, meanings = [], docstrings(classes["Config"])
     for top in _annotated(classes["Config"]):
         kind, name = ast.unparse(top.annotation), ast.unparse(top.target)
         if kind in classes:
             below = list(_below(classes, classes[kind], name))
-            found.append(FieldGroup(name, " ".join((ast.get_docstring(classes[kind]) or "").split()), below))
+            found.append(FieldGroup(name, _in_one_line(ast.get_docstring(classes[kind]) or ""), below))
         else:
             found.append(FieldGroup("", "", [Field(name, _readable(kind), _in_one_line(meanings[name]))]))
     for folder in sorted(EXTENSIONS.glob("*/")):

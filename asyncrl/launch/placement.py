@@ -23,7 +23,7 @@ from asyncrl.network.ports import REPLICA_PORTS
 class Node:
     """A machine of the run."""
 
-    name: str  # its name in Slurm; empty if the run has only one machine
+    name: str  # its name in the cluster; empty if the run has only one machine
     address: str  # address that its servers bind to and others connect to
     gpus: tuple[str, ...]  # as in CUDA_VISIBLE_DEVICES
     ports: tuple[int, ...]  # ports that were free when the machine was probed
@@ -254,7 +254,7 @@ def job_size(config: Config) -> tuple[int, int]:
     the settings do not say the latter, or if such machines cannot hold the run."""
     each = config.cluster.gpus
     if each is None:
-        remedy = "A Slurm job requires the number of GPUs of each machine; set 0 for none."
+        remedy = "A job requires the number of GPUs of each machine; set 0 for none."
         raise ConfigError("cluster.gpus", None, remedy)
     return config.cluster.nodes or nodes_wanted(config, each), each
 

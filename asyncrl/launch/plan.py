@@ -55,15 +55,15 @@ class ProcessSpec:
     patience: float = 0.0  # timeout of that query, in seconds
     stop_signal: int = signal.SIGTERM
     node: str = ""  # its machine, if the run has several
-    step: bool = False  # whether argv is an srun, which forwards signals, and kills the process on SIGTERM
+    step: bool = False  # whether argv runs it on another machine: forwards signals, and kills it on SIGTERM
     shares: bool = False  # whether it is an engine whose GPUs trainers use in turn with it
     reports: bool = False  # whether it reports its progress in a file (progress.py)
     together: str = ""  # processes with the same value live and die together: trainers, ranks of one engine
 
     @property
     def killed_at_once(self) -> bool:
-        """Return whether it is killed without being asked to stop, because it has no state to save. (On SIGTERM an srun
-        kills its step.)"""
+        """Return whether it is killed without being asked to stop, because it has no state to save. (On SIGTERM a step
+        is killed.)"""
         return self.stop_signal == (signal.SIGTERM if self.step else signal.SIGKILL)
 
 

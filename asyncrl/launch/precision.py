@@ -13,16 +13,14 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
+from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.launch.resume import origins
 from asyncrl.platforms import DTYPES, Rates, without_gpu
-
-if TYPE_CHECKING:
-    from asyncrl.launch.slurm.job import SlurmJob
 
 AUTO = "auto"
 PARTS = {"trainer": "train", "engine": "generate", "teacher": "generate", "judge": "generate"}
@@ -75,8 +73,8 @@ def resolve(
     models: Mapping[str, Any],
     placement: Placement,
     gpus: int,
+    cluster: Cluster,
     *,
-    job: SlurmJob | None = None,
     before: dict[str, Any] | None = None,
     attached: str | None = None,
 ) -> Precision:
@@ -87,7 +85,7 @@ def resolve(
     measured = [part for part in parts if not on_gpu(getattr(config, part), gpus)]
     wanted = {part: (_shape(models[part]), _machines(placement, part)) for part in measured}
     try:
-        rates = _ask(wanted.values(), job)
+        rates = _ask(wanted.values(), cluster)
     except LaunchError as error:
         if any(getattr(config, part).dtype == AUTO for part in measured):
             raise
@@ -113,9 +111,9 @@ def resolve(
     return Precision(_replaced(config, {choice.part: choice.dtype for choice in choices}, gpus), choices)
 
 
-def measured(hf: dict[str, Any], machines: Sequence[str], job: SlurmJob | None) -> Rates:
+def measured(hf: dict[str, Any], machines: Sequence[str], cluster: Cluster) -> Rates:
     """Return the rates of the slowest of these machines for a model. Raises LaunchError if one cannot be measured."""
-    return min(_ask([(_shape(hf), machines)], job).values(), key=lambda rates: max(rates.train.values()))
+    return min(_ask([(_shape(hf), machines)], cluster).values(), key=lambda rates: max(rates.train.values()))
 
 
 def assumed(config: Config, gpus: int) -> Config:
@@ -191,7 +189,7 @@ def _machines(placement: Placement, part: str) -> list[str]:
     return list(dict.fromkeys(seat.node.name for seat in seats))
 
 
-def _ask(wanted: Iterable[tuple[str, Sequence[str]]], job: SlurmJob | None) -> dict[tuple[str, str], Rates]:
+def _ask(wanted: Iterable[tuple[str, Sequence[str]]], cluster: Cluster) -> dict[tuple[str, str], Rates]:
     """Return the measured rates by shape and machine. Raises LaunchError if a measurement is missing."""
     pairs = list(dict.fromkeys((shape, machine) for shape, machines in wanted for machine in machines))
-    return without_gpu().measure(pairs, job.everywhere if job else None) if pairs else {}
+    return without_gpu().measure(pairs, cluster.everywhere) if pairs else {}

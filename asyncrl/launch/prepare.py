@@ -16,15 +16,13 @@ from asyncrl.extension import Planned, active, first
 from asyncrl.launch import forecast, layers, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_model, check_platforms
+from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.generations import check_generations
-from asyncrl.launch.machine import count_gpus, this_node
-from asyncrl.launch.placement import Node, Placement, imagined, job_size, place, ports_wanted
+from asyncrl.launch.placement import Node, Placement, imagined, job_size, place
 from asyncrl.launch.precision import Precision
-from asyncrl.launch.preflight.facts import MachineFacts, this_machine
-from asyncrl.launch.preflight.versions import installed
+from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.resume import Resume
-from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.models import catalog
 from asyncrl.models.vision import flat
@@ -38,11 +36,10 @@ class Preparation:
     """The steps that lead to a run that can start. Each step raises ConfigError, or another AsyncRLError, for what it
     refuses; later steps need earlier ones."""
 
-    def __init__(self, config: Config, run_dir: Path, job: SlurmJob | None, arguments: Sequence[str] = ()) -> None:
-        """`job` has been probed; None means this machine, or a job that has not been submitted. `arguments` are those
-        of the command line."""
+    def __init__(self, config: Config, run_dir: Path, cluster: Cluster, arguments: Sequence[str] = ()) -> None:
+        """`arguments` are those of the command line."""
         self.config = config
-        self.job = job
+        self.cluster = cluster
         self.run_dir = run_dir
         self.arguments = arguments
         self.key = run_key(config)
@@ -50,8 +47,6 @@ class Preparation:
         self.announced: list[object] = []
         """What tasks, rewards and agents announced for the checks of extensions (imports.announce)."""
         self.nodes: Sequence[Node] = ()
-        self.imagined = False
-        """Whether placeholders stand in for the machines of a job that has not been submitted."""
         self._placement: Placement | None = None
         self.folders: dict[str, Path] = {}
         """Model folders by role."""
@@ -109,39 +104,38 @@ class Preparation:
     def plan(self) -> None:
         """Choose the settings that cluster.plan leaves to the launcher or a file, as in the run that is resumed. A job
         is planned when it starts."""
-        if not self.config.cluster.plan or (self.config.cluster.launcher == "slurm" and not self.job):
+        if not self.config.cluster.plan or self.imagined:
             return
+        self.cluster.probe(self.config)
         self.planned = first(self.config, "cluster.plan", lambda hooks: hooks.plan(self))
         self.config = self.planned.config
         self.chosen = Precision(self.config)
-        if self.job:
-            self.job = self.job.probed(self.config)  # other engines need other ports
 
     def place(self) -> None:
         """Find the machines, and place the run on them."""
-        cluster = self.config.cluster
-        if self.job:
-            self.nodes = self.job.nodes
-        elif cluster.launcher == "slurm":
-            self.imagined = True
+        if self.imagined:
             self.nodes = imagined(self.config, *job_size(self.config))
-            if cluster.plan:
+            if self.config.cluster.plan:
                 return
         else:
-            gpus = count_gpus(cluster.gpus)
-            self.nodes = [this_node(cluster.host, cluster.interface, gpus, ports_wanted(self.config))]
-            check_devices(self.config, gpus)
+            self.cluster.probe(self.config)  # again after cluster.plan: other engines need other ports
+            self.nodes = self.cluster.nodes
+        if self.config.cluster.is_local:
+            check_devices(self.config, self.gpus)
         check_platforms(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
         seats = [seat for seats in self._placement.engines for seat in seats]
         check_generations(self.config.engine, seats, self.nodes, self.machines if self.gpus else ())
 
     @property
+    def imagined(self) -> bool:
+        """Return whether placeholders stand in for the machines of a job that has not been submitted."""
+        return not self.cluster.here
+
+    @property
     def machines(self) -> Sequence[MachineFacts]:
         """Facts about each of `nodes`; nothing is known of those of a job that has not been submitted."""
-        if self.job:
-            return self.job.machines
-        return () if self.imagined or not self.nodes else [this_machine("", installed())]
+        return self.cluster.machines
 
     def find(self, role: str) -> None:
         """Find the folder of a model; a built-in one is created first. Without a teacher or judge nothing happens."""
@@ -188,7 +182,7 @@ class Preparation:
         if "model" in self.hf:
             config, self.lora = choose_lora(config, self.hf["model"], self.gpus)
         self.chosen = precision.resolve(
-            config, models, self.placement, self.gpus, job=self.job, before=before, attached=attached
+            config, models, self.placement, self.gpus, self.cluster, before=before, attached=attached
         )
 
     def notes(self) -> list[str]:

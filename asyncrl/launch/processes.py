@@ -35,10 +35,9 @@ from asyncrl.launch.numa import bind, near
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.run_folder import full, shared_memory
-from asyncrl.launch.slurm.task import end_file
 from asyncrl.launch.stalls import ANSWER_SECONDS, STACK_SECONDS, Stalled, Stalls, stack_file, write_stack
 from asyncrl.network.addresses import PEER_FAILED, STOP, STOPPED
-from asyncrl.progress import DUMP_SIGNAL, FAILURE, FOLDER, failures
+from asyncrl.progress import DUMP_SIGNAL, FAILURE, FOLDER, end_file, failures
 
 POLL_SECONDS = 0.1
 LAST_LINES = 20
@@ -48,7 +47,7 @@ COMPANION_SECONDS = 1.0  # wait this long after a death, to tell its cause from 
 PEER_SECONDS = 15.0
 """Seconds within which a process ends after it has reported the failure of a peer: it closes its connections first."""
 STEP_SECONDS = 15.0
-"""Seconds within which Slurm kills a step, after its own KillWait."""
+"""Seconds within which a cluster kills a step."""
 
 
 class Supervisor:
@@ -245,7 +244,7 @@ class Supervisor:
 
     def _describe(self, stalls: Stalls, stalled: Sequence[Stalled]) -> str:
         """Describe what the stalled processes, and all others that report their progress, are doing. The processes of a
-        Slurm step are described on their own machines, by their tasks."""
+        step are described on their own machines, by their tasks."""
         logs = self._run_dir / "logs"
         for file in logs.glob("*.stack"):
             file.unlink(missing_ok=True)
@@ -275,11 +274,11 @@ class Supervisor:
         ends."""
         if not self._specs[name].step:
             return name, how(code), self._log(name)
-        folder = self._run_dir / "slurm" / "steps"
-        files = [file for file in (end_file(folder, name), *folder.glob(f"{name}-*.end")) if file.exists()]
+        ranks = (self._run_dir / FOLDER).glob(f"{name}-*.end")
+        files = [file for file in (end_file(self._run_dir, name), *ranks) if file.exists()]
         told = sorted((json.loads(file.read_text()) for file in files), key=lambda end: (end["code"] >= 0, end["at"]))
         if not told:
-            return f"{name} on {self._specs[name].node}", f"srun: {how(code)}", self._log(name)
+            return f"{name} on {self._specs[name].node}", f"its step: {how(code)}", self._log(name)
         end = told[0]
         return f"{end['name']} on {end['node']}", how(end["code"]), self._log(end["name"])
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import Config
+from asyncrl import extension
+from asyncrl.config import Config, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.launch.teacher import check_same_tokens
 from asyncrl.models import catalog
-from asyncrl.removed import renamed
 from asyncrl.settings import Choice, Section
 
 OTHER_ANYWAY = (
@@ -51,7 +51,9 @@ def settings(
             raise ValueError("it holds no settings")
     except (OSError, ValueError) as error:
         raise ConfigError("replay.from", source, f"{file} cannot be read ({error}): restore it or delete it.") from None
-    return _merged(Config, composed, renamed(recorded), defaults(), {*ITS_OWN, *_set_by(arguments)}, "")
+    apart = extension.apart(composed.get("extensions") or {})
+    taken = {name: value for name, value in under_new_names(recorded).items() if name not in apart}
+    return _merged(Config, composed, taken, defaults(), {*ITS_OWN, *_set_by(arguments)}, "")
 
 
 def _set_by(arguments: Sequence[str]) -> set[str]:
@@ -170,16 +172,14 @@ def differences(config: Config) -> list[str]:
 
 def differing(before: dict[str, Any], config: Config) -> list[str]:
     """Return a line "field: before -> now" for each different setting that matters to training."""
-    then, now = _flat(before), _flat(json.loads(config.model_dump_json()))
+    then, now = _flat(under_new_names(before)), _flat(json.loads(config.model_dump_json()))
+    others = (*OTHER_ANYWAY, *extension.apart(config.extensions))
     return [
         f"{name}: {then.get(name)} -> {now.get(name)}"
         for name in sorted(then.keys() | now.keys())
-        if then.get(name) != now.get(name) and not _is_other_anyway(name)
+        if then.get(name) != now.get(name)
+        and not any(name == other or name.startswith(f"{other}.") for other in others)
     ]
-
-
-def _is_other_anyway(name: str) -> bool:
-    return any(name == other or name.startswith(f"{other}.") for other in OTHER_ANYWAY)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

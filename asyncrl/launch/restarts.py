@@ -9,11 +9,12 @@ alone, also after a stall (launch/stalls.py). A restarted router learns from the
 
 When a trainer dies, all of them are killed and started again (trainer/recovery.py), except for an error that would only
 happen again: one of the user's code or of this system, a third death at the same step, or a fourth within ten steps.
+Where they were out of memory they go on with smaller micro-batches, and then with recomputation.
 
 An engine may be asked to leave (asyncrl-engines remove). It is stopped once the trainer has released it, and not
 restarted.
 
-In a Slurm job a machine may fail. A process that could not be started there is retried until Slurm has removed the
+In a job a machine may fail. A process that could not be started there is retried until the cluster has removed the
 machine from the job. An engine that was there is then lost, and the run continues with the others.
 """
 
@@ -25,16 +26,16 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from asyncrl.engine.registry import Registry
 from asyncrl.engine.router import RouterWorkers
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.launch.watch import HealthWatch
-from asyncrl.network.addresses import LOST, READY, RESTARTED, TRAINING, Addresses
-from asyncrl.progress import failures
+from asyncrl.network.addresses import LOST, OUT_OF_MEMORY, READY, RESTARTED, TRAINING, Addresses
+from asyncrl.progress import begin_file, end_file, failures
 
 FORGET_SECONDS = 5.0
 """Timeout of the router's response when it is told to forget a dead engine."""
@@ -42,6 +43,9 @@ RETRY_SECONDS = 10.0
 """Seconds between two attempts to start a process on a machine that does not answer."""
 RECOVERIES, RECOVERY_STEPS = 3, 10
 """The trainers are started again at most so often within so many steps."""
+OUT_OF_MEMORY_TIMES = 4
+"""Recoveries of a run, with its resumes, from being out of memory: the last ones with other settings
+(trainer/recovery.py)."""
 LOOK_SECONDS = 1.0
 """Seconds between two checks for engines that are asked to leave: the folder may be on a widely shared file system."""
 LEAVE_SECONDS = 600.0
@@ -59,13 +63,13 @@ class RestartPolicy:
         run_dir: Path,
         forget: Callable[[str], None] = lambda url: None,
         watches: Mapping[str, HealthWatch] | None = None,
-        has_machine: Callable[[str], bool] | None = None,
+        has_machine: Callable[[str], bool] = lambda node: True,
         newcomers: str = "",
         leave_seconds: float = LEAVE_SECONDS,
         restarted: Callable[[str, str, float], None] = lambda name, how, died: None,
     ) -> None:
         self._run_dir, self._forget = run_dir, forget
-        self._has_machine = has_machine or (lambda node: True)
+        self._has_machine = has_machine
         self._watches = watches or {}
         self._tried: dict[str, float] = {}
         self._restarts: Counter[str] = Counter()
@@ -91,11 +95,26 @@ class RestartPolicy:
     def _may_recover(self, trainer: ProcessSpec) -> bool:
         if self._restarts[trainer.name] < len(self._recoveries):
             return True  # it died of a death that the trainers recover from already
-        if any(found["lasting"] for found in failures(self._run_dir) if found["process"].startswith("trainer-")):
+        failed = self._failures()
+        if any(found["lasting"] for found in failed):
             return False
-        step = self._newest_step()
-        before = [one for one, _ in self._recoveries]
+        step, before = self._newest_step(), [one for one, _ in self._recoveries]
+        if any(found["memory"] for found in failed):
+            return self._out_of_memory() < OUT_OF_MEMORY_TIMES
         return before.count(step) < 2 and sum(step - one < RECOVERY_STEPS for one in before) < RECOVERIES
+
+    def _recover(self, trainer: str, how: str) -> None:
+        """Record a death of the trainers."""
+        self._recoveries.append((self._newest_step(), f"{trainer}, {how}"))
+        if any(found["memory"] for found in self._failures()):
+            (self._run_dir / OUT_OF_MEMORY).write_text(str(self._out_of_memory() + 1))
+
+    def _failures(self) -> list[dict[str, Any]]:
+        return [found for found in failures(self._run_dir) if found["process"].startswith("trainer-")]
+
+    def _out_of_memory(self) -> int:
+        file = self._run_dir / OUT_OF_MEMORY
+        return int(file.read_text()) if file.exists() else 0
 
     def recoveries(self) -> list[str]:
         """Return a line for each death of the trainers that was followed by a recovery."""
@@ -105,14 +124,14 @@ class RestartPolicy:
         return max((int(line["version"]) for line in Tail(self._run_dir / "metrics.jsonl")()), default=0)
 
     def lost(self, spec: ProcessSpec) -> bool:
-        """Return whether the machine of a dead process has left the job. Queries Slurm, and does so rarely."""
+        """Return whether the machine of a dead process has left the job. Asks the cluster, and does so rarely."""
         if not (spec.step and spec.restarts) or self._began(spec.name) or not self._due(spec.name):
             return False
         return not self._has_machine(spec.node)
 
     def _began(self, name: str) -> bool:
         """Return whether the process itself had started when its step ended."""
-        return begin_file(self._run_dir / "slurm" / "steps", name).exists()
+        return begin_file(self._run_dir, name).exists()
 
     def _due(self, name: str) -> bool:
         return time.monotonic() - self._tried.get(name, -RETRY_SECONDS) >= RETRY_SECONDS
@@ -139,9 +158,9 @@ class RestartPolicy:
         if not spec.step or self._began(spec.name):  # otherwise nothing has died: its machine does not answer
             self._restarts[spec.name] += 1
             if spec.ends_the_run and self._restarts[spec.name] > len(self._recoveries):
-                self._recoveries.append((self._newest_step(), f"{spec.name}, {how}"))
+                self._recover(spec.name, how)
         for note in (begin_file, end_file):
-            note(self._run_dir / "slurm" / "steps", spec.name).unlink(missing_ok=True)
+            note(self._run_dir, spec.name).unlink(missing_ok=True)
         if spec.name in self._watches:
             self._watches[spec.name].forget()
         return True
@@ -204,7 +223,7 @@ def restart_policy(
     run_dir: Path,
     addresses: Addresses,
     specs: Iterable[ProcessSpec],
-    has_machine: Callable[[str], bool] | None = None,
+    has_machine: Callable[[str], bool],
     newcomers: str = "",
     *,
     timeline: bool = False,

@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.store import FOLDER, CheckpointStore
-from asyncrl.config import AgentsConfig, Config
+from asyncrl.config import AgentsConfig, Config, under_new_names
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.jsonl import Tail, replace_text
 from asyncrl.launch.leftovers import sweep
@@ -93,7 +93,7 @@ def _check(config: Config, resume: Resume) -> None:
         return
     if manifest.ROLLOUT not in resume.manifest.files:
         raise RecordError(f"{resume.folder} has no rollout state, because mode=replay wrote it: use it in a replay")
-    then = Config.model_validate(resume.manifest.config)
+    then = Config.model_validate(under_new_names(resume.manifest.config))
     for field in MUST_STAY:
         section, name = field.split(".")
         before, now = (getattr(getattr(one, section), name) for one in (then, config))

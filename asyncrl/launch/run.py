@@ -21,6 +21,7 @@ from asyncrl.errors import LaunchError, Paused, ProcessDied, Stopped
 from asyncrl.extension import Pilot, first
 from asyncrl.jsonl import replace_text
 from asyncrl.launch import forecast, resume, run_folder
+from asyncrl.launch.cluster import Cluster, cluster_of
 from asyncrl.launch.machine import allow_files
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.prepare import Preparation
@@ -34,7 +35,6 @@ from asyncrl.network.tls import Authority
 
 if TYPE_CHECKING:
     from asyncrl.launch.compose import Composed
-    from asyncrl.launch.slurm.job import SlurmJob
 
 
 def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
@@ -53,8 +53,7 @@ def check(composed: list[tuple[Config, list[str]]]) -> int:
 
     wrong = 0
     for folder, (config, arguments) in zip(_folders(composed), composed, strict=True):
-        job = _job(config)
-        prepared = Preparation(config, folder, job.probed(config) if job else None, arguments)
+        prepared = Preparation(config, folder, cluster_of(config), arguments)
         findings = preflight(prepared, folder)
         wrong_here = [one.field for one in findings if one.level == "error"]
         if config.mode != "replay" and not any(field.startswith(("task", "model", "eval")) for field in wrong_here):
@@ -77,14 +76,11 @@ def start(composed: list[tuple[Config, list[str]]], began: float) -> None:
     signal.signal(signal.SIGUSR1, _not_begun)  # until the supervisor installs its handlers
     first, folders = composed[0][0], _folders(composed)
     allow_files()
-    if first.cluster.launcher == "slurm":
-        from asyncrl.launch.slurm.job import SlurmJob
-        from asyncrl.launch.slurm.submit import submit
-
-        if not SlurmJob.here():
-            runs = [(folder, arguments) for folder, (_, arguments) in zip(folders, composed, strict=True)]
-            print(f"asyncrl: {submit(first, runs)}")
-            return
+    cluster = cluster_of(first)
+    if not cluster.here:
+        runs = [(folder, arguments) for folder, (_, arguments) in zip(folders, composed, strict=True)]
+        print(f"asyncrl: {cluster.submit(runs)}")
+        return
     sweep: list[tuple[str, Path]] = []
     try:
         for folder, (config, arguments) in zip(folders, composed, strict=True):
@@ -136,8 +132,8 @@ def _not_begun(number: int, _: object) -> None:
 def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str] = ()) -> None:
     """Run one configuration to its end, on this machine or on those of the job. `began` is the time of the command, and
     `arguments` are its settings."""
-    job = _job(config)
-    prepared = Preparation(config, run_dir, job.probed(config) if job else None, arguments)
+    cluster = cluster_of(config)
+    prepared = Preparation(config, run_dir, cluster, arguments)
     if config.cluster.preflight:
         from asyncrl.launch.preflight.run import require
 
@@ -145,7 +141,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
     else:
         prepared.all()
     notes = prepared.notes()
-    job, origin, placement, gpus = prepared.job, prepared.origin, prepared.placement, prepared.gpus
+    origin, placement, gpus = prepared.origin, prepared.placement, prepared.gpus
     chosen, expected = prepared.chosen, prepared.expected
     config = chosen.config
     goes_on = config.resume == "auto" and run_folder.is_run(run_dir) and (run_dir / "config.json").is_file()
@@ -190,9 +186,9 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
     specs = plan(config, addresses, placement, run_dir)
     reporting = [spec.name for spec in specs if spec.reports]
     stalls = Stalls(run_dir, reporting, config.cluster.stall_timeout) if config.cluster.stall_timeout else None
-    if job:
-        mounts = [run_dir, *prepared.folders.values()]
-        specs = job.steps(specs, run_dir, addresses.run_id, mounts, Registry(run_dir).file_of_run, job.requeued())
+    mounts = [run_dir, *prepared.folders.values()]
+    lease = Registry(run_dir).file_of_run
+    specs = cluster.steps(specs, run_dir, addresses.run_id, mounts, lease, cluster.restart())
     console = Console(config, run_dir)
     console.opening(
         [*differences(config), *resume.changes(config, origin)],
@@ -202,11 +198,12 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
     try:
         pilot = None
         if config.cluster.elastic != "off":
-            pilot = first(config, "cluster.elastic", lambda hooks: hooks.pilot(config, run_dir, addresses, placement))
-        supervise(config, run_dir, addresses, specs, job, console, stalls, pilot)
+            facts = config, run_dir, addresses, placement, cluster
+            pilot = first(config, "cluster.elastic", lambda hooks: hooks.pilot(*facts))
+        supervise(config, run_dir, addresses, specs, cluster, console, stalls, pilot)
     except (Exception, KeyboardInterrupt, Paused, Stopped) as error:  # every one is raised again
         ended: BaseException = error
-        if isinstance(error, ProcessDied) and config.cluster.requeues and resume.made_progress(run_dir, origin):
+        if isinstance(error, ProcessDied) and cluster.requeues and resume.made_progress(run_dir, origin):
             ended = Paused(str(error))  # without progress it is no machine failure
         elif isinstance(error, Stopped):
             error.advice = resume.advice(run_dir, arguments)
@@ -218,8 +215,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         try:
             console.end()
         finally:  # also where the terminal is gone
-            if job:
-                job.end_steps(addresses.run_id)
+            cluster.end_steps(addresses.run_id)
             os.close(held)
     console.closing()
 
@@ -229,17 +225,16 @@ def supervise(
     run_dir: Path,
     addresses: Addresses,
     specs: list[ProcessSpec],
-    job: SlurmJob | None,
+    cluster: Cluster,
     console: Console,
     stalls: Stalls | None,
     pilot: Pilot | None = None,
 ) -> None:
     """Start the processes and supervise them until all have ended. Raises the same errors as Supervisor.run."""
-    machines = job.has if job else None
-    policy = restart_policy(run_dir, addresses, specs, machines, timeline=config.metrics.timeline)
+    policy = restart_policy(run_dir, addresses, specs, cluster.has, timeline=config.metrics.timeline)
     registry = Registry(run_dir)
     registry.clear()
-    facts = {"run_id": addresses.run_id, "host": socket.gethostname(), "job": job.id if job else ""}
+    facts = {"run_id": addresses.run_id, "host": socket.gethostname(), "job": cluster.job}
     lease = registry.lease_of_run(**facts)
     lease.renew()  # before any process starts that would miss it
 
@@ -255,12 +250,3 @@ def supervise(
         lease.end()
         if pilot:
             pilot.end()
-
-
-def _job(config: Config) -> SlurmJob | None:
-    """Return the Slurm job of a run; None if it runs only on this machine, or the job has not been submitted."""
-    if config.cluster.launcher != "slurm":
-        return None
-    from asyncrl.launch.slurm.job import SlurmJob
-
-    return SlurmJob.found(config.cluster)

@@ -28,8 +28,9 @@ from asyncrl.launch.leftovers import SHARED
 from asyncrl.network.addresses import END, OVERRIDES
 
 MARK = ".asyncrl-run"
-AT_ONCE = {"logs", "slurm", resume.LOCK, MARK}
-"""What a launcher creates first; a launcher killed early leaves nothing else."""
+AT_ONCE = {"logs", resume.LOCK, MARK}
+"""What a launcher creates first; a launcher killed early leaves nothing else. A cluster keeps what belongs to its job
+in a folder of its name."""
 OUTPUTS = ("run.dir", "weights.folder")
 """Settings that name outputs of a run."""
 
@@ -44,7 +45,7 @@ def prepare(config: Config, run_dir: Path) -> None:
     not a run's, if a run is in progress there, or if it holds inputs of this run. Raises ConfigError."""
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError("run.dir", str(run_dir), "This is a file: choose a folder.")
-    if not run_dir.exists() or {path.name for path in run_dir.iterdir()} <= AT_ONCE:
+    if not run_dir.exists() or {path.name for path in run_dir.iterdir()} <= AT_ONCE | {config.cluster.launcher}:
         return
     if not config.run.overwrite:
         raise ConfigError(

@@ -38,6 +38,8 @@ ARGUMENTS = "ASYNCRL_ARGUMENTS"
 """Environment variable of an engine or the router with further command-line arguments, in shell syntax."""
 PEER_FAILED = 76
 """Exit code of a process that ends because another process of the run has failed: EX_PROTOCOL of sysexits.h."""
+OUT_OF_MEMORY = "out_of_memory"
+"""File in the run folder with the number of times that trainers were out of memory."""
 LOST = "lost.jsonl"
 """File in which the trainer lists the engines that it has given up, for the launcher to restart."""
 ELASTIC = "elastic.jsonl"

@@ -1,1 +1,1 @@
-"""Recordings of runs, for inspection, replay and resumption: docs/records.md."""
+"""Recordings of runs, for inspection, replay and resumption: docs/runs.md."""

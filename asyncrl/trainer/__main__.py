@@ -75,7 +75,8 @@ DOING = {
 def main(run_dir: Path) -> None:
     """Train one run on this rank."""
     importing.done()
-    config, addresses = read(run_dir), Addresses.read(run_dir)
+    addresses = Addresses.read(run_dir)
+    config, changed = recovery.adapted(read(run_dir), run_dir)
     timeout = longest_wait(config) + TIMEOUT_MARGIN
     progress, begins, parallel = _join(config, run_dir, timeout, gpu=on_gpu(config.trainer, addresses.gpus))
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
@@ -92,6 +93,8 @@ def main(run_dir: Path) -> None:
     warn = partial(_warn, run_dir)
     timeline = _timeline(config, run_dir, parallel, warn)
     overlapped = _overlapped(publisher, timeline, parallel) if config.weights.overlap else None
+    if changed and parallel.is_first:
+        warn(changed, 0)
     recovered = recovery.find(run_dir, addresses.resume, source, fleet, parallel)
     resumed = recovered.checkpoint if recovered else addresses.resume
     log = _log(config, addresses, run_dir, parallel, begins, timeline, resumed, recovered)

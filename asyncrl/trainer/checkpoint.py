@@ -31,7 +31,7 @@ from asyncrl.checkpoints.torch_dist import METADATA, write_frame
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, RecordError
 from asyncrl.parallel import Parallel
-from asyncrl.trainer import sharded
+from asyncrl.trainer import recovery, sharded
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.sharded import StagedCopy
 
@@ -119,7 +119,9 @@ class Checkpoints:
 
     def figures(self) -> dict[str, Any]:
         """Return the statistics for summary.json."""
-        return {"checkpoint/last": self.last, "checkpoint/failed": self.failed} if self._settings.every else {}
+        if not self._settings.every:
+            return {}
+        return {"checkpoint/last": self.last, "checkpoint/failed": self.failed, "recoveries": recovery.count()}
 
     # -- in the training loop ------------------------------------------------------------------------------
 

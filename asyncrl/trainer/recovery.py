@@ -19,9 +19,11 @@ from typing import Any
 import torch.distributed as dist
 
 from asyncrl.checkpoints.store import CheckpointStore
+from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
+from asyncrl.network.addresses import OUT_OF_MEMORY, RESTARTED
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.loop import VersionPublisher
@@ -29,6 +31,22 @@ from asyncrl.weights.checksum import Checksums, differing, parse
 
 UNSENT = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
 """Figures of a version that is not published."""
+
+
+def adapted(config: Config, run_dir: Path) -> tuple[Config, str]:
+    """Return the settings of trainers that were out of memory, and what changed: from the second time on half as many
+    tokens in a micro-batch, from the third time on all activations are recomputed. A run that resumes keeps them."""
+    file, trainer = run_dir / OUT_OF_MEMORY, config.trainer
+    times = int(file.read_text()) if file.exists() else 0
+    if times < 2:
+        return config, ""
+    half = max(1, trainer.micro_batch_tokens // 2)
+    changed: dict[str, Any] = {"micro_batch_tokens": half}
+    told = f"out of memory {times} times: trainer.micro_batch_tokens={half} instead of {trainer.micro_batch_tokens}"
+    if times > 2 and trainer.recompute.granularity != "full":
+        changed["recompute"] = trainer.recompute.model_copy(update={"granularity": "full"})
+        told += f", trainer.recompute.granularity=full instead of {trainer.recompute.granularity}"
+    return config.model_copy(update={"trainer": trainer.model_copy(update=changed)}), told
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,11 @@ def find(run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, 
     if dist.is_initialized():
         dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def count() -> int:
+    """Return how often these trainers were started again."""
+    return int(os.environ.get("ASYNCRL_INCARNATION", "").removeprefix(RESTARTED) or 0)
 
 
 class CatchingUp:

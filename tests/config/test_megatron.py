@@ -50,13 +50,13 @@ def test_fields_that_have_a_setting_are_megatrons_and_the_settings_exist() -> No
     [
         ("transformer", "moe_permut_fusion", True, "moe_permute_fusion"),
         ("transformer", "params_dtype", "bfloat16", "Set trainer.dtype instead"),
-        ("transformer", "calculate_per_token_loss", False, "docs/megatron.md"),
-        ("transformer", "hidden_dropout", 0.1, "docs/megatron.md"),
+        ("transformer", "calculate_per_token_loss", False, "docs/parallelism.md"),
+        ("transformer", "hidden_dropout", 0.1, "docs/parallelism.md"),
         ("transformer", "apply_rope_fusion", "yes", "valid boolean"),
         ("ddp", "bucket_size", "large", "valid integer"),
-        ("ddp", "use_megatron_fsdp", True, "docs/megatron.md"),
+        ("ddp", "use_megatron_fsdp", True, "docs/parallelism.md"),
         ("optimizer", "lr", 1.0, "Set trainer.optimizer instead"),
-        ("optimizer", "optimizer", "muon", "docs/megatron.md"),
+        ("optimizer", "optimizer", "muon", "docs/parallelism.md"),
     ],
 )
 def test_other_field_is_refused_with_what_to_set(section: str, name: str, value: Any, remedy: str) -> None:

@@ -17,7 +17,7 @@ from asyncrl.config import Config, rules
 from asyncrl.config.rules import Rule, require
 from asyncrl.errors import ConfigError
 from asyncrl.launch.engine_shape import check_shape
-from tests.fakes import tiny_config
+from tests.fakes import JOB, tiny_config
 from tests.launch.preflight.worlds import AMPERE, BLACKWELL, HOPPER, check
 
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
@@ -62,7 +62,7 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
     "adapters": [CODES],
     "roles": [{"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True}],
     "engine_shape": [{"algo.routing_replay": "R3"}],
-    "auto_plan": [{"cluster.launcher": "slurm", "cluster.trainer_nodes": 1}],
+    "auto_plan": [{**JOB, "cluster.trainer_nodes": 1}],
 }
 """Settings by module that break rules whose cause is in other fields than the one that they name."""
 EVERYWHERE: list[dict[str, Any]] = [

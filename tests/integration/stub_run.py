@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from asyncrl.extensions.join import command as engines
 from asyncrl.extensions.plan import pilot as elastic
-from asyncrl.launch import engines, run
 from asyncrl.launch import main as launcher
+from asyncrl.launch import run
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.plan import engines as plan_of_engines
 from tests.integration.workload import Workload

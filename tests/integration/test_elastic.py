@@ -43,7 +43,7 @@ LONG = ("run.max_steps=100000", "eval.questions=0", "rollout.batch_groups=4", "r
 def adding(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Run asyncrl-engines add, with its output in adding.out."""
     with run_dir.with_name("adding.out").open("w") as out:
-        words = [sys.executable, "-m", "asyncrl.launch.engines", "add", str(run_dir), *arguments]
+        words = [sys.executable, "-m", "asyncrl.extensions.join.command", "add", str(run_dir), *arguments]
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT, text=True)
     try:
         yield process
@@ -58,7 +58,7 @@ def said(run_dir: Path) -> str:
 
 
 def asked(command: str, run_dir: Path, *urls: str) -> str:
-    words = [sys.executable, "-m", "asyncrl.launch.engines", command, str(run_dir), *urls]
+    words = [sys.executable, "-m", "asyncrl.extensions.join.command", command, str(run_dir), *urls]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -44,7 +44,7 @@ LAYOUTS = {
     "pp2-over-broadcast": ["trainer.pipeline_parallel=2", "weights.transport=distributed", "weights.staging=stream"],
 }
 DELTA = ["weights.transport=delta", "weights.verify_every=1"]
-FURTHER = {  # docs/campaigns.md says which other tests hold what these repeat
+FURTHER = {  # results/campaigns/README.md says which other tests hold what these repeat
     "tp2-two-engines": ["trainer.tensor_parallel=2", "engine.count=2"],
     "tp2-sp-two-engines": LAYOUTS["tp2-sp-two-engines-over-disk"][:3],
     "tp2-sp-over-broadcast": [*LAYOUTS["tp2-sp-two-engines-over-disk"][:2], "weights.transport=distributed"],

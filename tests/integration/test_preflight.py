@@ -1,4 +1,4 @@
-"""Tests of the preflight in an allocation of two virtual machines with a network (tests/slurm/lab.py)."""
+"""Tests of the preflight in an allocation of two virtual machines with a network (tests/extensions/slurm/lab.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.lab import Lab, missing, missing_networks
+from tests.extensions.slurm.lab import Lab, missing, missing_networks
 
 REASON = missing() or missing_networks()
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(REASON), reason=REASON)]

@@ -4,6 +4,7 @@ gradient norms and weights bit for bit."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -104,3 +105,27 @@ def test_trainers_recover_from_a_death_at_any_moment(trial: int, tmp_path: Path)
     assert code == 0, text
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *layout)
+
+
+LOSS = """
+from asyncrl.algo.loss import LOSSES
+
+def greedy(logprobs, rows):
+    if len(logprobs) > {limit}:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+    return -rows.advantages * logprobs
+"""
+
+
+def test_trainers_that_are_out_of_memory_go_on_with_smaller_micro_batches(tmp_path: Path) -> None:
+    """A loss refuses more tokens than the smaller micro-batches have, from the first step on."""
+    (tmp_path / "mine.py").write_text(LOSS.format(limit=80))
+    run_dir, sizes = tmp_path / "run", ["trainer.micro_batch_tokens=192", "run.max_steps=6"]
+    own = ["algo.loss=mine:greedy", "eval.questions=0", "resume=null"]
+    with start(run_dir, *RECOVERS, *sizes, *own) as run:
+        code, text = finish(run, run_dir)
+    assert code == 0, text
+    found = [line["warning"] for line in lines(run_dir / "warnings.jsonl")]
+    assert "out of memory 2 times: trainer.micro_batch_tokens=96 instead of 192" in found
+    assert json.loads((run_dir / "summary.json").read_text())["recoveries"] == 2
+    assert [step["version"] for step in lines(run_dir / "metrics.jsonl")] == list(range(1, 7))

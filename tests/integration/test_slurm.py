@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Slurm on virtual machines (tests/slurm/lab.py)."""
+"""Runs as jobs of a real Slurm on virtual machines (tests/extensions/slurm/lab.py)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from asyncrl.checkpoints.store import CheckpointStore
+from tests.extensions.slurm.lab import JOB, ROOT, SMALL, TIMEOUT, Lab, Submitted, missing, missing_networks, nodes_of
 from tests.integration.books import balanced, trained, weights
 from tests.integration.running import lines, nothing_is_left, run
-from tests.slurm.lab import JOB, ROOT, SMALL, TIMEOUT, Lab, Submitted, missing, missing_networks, nodes_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(missing()), reason=missing())]
-SHARED = ("cluster.sbatch.exclusive=false", "cluster.sbatch.mem=1000")
-GOES_ON = (*SMALL, "checkpoint.every=5", "cluster.requeues=3", "record=true")
+SHARED = ("slurm.sbatch.exclusive=false", "slurm.sbatch.mem=1000")
+GOES_ON = (*SMALL, "checkpoint.every=5", "slurm.requeues=3", "record=true")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) 
     """
     steps, slow = 60, tmp_path / "slow"
     slow.touch()
-    limits = ("trainer.data_parallel=2", "cluster.time=30", "cluster.signal_seconds=180", f"run.max_steps={steps}")
+    limits = ("trainer.data_parallel=2", "slurm.time=30", "cluster.signal_seconds=180", f"run.max_steps={steps}")
     agent = ("agent=tests.integration.patient:answer", f"+agent_params.file={slow}", "rollout.max_running_groups=2")
     job = Submitted(lab, tmp_path / "run", "cluster.nodes=2", *GOES_ON, *limits, *agent)
     job.wait_for_step(5)
@@ -183,7 +183,7 @@ def test_job_whose_trainer_node_has_failed_goes_on_from_its_checkpoint(lab: Lab,
         "cluster.nodes=3",
         "cluster.trainer_nodes=2",
         "trainer.data_parallel=2",
-        "cluster.lost_timeout=15",
+        "slurm.lost_timeout=15",
         *GOES_ON,
     )
     job = Submitted(lab, tmp_path / "run", *shape, f"run.max_steps={steps}")

@@ -14,8 +14,8 @@ import pytest
 
 from asyncrl.config import read
 from scripts.render_slurm import FOLDER
+from tests.extensions.slurm.lab import SMALL, TIMEOUT, Lab, Submitted, missing, missing_networks
 from tests.integration.running import lines, nothing_is_left
-from tests.slurm.lab import SMALL, TIMEOUT, Lab, Submitted, missing, missing_networks
 
 REASON = missing() or missing_networks()
 pytestmark = [pytest.mark.campaign, pytest.mark.skipif(bool(REASON), reason=REASON)]
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.campaign, pytest.mark.skipif(bool(REASON), reason=REAS
 
 ONE_MACHINE = (*SMALL, "cluster.nodes=1", "cluster.host=null", "run.max_steps=100000")
 ELASTIC = (
-    *("cluster.elastic=act", "cluster.max_engines=3", "metrics.timeline=true", "cluster.sbatch.exclusive=true"),
+    *("cluster.elastic=act", "cluster.max_engines=3", "metrics.timeline=true", "slurm.sbatch.exclusive=true"),
     *("engine.max_running_requests=1", "rollout.max_staleness=1"),  # an engine is too slow
 )
 
@@ -65,7 +65,7 @@ def test_a_run_submits_jobs_of_engines_from_inside_its_job_and_leaves_none_behin
         assert state(waiting) == "PENDING"
         assert state(engines) == "RUNNING"
         (own,) = json.loads((run_dir / "addresses.json").read_text())["engines"]
-        lab.run(sys.executable, "-m", "asyncrl.launch.engines", "remove", str(run_dir), own, timeout=TIMEOUT)
+        lab.run(sys.executable, "-m", "asyncrl.extensions.join.command", "remove", str(run_dir), own, timeout=TIMEOUT)
         job.wait_for_step(len(job.steps()) + 5)  # with the other alone
         assert job.steps()[-1]["engines/serving"] == 1
         lab.run("scancel", "--signal=USR1", "--batch", job.id)  # the run ends with a checkpoint
@@ -89,7 +89,7 @@ def test_job_of_engines_joins_a_run_loses_a_machine_and_leaves(lab: Lab, tmp_pat
     assert read(run_dir).cluster.host is None
     script = tmp_path / "engines.sbatch"
     text = (FOLDER / "engines.sbatch").read_text()
-    text = text.replace("exec asyncrl-engines", f"exec {sys.executable} -m asyncrl.launch.engines")
+    text = text.replace("exec asyncrl-engines", f"exec {sys.executable} -m asyncrl.extensions.join.command")
     not_here = ("#SBATCH --gpus-per-node", "#SBATCH --exclusive")
     script.write_text("\n".join(line for line in text.splitlines() if not line.startswith(not_here)) + "\n")
     options = ("--parsable", f"--output={tmp_path}/engines.out", "--nodes=2")

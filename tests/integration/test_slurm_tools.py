@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scripts import debian_tools
-from tests.slurm import lab
+from tests.extensions.slurm import lab
 
 
 @pytest.mark.integration

@@ -21,7 +21,7 @@ from asyncrl.network.addresses import READY, TRAINING
 from asyncrl.planner.shapes import Weight
 from asyncrl.weights.choice import choose
 from asyncrl.weights.publish import build_transport
-from tests.fakes import addresses, tiny_config
+from tests.fakes import JOB, addresses, tiny_config
 from tests.launch.preflight.worlds import ENGINE, ROUTER
 
 COLOCATED = {
@@ -114,7 +114,7 @@ SHAPE = {"trainer.data_parallel": 4, "trainer.tensor_parallel": 2, "engine.count
 
 @pytest.mark.parametrize("placement", [COLOCATED, SHARED], ids=["in turns", "side by side"])
 def test_engines_use_all_gpus_of_the_trainers_and_no_others(placement: dict[str, Any]) -> None:
-    found = placed(tiny_config(**placement, **SHAPE, **{"cluster.launcher": "slurm"}), 3, 4)
+    found = placed(tiny_config(**placement, **SHAPE, **JOB), 3, 4)
     on = [(seats[0].node.name, seats[0].gpus) for seats in found.engines]
     assert on == [("node0", (0, 1)), ("node0", (2, 3)), ("node1", (0, 1)), ("node1", (2, 3))]
     assert {(seat.node.name, seat.gpus) for seat in found.trainers} == {

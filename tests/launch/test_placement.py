@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement, Seat, imagined, nodes_wanted, place, place_engines
-from tests.fakes import tiny_config
-
-SLURM = {"cluster.launcher": "slurm"}
+from tests.fakes import JOB, tiny_config
 
 
 def placed(nodes: int, gpus: int, **changes: Any) -> Placement:
-    config = tiny_config(**SLURM, **changes)
+    config = tiny_config(**JOB, **changes)
     return place(config, imagined(config, nodes, gpus))
 
 
@@ -150,13 +148,13 @@ def test_the_fewest_nodes_hold_everything_once(
 def _config(world: int, engines: int, tensor: int, teachers: int, cpu_nodes: int) -> Config:
     shape = {"trainer.data_parallel": world, "engine.count": engines, "engine.tensor_parallel": tensor}
     teaching = {"teacher.model": "/t", "teacher.count": teachers} if teachers else {}
-    return tiny_config(**SLURM, **shape, **teaching, **{"cluster.cpu_nodes": cpu_nodes})
+    return tiny_config(**JOB, **shape, **teaching, **{"cluster.cpu_nodes": cpu_nodes})
 
 
 def test_further_engines_fill_machines_of_their_own() -> None:
     def further(nodes: int, gpus: int, count: int | None = None, **changes: Any) -> list[list[tuple[str, Any]]]:
-        config = tiny_config(**SLURM, **changes)
-        wide = tiny_config(**SLURM, **{"engine.count": 8})  # for its ports
+        config = tiny_config(**JOB, **changes)
+        wide = tiny_config(**JOB, **{"engine.count": 8})  # for its ports
         return [where(seats) for seats in place_engines(config, imagined(wide, nodes, gpus), count)]
 
     assert further(2, 2) == [[("node0", (0,))], [("node0", (1,))], [("node1", (0,))], [("node1", (1,))]]

@@ -16,7 +16,7 @@ from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.network.ports import FIRST_PORT, LAST_PORT
-from tests.fakes import addresses, tiny_config
+from tests.fakes import JOB, addresses, tiny_config
 
 PORTS = tuple(range(20000, 20100))
 """In the order of seats: the router's two, the rollout process's, the trainers', then two of each engine."""
@@ -364,7 +364,7 @@ def test_addresses_of_a_teacher_are_read_back(tmp_path: Path) -> None:
 
 def test_an_engine_on_several_machines_is_a_process_on_each_that_meet_at_the_first() -> None:
     nodes = [Node(f"n{i}", f"10.0.0.{i}", ("0", "1"), PORTS, "ib0") for i in range(3)]
-    config = tiny_config(**{"engine.tensor_parallel": 4, "trainer.data_parallel": 2, "cluster.launcher": "slurm"})
+    config = tiny_config(**{"engine.tensor_parallel": 4, "trainer.data_parallel": 2, **JOB})
     placement = place(config, nodes)
     specs = {spec.name: spec for spec in plan(config, addresses(1, 2), placement, RUN_DIR)}
     first, second = flags(specs["engine-0"]), flags(specs["engine-0.1"])
@@ -386,6 +386,6 @@ def test_replicas_on_several_machines_meet_at_the_first_of_consecutive_ports() -
     """SGLang adds to the number of their port, so the others must be free, too."""
     nodes = [Node(f"n{i}", f"10.0.0.{i}", ("0", "1"), PORTS, "ib0", 31000 + i) for i in range(3)]
     shape = {"engine.tensor_parallel": 4, "engine.data_parallel": 2, "trainer.data_parallel": 2}
-    config = tiny_config(**shape, **{"cluster.launcher": "slurm"})
+    config = tiny_config(**shape, **JOB)
     specs = {spec.name: spec for spec in plan(config, addresses(1, 2), place(config, nodes), RUN_DIR)}
     assert {flags(specs[name])["dist-init-addr"] for name in ("engine-0", "engine-0.1")} == {"10.0.0.1:31001"}

@@ -27,8 +27,8 @@ from asyncrl.launch.leftovers import SHARED, carrying
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Paused, Stopped, Supervisor
 from asyncrl.launch.restarts import RestartPolicy
-from asyncrl.launch.slurm.task import end_file
 from asyncrl.network.addresses import LOST, PEER_FAILED, READY, STOP, STOPPED
+from asyncrl.progress import end_file
 
 FOREVER = "import time; time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -643,11 +643,10 @@ def test_router_that_is_lost_with_its_machine_ends_the_run_and_so_does_the_last_
 
 def test_death_in_a_step_is_told_with_rank_machine_and_log(run_id: str, tmp_path: Path) -> None:
     """The first by its own account; srun knows only that one of many ended."""
-    folder = tmp_path / "slurm" / "steps"
-    folder.mkdir(parents=True)
+    (tmp_path / "progress").mkdir()
     for rank, code, at in ((0, 1, 11.0), (3, -9, 12.0), (4, 1, 10.0)):
         note = {"name": f"trainer-{rank}", "node": f"node{rank}", "code": code, "at": at}
-        end_file(folder, f"trainer-{rank}").write_text(json.dumps(note))
+        end_file(tmp_path, f"trainer-{rank}").write_text(json.dumps(note))
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "trainer-3.log").write_text("its last words\n")
     dying = step(run_id, "trainer", "raise SystemExit(137)", ends_the_run=True)
@@ -702,12 +701,13 @@ def test_processes_that_belong_together_are_started_again_together(run_id: str, 
 
 def test_ends_of_other_steps_are_not_told_as_its_own(run_id: str, tmp_path: Path) -> None:
     """engine-1 is no rank of engine-10."""
-    folder = tmp_path / "slurm" / "steps"
-    folder.mkdir(parents=True)
+    (tmp_path / "progress").mkdir()
     (tmp_path / "logs").mkdir()
-    end_file(folder, "engine-10").write_text(json.dumps({"name": "engine-10", "node": "node9", "code": -9, "at": 1.0}))
+    end_file(tmp_path, "engine-10").write_text(
+        json.dumps({"name": "engine-10", "node": "node9", "code": -9, "at": 1.0})
+    )
     dying = step(run_id, "engine-1", "raise SystemExit(3)")
-    with pytest.raises(ProcessDied, match="engine-1 on node2 died: srun: exit code 3"):
+    with pytest.raises(ProcessDied, match="engine-1 on node2 died: its step: exit code 3"):
         Supervisor([dying, spec(run_id, "trainer-0", FOREVER, ends=True)], tmp_path, run_id, 1.0).run(lambda: None)
 
 

@@ -12,14 +12,16 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.extension import Extension
 from asyncrl.launch import run
 from asyncrl.launch.compose import compose
 from asyncrl.launch.main import CONF, main
-from asyncrl.launch.replay import check_vocabulary
+from asyncrl.launch.replay import check_vocabulary, differences
 from asyncrl.models import catalog
 from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.reading import RECORDS
 from asyncrl.records.writer import Writer
+from asyncrl.settings import Section
 from tests.fakes import group, reusing, tiny_config
 from tests.forks import forked
 
@@ -78,6 +80,27 @@ def test_settings_of_extensions_are_those_of_the_recorded_run_too(
     assert replayed(monkeypatch, source).sample_reuse.groups == 2
     given = replayed(monkeypatch, source, "+sample_reuse.groups=3").sample_reuse
     assert (given.groups, given.reset_every) == (3, None)  # the whole section
+
+
+class Elsewhere(Extension):
+    """Its settings are not those of training."""
+
+    class Settings(Section):
+        seconds: float = 1.0
+
+    trains = False
+
+
+def test_settings_of_an_extension_that_does_not_train_are_this_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"elsewhere": f"{__name__}:Elsewhere"}
+    source = recorded(tmp_path, extensions=found, elsewhere={"seconds": 2.0})
+    arguments = [f"+extensions.elsewhere={__name__}:Elsewhere"]
+    config = replayed(monkeypatch, source, *arguments)
+    assert config.elsewhere.seconds == 1.0
+    assert differences(config) == []
+    assert replayed(monkeypatch, source, *arguments, "+elsewhere.seconds=3.0").elsewhere.seconds == 3.0
 
 
 def test_damaged_settings_of_the_recorded_run_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,9 @@ from asyncrl.errors import EngineError, WeightsError, is_of_user
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import RestartPolicy, restart_policy
-from asyncrl.launch.slurm.task import begin_file, end_file
 from asyncrl.network.addresses import LOST, READY, Addresses
 from asyncrl.observability.timeline import ProcessSpan, TimelineReader
-from asyncrl.progress import failing, failures
+from asyncrl.progress import begin_file, end_file, failing, failures
 from tests.launch.preflight.worlds import ENGINE, ROUTER
 
 TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True)
@@ -56,7 +55,9 @@ def test_a_process_that_dies_before_all_were_up_is_not_started_again(tmp_path: P
 
 
 def test_restarts_are_in_the_timeline_from_the_death_on(run_dir: Path) -> None:
-    policy = restart_policy(run_dir, Addresses("run0", "", run_dir, (), "", "", 0, 0.0), [], timeline=True)
+    policy = restart_policy(
+        run_dir, Addresses("run0", "", run_dir, (), "", "", 0, 0.0), [], lambda node: True, timeline=True
+    )
     assert policy.may_start_now(ROUTER, "killed")
     (found,) = TimelineReader(run_dir).new()
     assert isinstance(found, ProcessSpan)
@@ -150,12 +151,12 @@ def test_machine_that_does_not_answer_costs_no_restart_and_is_asked_again_in_a_w
     now, asked = [100.0], list[str]()
     monkeypatch.setattr("asyncrl.launch.restarts.time.monotonic", lambda: now[0])
     policy = RestartPolicy(run_dir, has_machine=lambda node: bool(asked.append(node)) or len(asked) < 3)
-    begun = begin_file(run_dir / "slurm" / "steps", STEP.name)
+    begun = begin_file(run_dir, STEP.name)
     begun.parent.mkdir(parents=True)
     begun.touch()
-    ended = end_file(begun.parent, STEP.name)
+    ended = end_file(run_dir, STEP.name)
     ended.touch()
-    assert not policy.lost(STEP)  # it had begun: it died by itself, and Slurm is not asked
+    assert not policy.lost(STEP)  # it had begun: it died by itself, and the cluster is not asked
     assert policy.may_start_now(STEP, "exit code 1")
     assert not ended.exists()  # it tells of an end that is over
     assert (policy.count(STEP.name), asked) == (1, [])
@@ -250,9 +251,27 @@ def test_trainers_recover_twice_at_a_step_and_thrice_in_ten(run_dir: Path) -> No
 @pytest.mark.parametrize("lasting", [False, True])
 def test_trainers_end_the_run_with_an_error_that_would_only_happen_again(lasting: bool, run_dir: Path) -> None:
     (run_dir / "progress").mkdir()
-    told = {"process": "trainer-1", "time": 1.0, "error": "ValueError: mine", "place": "", "lasting": lasting}
+    told = {
+        "process": "trainer-1",
+        "time": 1.0,
+        "error": "ValueError: mine",
+        "place": "",
+        "lasting": lasting,
+        "memory": False,
+    }
     (run_dir / "progress/trainer-1.failure").write_text(json.dumps(told))
     assert all(RestartPolicy(run_dir).allows(rank) is not lasting for rank in RANKS)
+
+
+def test_trainers_that_are_out_of_memory_go_on_four_times_also_at_one_step(run_dir: Path) -> None:
+    (run_dir / "progress").mkdir()
+    error = {"process": "trainer-1", "time": 1.0, "error": "", "place": "", "lasting": False, "memory": True}
+    for _ in range(2):  # it is counted over the launchers of a run
+        policy = RestartPolicy(run_dir)
+        for _ in range(2):
+            (run_dir / "progress/trainer-1.failure").write_text(json.dumps(error))
+            die(policy)
+    assert not policy.allows(RANKS[0])
 
 
 def test_error_of_ours_or_of_the_users_code_lasts(run_dir: Path) -> None:
@@ -261,6 +280,9 @@ def test_error_of_ours_or_of_the_users_code_lasts(run_dir: Path) -> None:
     with pytest.raises(ValueError, match="mine"), failing(run_dir, "trainer-1"):
         raise ValueError("mine")  # this file is no part of asyncrl
     assert [one["lasting"] for one in failures(run_dir)] == [True, True]
+    with pytest.raises(RuntimeError), failing(run_dir, "trainer-2"):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert (failures(run_dir)[-1]["lasting"], failures(run_dir)[-1]["memory"]) == (False, True)
     assert not is_of_user("")
     assert not is_of_user("/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py:3252, in all_reduce")
 

@@ -65,7 +65,7 @@ class CpuPlatform(Platform):
                 remedy = f"On CPUs engines have only {own}: remove it."
                 raise ConfigError(f"engine.server_args.{name}", value, remedy)
 
-    def measure(self, wanted: Sequence[tuple[str, str]], everywhere: Everywhere | None) -> dict[tuple[str, str], Rates]:
+    def measure(self, wanted: Sequence[tuple[str, str]], everywhere: Everywhere) -> dict[tuple[str, str], Rates]:
         """Return the rates of these machines, measured or from their caches (probe.py)."""
         from asyncrl.extensions.cpu import probe
 

@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -174,23 +173,15 @@ def _cache_file(hidden: int, inner: int) -> Path:
     return cache_dir() / "rates" / f"{digest}.json"
 
 
-def ask(wanted: Sequence[tuple[str, str]], everywhere: Everywhere | None) -> dict[tuple[str, str], Rates]:
+def ask(wanted: Sequence[tuple[str, str]], everywhere: Everywhere) -> dict[tuple[str, str], Rates]:
     """Return the rates by shape and machine (Platform.measure). Raises LaunchError if a measurement is missing."""
-    if not wanted:
-        return {}
     shapes = list(dict.fromkeys(shape for shape, _ in wanted))
+    here = {(shape, ""): rates for shape in shapes if (rates := cached(*_sides(shape)))}
+    if here.keys() >= {*wanted}:
+        return here
     program = [sys.executable, "-m", __name__, *shapes]
-    if everywhere:
-        outputs = everywhere(program, PROBE_SECONDS, list(dict.fromkeys(machine for _, machine in wanted)))
-    else:
-        known = {shape: cached(*_sides(shape)) for shape in shapes}
-        complete = {(shape, ""): rates for shape, rates in known.items() if rates}
-        if len(complete) == len(shapes):
-            return complete
-        outputs = [_run(program)]
-    found = {
-        (shape, machine if everywhere else ""): rates for output in outputs for shape, machine, rates in _parsed(output)
-    }
+    outputs = everywhere(program, PROBE_SECONDS, list(dict.fromkeys(machine for _, machine in wanted)))
+    found = {(shape, machine): rates for output in outputs for shape, machine, rates in _parsed(output)}
     if missing := [machine or "this machine" for shape, machine in wanted if (shape, machine) not in found]:
         said = "\n".join(output[-1000:] for output in outputs)
         raise LaunchError(
@@ -205,22 +196,6 @@ def _sides(shape: str) -> tuple[int, int]:
     return int(hidden), int(inner)
 
 
-def _run(program: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            program,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PROBE_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        return str(late.stdout or "")
-    return done.stdout
-
-
 def _parsed(output: str) -> Iterator[tuple[str, str, Rates]]:
     """Yield shape, machine and rates from each line of the probe; lines of other programs are ignored."""
     for line in output.splitlines():
@@ -231,10 +206,10 @@ def _parsed(output: str) -> Iterator[tuple[str, str, Rates]]:
 
 
 def main(shapes: list[str]) -> int:
-    """Print a line for each shape: the shape, the machine's name in Slurm if any, and the rates."""
+    """Print a line for each shape: the shape, the machine's name if the run has several, and the rates."""
     for shape in shapes:
         found = rates(*_sides(shape))
-        sys.stdout.write(f"{MARK}{shape} {os.environ.get('SLURMD_NODENAME', '')} {found.line()}\n")
+        sys.stdout.write(f"{MARK}{shape} {os.environ.get('ASYNCRL_NODE', '')} {found.line()}\n")
     sys.stdout.flush()
     return 0
 

@@ -1,7 +1,7 @@
 """replay.compare: compare what is generated with what a recorded run generated for the same slots.
 
 The same settings and seed give the same prompts to the same slots; answers agree as far as engines are deterministic
-(docs/records.md). A group with another prompt, or one that the recording lacks, is only counted.
+(docs/runs.md). A group with another prompt, or one that the recording lacks, is only counted.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ class Observe(extension.Extension):
     """Traces and Prometheus."""
 
     Settings = TraceSettings
+    trains = False
 
     def check(self, config: Config) -> Iterator[ConfigError]:
         """Refuse a wrong address, traces of nothing, and those without OpenTelemetry's packages."""

@@ -27,10 +27,8 @@ from asyncrl.extensions.plan.model_splits import HARDWARE
 from asyncrl.extensions.plan.report import overrides, report
 from asyncrl.extensions.plan.search import NEAR, Choices, GpuSplit, in_play, search
 from asyncrl.launch import forecast, precision
-from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, imagined, place
-from asyncrl.launch.preflight.facts import Gpu, MachineFacts, this_machine
-from asyncrl.launch.preflight.versions import installed
+from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.resume import origins
 from asyncrl.network.addresses import PLAN
@@ -109,12 +107,11 @@ def plan_run(preparation: Preparation) -> PlannedRun:
 
 def _devices(preparation: Preparation, hf: dict[str, Any]) -> Devices:
     """Return what the run is planned for: the GPUs of its machines, or their CPUs."""
-    cluster, job = preparation.config.cluster, preparation.job
-    gpus = count_gpus(cluster.gpus)
-    nodes = job.nodes if job else [this_node(cluster.host, cluster.interface, gpus, 0)]
-    if on_gpu(preparation.config.trainer, max(len(node.gpus) for node in nodes)):
-        return devices_of(nodes, job.machines if job else [this_machine("", installed())])
-    return Devices(len(nodes), rates=precision.measured(hf, [node.name for node in nodes], job))
+    cluster = preparation.cluster
+    if on_gpu(preparation.config.trainer, max(len(node.gpus) for node in cluster.nodes)):
+        return devices_of(cluster.nodes, cluster.machines)
+    rates = precision.measured(hf, [node.name for node in cluster.nodes], cluster)
+    return Devices(len(cluster.nodes), rates=rates)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ examples:
     asyncrl-plan numbers.yaml max_staleness=4
 
 FOLDER holds a model's config.json. Later arguments override earlier ones. The last line of the output has overrides of
-asyncrl-train. docs/planning.md explains what is assumed.
+asyncrl-train. asyncrl/extensions/plan/README.md explains what is assumed.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from asyncrl.config import Config
+    from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
@@ -24,11 +25,13 @@ class PlanHooks(extension.LaunchHooks):
 
         return plan_run(preparation)
 
-    def pilot(self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement) -> extension.Pilot:
+    def pilot(
+        self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement, cluster: Cluster
+    ) -> extension.Pilot:
         """Return the controller of cluster.elastic."""
         from asyncrl.extensions.plan.pilot import ElasticPilot
 
-        return ElasticPilot(config, run_dir, addresses, placement)
+        return ElasticPilot(config, run_dir, addresses, placement, cluster)
 
 
 class Plans(extension.Extension):

@@ -122,7 +122,7 @@ def uncertainty(plan: Plan, own_error: float | None) -> Iterator[str]:
         seeds = f"Simulations with other seeds differ by {best.spread:.1%}. " if len(best.simulated) > 1 else ""
         yield f"{seeds}The laws are {best.law_error:+.1%} off the simulation."
     else:
-        yield "Nothing was simulated: the laws alone are usually within 5 %, but can be far off (docs/planning.md)."
+        yield "Nothing was simulated: the laws alone are usually within 5 %, but can be far off (results/plans.md)."
     rates = [one.rate for one in plan.changed]
     yield (
         f"By the laws, the plan makes {min(rates):.3g} to {max(rates):.3g} samples/s if the length of answers, the "

@@ -19,7 +19,7 @@ FULL = 1.25
 EPISODES = 200_000
 """Episodes of a simulation beyond which it is not made longer; with twice as many there is none."""
 LAW_ERROR = 0.13
-"""Difference between laws and simulation that a tenth of random settings exceeds (docs/planning.md)."""
+"""Difference between laws and simulation that a tenth of random settings exceeds (results/plans.md)."""
 CHANGES = (0.75, 1.33)
 """Factors by which inputs are changed to see what depends on them."""
 CONTENDERS = 8

@@ -85,6 +85,7 @@ class Processes(extension.Extension):
     """Several processes that play."""
 
     Settings = ProcessesSettings
+    trains = False
 
     def launch(self) -> extension.LaunchHooks:
         """Return the hooks in the launcher."""

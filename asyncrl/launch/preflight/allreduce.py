@@ -17,8 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from asyncrl.launch.plan import INTERFACES
-from asyncrl.launch.preflight.node_report import emit, end_after
-from asyncrl.launch.slurm.task import node
+from asyncrl.launch.preflight.node_report import emit, end_after, node_name
 from asyncrl.network import stores
 
 NUMBERS = 1 << 20
@@ -47,9 +46,9 @@ class AllReduce:
 
 
 def main(told: AllReduce) -> None:
-    """Run the check and report the result. Always exits with 0: on any other exit code srun would kill the tasks that
-    have not reported yet."""
-    me = node()
+    """Run the check and report the result. Always exits with 0: on any other exit code a cluster may kill
+    the tasks that have not reported yet."""
+    me = node_name()
     if name := told.interfaces.get(me):
         os.environ.update(dict.fromkeys(INTERFACES, name))
     try:

@@ -50,7 +50,7 @@ def check_gpus(nodes: Sequence[Node], machines: Sequence[MachineFacts]) -> list[
             found.append(warning("cluster.gpus", f"{_named(machine)}: nvidia-smi lists no GPU", remedy))
         elif len(visible) < len(node.gpus):
             text = f"{_named(machine)} shows {len(visible)} of the {len(node.gpus)} GPUs {','.join(node.gpus)}"
-            remedy = "Lower cluster.gpus, or ask Slurm for more (cluster.sbatch.gpus_per_node)."
+            remedy = "Lower cluster.gpus, or take machines with more."
             found.append(error("cluster.gpus", text, remedy))
     if len(models) > 1:
         kinds = ", ".join(sorted(f"{name} ({memory >> 20} MiB)" for name, memory in models))

@@ -19,7 +19,7 @@ from asyncrl.planner.shapes import BYTES
 MEASURED = 64 << 20
 """Bytes written to measure the speed."""
 RECORDED = 6
-"""Bytes per token of a long answer in a recording (docs/records.md)."""
+"""Bytes per token of a long answer in a recording (docs/runs.md)."""
 PUBLISHED = 3
 """Versions of the weights on disk at a time with disk and delta, including the one being written (weights/disk.py)."""
 FREE_UP = "Free some space, or choose a folder on a larger file system."

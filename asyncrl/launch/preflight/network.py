@@ -8,15 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Node, Placement
 from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.findings import Finding, error, ok
 from asyncrl.launch.preflight.node_report import parse
 from asyncrl.launch.preflight.reach import Reach
-from asyncrl.launch.slurm.job import SlurmJob
 
 REACH_SECONDS, SUM_SECONDS = 30.0, 60.0
-"""Deadlines on the machines; starting each step there may take another cluster.start_timeout."""
+"""Deadlines on the machines, once the programs have been started there."""
 NAMED = 4
 """Maximum number of addresses in a line."""
 OPEN = "Set cluster.interface (or cluster.host) to a network on which the machines reach each other on all ports."
@@ -35,11 +35,11 @@ def check_ports(nodes: Sequence[Node], wanted: int) -> list[Finding]:
 
 
 def ask_reach(
-    job: SlurmJob, folders: Iterable[Path], models: Iterable[Path], run_id: str
+    cluster: Cluster, folders: Iterable[Path], models: Iterable[Path], run_id: str
 ) -> tuple[Reach, dict[str, dict[str, Any]]]:
     """Ask every machine whether it reaches the first one, and sees these folders, which exist. Folders that are not
     writable are skipped, since another check reports them."""
-    first, *others = job.nodes
+    first, *others = cluster.nodes
     marks: dict[str, Path] = {}
     try:
         for folder in folders:
@@ -50,16 +50,15 @@ def ask_reach(
         reach = Reach(
             listener=first.name,
             address=first.address,
-            port=first.ports[-1],  # job.OWN_PORTS
+            port=first.ports[-1],  # cluster.OWN_PORTS
             others=[node.name for node in others],
             seconds=REACH_SECONDS,
             folders={folder: str(mark) for folder, mark in marks.items()},
             models={str(folder): (folder / "config.json").stat().st_size for folder in models},
         )
         mounts = [Path(folder) for folder in (*reach.folders, *reach.models)]
-        seconds = REACH_SECONDS + job.settings.start_timeout
-        outputs = job.everywhere([sys.executable, *reach.argv()], seconds, mounts=mounts)
-        return reach, parse(outputs, [node.name for node in job.nodes])
+        outputs = cluster.everywhere([sys.executable, *reach.argv()], REACH_SECONDS, mounts=mounts)
+        return reach, parse(outputs, [node.name for node in cluster.nodes])
     finally:
         for mark in marks.values():
             mark.unlink(missing_ok=True)
@@ -84,19 +83,19 @@ def unseen(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     return {name: list(answer["unseen"]) for name, answer in answers.items() if answer.get("unseen")}
 
 
-def ask_allreduce(job: SlurmJob, placement: Placement, *, gpu: bool) -> tuple[AllReduce, dict[str, dict[str, Any]]]:
+def ask_allreduce(cluster: Cluster, placement: Placement, *, gpu: bool) -> tuple[AllReduce, dict[str, dict[str, Any]]]:
     """Run an all-reduce with one rank on each of the trainers' machines."""
     nodes = list(dict.fromkeys(seat.node for seat in placement.trainers))
     told = AllReduce(
         "nccl" if gpu else "gloo",
         [node.name for node in nodes],
         nodes[0].address,
-        nodes[0].ports[-2],  # job.OWN_PORTS
+        nodes[0].ports[-2],  # cluster.OWN_PORTS
         {node.name: node.interface for node in nodes},
         SUM_SECONDS,
     )
-    seconds = SUM_SECONDS + job.settings.start_timeout
-    return told, parse(job.everywhere([sys.executable, *told.argv()], seconds, nodes=told.names), told.names)
+    outputs = cluster.everywhere([sys.executable, *told.argv()], SUM_SECONDS, nodes=told.names)
+    return told, parse(outputs, told.names)
 
 
 def check_allreduce(told: AllReduce, answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:

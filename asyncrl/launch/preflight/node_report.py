@@ -11,8 +11,15 @@ from typing import Any
 
 MARK = "asyncrl-preflight "
 """Prefix of the line, because modules and prologs print as well."""
+NODE = "ASYNCRL_NODE"
+"""Environment variable with the name of the machine (Cluster.everywhere)."""
 SAID = 300
 """Maximum number of characters quoted from other output."""
+
+
+def node_name() -> str:
+    """Return the name of this machine."""
+    return os.environ.get(NODE) or os.uname().nodename
 
 
 def emit(answer: dict[str, Any]) -> None:

@@ -18,8 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.launch.preflight.node_report import emit, end_after
-from asyncrl.launch.slurm.task import node
+from asyncrl.launch.preflight.node_report import emit, end_after, node_name
 
 AGAIN_SECONDS = 0.1
 ONE_SECONDS = 5.0
@@ -48,9 +47,9 @@ class Reach:
 
 
 def main(reach: Reach) -> None:
-    """Run the check and report the result. Always exits with 0: on any other exit code srun would kill the tasks that
-    have not reported yet."""
-    me, began = node(), time.monotonic()
+    """Run the check and report the result. Always exits with 0: on any other exit code a cluster may kill
+    the tasks that have not reported yet."""
+    me, began = node_name(), time.monotonic()
     unseen = [folder for folder, file in reach.folders.items() if not _sees(Path(file))]
     unseen += [folder for folder, size in reach.models.items() if _size(Path(folder, "config.json")) != size]
     answer: dict[str, Any] = {"node": me, "unseen": unseen}

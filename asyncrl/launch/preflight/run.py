@@ -37,7 +37,6 @@ from asyncrl.launch.preflight.versions import (
 from asyncrl.launch.preflight.weights import check_shared, check_sync
 from asyncrl.launch.prepare import ROLES, Preparation
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
-from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.launch.teacher import check_teacher
 from asyncrl.planner import memory as planner
 from asyncrl.planner.settings import layout_of, served_adapters, training_of
@@ -98,8 +97,8 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
         yield from _on_machines(prepared, models)
     policy = models.get("model")
     yield from _folders(prepared.chosen.config, run_dir, policy)
-    if prepared.job and len(prepared.job.nodes) > 1 and prepared.is_placed:
-        yield from _network(prepared, prepared.job, run_dir)
+    if len(prepared.cluster.nodes) > 1 and prepared.is_placed:
+        yield from _network(prepared, run_dir)
     for hooks in prepared.hooks:
         yield from hooks.preflight(prepared)
 
@@ -115,7 +114,7 @@ def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Itera
     else:
         yield from check_gpus(prepared.nodes, machines)
         yield from network.check_ports(prepared.nodes, ports_wanted(config))
-    if config.cluster.launcher == "slurm":
+    if not config.cluster.is_local:
         yield from check_idle(prepared.nodes, prepared.placement)
     needs = _needs(config, prepared.gpus, models)
     known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
@@ -255,22 +254,22 @@ def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Itera
     )
 
 
-def _network(prepared: Preparation, job: SlurmJob, run_dir: Path) -> Iterator[Finding]:
+def _network(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     """Check the network between the machines of a job."""
-    config, placement = prepared.config, prepared.placement
+    config, placement, cluster = prepared.config, prepared.placement, prepared.cluster
     names = {"model": "model.path", "teacher": "teacher.model", "judge": "judge.model"}
     models = {names[role]: folder for role, folder in prepared.folders.items()}
     shared = Path(config.weights.folder).expanduser() if config.weights.folder else run_dir
     nearest = {path: next(one for one in (path, *path.parents) if one.is_dir()) for path in (run_dir, shared)}
     try:
-        reach, answers = network.ask_reach(job, set(nearest.values()), models.values(), secrets.token_hex(4))
+        reach, answers = network.ask_reach(cluster, set(nearest.values()), models.values(), secrets.token_hex(4))
         reached = network.check_reach(reach, answers)
         yield from reached
         named = {str(folder): name for name, folder in models.items()}
         yield from check_shared(config, network.unseen(answers), str(nearest[shared]), named)
         machines = {seat.node.name for seat in placement.trainers}
         if len(machines) > 1 and not failed(reached):  # the all-reduce would only run into its timeout
-            gpu = on_gpu(config.trainer, max(len(node.gpus) for node in job.nodes))
-            yield from network.check_allreduce(*network.ask_allreduce(job, placement, gpu=gpu))
+            gpu = on_gpu(config.trainer, max(len(node.gpus) for node in cluster.nodes))
+            yield from network.check_allreduce(*network.ask_allreduce(cluster, placement, gpu=gpu))
     except LaunchError as problem:
-        yield error("cluster", str(problem), "See srun's output.")
+        yield error("cluster", str(problem), "See what the machines printed.")

@@ -15,9 +15,10 @@ from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extensions.cpu import probe
 from asyncrl.extensions.cpu.probe import MARK
 from asyncrl.launch import precision
+from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import imagined, place
 from asyncrl.platforms import Rates
-from tests.fakes import tiny_config
+from tests.fakes import JOB, Machines, tiny_config
 
 HF = {"hidden_size": 576, "intermediate_size": 1536}
 MODELS = {"trainer": HF, "engine": HF}
@@ -27,16 +28,17 @@ MIXED = Rates("mixed", "AVX-512", {"bfloat16": 5e10, "float32": 1e11}, {"bfloat1
 AUTO = {f"{part}.dtype": "auto" for part in precision.PARTS}
 
 
-class Machines:
+class Measured(Machines):
     """A job's machines that answer the probe."""
 
-    def __init__(self, rates: dict[str, Rates], silent: Sequence[str] = ()) -> None:
+    def __init__(self, config: Config, rates: dict[str, Rates], silent: Sequence[str] = ()) -> None:
+        super().__init__(config)
         self._rates, self._silent = rates, silent
-        self.asked: list[tuple[list[str], list[str]]] = []
 
-    def everywhere(self, program: list[str], seconds: float, nodes: Sequence[str]) -> list[str]:
+    def everywhere(self, program: list[str], seconds: float, nodes: Sequence[str] | None = None, **_: Any) -> list[str]:
+        assert nodes
+        super().everywhere(program, seconds, nodes)
         shapes = program[3:]
-        self.asked.append((shapes, list(nodes)))
         answers = [
             f"{MARK}{shape} {node} {self._rates[node].line()}"
             for node in nodes
@@ -53,7 +55,7 @@ def resolved(rates: Rates, monkeypatch: pytest.MonkeyPatch, gpus: int = 0, **cha
     placement = place(config, imagined(config, 1, gpus))
     placement = replace(placement, trainers=[replace(s, node=replace(s.node, name="")) for s in placement.trainers])
     engines = [[replace(s, node=replace(s.node, name="")) for s in seats] for seats in placement.engines]
-    return precision.resolve(config, MODELS, replace(placement, engines=engines), gpus)
+    return precision.resolve(config, MODELS, replace(placement, engines=engines), gpus, Cluster(config))
 
 
 def dtypes(config: Config) -> tuple[str, str]:
@@ -80,9 +82,9 @@ def test_nothing_stays_auto_for_a_process_to_read(monkeypatch: pytest.MonkeyPatc
 
 
 def test_gpus_take_bfloat16_and_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_run", lambda _: pytest.fail("no probe on GPUs"))
+    monkeypatch.setattr(Cluster, "everywhere", lambda *_: pytest.fail("no probe on GPUs"))
     config = tiny_config(**AUTO)
-    found = precision.resolve(config, MODELS, place(config, imagined(config, 1, 2)), 2)
+    found = precision.resolve(config, MODELS, place(config, imagined(config, 1, 2)), 2, Cluster(config))
     assert dtypes(found.config) == ("bfloat16", "bfloat16")
     assert {choice.why for choice in found.choices} == {"auto: it runs on GPUs"}
 
@@ -106,12 +108,15 @@ def test_run_that_goes_on_keeps_the_dtype_of_its_checkpoint(monkeypatch: pytest.
     placement = replace(placement, trainers=[], engines=[])
     placement = replace(placement, rollout=replace(placement.rollout, node=replace(placement.rollout.node, name="")))
     before = {"trainer": {"dtype": "bfloat16"}, "engine": {"dtype": "bfloat16"}}
-    found = precision.resolve(config, MODELS, placement, 0, before=before)
+    found = precision.resolve(config, MODELS, placement, 0, Cluster(config), before=before)
     assert dtypes(found.config) == ("bfloat16", "bfloat16")
-    again = precision.resolve(config, MODELS, placement, 0, before={"trainer": {"dtype": "auto"}})
+    again = precision.resolve(config, MODELS, placement, 0, Cluster(config), before={"trainer": {"dtype": "auto"}})
     assert dtypes(again.config) == ("float32", "float32")
     explicit = tiny_config(**AUTO | {"trainer.dtype": "float32"})
-    assert dtypes(precision.resolve(explicit, MODELS, placement, 0, before=before).config) == ("float32", "bfloat16")
+    assert dtypes(precision.resolve(explicit, MODELS, placement, 0, Cluster(config), before=before).config) == (
+        "float32",
+        "bfloat16",
+    )
 
 
 def test_engines_that_run_already_tell_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,36 +124,38 @@ def test_engines_that_run_already_tell_theirs(monkeypatch: pytest.MonkeyPatch) -
     config = tiny_config(**AUTO, **{"engine.count": 0, "engine.urls": ["http://there:1"]})
     placement = place(config, imagined(config, 1, 0))
     trainers = [replace(seat, node=replace(seat.node, name="")) for seat in placement.trainers]
-    found = precision.resolve(config, MODELS, replace(placement, trainers=trainers), 0, attached="bfloat16")
+    found = precision.resolve(
+        config, MODELS, replace(placement, trainers=trainers), 0, Cluster(config), attached="bfloat16"
+    )
     assert dtypes(found.config) == ("float32", "bfloat16")
 
 
 def test_slowest_machine_of_a_part_decides_for_all_its_ranks_and_only_those_machines_are_asked() -> None:
-    config = tiny_config(**AUTO, **{"cluster.launcher": "slurm", "trainer.data_parallel": 2, "engine.count": 1})
+    config = tiny_config(**AUTO, **{**JOB, "trainer.data_parallel": 2, "engine.count": 1})
     nodes = imagined(config, 4, 0)
     placement = place(config, nodes)
     trainers = {seat.node.name for seat in placement.trainers}
     engines = {seats[0].node.name for seats in placement.engines}
     rates = {node.name: AMX for node in nodes}
     rates |= {sorted(trainers)[0]: replace(AVX2, host="slow")}
-    machines: Any = Machines(rates)
-    found = precision.resolve(config, MODELS, placement, 0, job=machines)
+    machines = Measured(config, rates)
+    found = precision.resolve(config, MODELS, placement, 0, machines)
     assert found.config.trainer.dtype == "float32"
     assert "slow" in found.choices[0].why
     assert found.config.engine.dtype == ("float32" if sorted(trainers)[0] in engines else "bfloat16")
-    ((shapes, asked),) = machines.asked
-    assert shapes == ["576x1536"]
-    assert set(asked) == trainers | engines
+    (asked,) = machines.asked
+    assert asked["program"][3:] == ["576x1536"]
+    assert set(asked["nodes"]) == trainers | engines
 
 
 def test_machine_that_does_not_answer_the_probe_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny_config(**AUTO, **{"cluster.launcher": "slurm"})
+    config = tiny_config(**AUTO, **JOB)
     nodes = imagined(config, 2, 0)
-    machines: Any = Machines({node.name: AVX2 for node in nodes}, silent=[nodes[0].name])
+    machines = Measured(config, {node.name: AVX2 for node in nodes}, silent=[nodes[0].name])
     with pytest.raises(LaunchError, match=rf"{nodes[0].name}.*set trainer.dtype.*\n.*module load"):
-        precision.resolve(config, MODELS, place(config, nodes), 0, job=machines)
-    explicit = tiny_config(**{"cluster.launcher": "slurm", "trainer.dtype": "bfloat16"})
-    found = precision.resolve(explicit, MODELS, place(explicit, nodes), 0, job=machines)
+        precision.resolve(config, MODELS, place(config, nodes), 0, machines)
+    explicit = tiny_config(**{**JOB, "trainer.dtype": "bfloat16"})
+    found = precision.resolve(explicit, MODELS, place(explicit, nodes), 0, machines)
     assert dtypes(found.config) == ("bfloat16", "float32")
     assert "there is no time estimate" in capsys.readouterr().err
 

@@ -104,7 +104,7 @@ def test_large_weights_are_shortened_and_small_ones_are_the_models_own() -> None
 
 
 def test_program_prints_real_rates_beside_other_output(tmp_path: Path) -> None:
-    env = {**os.environ, "ASYNCRL_CACHE": str(tmp_path), "SLURMD_NODENAME": "node7"}
+    env = {**os.environ, "ASYNCRL_CACHE": str(tmp_path), "ASYNCRL_NODE": "node7"}
     command = [sys.executable, "-m", "asyncrl.extensions.cpu.probe", "64x96"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(probe.MARK)]

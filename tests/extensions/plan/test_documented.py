@@ -1,4 +1,4 @@
-"""The examples of docs/planning.md are what asyncrl-plan says now, as far as the laws tell."""
+"""The examples of results/plans.md are what asyncrl-plan says now, as far as the laws tell."""
 
 from __future__ import annotations
 

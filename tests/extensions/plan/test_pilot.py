@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import time
@@ -23,7 +22,7 @@ from asyncrl.launch.placement import imagined, place
 from asyncrl.leases import LEASE_SECONDS
 from asyncrl.network.addresses import ELASTIC
 from asyncrl.network.ports import free_port
-from tests.fakes import addresses, tiny_config
+from tests.fakes import JOB, addresses, tiny_config
 
 FIGURES = {"trainer_waits": 0.5, "batches_made": 1.0, "length": 100.0, "length_growth": 0.0}
 GPUS = {"trainer.device": "cuda", "engine.device": "cuda", "engine.tensor_parallel": 2}
@@ -32,15 +31,24 @@ GPUS = {"trainer.device": "cuda", "engine.device": "cuda", "engine.tensor_parall
 class Decided:
     """A pilot whose controller decides what it is told."""
 
-    def __init__(self, folder: Path, *, gpus: int = 0, command: list[str] | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        gpus: int = 0,
+        command: list[str] | None = None,
+        jobs: EngineJobs | None = None,
+        **changes: Any,
+    ) -> None:
         config = tiny_config(**{"cluster.elastic": "act", "cluster.max_engines": 4, **changes})
-        for name in ("logs", "slurm"):
-            (folder / name).mkdir()
+        (folder / "logs").mkdir()
         self.registry, self.folder = Registry(folder), folder
         self.registry.clear()
         self.placement = place(config, imagined(config, 1, gpus))
         here = addresses(config.engine.count, gpus, rollout=f"http://127.0.0.1:{free_port('127.0.0.1')}")
-        self.pilot = ElasticPilot(config, folder, here, self.placement, command or [sys.executable, "-c", "0"])
+        cluster: Any = SimpleNamespace(engine_jobs=lambda *_: jobs)
+        command = command or [sys.executable, "-c", "0"]
+        self.pilot = ElasticPilot(config, folder, here, self.placement, cluster, command)
 
     def decide(self, action: str, before: float, after: float) -> str:
         """Return what was done."""
@@ -114,76 +122,45 @@ def test_engine_that_is_added_gets_gpus_that_nobody_uses_and_ends_with_the_run(
     assert [process.poll() is not None for process, _ in made.pilot._added] == [True] * 3
 
 
-SLURM = {"cluster.launcher": "slurm", "cluster.gpus": 8, "cluster.sbatch": {"partition": "gpu"}}
+class EngineJobs:
+    """Submits nothing, and says so once `done` is set."""
+
+    done: str | None = None
+
+    def __init__(self) -> None:
+        self.asked = list[tuple[int, int]]()
+        self.ended = False
+
+    def submit(self, count: int, step: int) -> EngineJobs:
+        self.asked.append((count, step))
+        return self
+
+    def poll(self) -> str | None:
+        return self.done
+
+    def cancel(self) -> str:
+        return "the run has ended"
+
+    def end(self) -> None:
+        self.ended = True
 
 
-@pytest.fixture
-def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An sbatch whose program a test writes, beside a squeue that lists no job and a scancel that notes its words."""
-    found = tmp_path / "bin" / "sbatch"
-    found.parent.mkdir()
-    for program, text in (("sbatch", ""), ("squeue", ""), ("scancel", 'echo "$@" > "$0.asked"\n')):
-        found.with_name(program).write_text(f"#!/bin/sh\n{text}")
-        found.with_name(program).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{found.parent}{os.pathsep}{os.environ['PATH']}")
-    return found
-
-
-def test_under_slurm_a_job_of_a_whole_machine_is_submitted(tmp_path: Path, sbatch: Path) -> None:
-    sbatch.write_text('#!/bin/sh\necho "$@" >> "$0.asked"\necho 77\n')
-    made = Decided(tmp_path, gpus=8, **GPUS, **SLURM)
+def test_jobs_of_whole_machines_are_submitted_while_other_decisions_are_carried_out(tmp_path: Path) -> None:
+    jobs = EngineJobs()
+    made = Decided(tmp_path, gpus=8, jobs=jobs, **GPUS, **JOB, **{"cluster.gpus": 8})
     assert made.pilot._unit == 4
-    assert made.decide("add_engine", 1, 5) == "submitted job 77"
-    script = (tmp_path / "slurm" / "engines.sbatch").read_text()
-    asked = f"--parsable {tmp_path}/slurm/engines.sbatch {tmp_path}\n"
-    assert sbatch.with_name("sbatch.asked").read_text() == asked
-    assert "#SBATCH --gpus-per-node=8\n" in script
-    assert "#SBATCH --partition=gpu\n" in script
-    assert made.decide("add_engine", 1, 9) == "submitted job 77; submitted job 77"
-    sbatch.write_text("#!/bin/sh\necho no such partition >&2\nexit 1\n")
-    assert "no such partition" in made.decide("add_engine", 1, 9)
-    sbatch.unlink()
-    assert made.decide("add_engine", 1, 5).startswith("failed: sbatch: ")
-
-
-def test_a_job_that_still_waits_for_its_machine_is_not_submitted_again_and_is_cancelled_at_the_end(
-    tmp_path: Path, sbatch: Path
-) -> None:
-    squeue, scancel = sbatch.with_name("squeue"), sbatch.with_name("scancel")
-    sbatch.write_text('#!/bin/sh\necho x >> "$0.asked"\necho $((76 + $(wc -l < "$0.asked")))\n')
-    squeue.write_text("#!/bin/sh\necho 77\necho 9\n")
-    made = Decided(tmp_path, gpus=8, **GPUS, **SLURM)
-    assert made.decide("add_engine", 1, 5) == "submitted job 77"
-    assert made.decide("add_engine", 1, 5) == "job 77 is still pending"
-    assert made.decide("add_engine", 1, 9) == "job 77 is still pending; submitted job 78"
-    squeue.write_text("#!/bin/sh\n")  # it has started
-    assert made.decide("add_engine", 5, 9) == "submitted job 79"
-    squeue.write_text("#!/bin/sh\necho down >&2\nexit 1\n")
-    assert made.decide("add_engine", 5, 9) == "failed: squeue: down"
-    made.pilot.end()
-    assert scancel.with_name("scancel.asked").read_text() == "--state=PENDING 77 78 79\n"
-
-
-def test_sbatch_that_hangs_stops_neither_the_launchers_loop_nor_other_decisions(
-    tmp_path: Path, sbatch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The loop renews the lease of the run, without which all engines end."""
-    go_on = tmp_path / "go_on"
-    sbatch.write_text(f'#!/bin/sh\nwhile [ ! -e "{go_on}" ]; do sleep 0.05; done\necho 77\n')
-    made = Decided(tmp_path, gpus=8, **GPUS, **SLURM)
-    made.begin("add_engine", 1, 5)
-    assert made.lines() == []
+    made.begin("add_engine", 1, 6)
+    assert jobs.asked == [(2, 7)]
     assert made.decide("remove_engine", 1, 0).startswith("asked to leave")
     assert len(made.lines()) == 1
-    go_on.touch()
+    jobs.done = "submitted job 77"
     made.wait_for(lambda: len(made.lines()) == 2)
     assert made.lines()[-1]["done"] == "submitted job 77"
-    go_on.unlink()
+    jobs.done = None
     made.begin("add_engine", 1, 5)
     made.pilot.end()
-    assert made.lines()[-1]["done"] == "failed: the run has ended"
-    monkeypatch.setattr(elastic, "SECONDS", 0.2)
-    assert made.decide("add_engine", 1, 5) == "failed: sbatch did not answer within 0.2 s"
+    assert made.lines()[-1]["done"] == "the run has ended"
+    assert jobs.ended
 
 
 def test_rollout_process_that_does_not_answer_is_not_waited_for(
@@ -201,7 +178,7 @@ def test_rollout_process_that_does_not_answer_is_not_waited_for(
 def test_errors_of_the_system_are_reported_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = Decided(tmp_path, command=[str(tmp_path / "no such program")], **{"cluster.launcher": "local"})
+    made = Decided(tmp_path, command=[str(tmp_path / "no such program")])
     assert "No such file or directory" in made.decide("add_engine", 1, 2)
     (tmp_path / ELASTIC).unlink()
     (tmp_path / ELASTIC).mkdir()

@@ -4,7 +4,7 @@ synchronous run each strict bound and lead is, on four workloads.
 Its setup: engines of 12 ms + 0.12 ms a request and at most 256, a trainer of 10,000 tokens/s per device and 6 s a step,
 3 s a publish, 15 s for changing from generation to training and back; batches of 128 groups of 16. Its parameters of
 the workloads were found by drawing from its own generator: they give its means of an episode and of the longest of a
-group, over 400 groups, to all digits. docs/planning.md says where and why the two differ most.
+group, over 400 groups, to all digits. results/plans.md says where and why the two differ most.
 """
 
 from __future__ import annotations

@@ -251,8 +251,8 @@ def test_one_seed_has_no_spread_and_no_simulation_is_said() -> None:
     splits, choices = inputs.splits(given), Choices((4,))
     one = search(splits, given.workload, choices, few=1, seeds=1)
     assert report(one, given)["best"]["spread"] is None
-    assert "docs/planning.md" not in said(one)
-    assert "docs/planning.md" in said(search(splits, given.workload, choices, few=0))  # what laws alone are worth
+    assert "results/plans.md" not in said(one)
+    assert "results/plans.md" in said(search(splits, given.workload, choices, few=0))  # what laws alone are worth
 
 
 def test_changed_inputs_give_the_range_of_a_plan_and_splits_that_would_be_better() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from asyncrl.launch.preflight import facts
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts, parse_gpus, this_machine
-from asyncrl.launch.slurm import probe
 
 TWO = """\
 0, NVIDIA H100 80GB HBM3, 81559, GPU-6b3f7d8e-2d0e-9c1f-6f4e-0a2b5c7d9e11
@@ -93,10 +92,3 @@ def test_a_machine_tells_the_launcher_what_it_knows_of_itself(capsys: object) ->
     assert MachineFacts.heard(json.loads(json.dumps(machine.told()))) == machine
     gpus = MachineFacts("node3", {}, tuple(parse_gpus(TWO)), 1)
     assert MachineFacts.heard(json.loads(json.dumps(gpus.told()))) == gpus
-
-
-def test_the_probe_tells_place_and_facts_in_one_line(capsys: object) -> None:
-    assert probe.main("127.0.0.1", "-", "0", "3", "0") == 0
-    ((node, machine),), problems = probe.heard("module: loaded\n" + capsys.readouterr().out)  # type: ignore[attr-defined]
-    assert (problems, node.name, len(node.ports)) == ([], machine.name, 3)
-    assert {"python", "asyncrl", "torch", "sglang"} <= machine.versions.keys()

@@ -21,9 +21,10 @@ from asyncrl.errors import LaunchError
 from asyncrl.launch.placement import place
 from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.network import ask_allreduce, ask_reach, check_allreduce, check_reach, unseen
-from asyncrl.launch.preflight.node_report import MARK, end_after, parse
+from asyncrl.launch.preflight.node_report import MARK, NODE, end_after, parse
 from asyncrl.launch.preflight.reach import Reach, _connect
 from asyncrl.network.ports import free_port
+from tests.fakes import Machines
 from tests.launch.preflight.worlds import job, nodes
 
 HERE = "127.0.0.1"
@@ -31,11 +32,11 @@ NOT_OURS = "192.0.2.1"  # of documentation (RFC 5737): no machine's
 
 
 def answers(told: Reach | AllReduce, *names: str) -> dict[str, dict[str, Any]]:
-    """Return the answers of one process per name, as Slurm would start them."""
+    """Return the answers of one process per name, as a cluster would start them."""
     started = [
         subprocess.Popen(
             [sys.executable, *told.argv()],
-            env={**os.environ, "SLURMD_NODENAME": name},
+            env={**os.environ, NODE: name},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -43,7 +44,7 @@ def answers(told: Reach | AllReduce, *names: str) -> dict[str, dict[str, Any]]:
         for name in names
     ]
     outputs = [one.communicate(timeout=120)[0] for one in started]
-    assert {one.returncode for one in started} == {0}  # else srun would kill those that have not told yet
+    assert {one.returncode for one in started} == {0}  # else a cluster might kill those that have not told yet
     return parse(outputs)
 
 
@@ -133,27 +134,26 @@ def test_what_was_found_is_told_though_the_last_attempt_had_no_time() -> None:
         assert found.result().endswith("another server answers there")  # nobody answers the later attempts
 
 
-class Alone:
+class Alone(Machines):
     """A job of two machines, of which none runs anything."""
 
     def __init__(self, answer: str = "") -> None:
-        self.config = job(**{"trainer.data_parallel": 2, "cluster.trainer_nodes": 2})
-        self.nodes, self.settings, self._answer = nodes(self.config, 2, 0), self.config.cluster, answer
-        self.asked: list[dict[str, Any]] = []
+        config = job(**{"trainer.data_parallel": 2, "cluster.trainer_nodes": 2})
+        super().__init__(config, nodes(config, 2, 0), answer=answer)
 
-    def everywhere(self, program: list[str], seconds: float, **how: Any) -> list[str]:
-        self.asked.append({"told": json.loads(program[-1]), "seconds": seconds, **how})
-        marks = [Path(file) for file in self.asked[-1]["told"].get("folders", {}).values()]
+    def everywhere(self, program: list[str], *how: Any, **more: Any) -> list[str]:
+        output = super().everywhere(program, *how, **more)
+        marks = [Path(file) for file in json.loads(program[-1]).get("folders", {}).values()]
         assert all(mark.read_text() == mark.name for mark in marks)
-        if self._answer == "fails":
-            raise LaunchError("cannot run srun")
-        return []
+        if output == ["fails"]:
+            raise LaunchError("cannot start it")
+        return output
 
 
 @pytest.mark.parametrize("answer", ["", "fails"])
 def test_folders_are_marked_while_the_machines_look_and_left_as_they_were(tmp_path: Path, answer: str) -> None:
     (tmp_path / "config.json").write_text("{}")
-    alone: Any = Alone(answer)
+    alone = Alone(answer)
     folders = [tmp_path, Path("/proc/self")]  # where nobody writes
     try:
         told, found = ask_reach(alone, folders, [tmp_path], "0123")
@@ -162,15 +162,16 @@ def test_folders_are_marked_while_the_machines_look_and_left_as_they_were(tmp_pa
     except LaunchError:
         assert answer == "fails"
     (asked,) = alone.asked
-    assert list(asked["told"]["folders"]) == [str(tmp_path)]
-    assert asked["told"]["models"] == {str(tmp_path): 2}
+    told = json.loads(asked["program"][-1])
+    assert list(told["folders"]) == [str(tmp_path)]
+    assert told["models"] == {str(tmp_path): 2}
     assert set(asked["mounts"]) == {tmp_path}
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 @pytest.mark.parametrize(("gpu", "backend"), [(False, "gloo"), (True, "nccl")])
 def test_the_trainers_machines_sum_by_what_their_ranks_will_use(gpu: bool, backend: str) -> None:
-    alone: Any = Alone()
+    alone = Alone()
     told, found = ask_allreduce(alone, place(alone.config, alone.nodes), gpu=gpu)
     assert (told.backend, told.names, told.address) == (backend, ["node0", "node1"], "10.0.0.0")
     assert told.port not in (alone.nodes[0].ports[-1], alone.nodes[0].ports[0])  # the other check's, and the router's

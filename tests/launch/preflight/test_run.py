@@ -18,6 +18,7 @@ from asyncrl.config import Config, load
 from asyncrl.errors import LaunchError
 from asyncrl.extension import Extension, LaunchHooks
 from asyncrl.imports import announce
+from asyncrl.launch.cluster import Cluster, cluster_of
 from asyncrl.launch.main import main
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight import network, versions
@@ -28,18 +29,19 @@ from asyncrl.launch.preflight.model_files import INDEX, read_model
 from asyncrl.launch.preflight.reach import Reach
 from asyncrl.launch.preflight.run import ModelFolder, _needs, preflight, require
 from asyncrl.launch.prepare import Preparation
-from asyncrl.launch.slurm.job import SlurmJob
 from asyncrl.models import catalog
 from asyncrl.planner.shapes import packed, shape_of
 from asyncrl.rollout.questions import look
 from asyncrl.weights.bucket import plan_buckets
-from tests.fakes import compose_values, tiny_config
+from tests.fakes import JOB, Machines, compose_values, tiny_config
 from tests.forks import forked
 from tests.launch.preflight.worlds import TENSORS, job, machine, nodes, write_model, write_shard
 
 
 def found(config: Config, tmp_path: Path) -> dict[str, Finding]:
-    return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", None), tmp_path / "run")}
+    return {
+        one.field: one for one in preflight(Preparation(config, tmp_path / "run", cluster_of(config)), tmp_path / "run")
+    }
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -100,7 +102,7 @@ class Announcing:
 def test_an_extension_checks_what_a_task_announces_and_has_notes(tmp_path: Path) -> None:
     task = {"task.kind": f"{__name__}:Announcing", "task.params": {}}
     config = tiny_config(extensions={"checking": f"{__name__}:Checking"}, **task)
-    prepared = Preparation(config, tmp_path / "run", None)
+    prepared = Preparation(config, tmp_path / "run", cluster_of(config))
     findings = preflight(prepared, tmp_path / "run")
     assert failed(findings)
     assert {one.field: one.value for one in findings}["servers"] == "['a server'] on 1 machine"
@@ -188,11 +190,6 @@ def test_a_run_that_would_fail_is_not_started_and_its_folder_not_touched(tmp_pat
     assert "model.path (cluster.preflight)" in done.stderr
 
 
-def test_jobs_look_by_themselves_and_runs_on_this_machine_only_when_asked() -> None:
-    settings = {name: compose_values(f"cluster={name}")["cluster"]["preflight"] for name in ("local", "slurm")}
-    assert settings == {"local": False, "slurm": True}
-
-
 @pytest.mark.parametrize(
     ("changes", "field", "remedy"),
     [
@@ -211,17 +208,18 @@ def test_jobs_look_by_themselves_and_runs_on_this_machine_only_when_asked() -> N
 def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
     changes: dict[str, object], field: str, remedy: str, tmp_path: Path
 ) -> None:
-    findings = found(tiny_config(**changes), tmp_path)
+    config = tiny_config(**changes)
+    findings = found(config, tmp_path)
     assert findings[field].level == "error"
     assert remedy in findings[field].remedy
     assert (findings["versions"].level, findings["run.dir"].level) == (VERSIONS, "ok")
     with pytest.raises(LaunchError, match=field):
-        require(Preparation(tiny_config(**changes), tmp_path / "run", None), tmp_path / "run")
+        require(Preparation(config, tmp_path / "run", cluster_of(config)), tmp_path / "run")
 
 
 def test_an_error_that_several_steps_meet_is_told_once(tmp_path: Path) -> None:
     config = tiny_config(**{"task.kind": "file", "task.reward": "exact", "task.train_file": "/nowhere.jsonl"})
-    findings = preflight(Preparation(config, tmp_path / "run", None), tmp_path / "run")
+    findings = preflight(Preparation(config, tmp_path / "run", cluster_of(config)), tmp_path / "run")
     assert [one.field for one in findings if one.level == "error"] == ["task.train_file"]
 
 
@@ -237,7 +235,7 @@ def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -
 
 def test_engines_of_a_job_to_come_have_room_for_adapters(tmp_path: Path) -> None:
     """Where weights.lora=auto, the machines will be GPUs, and each version an adapter."""
-    values = {"cluster.launcher": "slurm", "cluster.gpus": 8, "trainer.dtype": "bfloat16", "engine.dtype": "bfloat16"}
+    values = {**JOB, "cluster.gpus": 8, "trainer.dtype": "bfloat16", "engine.dtype": "bfloat16"}
     for rank, told in ((None, False), (8, True)):
         config = tiny_config(**{**values, "trainer.lora.rank": rank, "engine.max_total_tokens": 4096})
         assert ("adapters" in found(config, tmp_path)["engine"].value) == told
@@ -315,16 +313,16 @@ class Answers:
         monkeypatch.setattr(network, "ask_reach", self.reach)
         monkeypatch.setattr(network, "ask_allreduce", self.allreduce)
 
-    def reach(self, job: SlurmJob, folders: Iterable[Path], models: Iterable[Path], run_id: str) -> Any:
+    def reach(self, cluster: Cluster, folders: Iterable[Path], models: Iterable[Path], run_id: str) -> Any:
         if self.problem == "fails":
-            raise LaunchError("cannot run srun")
-        self.folders, names = set(folders), [node.name for node in job.nodes]
+            raise LaunchError("cannot start it")
+        self.folders, names = set(folders), [node.name for node in cluster.nodes]
         told = Reach(names[0], "10.0.0.0", 1, names[1:], 1.0, {}, {})
         return told, {name: {"problem": self.problem, "unseen": self.unseen} for name in names}
 
-    def allreduce(self, job: SlurmJob, placement: Placement, *, gpu: bool) -> Any:
+    def allreduce(self, cluster: Cluster, placement: Placement, *, gpu: bool) -> Any:
         self.summed = True
-        names = [node.name for node in job.nodes]
+        names = [node.name for node in cluster.nodes]
         told = AllReduce("nccl" if gpu else "gloo", names, "10.0.0.0", 1, {}, 1.0)
         return told, {name: {"problem": "", "seconds": 0.1} for name in names}
 
@@ -332,15 +330,14 @@ class Answers:
 def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
     config = job(**changes)
     machines = [machine(f"node{number}") for number in range(count)]
-    group = [one.name for one in machines]
-    allocation = SlurmJob("3", [group], config.cluster, nodes(config, count, 0), machines)
+    allocation = Machines(config, nodes(config, count, 0), machines)
     return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", allocation), tmp_path / "run")}
 
 
 def test_parts_on_gpus_are_checked_on_the_machines_that_run_them(tmp_path: Path) -> None:
     config = job(**{"trainer.device": "cpu"})
     machines = [machine("node0", gpus=1, nvcc="", transformer_engine=None)]
-    allocation = SlurmJob("3", [["node0"]], config.cluster, nodes(config, 1, 1), machines)
+    allocation = Machines(config, nodes(config, 1, 1), machines)
     told = preflight(Preparation(config, tmp_path / "run", allocation), tmp_path / "run")
     findings = {one.field: one for one in told}
     assert findings["nvcc"].level == "error"
@@ -392,9 +389,9 @@ def test_a_folder_that_some_machine_does_not_see_is_told_by_its_setting(
     assert of_job(tmp_path, 2)["model.path"].level == "error"
 
 
-def test_an_srun_that_cannot_be_run_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_cannot_be_started_there_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Answers(monkeypatch, "fails")
-    assert of_job(tmp_path, 2)["cluster"].value == "cannot run srun"
+    assert of_job(tmp_path, 2)["cluster"].value == "cannot start it"
 
 
 def test_looking_at_a_folder_measures_and_leaves_it_as_it_was(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.preflight.versions import pinned
 from asyncrl.planner.shapes import BYTES, Weight
-from tests.fakes import tiny_config
+from tests.fakes import JOB, tiny_config
 
 AMPERE, HOPPER, BLACKWELL = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
 GB = 10**9
@@ -31,7 +31,7 @@ CONFIG = {
 
 def job(**changes: Any) -> Config:
     """The tiny experiment as a job."""
-    return tiny_config(**{"cluster.launcher": "slurm", "cluster.host": None, **changes})
+    return tiny_config(**{**JOB, "cluster.host": None, **changes})
 
 
 def nodes(config: Config, count: int, gpus: int) -> list[Node]:

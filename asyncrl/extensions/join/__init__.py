@@ -1,0 +1,1 @@
+"""Engines that join a run in progress, and leave it."""

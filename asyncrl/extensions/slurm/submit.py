@@ -1,0 +1,57 @@
+"""Submission of composed settings as a Slurm job."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.extensions.slurm.extension import settings_of
+from asyncrl.extensions.slurm.script import Script
+from asyncrl.launch.checks import check_files
+from asyncrl.launch.placement import imagined, job_size, place
+
+COMMAND = "asyncrl-train"
+SBATCH_SECONDS = 60.0
+
+
+def script(
+    config: Config, runs: Sequence[tuple[Path, Sequence[str]]], folder: Path | None = None, command: str = COMMAND
+) -> Script:
+    """Create the script of a run, or of several that differ only in their arguments. Raises ConfigError if the machines
+    of the job could not hold the run."""
+    nodes, each = job_size(config)
+    if not config.cluster.plan:  # which is made in the job
+        place(config, imagined(config, nodes, each))
+    return Script(config.run.name, settings_of(config), config.cluster, nodes, each, folder, command, runs)
+
+
+def submit(config: Config, runs: Sequence[tuple[Path, Sequence[str]]]) -> str:
+    """Write the script, and submit it to Slurm if slurm.submit is set. Return the message for the user."""
+    check_files(config)
+    command = shutil.which(COMMAND) or str(Path(sys.executable).with_name(COMMAND))
+    made = script(config, runs, Path.cwd(), command)
+    text, path = made.text(), made.path
+    for run_dir, _ in runs:
+        (run_dir / "slurm").mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    if not made.slurm.submit:
+        return f"wrote {path}; submit it with: sbatch {path}"
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(path)], capture_output=True, text=True, timeout=SBATCH_SECONDS, check=False
+        )
+    except FileNotFoundError:
+        remedy = "sbatch was not found: run the command where Slurm is installed, or set slurm.submit=false."
+        raise ConfigError("cluster.launcher", "slurm", remedy) from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"sbatch did not answer within {SBATCH_SECONDS:.0f} s; the script is {path}") from None
+    if done.returncode:
+        raise LaunchError(f"sbatch rejected {path}: {done.stderr.strip()}")
+    number = done.stdout.strip().partition(";")[0]
+    output = f"{number}_*.out" if len(runs) > 1 else f"{number}.out"  # one per task of an array
+    return f"submitted job {number}; its output: {path.parent}/{output}, its script: {path}"
