@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.extensions.observe import perfetto
+from asyncrl.extensions.observe.spans import Span, TraceBuilder, run_prefix, trace_id, traceparent
 from asyncrl.observability import timeline
 from asyncrl.observability.intervals import DECODE, ENGINE, PREFILL, QUEUED, RETRY, TOOL, Activity, Interval, request
-from asyncrl.observability.spans import Span, TraceBuilder, run_prefix, trace_id, traceparent
 from asyncrl.observability.timeline import (
     BatchTimeline,
     EngineSpan,
@@ -23,7 +24,6 @@ from asyncrl.observability.timeline import (
     PublishTimeline,
     Started,
 )
-from asyncrl_view import perfetto
 from asyncrl_view.inspection import cli
 
 RUN = "run0"
