@@ -90,6 +90,9 @@ class LaunchHooks:
         matters if cluster.preflight=false left out the check."""
         return []
 
+    def begins(self, prepared: Preparation) -> None:
+        """Write to the run folder what the run or its summary needs, before its processes start."""
+
     def sweep(self) -> None:
         """Remove what killed runs have left on this machine: called at the end of every run and before others start.
         It has the default settings, since the run is not known. An extension that has to be named is not called."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl.config.lora import BLOCK
-from asyncrl.planner.shapes import Weight
+from asyncrl.launch.preflight.model_files import Weight
 
 PACKED = {"int8": 1 + 2 / BLOCK, "nf4": 0.5 + 2 / BLOCK}
 """Bytes per element of a quantized weight."""
