@@ -82,7 +82,8 @@ class LaunchHooks:
         return None
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Check a run before it starts, after the core's own checks: at each start, and with --check."""
+        """Check a run before it starts, after the core's own checks except that of the network between machines: at
+        each start, and with --check. `prepared.weights` has the tensors of the model folders that are complete."""
         return iter(())
 
     def notes(self, prepared: Preparation) -> list[str]:

@@ -1,5 +1,5 @@
 """The preflight of a run: all checks, ordered so that each failure explains later ones: settings, versions, model,
-machines, folders and network.
+machines, what extensions check, and network.
 
 A job that has not been submitted has no machines yet: placeholders stand in for them, and checks that need the machines
 are skipped.
@@ -81,10 +81,10 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     if prepared.is_placed:
         yield from _precision(prepared)
         yield from _on_machines(prepared)
-    if len(prepared.cluster.nodes) > 1 and prepared.is_placed:
-        yield from _network(prepared, run_dir)
     for hooks in prepared.hooks:
         yield from hooks.preflight(prepared)
+    if len(prepared.cluster.nodes) > 1 and prepared.is_placed:
+        yield from _network(prepared, run_dir)
 
 
 # -- the machines ------------------------------------------------------------------------------------------
