@@ -145,7 +145,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
         (
             ("task.kind=breaks:Game", "task.train_file=null", "task.reward=null"),
             1,
-            "error task 0 -> question(0) of the task raised ValueError: no such question (",
+            " of the task raised ValueError: no such question (",
         ),
     ],
 )
