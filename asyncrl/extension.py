@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, reduce
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -22,15 +23,23 @@ from asyncrl.imports import load
 from asyncrl.settings import Section
 
 if TYPE_CHECKING:
+    from starlette.routing import Route
+
     from asyncrl.config import Config
+    from asyncrl.engine.stream import Headers
     from asyncrl.launch.cluster import Cluster
-    from asyncrl.launch.placement import Placement
+    from asyncrl.launch.placement import Placement, Seat
+    from asyncrl.launch.plan import ProcessSpec
     from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
+    from asyncrl.rollout.parts import PlaysEpisodes
+    from asyncrl.rollout.reporters import RolloutRun
+    from asyncrl.rollout.server import RolloutServer
     from asyncrl.schema import Batch, Group
     from asyncrl.trainer.policy import Policy
+    from asyncrl.weights.checksum import SentWeights
 
 T = TypeVar("T")
 GROUP = "asyncrl.extensions"
@@ -68,6 +77,29 @@ class Pilot(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class OfferedTransport:
+    """A transport of new weights (weights/transport.py)."""
+
+    path: str
+    """Import path of its class, which is created with keyword arguments: fleet, folder, stage, ranks (of an engine),
+    host and gpu, as in weights/publish.py."""
+    by_file: bool = False
+    """Whether it writes files to weights.folder before the pause."""
+    loader: str | None = None
+    """SGLang's custom_weight_loader that loads what it sends, as module.function."""
+
+
+@dataclass(frozen=True)
+class OfferedBase:
+    """A format of the frozen weights below adapters."""
+
+    path: str
+    """Import path of its class (trainer/lora.py, BaseFormat), which is created with the name."""
+    bytes: float
+    """Bytes of an element, with its share of what it needs beside."""
+
+
 class LaunchHooks:
     """What an extension does in the launcher of a run."""
 
@@ -80,6 +112,33 @@ class LaunchHooks:
     ) -> Pilot | None:
         """Return the pilot of a run with cluster.elastic; None if this extension has none."""
         return None
+
+    def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
+        """Yield every problem of this extension with the model. `model` holds the fields of its config.json and of
+        Megatron's arguments, `gpus` is the number of each machine."""
+        return iter(())
+
+    def check_gpu(self, config: Config, gpu: str) -> Iterator[ConfigError]:
+        """Yield every problem with an engine on a GPU of this name."""
+        return iter(())
+
+    def ports(self) -> int:
+        """Return the number of ports that it needs on the rollout process's machine."""
+        return 0
+
+    def shared(self, ports: Sequence[Seat]) -> dict[str, str]:
+        """Return what its processes find in Addresses.extensions under its name; `ports` are those that it needs."""
+        return {}
+
+    def changed(self, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+        """Return a process of the run as it shall be started, with further arguments or environment."""
+        return spec
+
+    def processes(
+        self, config: Config, addresses: Addresses, placement: Placement, run_dir: Path
+    ) -> Sequence[ProcessSpec]:
+        """Return further processes of the run."""
+        return ()
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Check a run before it starts, after the core's own checks except that of the network between machines: at
@@ -106,6 +165,15 @@ class EngineHooks:
         """Return further arguments of SGLang for the policy's engines, by name. Called in the launcher."""
         return {}
 
+    def needs_weights(self, config: Config) -> bool:
+        """Return whether the engines hold other weights than the model folder before the first step, so that they need
+        those of the trainers first."""
+        return False
+
+    def linear_bytes(self, config: Config) -> int | None:
+        """Return the bytes of an element of the layers' linear maps; None for those of engine.dtype."""
+        return None
+
     def install(self, argv: Sequence[str]) -> None:
         """Patch SGLang's modules when they are imported (importing.after_import). Called in every process of an engine,
         before it imports sglang. `argv` is the command line, all that the process knows of the run."""
@@ -113,6 +181,10 @@ class EngineHooks:
 
 class TrainerHooks:
     """What an extension does on a trainer rank. Every rank calls the same methods in the same order."""
+
+    def sent(self, weights: SentWeights) -> SentWeights:
+        """Return what the publisher sends to the engines in place of these weights."""
+        return weights
 
     def before_update(self, batch: Batch) -> Sequence[Group]:
         """Return groups that are trained beside those of the batch, in the same steps."""
@@ -133,6 +205,21 @@ class TrainerHooks:
 class RolloutHooks:
     """What an extension does in the rollout process. Its methods must not block."""
 
+    def start(self, run: RolloutRun) -> None:
+        """Begin, before anything else is called."""
+
+    def plays(self, run: RolloutRun) -> PlaysEpisodes | None:
+        """Return what plays all episodes, instead of this process; None to leave it to others."""
+        return None
+
+    def routes(self, server: RolloutServer, status: Callable[[], Mapping[str, Any]]) -> Sequence[Route]:
+        """Return further routes of the rollout process's server. `server.guarded` lets only those who have a key call
+        an endpoint; `status` returns the content of status.json."""
+        return ()
+
+    def group(self, group: Group) -> None:
+        """Listen to every group that was played to its end, accepted or rejected, before it is recorded."""
+
     def record(self, record: Record) -> None:
         """Listen to every group, batch and publish that has ended (observability/timeline.py)."""
 
@@ -145,7 +232,11 @@ class RolloutHooks:
 
 
 class PlayerHooks:
-    """What an extension does in each process that plays episodes (rollout.processes)."""
+    """What an extension does in each process that plays episodes: the rollout process, or those of an extension."""
+
+    def headers(self, config: Config, addresses: Addresses) -> Headers | None:
+        """Return what makes headers of every request to an engine; None if no request needs any."""
+        return None
 
     async def close(self) -> None:
         """Release what the episodes shared, after the last one."""
@@ -160,6 +251,10 @@ class Extension:
     """Import paths of task classes by their name in task.kind; each is created with its section (TaskConfig)."""
     rewards: ClassVar[Mapping[str, str]] = {}
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
+    transports: ClassVar[Mapping[str, OfferedTransport]] = {}
+    """Transports of new weights by their name in weights.transport."""
+    bases: ClassVar[Mapping[str, OfferedBase]] = {}
+    """Formats of the frozen base by their name in trainer.lora.base."""
     clusters: ClassVar[Mapping[str, str]] = {}
     """Import paths of subclasses of launch.cluster.Cluster by their name in cluster.launcher."""
     trains: ClassVar[bool] = True
@@ -174,6 +269,9 @@ class Extension:
 
     platform: ClassVar[str] = ""
     """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
+
+    serves: ClassVar[Sequence[str]] = ()
+    """Settings of the core that are refused without an extension that names them here."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
@@ -240,6 +338,24 @@ def engine_arguments(config: Config) -> dict[str, Any]:
     return {name: value for one in active(config).values() for name, value in one.engine().arguments(config).items()}
 
 
+def needs_weights(config: Config) -> bool:
+    """Return whether the engines of some extension need the trainers' weights before the first step."""
+    return any(one.engine().needs_weights(config) for one in active(config).values())
+
+
+def linear_bytes(config: Config) -> int | None:
+    """Return the bytes of an element of the linear maps in the engines; None for those of engine.dtype."""
+    found = (one.engine().linear_bytes(config) for one in active(config).values())
+    return next((size for size in found if size is not None), None)
+
+
+def sent(hooks: Iterable[TrainerHooks], weights: SentWeights) -> SentWeights:
+    """Return what the publisher sends in place of these weights: what each extension makes of the one before."""
+    for one in hooks:
+        weights = one.sent(weights)
+    return weights
+
+
 def engine_environment(config: Config) -> dict[str, str]:
     """Return the environment in which an engine's process finds those extensions with hooks that the setting names."""
     kinds = classes(config.extensions)
@@ -269,6 +385,12 @@ def sweep() -> None:
         kind(kind.Settings()).launch().sweep()
 
 
+def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
+    """Return what the processes of each extension share: Addresses.extensions."""
+    every = {name: one.launch().shared(placement.ports.get(name, [])) for name, one in active(config).items()}
+    return {name: told for name, told in every.items() if told}
+
+
 def tasks() -> dict[str, str]:
     """Return the import paths of the task classes of extensions that need not be named, by their name in task.kind."""
     return {name: path for kind in classes({}).values() for name, path in kind.tasks.items()}
@@ -288,6 +410,16 @@ def apart(named: Mapping[str, str]) -> set[str]:
 def rewards() -> dict[str, str]:
     """Return the import paths of rewards of the same extensions, by their name in task.reward."""
     return {name: path for kind in classes({}).values() for name, path in kind.rewards.items()}
+
+
+def bases() -> dict[str, OfferedBase]:
+    """Return the formats of the frozen base by their name in trainer.lora.base, of the same extensions."""
+    return {name: one for kind in classes({}).values() for name, one in kind.bases.items()}
+
+
+def transports(named: Mapping[str, str]) -> dict[str, OfferedTransport]:
+    """Return the transports of all extensions, by their name in weights.transport."""
+    return {name: one for kind in classes(named).values() for name, one in kind.transports.items()}
 
 
 def wrapped(task: T, section: Any, field: str) -> T:

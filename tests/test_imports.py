@@ -25,7 +25,7 @@ RECIPES = PACKAGE.parent / "recipes"
 RECIPE_FILES = sorted(RECIPES.rglob("*.py"))
 SIBLINGS = {  # packages beside the core, and what each may import of it and of the others
     "asyncrl_convert": {"config", "weights", "models", "records", "checkpoints", "asyncrl_view"},
-    "asyncrl_view": {"records", "observability"},
+    "asyncrl_view": {"records", "observability", "extensions"},  # --trace, if the extension is there
 }
 SIBLING_FILES = sorted(file for name in SIBLINGS for file in (PACKAGE.parent / name).rglob("*.py"))
 ALL_FILES = FILES + EXTENSION_FILES + SIBLING_FILES + RECIPE_FILES
@@ -89,7 +89,7 @@ ONLY = {
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
-        *("engine.session", "engine.partial_completion", "engine.roles"),
+        *("engine.session", "engine.partial_completion", "engine.roles", "engine.stream"),
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},
@@ -269,7 +269,7 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-MOST_LINES = 49_500
+MOST_LINES = 40_800
 """Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
 file or a function: such limits were met by folding lines."""
 

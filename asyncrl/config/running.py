@@ -95,13 +95,17 @@ class ReplayConfig(Section):
         return self
 
 
+TRANSPORTS = ("auto", "tensor", "distributed", "disk")
+"""Values of weights.transport, beside those of extensions."""
+
+
 class WeightsConfig(Section):
     """Transport of new weights to the engines."""
 
-    transport: Literal["auto", "tensor", "distributed", "disk", "delta"]
+    transport: str
     """tensor: shared memory or CUDA IPC on one host; distributed: gloo or NCCL broadcast; disk: files on a file system
-    that the engines share; delta: the same, but only with what changed; auto: picks tensor or distributed and reports
-    why."""
+    that the engines share; auto: picks tensor or distributed and reports why; or the name of an extension's transport
+    (docs/extensions.md)."""
     lora: Literal["auto", "versions", "merged"]
     """How the weights of a run with trainer.lora reach the engines. versions: each version as an adapter of its own,
     which is loaded beside the older ones without a pause; every completion then has exactly one version. merged: as
@@ -109,8 +113,8 @@ class WeightsConfig(Section):
     generation down; also merged where engines cannot serve the adapters."""
     staging: Literal["auto", "full", "stream"]
     """full: every bucket is filled before the pause, which is then shortest, but takes memory for all weights of a
-    stage; stream: two buckets are filled and sent alternately during the pause. disk and delta write before the pause,
-    from two buckets. auto: stream if the trainer runs on GPUs, of which one rarely has room for all weights of its
+    stage; stream: two buckets are filled and sent alternately during the pause. disk writes before the pause, from
+    two buckets. auto: stream if the trainer runs on GPUs, of which one rarely has room for all weights of its
     stage; otherwise full. With overlap auto is full."""
     overlap: bool
     """Publish a version in the background, while the trainer trains the next batch (docs/weights.md). It takes memory
@@ -127,8 +131,8 @@ class WeightsConfig(Section):
     verify_every: Count | None
     """Also compare the checksums every this many versions; unset: only in those two cases."""
     folder: str | None
-    """Folder that disk, delta and lora=versions write to, on a file system that all engines see; unset: weights/ in the
-    run folder."""
+    """Folder that disk and lora=versions write to, on a file system that all engines see; unset: weights/ in the run
+    folder."""
     timeout: Positive
     """Timeout of any single call of a publish, in seconds. An engine that does not answer for this long between
     publishes is considered hung: it is killed and treated as dead."""
@@ -184,9 +188,8 @@ class ClusterConfig(Section):
     """Number of GPUs to use on each machine; unset: all of them. Required for a job that is submitted."""
     stall_timeout: Positive | None
     """Seconds for which the rollout process or a trainer rank may make no progress: spend in one micro-batch, or send
-    no heartbeat. Then the run ends, and RUN/logs/NAME.stack shows the stack of each of them; a process that plays
-    episodes (rollout.processes) is restarted instead. Must exceed the duration
-    of the longest micro-batch; unset: no check."""
+    no heartbeat. Then the run ends, and RUN/logs/NAME.stack shows the stack of each of them; one that only plays
+    episodes is restarted instead. Must exceed the duration of the longest micro-batch; unset: no check."""
     preflight: bool
     """Check versions, model files, memory, folders and network before anything is started, and refuse to start a run
     that would fail (docs/operations.md). --check runs only these checks, on any machine."""
@@ -198,8 +201,8 @@ class ClusterConfig(Section):
     recover: with checkpoint.every set, all ranks start again, train the batches since the newest checkpoint once more,
     and go on, while engines and rollouts work (docs/runs.md); end: the run ends."""
     max_restarts: Natural
-    """Maximum number of restarts of each engine, of the router, of the trainers, and of each process that plays
-    episodes (rollout.processes); the next death ends the run."""
+    """Maximum number of restarts of each engine, of the router, of the trainers, and of each process that only plays
+    episodes; the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""
 
@@ -280,22 +283,4 @@ class MetricsConfig(Section):
                 if value != "asyncrl":  # the defaults of conf/metrics
                     remedy = f"Nothing is sent to {sink}: add it to metrics.sinks, or remove this."
                     raise ConfigError(f"metrics.{sink}.{name}", value, remedy)
-        return self
-
-
-class TracingConfig(Section):
-    """OpenTelemetry traces of episodes, across all processes (docs/operations.md)."""
-
-    endpoint: str | None
-    """Address of a collector that receives every span as OTLP over HTTP, as http://HOST:4318/v1/traces; headers and
-    certificates are those of OpenTelemetry's own environment variables. Needs asyncrl[tracing]. unset: none; spans can
-    still be made of the recorded timelines, by asyncrl-inspect RUN --trace FILE."""
-    engines: bool
-    """Make engines and router trace requests and send their spans to the rollout process, which records them in
-    timeline/engines. Needs asyncrl[tracing], and costs the engines time for every request."""
-
-    @model_validator(mode="after")
-    def _has_an_address(self) -> TracingConfig:
-        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
-            raise ConfigError("tracing.endpoint", self.endpoint, "Must be as http://HOST:4318/v1/traces.")
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -61,27 +60,6 @@ def test_no_command_line_names_a_port() -> None:
     assert any(numbers & set(shlex.split(spec.env.get("ASYNCRL_ARGUMENTS", ""))) for spec in specs.values())
     for spec in specs.values():
         assert not [word for word in spec.argv if any(number in word for number in numbers)], spec.argv
-
-
-def test_engines_and_router_send_their_spans_only_where_that_is_set() -> None:
-    assert not any("OTEL" in name or "RUST_LOG" in name for spec in made(2).values() for name in spec.env)
-    assert not [word for spec in made(2).values() for word in spec.argv if "trace" in word]
-    config = tiny_config(**{"tracing.engines": True})
-    placement = place(config, [Node("", "127.0.0.1", (), PORTS)])
-    spans = f"127.0.0.1:{placement.rollout.meeting}"
-    assert placement.rollout.meeting not in {0, placement.rollout.port, placement.trainers[0].port}
-    run = replace(addresses(1, 0), **placement.urls(), spans=spans, trace_key="secret")
-    specs = {spec.name: spec for spec in plan(config, run, placement, RUN_DIR)}
-    engine, router = flags(specs["engine-0"]), flags(specs["router"])
-    assert engine["enable-trace"] is router["enable-trace"] is True
-    assert engine["otlp-traces-endpoint"] == f"{placement.rollout.url}/v1/traces"
-    assert (engine["otlp-service-name"], router["otlp-traces-endpoint"]) == ("engine-0", spans)
-    protocols = [specs[name].env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] for name in ("engine-0", "router")]
-    assert protocols == ["http/protobuf", "grpc"]
-    assert all("secret" not in word and spans not in word for spec in specs.values() for word in spec.argv)
-    told = [name for name, spec in specs.items() if any("secret" in value for value in spec.env.values())]
-    assert told == ["engine-0", "router"]
-    assert specs["engine-0"].env["REQUESTS_CA_BUNDLE"].endswith("ca.pem")
 
 
 def test_same_inputs_give_the_same_plan() -> None:
@@ -157,13 +135,6 @@ def test_deterministic_engines_heed_seeds_and_on_a_cpu_have_one_request_at_a_tim
     assert "disable-radix-cache" not in flags(gpu)
     assert made(**settings)["trainer-0"].env["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "enable-deterministic-inference" not in flags(made()["engine-0"])
-
-
-def test_engines_that_hold_codes_start_with_random_ones_in_the_format_of_the_publishes() -> None:
-    real = flags(made(gpus=2, **{"engine.quantization": "fp8", "engine.dtype": "bfloat16"})["engine-0"])
-    assert real["load-format"] == "dummy"
-    assert json.loads(str(real["json-model-override-args"]))["quantization_config"]["weight_block_size"] == [128, 128]
-    assert "load-format" not in flags(made(**{"engine.quantization": "fp8_simulated"})["engine-0"])
 
 
 def test_server_args_win_and_take_flags_numbers_and_absence() -> None:
@@ -300,12 +271,6 @@ def test_trainers_and_engines_agree_on_cumem(
     assert {specs[name].env.get("NCCL_CUMEM_ENABLE") for name in parts} == {both}
 
 
-def test_engines_have_the_delta_loader_only_where_it_is_used() -> None:
-    assert "custom-weight-loader" not in flags(made()["engine-0"])
-    delta = flags(made(**{"weights.transport": "delta"})["engine-0"])
-    assert delta["custom-weight-loader"] == "asyncrl.engine.delta.load"
-
-
 def test_cpu_processes_keep_the_memory_that_they_free() -> None:
     for name, spec in made().items():
         assert ("MALLOC_MMAP_MAX_" in spec.env) == name.startswith(("engine", "trainer"))
@@ -410,12 +375,3 @@ def test_replicas_on_several_machines_meet_at_the_first_of_consecutive_ports() -
     config = tiny_config(**shape, **JOB)
     specs = {spec.name: spec for spec in plan(config, addresses(1, 2), place(config, nodes), RUN_DIR)}
     assert {flags(specs[name])["dist-init-addr"] for name in ("engine-0", "engine-0.1")} == {"10.0.0.1:31001"}
-
-
-def test_processes_that_play_episodes_are_like_the_rollout_process_but_may_be_started_again() -> None:
-    specs = made(1, **{"rollout.processes": 2, "cluster.on_engine_death": "fail", "cluster.max_restarts": 3})
-    players = [specs[f"episodes-{number}"] for number in range(2)]
-    assert [spec.argv[-2:] for spec in players] == [[str(RUN_DIR), "0"], [str(RUN_DIR), "1"]]
-    assert all(spec.env == specs["rollout"].env and spec.reports and spec.restarts == 3 for spec in players)
-    assert not specs["rollout"].restarts
-    assert not [name for name in made(1) if name.startswith("episodes")]

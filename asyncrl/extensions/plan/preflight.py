@@ -9,6 +9,7 @@ from typing import Any
 
 from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.errors import ConfigError
+from asyncrl.extension import linear_bytes
 from asyncrl.extensions.plan import folders
 from asyncrl.extensions.plan import memory as planner
 from asyncrl.extensions.plan.memory_check import MemoryNeed, check_memory, in_turns
@@ -89,7 +90,7 @@ def _divided(config: Config) -> dict[str, Any]:
     """Return what else divides or fills the memory of an engine."""
     engine = config.engine
     divided = {"replicas": engine.data_parallel, "stages": engine.pipeline_parallel}
-    return {**divided, "codes": engine.holds_codes, **served_adapters(config)}
+    return {**divided, "linear_bytes": linear_bytes(config), **served_adapters(config)}
 
 
 def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Iterator[Finding]:
