@@ -141,13 +141,17 @@ class LaunchHooks:
         return ()
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Check a run before it starts, after the core's own checks: at each start, and with --check."""
+        """Check a run before it starts, after the core's own checks except that of the network between machines: at
+        each start, and with --check. `prepared.weights` has the tensors of the model folders that are complete."""
         return iter(())
 
     def notes(self, prepared: Preparation) -> list[str]:
         """Return lines for the console at the start. Raises ConfigError for a run that must not start, which only
         matters if cluster.preflight=false left out the check."""
         return []
+
+    def begins(self, prepared: Preparation) -> None:
+        """Write to the run folder what the run or its summary needs, before its processes start."""
 
     def sweep(self) -> None:
         """Remove what killed runs have left on this machine: called at the end of every run and before others start.

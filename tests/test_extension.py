@@ -25,11 +25,9 @@ from asyncrl.launch.checks import check_model
 from asyncrl.launch.generations import check_generations
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.plan import plan
-from asyncrl.launch.preflight.folders import room_of
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
-from asyncrl.planner.settings import training_of
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of
 from asyncrl.tasks import Task, build, build_all
@@ -244,8 +242,7 @@ def test_engines_and_checks_know_what_the_transport_of_an_extension_needs(courie
     engine, *_ = plan(courier, addresses(), placement, Path("/run"))
     assert "--custom-weight-loader courier.load" in " ".join(engine.argv)
     assert wanted_of(courier)["custom_weight_loader"] == ["courier.load"]
-    assert room_of(courier, 1000).published == 3 * 4 * 1000
-    assert training_of(courier, gpu=False).bucket == courier.weights.bucket_mb << 20
+    assert courier.sends_files
 
 
 def test_transport_that_nothing_offers_is_refused_with_those_that_are_there() -> None:
@@ -406,6 +403,4 @@ def test_base_of_an_extension_is_known_by_its_name(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(extension, "installed", lambda: {"thin": "thin:Own"})
     config = tiny_config(**changes)
     assert config.changes_base
-    adapters = training_of(config, gpu=False).adapters
-    assert adapters
-    assert adapters.base_bytes == 0.25
+    assert extension.bases()["thin"].bytes == 0.25

@@ -60,7 +60,7 @@ ALLOWED = {
     "models": set(),
     "launch": {
         *("config", "engine", "models", "tasks", "records", "checkpoints", "observability"),
-        *("planner", "weights", "rollout", "settings"),
+        *("weights", "rollout", "settings"),
     },
     "engine": {"config", "observability"},
     "agents": {"envs"},
@@ -77,7 +77,6 @@ ALLOWED = {
     "algo": {"config", "settings"},
     "weights": {"config", "engine", "models"},
     "trainer": {"config", "algo", "engine", "weights", "records", "checkpoints", "models"},
-    "planner": {"config", "models"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
@@ -85,7 +84,6 @@ ONLY = {
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("rollout", "models"): {"models.vision", "models.architectures"},
     ("rollout", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
-    ("launch", "planner"): {"planner.settings", "planner.memory", "planner.shapes", "planner.estimate"},
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "rollout"): {"rollout.agent"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
@@ -100,8 +98,6 @@ ONLY = {
     ("trainer", "models"): {"models.architectures", "models.vision"},
     ("weights", "models"): {"models.vision"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.update"},
-    ("planner", "config"): {"config", "config.lora", "config.adapters"},
-    ("planner", "models"): {"models.architectures", "models.vision"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 

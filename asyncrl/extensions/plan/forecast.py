@@ -1,11 +1,12 @@
 """Estimate of the duration of a step and of the run on CPUs, reported before the run begins.
 
-machine.json in the run folder holds the chosen dtypes and the estimate; the summary compares it with the actual
+machine.json in the run folder holds the estimate beside the chosen dtypes; the summary compares it with the actual
 duration.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any
 
 from asyncrl import jsonl, tasks
 from asyncrl.config import Config
+from asyncrl.extensions.plan.estimate import ANSWER, Estimate, MachineRates, ModelSize, StepWorkload, estimate
+from asyncrl.extensions.plan.settings import adapters_of
+from asyncrl.extensions.plan.shapes import counted, shape_of
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.network.addresses import MACHINE
-from asyncrl.planner.estimate import ANSWER, Estimate, MachineRates, ModelSize, StepWorkload, estimate
-from asyncrl.planner.settings import adapters_of
-from asyncrl.planner.shapes import counted, shape_of
 from asyncrl.tasks import Task
 
 SAMPLED = 4
@@ -54,25 +55,18 @@ def model_size(config: Config, folder: Path, hf: dict[str, Any]) -> ModelSize:
     return ModelSize.of(weights, shape, adapters_of(config.trainer.lora))
 
 
-def lines(precision: Precision, expected: Estimate | None) -> list[str]:
-    """Return the lines for the console: the dtypes and the estimate."""
-    told = [choice.line() for choice in precision.choices]
-    return told + ([f"estimate: {summary_of(expected)}"] if expected else [])
-
-
-def summary_of(expected: Estimate) -> str:
-    """Return the estimate in words."""
+def in_words(expected: Estimate) -> str:
+    """Return the estimate in words, for the console and --check."""
     return (
-        f"{duration(expected.run)} for the run, {duration(expected.step)} a step (trainer "
+        f"estimate: {duration(expected.run)} for the run, {duration(expected.step)} a step (trainer "
         f"{duration(expected.trainer)}, engines {duration(expected.engines)}), from the measured speed of this CPU"
     )
 
 
-def write(run_dir: Path, precision: Precision, expected: Estimate | None) -> None:
-    """Write machine.json: the dtypes with their reasons, and the estimate."""
-    choices = {choice.part: {"dtype": choice.dtype, "why": choice.why} for choice in precision.choices}
-    content = {"dtype": choices, "estimate": asdict(expected) if expected else None}
-    jsonl.replace(run_dir / MACHINE, content)
+def write(run_dir: Path, expected: Estimate | None) -> None:
+    """Add the estimate to machine.json."""
+    content = json.loads((run_dir / MACHINE).read_text())
+    jsonl.replace(run_dir / MACHINE, {**content, "estimate": asdict(expected) if expected else None})
 
 
 def duration(seconds: float) -> str:

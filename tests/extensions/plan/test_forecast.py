@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config import load
-from asyncrl.launch import forecast
+from asyncrl.config import Config, load
+from asyncrl.extensions.plan import forecast
+from asyncrl.extensions.plan.estimate import Estimate
+from asyncrl.extensions.plan.extension import PlanHooks
+from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.precision import DtypeChoice, Precision
+from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.launch.prepare import Preparation
 from asyncrl.metrics.fields import SUMMARY_MACHINE
 from asyncrl.metrics.record import machine_figures
 from asyncrl.models import catalog
-from asyncrl.planner.estimate import Estimate
 from asyncrl.platforms import Rates
 from tests.fakes import compose_values, tiny_config
 
@@ -44,9 +48,19 @@ def test_sides_that_do_not_run_on_a_measured_cpu_are_not_estimated() -> None:
     assert forecast.forecast(replay, folder, hf, Precision(replay, CHOICES[:1])) is None
 
 
+def prepared(config: Config, run_dir: Path) -> Preparation:
+    """A preparation with these choices."""
+    made = Preparation(config, run_dir, cluster_of(config))
+    made.chosen = Precision(config, CHOICES)
+    return made
+
+
 def test_summary_tells_the_choices_and_compares_the_estimate_with_the_truth(tmp_path: Path) -> None:
     config = tiny_config()
-    forecast.write(tmp_path, Precision(config, CHOICES), Estimate(1.0, 2.0, 2.0, 300.0, steps=100))
+    hooks, run = PlanHooks(), prepared(config, tmp_path)
+    hooks._expected = Estimate(1.0, 2.0, 2.0, 300.0, steps=100)
+    run.hooks = [hooks]
+    run.begins()
     machine = json.loads((tmp_path / "machine.json").read_text())
     figures = machine_figures(machine, {"time/total": 400.0, "steps": 100})
     assert figures == {
@@ -60,7 +74,7 @@ def test_summary_tells_the_choices_and_compares_the_estimate_with_the_truth(tmp_
     assert ended_early["estimate/error"] == -0.5
     documented = {name.replace("<part>", part) for name in SUMMARY_MACHINE for part in ("trainer", "engine")}
     assert figures.keys() <= documented
-    forecast.write(tmp_path, Precision(config, CHOICES), None)
+    prepared(config, tmp_path).begins()
     machine = json.loads((tmp_path / "machine.json").read_text())
     assert machine_figures(machine, {"time/total": 400.0, "steps": 100}).keys() == {"dtype/trainer", "dtype/engine"}
 
@@ -99,7 +113,23 @@ def test_durations_as_people_say_them(seconds: float, text: str) -> None:
     assert forecast.duration(seconds) == text
 
 
-def test_lines_for_the_console() -> None:
-    told = forecast.lines(Precision(tiny_config(), CHOICES), Estimate(3.0, 4.0, 4.0, 240.0, steps=50))
-    assert told[0] == "trainer.dtype float32: auto: faster"
-    assert told[-1].startswith("estimate: 4 min for the run, 4.0 s a step")
+@pytest.mark.parametrize("checked", [True, False])
+def test_console_has_the_estimate_with_and_without_a_check(checked: bool, tmp_path: Path) -> None:
+    run = prepared(tiny_config(), tmp_path)
+    run.find("model")
+    if checked:
+        run.place()
+        run.weights["model"] = read_model(run.folders["model"], "model.path").weights
+        run.read("model")
+        told = {one.field: one.value for hooks in run.hooks for one in hooks.preflight(run)}
+    lines = run.notes()
+    assert lines[0] == "trainer.dtype float32: auto: faster"
+    assert lines[-1].startswith("estimate: ")
+    assert not checked or told["run.max_steps"] == f"200 steps; {lines[-1]}"
+
+
+def test_console_has_no_estimate_that_the_check_could_not_make(tmp_path: Path) -> None:
+    run = prepared(tiny_config(), tmp_path)
+    run.find("model")
+    assert [one.field for hooks in run.hooks for one in hooks.preflight(run)] == ["run.dir"]
+    assert not any(line.startswith("estimate: ") for line in run.notes())

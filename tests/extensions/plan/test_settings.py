@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl.planner.settings import layout_of, training_of
-from asyncrl.planner.shapes import ParallelLayout, Shape, shape_of
+from asyncrl.extensions.plan.settings import layout_of, training_of
+from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, shape_of
 from tests.fakes import tiny_config
 from tests.models.published import DEEPSEEK_V3, QWEN3_MOE
 

@@ -8,9 +8,9 @@ from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.config.adapters import engine_slots
 from asyncrl.config.lora import LoraConfig
 from asyncrl.extension import bases
-from asyncrl.planner.activations import Recompute, Training
-from asyncrl.planner.adapters import Adapters
-from asyncrl.planner.shapes import ParallelLayout
+from asyncrl.extensions.plan.activations import Recompute, Training
+from asyncrl.extensions.plan.adapters import Adapters
+from asyncrl.extensions.plan.shapes import ParallelLayout
 
 LATENT_DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
 """Down projections of latent attention, which TransformerEngine's layers do not share over tensor-parallel ranks."""

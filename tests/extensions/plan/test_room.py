@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.extensions.plan.folders import FolderState, SpaceNeeded, StoredBytes, check_folders, look_at, room_of
+from asyncrl.extensions.plan.memory_check import MemoryNeed, check_memory, in_turns
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
-from asyncrl.launch.preflight.findings import Finding
-from asyncrl.launch.preflight.folders import FolderState, SpaceNeeded, StoredBytes, check_folders, room_of
-from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
+from asyncrl.launch.preflight.findings import Finding, failed
 from tests.launch.preflight.worlds import GB, job, machine, placed
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -212,3 +213,98 @@ def test_gpu_that_is_shared_side_by_side_holds_each_in_its_part() -> None:
     assert (engine.field, engine.level) == ("engine.memory_fraction", "error")
     assert "a rank of the engine in 0.25 of its GPU: 26 of 25 GB" in engine.value
     assert "Raise it" in engine.remedy
+
+
+# -- every fault with its remedy -----------------------------------------------------------------------------------
+
+
+def memory(role: str, gb: float, gpu: bool = True, part: str = "weights", ram: float = 500) -> list[Finding]:
+    """A rank of so many GB on a GPU of 80, or in a machine's memory."""
+    config = job()
+    count, gpus = (1, 2) if gpu else (1, 0)
+    needs = {role: MemoryNeed({part: int(gb * GB)}, gpu)}
+    return check_memory(placed(config, count, gpus), needs, {"node0": machine(gpus=gpus, ram=ram)})
+
+
+def folder(
+    free: float, parameters: float = 1e9, *, problem: str = "", speed: float = 1e9, **changes: object
+) -> list[Finding]:
+    config = job(**{"checkpoint.every": 10, **changes})
+    run = FolderState(Path("/runs/it"), problem, int(free * GB), speed)
+    return check_folders(config, room_of(config, int(parameters)), run, None)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
+    "too little memory of a GPU for the trainer": (
+        lambda _: memory("trainer", 81),
+        *("trainer.tensor_parallel", "81 of 80 GB", "trainer.micro_batch_tokens"),
+    ),
+    "activations that cannot fit": (
+        lambda _: memory("trainer", 170, part="activations"),
+        *("trainer.tensor_parallel", "170 of 80 GB", "trainer.micro_batch_tokens"),
+    ),
+    "too little memory of a GPU for the engine": (
+        lambda _: memory("engine", 90),
+        *("engine.tensor_parallel", "90 of 80 GB", "engine.max_total_tokens"),
+    ),
+    "too little memory of a machine": (
+        lambda _: memory("trainer", 20, gpu=False, ram=16),
+        *("memory", "of 16 GB", "machines with more memory"),
+    ),
+    "a folder that cannot be written": (
+        lambda _: folder(100, problem="/runs: Permission denied"),
+        *("run.dir", "Permission denied", "a writable folder"),
+    ),
+    "a file in the place of the folder": (
+        lambda tmp: (
+            (tmp / "file").touch()
+            or check_folders(job(), room_of(job(), 10), look_at(tmp / "file" / "run", 1 << 20), None)
+        ),
+        *("run.dir", "is a file", "a writable folder"),
+    ),
+    "a disk too small for checkpoints": (
+        lambda _: folder(37),  # three of 12 GB, and the weights at the end
+        *("run.dir", "checkpoints 36", "40.1 GB are needed"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_want_of_room_is_found_with_field_and_remedy(fault: str, tmp_path: Path) -> None:
+    check, field, value, remedy = FAULTS[fault]
+    (found,) = {one for one in check(tmp_path) if one.level == "error"}
+    assert found.field == field
+    assert value in found.value
+    assert remedy in found.remedy
+
+
+WELL: dict[str, Callable[[], list[Finding]]] = {
+    "memory of a GPU": lambda: memory("trainer", 60),
+    "memory of a machine": lambda: memory("engine", 60, gpu=False),
+    "a disk": lambda: folder(41),
+}
+
+
+@pytest.mark.parametrize("case", WELL)
+def test_room_that_suffices_is_no_fault(case: str) -> None:
+    assert {one.level for one in WELL[case]()} <= {"ok"}
+
+
+WARNED: dict[str, tuple[Callable[[], list[Finding]], str]] = {
+    "memory with nothing to spare": (lambda: memory("trainer", 75), "trainer.tensor_parallel"),
+    "activations that may not fit": (lambda: memory("trainer", 100, part="activations"), "trainer.tensor_parallel"),
+    "recordings that may fill the disk": (
+        lambda: folder(41, record=True, **{"run.max_steps": 10**6, "rollout.max_new_tokens": 60}),
+        "run.dir",
+    ),
+    "a checkpoint slower than its time": (lambda: folder(41, speed=1e6), "checkpoint.timeout"),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_room_that_may_not_suffice_is_a_warning_with_a_remedy(case: str) -> None:
+    check, field = WARNED[case]
+    findings = check()
+    assert not failed(findings)
+    (found,) = [one for one in findings if one.level == "warning"]
+    assert (found.field, bool(found.remedy)) == (field, True)

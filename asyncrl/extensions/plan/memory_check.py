@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from asyncrl.extensions.plan.memory import away, turns
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.launch.preflight.facts import MachineFacts
-from asyncrl.launch.preflight.findings import Finding, error, gb, ok, warning
-from asyncrl.planner.memory import away, turns
+from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
 CERTAIN = 0.5
 """Fraction of the estimated activations that is certainly needed; the rest only leads to a warning."""
@@ -123,3 +123,8 @@ def _judged(field: str, what: str, total: float, certain: float, size: int, reme
     if certain > size:
         return error(field, text, REMEDIES[remedy])
     return warning(field, text, REMEDIES[remedy]) if total > TIGHT * size else ok(field, text)
+
+
+def gb(size: float) -> str:
+    """Return bytes as GB, to three digits."""
+    return f"{size / 1e9:.3g}"

@@ -12,9 +12,10 @@ from pathlib import Path
 from asyncrl.checkpoints.store import FOLDER as CHECKPOINTS
 from asyncrl.checkpoints.store import SPARE_BYTES
 from asyncrl.config import Config
-from asyncrl.launch.preflight.findings import Finding, error, gb, ok, warning
-from asyncrl.planner.memory import CHECKPOINT
-from asyncrl.planner.shapes import BYTES
+from asyncrl.extensions.plan.memory import CHECKPOINT
+from asyncrl.extensions.plan.memory_check import gb
+from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+from asyncrl.launch.preflight.model_files import BYTES
 
 MEASURED = 64 << 20
 """Bytes written to measure the speed."""

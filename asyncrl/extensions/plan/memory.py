@@ -3,7 +3,7 @@ otherwise.
 
 Persistent memory is counted exactly: weights, gradients, master weights and moments as in trainer/network.py and
 trainer/optimizer.py, and the buckets of a publish as in weights/publish.py. Activations are estimated
-(planner/activations.py). Not counted: the libraries' own memory, and fragmentation of their allocators.
+(activations.py). Not counted: the libraries' own memory, and fragmentation of their allocators.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from asyncrl.planner.activations import Training, activations, gather_buffer, logits, offloaded_activations
-from asyncrl.planner.adapters import FUSED, Adapters
-from asyncrl.planner.shapes import (
-    BYTES,
+from asyncrl.extensions.plan.activations import Training, activations, gather_buffer, logits, offloaded_activations
+from asyncrl.extensions.plan.adapters import FUSED, Adapters
+from asyncrl.extensions.plan.shapes import (
     FLOAT,
-    TOWERS,
     ParallelLayout,
     RankParameters,
     Shape,
-    Weight,
     held,
     of_critic,
     of_stage,
     parameters,
 )
+from asyncrl.launch.preflight.model_files import BYTES, TOWERS, Weight
 
 MASTER, GRADIENT = FLOAT, FLOAT
 """Bytes per parameter."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.planner.estimate import (
+from asyncrl.extensions.plan.estimate import (
     ENGINE,
     PASS,
     PUBLISH,
@@ -20,7 +20,8 @@ from asyncrl.planner.estimate import (
     StepWorkload,
     estimate,
 )
-from asyncrl.planner.shapes import Shape, Weight
+from asyncrl.extensions.plan.shapes import Shape
+from asyncrl.launch.preflight.model_files import Weight
 
 MODEL = ModelSize(body=1e8, head=3e7, layers=0)
 WORK = StepWorkload(8, 8, 170, 28, 7, steps=40, share_prompts=True, synchronous=False, questions=100)

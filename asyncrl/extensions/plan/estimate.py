@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl.planner.adapters import Adapters
-from asyncrl.planner.shapes import Shape, Weight, active
+from asyncrl.extensions.plan.adapters import Adapters
+from asyncrl.extensions.plan.shapes import Shape, active
+from asyncrl.launch.preflight.model_files import Weight
 
 ANSWER = 0.5
 """Assumed mean length of an answer, as a fraction of rollout.max_new_tokens."""

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl.planner.activations import Recompute, Training, activations, layer_bytes
-from asyncrl.planner.adapters import Adapters
-from asyncrl.planner.estimate import ModelSize
-from asyncrl.planner.memory import (
+from asyncrl.extensions.plan.activations import Recompute, Training, activations, layer_bytes
+from asyncrl.extensions.plan.adapters import Adapters
+from asyncrl.extensions.plan.estimate import ModelSize
+from asyncrl.extensions.plan.memory import (
     away,
     cache_that_fits,
     checkpoint_bytes,
@@ -19,7 +19,8 @@ from asyncrl.planner.memory import (
     trainer_rank,
     turns,
 )
-from asyncrl.planner.shapes import ParallelLayout, Shape, Weight, held, parameters
+from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, held, parameters
+from asyncrl.launch.preflight.model_files import Weight
 
 LAYERS, HIDDEN, KEYS, INNER, RANK = 4, 128, 64, 256, 2
 SHAPE = Shape(LAYERS, HIDDEN, queries=HIDDEN, keys=KEYS, values=KEYS, inner=INNER, vocab=10, cached=128, cache_heads=1)

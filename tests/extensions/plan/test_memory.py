@@ -10,11 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.launch.preflight.model_files import read_model
-from asyncrl.models import catalog
-from asyncrl.parallel import PipelineSplit
-from asyncrl.planner.activations import Recompute, Training, activations, layer_bytes
-from asyncrl.planner.memory import (
+from asyncrl.extensions.plan.activations import Recompute, Training, activations, layer_bytes
+from asyncrl.extensions.plan.memory import (
     _stage,
     away,
     cache_that_fits,
@@ -25,8 +22,11 @@ from asyncrl.planner.memory import (
     trainer_rank,
     turns,
 )
-from asyncrl.planner.settings import layout_of
-from asyncrl.planner.shapes import ParallelLayout, RankParameters, Shape, Weight, counted, held, of_stage, parameters
+from asyncrl.extensions.plan.settings import layout_of
+from asyncrl.extensions.plan.shapes import ParallelLayout, RankParameters, Shape, counted, held, of_stage, parameters
+from asyncrl.launch.preflight.model_files import Weight, read_model
+from asyncrl.models import catalog
+from asyncrl.parallel import PipelineSplit
 from asyncrl.weights.names import FAMILIES
 from tests.fakes import tiny_config
 

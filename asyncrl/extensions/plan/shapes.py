@@ -3,57 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
+from asyncrl.launch.preflight.model_files import TOWERS, Weight, loaded
 from asyncrl.models.architectures import megatron_arguments, rope
-from asyncrl.models.vision import tower_parameters
+from asyncrl.models.vision import deepstack
 from asyncrl.parallel import PipelineSplit
 
-BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT = 4
-WHOLE = ("norm.weight", "gate.weight", "e_score_correction_bias")
-"""Name suffixes of tensors that every tensor-parallel rank holds entirely: norms and routers."""
-
-TOWERS = ("visual.", "model.visual.")
-"""Beginnings of the names of a vision tower's tensors."""
-
-
-@cache
-def _layer(name: str) -> int | None:
-    found = re.search(r"\.layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
-
-
-class Weight(NamedTuple):
-    """A tensor of an HF folder."""
-
-    name: str
-    shape: tuple[int, ...]
-    replicated: bool = False
-
-    @property
-    def elements(self) -> int:
-        """Return the number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def layer(self) -> int | None:
-        """Return the layer number, from 0; None outside of layers."""
-        return _layer(self.name)
-
-    @property
-    def routed(self) -> bool:
-        """Return whether it belongs to a routed expert."""
-        return ".experts." in self.name
-
-    @property
-    def whole(self) -> bool:
-        """Return whether tensor-parallel ranks hold it entirely instead of sharding it."""
-        return self.replicated or self.name.endswith(WHOLE)
 
 
 @dataclass(frozen=True)
@@ -166,17 +125,8 @@ class RankParameters(NamedTuple):
 
 
 def counted(weights: Iterable[Weight], shape: Shape) -> list[Weight]:
-    """Return the weights of the text model that trainer and engine load. This excludes the vision tower, further layers
-    (multi-token prediction), buffers of old checkpoints, an output layer that is the embedding, and the router's
-    load-balancing bias, which is not a parameter."""
-    return [
-        one
-        for one in weights
-        if (one.layer is None or one.layer < shape.layers)
-        and not one.name.endswith(("rotary_emb.inv_freq", "e_score_correction_bias"))
-        and not (shape.tied and one.name == "lm_head.weight")
-        and not one.name.startswith(TOWERS)
-    ]
+    """Return the weights of the text model that trainer and engine load."""
+    return loaded(weights, shape.layers, tied=shape.tied)
 
 
 def of_critic(weights: Sequence[Weight], shape: Shape) -> list[Weight]:
@@ -234,14 +184,18 @@ def active(weights: Sequence[Weight], shape: Shape, *, embedding: bool = True) -
     return held.dense + held.routed * shape.chosen / max(1, shape.experts)
 
 
-def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
-    """Return the bytes and the number of tensors of each bucket, in order, as weights/bucket.py plans them. A larger
-    tensor gets a bucket of its own."""
-    found: list[tuple[int, int]] = []
-    for size in sizes:
-        filled, count = found[-1] if found else (limit, 0)
-        if not found or filled + size > limit:
-            found.append((size, 1))
-        else:
-            found[-1] = (filled + size, count + 1)
-    return found
+def tower_parameters(hf: dict[str, Any]) -> int:
+    """Return the number of parameters of the vision tower; 0 for a text model."""
+    if "vision_config" not in hf:
+        return 0
+    vision, levels = hf["vision_config"], deepstack(hf)
+    wide, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
+    merged = wide * vision.get("spatial_merge_size", 2) ** 2
+    pixels = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
+    attention, merger = 4 * (wide + 1) * wide, (merged + 1) * (merged + out)
+    if "num_position_embeddings" not in vision:  # Qwen2.5-VL: gated MLPs, and norms without biases
+        mlp = 2 * (wide + 1) * inner + (inner + 1) * wide
+        return int(pixels * wide + vision["depth"] * (attention + mlp + 2 * wide) + wide + merger)
+    mlp, places = (wide + 1) * inner + (inner + 1) * wide, vision["num_position_embeddings"] * wide
+    mergers = 2 * wide + merger + levels * (2 * merged + merger)
+    return int((pixels + 1) * wide + places + vision["depth"] * (attention + mlp + 4 * wide) + mergers)

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.plan.shapes import tower_parameters
+from asyncrl.extensions.plan.tensors import FAMILIES, tensors
 from asyncrl.launch.preflight.model_files import read_model
-from asyncrl.models.tensors import FAMILIES, tensors
+from asyncrl.models import tiny_vision
 from asyncrl.models.tiny import write_random_model
+from asyncrl.models.vision import TOWERS, flat
 from scripts.sizes import MODELS
 
 SIZES: dict[str, Any] = {"vocab": 70, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
@@ -48,3 +51,14 @@ def test_known_models_have_as_many_parameters_as_published_and_as_transformers_b
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, tie_word_embeddings=False, **fields))
     assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+@pytest.mark.parametrize("arch", tiny_vision.OF_TYPE)
+def test_number_of_a_towers_parameters_follows_from_the_config(arch: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tiny_vision.write_random(tmp_path / "model", arch)
+    hf = flat(json.loads((tmp_path / "model" / "config.json").read_text()))
+    prefix = TOWERS[hf["architectures"][0]].prefix
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert tower_parameters(hf) == sum(one.numel() for name, one in tensors.items() if name.startswith(prefix))
