@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.extensions.view.inspection import cli
 from asyncrl.metrics.fields import STEP, STEP_TRAINER, SUMMARY
 from asyncrl.observability.intervals import DECODE
 from asyncrl.observability.spans import trace_id
@@ -27,7 +28,6 @@ from asyncrl.observability.timeline import (
     Started,
     TimelineReader,
 )
-from asyncrl_view.inspection import cli
 from tests.integration.books import balanced
 from tests.integration.running import lines, nothing_is_left, run
 from tests.observability.collector import collector

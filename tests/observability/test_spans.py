@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.extensions.view import perfetto
+from asyncrl.extensions.view.inspection import cli
 from asyncrl.observability import timeline
 from asyncrl.observability.intervals import DECODE, ENGINE, PREFILL, QUEUED, RETRY, TOOL, Activity, Interval, request
 from asyncrl.observability.spans import Span, TraceBuilder, run_prefix, trace_id, traceparent
@@ -23,8 +25,6 @@ from asyncrl.observability.timeline import (
     PublishTimeline,
     Started,
 )
-from asyncrl_view import perfetto
-from asyncrl_view.inspection import cli
 
 RUN = "run0"
 
