@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, reduce
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from asyncrl.observability.timeline import Record
     from asyncrl.schema import Batch, Group
     from asyncrl.trainer.policy import Policy
+    from asyncrl.weights.checksum import SentWeights
 
 T = TypeVar("T")
 GROUP = "asyncrl.extensions"
@@ -68,6 +70,29 @@ class Pilot(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class OfferedTransport:
+    """A transport of new weights (weights/transport.py)."""
+
+    path: str
+    """Import path of its class, which is created with keyword arguments: fleet, folder, stage, ranks (of an engine),
+    host and gpu, as in weights/publish.py."""
+    by_file: bool = False
+    """Whether it writes files to weights.folder before the pause."""
+    loader: str | None = None
+    """SGLang's custom_weight_loader that loads what it sends, as module.function."""
+
+
+@dataclass(frozen=True)
+class OfferedBase:
+    """A format of the frozen weights below adapters."""
+
+    path: str
+    """Import path of its class (trainer/lora.py, BaseFormat), which is created with the name."""
+    bytes: float
+    """Bytes of an element, with its share of what it needs beside."""
+
+
 class LaunchHooks:
     """What an extension does in the launcher of a run."""
 
@@ -80,6 +105,15 @@ class LaunchHooks:
     ) -> Pilot | None:
         """Return the pilot of a run with cluster.elastic; None if this extension has none."""
         return None
+
+    def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
+        """Yield every problem of this extension with the model. `model` holds the fields of its config.json and of
+        Megatron's arguments, `gpus` is the number of each machine."""
+        return iter(())
+
+    def check_gpu(self, config: Config, gpu: str) -> Iterator[ConfigError]:
+        """Yield every problem with an engine on a GPU of this name."""
+        return iter(())
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Check a run before it starts, after the core's own checks: at each start, and with --check."""
@@ -106,6 +140,15 @@ class EngineHooks:
         """Return further arguments of SGLang for the policy's engines, by name. Called in the launcher."""
         return {}
 
+    def needs_weights(self, config: Config) -> bool:
+        """Return whether the engines hold other weights than the model folder before the first step, so that they need
+        those of the trainers first."""
+        return False
+
+    def linear_bytes(self, config: Config) -> int | None:
+        """Return the bytes of an element of the layers' linear maps; None for those of engine.dtype."""
+        return None
+
     def install(self, argv: Sequence[str]) -> None:
         """Patch SGLang's modules when they are imported (importing.after_import). Called in every process of an engine,
         before it imports sglang. `argv` is the command line, all that the process knows of the run."""
@@ -113,6 +156,10 @@ class EngineHooks:
 
 class TrainerHooks:
     """What an extension does on a trainer rank. Every rank calls the same methods in the same order."""
+
+    def sent(self, weights: SentWeights) -> SentWeights:
+        """Return what the publisher sends to the engines in place of these weights."""
+        return weights
 
     def before_update(self, batch: Batch) -> Sequence[Group]:
         """Return groups that are trained beside those of the batch, in the same steps."""
@@ -160,6 +207,10 @@ class Extension:
     """Import paths of task classes by their name in task.kind; each is created with its section (TaskConfig)."""
     rewards: ClassVar[Mapping[str, str]] = {}
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
+    transports: ClassVar[Mapping[str, OfferedTransport]] = {}
+    """Transports of new weights by their name in weights.transport."""
+    bases: ClassVar[Mapping[str, OfferedBase]] = {}
+    """Formats of the frozen base by their name in trainer.lora.base."""
     clusters: ClassVar[Mapping[str, str]] = {}
     """Import paths of subclasses of launch.cluster.Cluster by their name in cluster.launcher."""
     trains: ClassVar[bool] = True
@@ -240,6 +291,24 @@ def engine_arguments(config: Config) -> dict[str, Any]:
     return {name: value for one in active(config).values() for name, value in one.engine().arguments(config).items()}
 
 
+def needs_weights(config: Config) -> bool:
+    """Return whether the engines of some extension need the trainers' weights before the first step."""
+    return any(one.engine().needs_weights(config) for one in active(config).values())
+
+
+def linear_bytes(config: Config) -> int | None:
+    """Return the bytes of an element of the linear maps in the engines; None for those of engine.dtype."""
+    found = (one.engine().linear_bytes(config) for one in active(config).values())
+    return next((size for size in found if size is not None), None)
+
+
+def sent(hooks: Iterable[TrainerHooks], weights: SentWeights) -> SentWeights:
+    """Return what the publisher sends in place of these weights: what each extension makes of the one before."""
+    for one in hooks:
+        weights = one.sent(weights)
+    return weights
+
+
 def engine_environment(config: Config) -> dict[str, str]:
     """Return the environment in which an engine's process finds those extensions with hooks that the setting names."""
     kinds = classes(config.extensions)
@@ -288,6 +357,16 @@ def apart(named: Mapping[str, str]) -> set[str]:
 def rewards() -> dict[str, str]:
     """Return the import paths of rewards of the same extensions, by their name in task.reward."""
     return {name: path for kind in classes({}).values() for name, path in kind.rewards.items()}
+
+
+def bases() -> dict[str, OfferedBase]:
+    """Return the formats of the frozen base by their name in trainer.lora.base, of the same extensions."""
+    return {name: one for kind in classes({}).values() for name, one in kind.bases.items()}
+
+
+def transports(named: Mapping[str, str]) -> dict[str, OfferedTransport]:
+    """Return the transports of all extensions, by their name in weights.transport."""
+    return {name: one for kind in classes(named).values() for name, one in kind.transports.items()}
 
 
 def wrapped(task: T, section: Any, field: str) -> T:

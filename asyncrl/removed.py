@@ -50,7 +50,10 @@ def moved(module: str) -> str | None:
 
 
 _SLURM = ("submit", "time", "requeues", "sbatch", "setup", "srun", "container")
-MOVED_SETTINGS = {f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")}
+MOVED_SETTINGS = {
+    **{f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")},
+    "engine.quantization": "quantized.format",
+}
 """New names of settings that moved to the section of an extension."""
 
 

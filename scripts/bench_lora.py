@@ -73,7 +73,7 @@ def trainer_case(kind: str, quick: bool) -> dict[str, float]:
     import torch
 
     from asyncrl.algo.pack import pack
-    from asyncrl.trainer.quantized import PackedWeight
+    from asyncrl.extensions.qlora.packed import PackedWeight
 
     groups = groups_of(Shape("64/64", 64, 64, 16), 8, model.network.hf["vocab_size"])
     samples = [sample for group in groups for sample in group]

@@ -57,7 +57,7 @@ from asyncrl.weights.layouts import dims_of  # noqa: E402
 from asyncrl.weights.publish import Publisher  # noqa: E402
 from asyncrl.weights.reshard import Resharder  # noqa: E402
 from scripts import machine  # noqa: E402
-from tests.integration.fleet import Engines, engines  # noqa: E402
+from tests.integration.fleet import LOADER, OF_EXTENSIONS, Engines, engines  # noqa: E402
 from tests.integration.publisher import make  # noqa: E402
 
 MiB = 1 << 20
@@ -92,7 +92,7 @@ def main() -> None:
     figures: dict[str, float] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        engines(Path(folder), "weights.transport=delta", *arguments.overrides, experiment=experiment) as fleet,
+        engines(Path(folder), *LOADER, *arguments.overrides, experiment=experiment) as fleet,
     ):
         bench = Bench(fleet, Path(folder), repeats)
         figures |= bench.export()
@@ -179,7 +179,7 @@ class Bench:
             ("distributed", "full"),
             ("distributed", "stream"),
             ("disk", "stream"),
-            ("delta", "stream"),
+            *((name, "stream") for name in OF_EXTENSIONS),
         ):
             name = f"{transport} {staging}"
             size = STREAM_MB if staging == "stream" else self.bucket_mb

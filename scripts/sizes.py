@@ -24,9 +24,11 @@ from omegaconf import OmegaConf
 from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.extension import linear_bytes
 from asyncrl.extensions.plan import sizing
 from asyncrl.extensions.plan.sizing import Balance, FleetSpec, Hardware, Publish
 from asyncrl.launch.checks import check_model
+from asyncrl.launch.compose import find_further_confs
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, nodes_wanted, place
 from asyncrl.launch.precision import assumed
@@ -218,6 +220,7 @@ def _composed(*overrides: str) -> Any:
         "task.train_file=FILE",
         *overrides,
     ]
+    find_further_confs()
     with initialize_config_dir(str(CONF), version_base=None):
         return compose("train", words)
 
@@ -234,7 +237,7 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
     layout, training = layout_of(config.trainer), training_of(config, gpu=True)
     section = config.engine
     received = 2 * (config.weights.bucket_mb << 20)  # the bucket, and its tensors
-    part: Any = {"tensor": section.tensor_parallel, "dtype": section.dtype, "codes": section.holds_codes}
+    part: Any = {"tensor": section.tensor_parallel, "dtype": section.dtype, "linear_bytes": linear_bytes(config)}
     part |= served_adapters(config)
     tokens = section.max_total_tokens or memory.cache_that_fits(weights, shape, ROOM - received, **part)
     if tokens < config.rollout.max_new_tokens:

@@ -5,7 +5,7 @@
     default       the run of `make run`: SmolLM2-135M learns to sort words (--steps 40)
     lora          the same with all weights and with adapters of four ranks, each with three learning rates, of which
                   the figure shows the best (--steps 40)
-    quantized     the tiny task with engines of 8 bits (engine.quantization), with and without truncated importance
+    quantized     the tiny task with engines of 8 bits (quantized.format), with and without truncated importance
                   sampling, and by how much the log-probabilities of trainer and engine differ (--steps 60 --seeds 2).
                   Without staleness, so that nothing else makes them differ
 
@@ -46,7 +46,7 @@ CORRECTIONS: dict[str, Overrides] = {
     "OPSM": ["algo.correction=null", "algo.mask.opsm=0.5"],
 }
 QUANTIZED: dict[str, Overrides] = {
-    f"{kind}, {name}": ["rollout.max_staleness=0", f"engine.quantization={kind}", *CORRECTIONS[name]]
+    f"{kind}, {name}": ["rollout.max_staleness=0", f"+quantized.format={kind}", *CORRECTIONS[name]]
     for kind in ("none", "int8_simulated", "fp8_simulated")
     for name in ("none", "TIS")
 }

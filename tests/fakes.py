@@ -85,7 +85,7 @@ def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         *path, last = name.split(".")
         section = values
         for part in path:
-            section = section[part]
+            section = section.setdefault(part, {})  # that of an extension is not composed
         section[last] = value
     return values
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,15 +20,23 @@ from asyncrl import extension, imports
 from asyncrl.config import Config, TaskConfig, load
 from asyncrl.errors import ConfigError
 from asyncrl.launch import leftovers
-from asyncrl.launch.placement import Node, place
+from asyncrl.launch.attached import wanted_of
+from asyncrl.launch.checks import check_model
+from asyncrl.launch.generations import check_generations
+from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.plan import plan
+from asyncrl.launch.preflight.folders import room_of
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
+from asyncrl.planner.settings import training_of
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of
 from asyncrl.tasks import Task, build, build_all
+from asyncrl.weights.choice import choose_lora
+from asyncrl.weights.publish import build_transport
 from tests.fakes import FakeTemplate, addresses, compose_values, tiny_config, tiny_values
+from tests.launch.preflight.worlds import machine, nodes, placed
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
 CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -190,6 +199,50 @@ def test_leftovers_of_extensions_are_removed_with_those_of_a_run(alone: dict[str
     assert Wrapping.swept == before + 1
 
 
+COURIER = """
+from asyncrl.extension import Extension, OfferedTransport
+
+
+class Sent:
+    def __init__(self, **parts):
+        self.parts = parts
+
+
+class Courier(Extension):
+    transports = {"courier": OfferedTransport("courier:Sent", by_file=True, loader="courier.load")}
+"""
+
+
+@pytest.fixture
+def courier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    (tmp_path / "courier.py").write_text(COURIER)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tiny_config(extensions={"courier": "courier:Courier"}, **{"weights.transport": "courier"})
+
+
+def test_transport_of_an_extension_is_built_by_its_name(courier: Config, tmp_path: Path) -> None:
+    fleet: Any = SimpleNamespace(urls=["http://127.0.0.1:1"])
+    where: dict[str, Any] = {"host": "127.0.0.1", "stage": 1, "gpu": False, "folder": tmp_path}
+    made, why = build_transport(courier, fleet, alone=True, **where)
+    assert made.parts == {**where, "fleet": fleet, "ranks": 1}  # type: ignore[attr-defined]
+    assert why == f"courier in {tmp_path} (as configured)"
+
+
+def test_engines_and_checks_know_what_the_transport_of_an_extension_needs(courier: Config) -> None:
+    placement = place(courier, imagined(courier, 1, 0))
+    engine, *_ = plan(courier, addresses(), placement, Path("/run"))
+    assert "--custom-weight-loader courier.load" in " ".join(engine.argv)
+    assert wanted_of(courier)["custom_weight_loader"] == ["courier.load"]
+    assert room_of(courier, 1000).published == 3 * 4 * 1000
+    assert training_of(courier, gpu=False).bucket == courier.weights.bucket_mb << 20
+
+
+def test_transport_that_nothing_offers_is_refused_with_those_that_are_there() -> None:
+    with pytest.raises(ConfigError, match="Must be one of auto, tensor, distributed, disk") as refused:
+        tiny_config(**{"weights.transport": "courier"})
+    assert refused.value.field == "weights.transport"
+
+
 PATCHES = """
 from asyncrl.extension import EngineHooks, Extension
 
@@ -231,3 +284,117 @@ def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> No
 
 def test_engines_import_no_extension_without_hooks_for_them() -> None:
     assert extension.engine_environment(configured()) == {}
+
+
+NARROW = """
+from asyncrl.errors import ConfigError
+from asyncrl.extension import EngineHooks, Extension, LaunchHooks, TrainerHooks
+from asyncrl.settings import Section
+
+
+class Settings(Section):
+    bytes: int | None = None
+
+
+class Launch(LaunchHooks):
+    def check_model(self, config, model, gpus):
+        yield ConfigError("narrow.bytes", model["hidden_size"], f"Not with {gpus} GPUs.")
+
+    def check_gpu(self, config, gpu):
+        yield ConfigError("narrow.bytes", gpu, "Another GPU.")
+
+
+class Engine(EngineHooks):
+    def needs_weights(self, config):
+        return config.narrow.bytes is not None
+
+    def linear_bytes(self, config):
+        return config.narrow.bytes
+
+
+class Trainer(TrainerHooks):
+    def sent(self, weights):
+        return [weights]
+
+
+class Narrow(Extension):
+    Settings = Settings
+
+    def check(self, config):
+        if config.serves_adapters:
+            yield ConfigError("narrow.bytes", self.settings.bytes, "Not with adapters.")
+
+    def launch(self):
+        return Launch()
+
+    def engine(self):
+        return Engine()
+
+    def trainer(self, policy):
+        return Trainer()
+"""
+
+
+@pytest.fixture
+def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "narrow.py").write_text(NARROW)
+    monkeypatch.syspath_prepend(tmp_path)
+    return lambda **changes: tiny_config(extensions={"narrow": "narrow:Narrow"}, **changes)
+
+
+def test_engines_that_hold_other_weights_than_the_folder_get_the_trainers_first(narrow: Any) -> None:
+    assert [narrow(narrow={"bytes": size}).changes_base for size in (None, 1)] == [False, True]
+    assert not narrow(narrow={"bytes": 1}, mode="replay", **{"replay.from": "/run"}).changes_base
+
+
+def test_models_and_gpus_are_shown_to_extensions_before_a_start(narrow: Any) -> None:
+    dims = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 512}
+    llama = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "vocab_size": 16, **dims}
+    with pytest.raises(ConfigError, match="Not with 3 GPUs") as refused:
+        check_model(narrow(), llama, gpus=3)
+    assert refused.value.value == 64
+    known = machine(gpus=2)
+    with pytest.raises(ConfigError, match="Another GPU") as refused:
+        check_generations(narrow(), placed(narrow(), 1, 2).engines[0], nodes(narrow(), 1, 2), [known])
+    assert refused.value.value == known.gpus[1].name
+
+
+def test_what_an_extension_makes_of_the_weights_is_sent_in_their_place(narrow: Any) -> None:
+    policy: Any = None
+    weights: Any = object()
+    hooks = extension.active(narrow())["narrow"].trainer(policy)
+    plain = extension.TrainerHooks()
+    assert extension.sent([plain, plain], weights) is weights
+    assert extension.sent([hooks, plain, hooks], weights) == [[weights]]
+
+
+def test_adapters_are_merged_where_an_extension_refuses_them_as_versions(narrow: Any) -> None:
+    llama = {"architectures": ["LlamaForCausalLM"]}
+    config = narrow(**{"trainer.lora.rank": 4})
+    resolved, why = choose_lora(config, llama, 8)
+    assert (resolved.weights.lora, why) == ("merged", "merged (narrow.bytes=None does not fit versions)")
+    assert choose_lora(tiny_config(**{"trainer.lora.rank": 4}), llama, 8)[0].weights.lora == "versions"
+
+
+BASES = """
+from asyncrl.extension import Extension, OfferedBase
+
+
+class Own(Extension):
+    bases = {"thin": OfferedBase("thin:Own", 0.25)}
+"""
+
+
+def test_base_of_an_extension_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: dict[str, Any] = {"trainer.lora.rank": 4, "trainer.lora.base": "thin"}
+    with pytest.raises(ConfigError, match="Must be one of none") as refused:
+        tiny_config(**changes)
+    assert refused.value.field == "trainer.lora.base"
+    (tmp_path / "thin.py").write_text(BASES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(extension, "installed", lambda: {"thin": "thin:Own"})
+    config = tiny_config(**changes)
+    assert config.changes_base
+    adapters = training_of(config, gpu=False).adapters
+    assert adapters
+    assert adapters.base_bytes == 0.25

@@ -28,11 +28,11 @@ from asyncrl.config.generation import (
     TeacherConfig,
 )
 from asyncrl.config.overlap import check_overlap
-from asyncrl.config.quantization import check_quantization
 from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
 from asyncrl.config.rules import Rule, require
 from asyncrl.config.running import (
     ENGINE_FRACTION,
+    TRANSPORTS,
     USABLE,
     CheckpointConfig,
     ClusterConfig,
@@ -193,6 +193,12 @@ class Config(Section):
             raise ConfigError("resume", self.resume, f"{what} always starts from the beginning: remove this setting.")
         if self.checkpoint.every and self.mode == "rollout_only":
             raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
+        for field, value, names in (
+            ("weights.transport", self.weights.transport, [*TRANSPORTS, *extension.transports(self.extensions)]),
+            ("trainer.lora.base", self.trainer.lora.base, ["none", *extension.bases()]),
+        ):
+            if value not in names:
+                raise ConfigError(field, value, f"Must be one of {', '.join(names)}.")
         self._check_sets()
         self._check_teacher()
         self._check_elastic()
@@ -202,7 +208,6 @@ class Config(Section):
         check_colocated(self)
         check_roles(self)
         check_adapters(self)
-        check_quantization(self)
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
                 remedy = (
@@ -309,6 +314,21 @@ class Config(Section):
         return self.trainer.lora.rank is not None and self.weights.lora == "versions" and self.mode == "train"
 
     @property
+    def transport(self) -> extension.OfferedTransport | None:
+        """Return the extension's transport that the run uses; None for one of the core."""
+        return extension.transports(self.extensions).get(self.weights.transport)
+
+    @property
+    def sends_files(self) -> bool:
+        """Return whether versions travel as files in weights.folder."""
+        return self.weights.transport == "disk" or bool(self.transport and self.transport.by_file)
+
+    @property
+    def weight_loader(self) -> str | None:
+        """Return the custom weight loader that engines need. SGLang accepts only those that it was started with."""
+        return self.transport.loader if self.transport else None
+
+    @property
     def recovers(self) -> bool:
         """Return whether trainers that die start again from a checkpoint: not yet those that hand over their GPUs, or
         whose versions are adapters."""
@@ -321,7 +341,7 @@ class Config(Section):
         weights of the trainers first."""
         lora = self.trainer.lora
         adapted = lora.rank is not None and (lora.path is not None or lora.base != "none")
-        return self.mode == "train" and (adapted or self.engine.quantization != "none")
+        return self.mode == "train" and (adapted or extension.needs_weights(self))
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -55,19 +55,13 @@ def _rules(config: Config) -> list[Rule]:
     return [
         (
             "weights.transport",
-            config.weights.transport in ("delta", "distributed"),
+            config.weights.transport not in ("auto", "tensor", "disk"),
             f"With {VERSIONS} adapters travel through shared memory or as files: set auto, tensor or disk.",
         ),
         (
             "cluster.placement",
             config.cluster.takes_turns,
             f"An engine that releases its memory loses its adapters ({VERSIONS}): {otherwise}.",
-        ),
-        (
-            "engine.quantization",
-            config.engine.holds_codes,
-            f"Adapters on quantized weights were not tried ({VERSIONS}): set "
-            f"{config.engine.quantization}_simulated, or {otherwise}.",
         ),
         (
             "trainer.lora.targets",

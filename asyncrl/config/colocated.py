@@ -65,12 +65,6 @@ def _rules_of_turns(config: Config) -> list[Rule]:
             "retract (requests are prefilled again), abort or drain.",
         ),
         (
-            "weights.transport",
-            weights.transport == "delta",
-            f"With {TURNS} an engine's weights are undefined after a release, so that no delta applies to them: set "
-            "auto, tensor or disk.",
-        ),
-        (
             "weights.verify",
             not weights.verify,
             f"With {TURNS} only the checksums show that every released tensor was sent again: set true.",

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from asyncrl.config.quantization import Quantization
 from asyncrl.config.secret_values import Parameters
 from asyncrl.config.server_args import ServerArgs
 from asyncrl.errors import ConfigError
@@ -52,10 +51,6 @@ class EngineConfig(Section):
     dtype: Dtype
     """Precision of the weights in the engines. auto: bfloat16 on GPUs; on CPUs the format with the faster matrix
     multiplication."""
-    quantization: Quantization
-    """Precision of the weights of the layers' linear maps in the engines, which the trainers quantize at each publish
-    (docs/weights.md). fp8: e4m3 in blocks of 128 x 128; int8: a scale for each output channel; both need GPUs.
-    fp8_simulated, int8_simulated: the same values, in `dtype`, on any machine."""
     max_total_tokens: Count | None
     """KV cache size of one engine, or of each of its replicas of attention, in tokens; unset: what fits on its GPUs, as
     SGLang measures it, or 16,384 on a CPU."""
@@ -91,11 +86,6 @@ class EngineConfig(Section):
     retry_timeout: Positive
     """Seconds for which the rest of a broken answer is retried while no token arrives; then its group is dropped. Must
     be longer than an engine takes to restart."""
-
-    @property
-    def holds_codes(self) -> bool:
-        """Return whether the engines hold codes and scales, not the values that they stand for."""
-        return self.quantization in ("fp8", "int8")
 
     @model_validator(mode="after")
     def _has_some(self) -> EngineConfig:

@@ -9,9 +9,6 @@ from pydantic import model_validator
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Positive, Section, Share
 
-BLOCK = 64
-"""Numbers of a row of a quantized weight that share one scale, as in QLoRA and bitsandbytes."""
-
 
 class LoraConfig(Section):
     """Low-rank adapters on the linear layers of a frozen base model, in PEFT's form: queries, keys, values, gate and up
@@ -35,8 +32,9 @@ class LoraConfig(Section):
     """PEFT folder from which the adapters start; unset: from `init`."""
     save_merged: bool
     """Beside each exported PEFT folder, also write the model with the adapters in its weights: hf-merged/."""
-    base: Literal["none", "int8", "nf4"]
-    """Quantization of the frozen base (QLoRA, arXiv 2305.14314); the engines serve the same dequantized weights."""
+    base: str
+    """Format of the frozen base in the trainers, of an extension; none: that of trainer.dtype. The engines serve the
+    same weights, in engine.dtype."""
 
     @model_validator(mode="after")
     def _base_is_frozen(self) -> LoraConfig:

@@ -40,11 +40,6 @@ def _rules(config: Config) -> list[Rule]:
             "Adapters as versions of their own are published without a pause (weights.overlap): set merged",
         ),
         (
-            "weights.transport",
-            weights.transport == "delta",
-            "Engines may ask for all weights, which the trainer has changed by then (weights.overlap): set another",
-        ),
-        (
             "weights.staging",
             weights.staging == "stream",
             "The weights must be copied before the trainer changes them (weights.overlap): set full or auto",

@@ -95,13 +95,17 @@ class ReplayConfig(Section):
         return self
 
 
+TRANSPORTS = ("auto", "tensor", "distributed", "disk")
+"""Values of weights.transport, beside those of extensions."""
+
+
 class WeightsConfig(Section):
     """Transport of new weights to the engines."""
 
-    transport: Literal["auto", "tensor", "distributed", "disk", "delta"]
+    transport: str
     """tensor: shared memory or CUDA IPC on one host; distributed: gloo or NCCL broadcast; disk: files on a file system
-    that the engines share; delta: the same, but only with what changed; auto: picks tensor or distributed and reports
-    why."""
+    that the engines share; auto: picks tensor or distributed and reports why; or the name of an extension's transport
+    (docs/extensions.md)."""
     lora: Literal["auto", "versions", "merged"]
     """How the weights of a run with trainer.lora reach the engines. versions: each version as an adapter of its own,
     which is loaded beside the older ones without a pause; every completion then has exactly one version. merged: as
@@ -109,8 +113,8 @@ class WeightsConfig(Section):
     generation down; also merged where engines cannot serve the adapters."""
     staging: Literal["auto", "full", "stream"]
     """full: every bucket is filled before the pause, which is then shortest, but takes memory for all weights of a
-    stage; stream: two buckets are filled and sent alternately during the pause. disk and delta write before the pause,
-    from two buckets. auto: stream if the trainer runs on GPUs, of which one rarely has room for all weights of its
+    stage; stream: two buckets are filled and sent alternately during the pause. disk writes before the pause, from
+    two buckets. auto: stream if the trainer runs on GPUs, of which one rarely has room for all weights of its
     stage; otherwise full. With overlap auto is full."""
     overlap: bool
     """Publish a version in the background, while the trainer trains the next batch (docs/weights.md). It takes memory
@@ -127,8 +131,8 @@ class WeightsConfig(Section):
     verify_every: Count | None
     """Also compare the checksums every this many versions; unset: only in those two cases."""
     folder: str | None
-    """Folder that disk, delta and lora=versions write to, on a file system that all engines see; unset: weights/ in the
-    run folder."""
+    """Folder that disk and lora=versions write to, on a file system that all engines see; unset: weights/ in the run
+    folder."""
     timeout: Positive
     """Timeout of any single call of a publish, in seconds. An engine that does not answer for this long between
     publishes is considered hung: it is killed and treated as dead."""

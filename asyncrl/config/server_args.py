@@ -24,8 +24,8 @@ INSTEAD = {
 }
 """Settings in place of SGLang's arguments. Placement, publishes and the other checks follow from them."""
 CANNOT_LOAD = {
-    "quantization": "set engine.quantization instead.",
-    "torchao_config": "set engine.quantization instead.",
+    "quantization": "remove it.",
+    "torchao_config": "remove it.",
     "moe_runner_backend": "remove it (the engines use triton's).",
 }
 """Arguments with which SGLang 0.5.21 rewrites weights after it has loaded them, so that no version can follow. Experts
@@ -110,9 +110,8 @@ def _speculation_rules(config: Config) -> Iterator[Rule]:
     for name in THRESHOLDS:
         why = "Tokens would not be the model's: remove it."
         yield f"engine.server_args.{name}", arguments.get(name, 1.0) != 1.0, why
-    by_file = config.weights.transport in ("disk", "delta")
     why = "The engine would load the policy's files into its draft model: set auto, tensor or distributed."
-    yield "weights.transport", by_file and arguments["speculative_algorithm"] != "NGRAM", why
+    yield "weights.transport", config.sends_files and arguments["speculative_algorithm"] != "NGRAM", why
 
 
 def _cache_rules(config: Config) -> Iterator[Rule]:

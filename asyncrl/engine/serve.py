@@ -1,11 +1,11 @@
 """Program that runs one SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
 
 This is the stock server, with in-place pauses that complete the step in flight (overlap.py), adapters that can be
-unloaded after any request (unloading.py), quantized weights that can be published (quantized.py), publishes to stages
-and replicas (stages.py), a fixed share of a GPU (gpu_share.py), a warm-up for GPUs (warmup.py), a key for its metrics
-(they name the model's folder), what extensions install (extension.py), and on a CPU the shims of its platform. The
-run's API key and ports come from the environment, because every user of the machine can read a command line. The module
-is not a `__main__.py`, because multiprocessing would not re-import that in spawned children, which need them too.
+unloaded after any request (unloading.py), publishes to stages and replicas (stages.py), a fixed share of a GPU
+(gpu_share.py), a warm-up for GPUs (warmup.py), a key for its metrics (they name the model's folder), what extensions
+install (extension.py), and on a CPU the shims of its platform. The run's API key and ports come from the environment,
+because every user of the machine can read a command line. The module is not a `__main__.py`, because multiprocessing
+would not re-import that in spawned children, which need them too.
 """
 
 from asyncrl import importing
@@ -18,7 +18,7 @@ from importlib.metadata import version
 from typing import Any
 
 from asyncrl import platforms
-from asyncrl.engine import gpu_share, overlap, quantized, stages, unloading, warmup
+from asyncrl.engine import gpu_share, overlap, stages, unloading, warmup
 from asyncrl.extension import install_in_engine
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS, metrics_key
@@ -59,7 +59,6 @@ importing.after_import("sglang.srt.utils.auth", guard_metrics)
 overlap.install()
 stages.install()
 unloading.install()
-quantized.install(sys.argv)
 gpu_share.install(sys.argv)
 warmup.install()
 install_in_engine(sys.argv)

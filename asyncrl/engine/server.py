@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from urllib.parse import urlsplit
 
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, JudgeConfig, TeacherConfig, cache_tokens
 from asyncrl.config.adapters import adapter_targets, engine_slots
-from asyncrl.config.quantization import BLOCK
 from asyncrl.engine import warmup
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import EngineParallel
@@ -18,8 +16,6 @@ from asyncrl.platforms import chosen
 
 NO_PROXY = {"NO_PROXY": "*", "no_proxy": "*"}
 """Disables proxies: clients would otherwise use a proxy of the environment for requests that carry keys of the run."""
-DELTA_LOADER = "asyncrl.engine.delta.load"
-"""Custom weight loader of delta updates. SGLang accepts only loaders that it was started with."""
 
 
 DETERMINISTIC_ENV = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
@@ -63,31 +59,12 @@ def shape_args(shape: EngineParallel) -> dict[str, Any]:
     return {"enable_dp_attention": shape.dp > 1, **{name: size for name, size in sizes.items() if size > 1}}
 
 
-QUANTIZATION_CONFIG: dict[str, dict[str, Any]] = {
-    "fp8": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"},
-    "int8": {"quant_method": "w8a8_int8"},
-}
-"""What the config.json of a folder with such weights says (weights/quantization.py)."""
-
-
 def expert_args(engine: EngineConfig, *, gpu: bool) -> dict[str, Any]:
     """Return the argument that chooses the kernels of routed experts. SGLang would choose FlashInfer's on Blackwell,
     which keep weights in a layout of their own, so that no later version could be loaded. Kernels that exchange tokens
     between ranks (moe_a2a_backend) bring their own."""
     exchanged = engine.server_args.get("moe_a2a_backend") not in (None, "none")
     return {"moe_runner_backend": "triton"} if gpu and not exchanged else {}
-
-
-def quantization_args(engine: EngineConfig) -> dict[str, Any]:
-    """Return the arguments of engines that hold codes and scales; none otherwise.
-
-    The model folder has other weights, so the engines start with random ones of that form, and get the trainers' first
-    version before any request.
-    """
-    if not engine.holds_codes:
-        return {}
-    changes = {"quantization_config": QUANTIZATION_CONFIG[engine.quantization]}
-    return {"load_format": "dummy", "json_model_override_args": json.dumps(changes)}
 
 
 def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed: int, **more: Any) -> list[str]:
@@ -110,7 +87,6 @@ def server_argv(engine: EngineConfig, model: Path, url: str, *, gpu: bool, seed:
             "enable_metrics": engine.metrics,
             "enable_hierarchical_cache": engine.hicache is not None,
             "hicache_size": engine.hicache,
-            **quantization_args(engine),
             **expert_args(engine, gpu=gpu),
             **more,
         },

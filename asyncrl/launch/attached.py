@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from asyncrl.config import Config
-from asyncrl.engine.server import DELTA_LOADER, adapter_args
+from asyncrl.engine.server import adapter_args
 from asyncrl.errors import ConfigError
 
 KEY = "ASYNCRL_API_KEY"
@@ -66,7 +66,7 @@ def wanted_of(config: Config) -> dict[str, Any]:
         "incremental_streaming_output": True,
         **({"disable_overlap_schedule": True} if overlaps else {}),
         **({**shape, **replicated, "speculative_algorithm": None} if publishes else {}),  # as in checks.py
-        **({"custom_weight_loader": [DELTA_LOADER]} if config.weights.transport == "delta" else {}),
+        **({"custom_weight_loader": [config.weight_loader]} if config.weight_loader else {}),
         **_adapters_of(config),
         **({"enable_return_routed_experts": True} if config.algo.routing_replay == "R3" else {}),
         **({"enable_deterministic_inference": True} if config.deterministic else {}),

@@ -11,9 +11,8 @@ from typing import Any
 
 from asyncrl import tasks
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TrainerConfig, on_gpu
-from asyncrl.config.lora import BLOCK
-from asyncrl.config.quantization import check_codes
 from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.extension import active
 from asyncrl.imports import announced
 from asyncrl.launch.engine_shape import check_shape
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
@@ -47,14 +46,13 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     _check_roles(config, hf)
     _check_recompute(config.trainer, hf["num_hidden_layers"], family)
     _check_features(config.trainer, {**hf, **family})
-    _check_blocks(config.trainer, {**hf, **family})
     _check_experts(config.trainer, family.get("num_moe_experts", 0))
     _check_dispatcher(config.trainer, family.get("num_moe_experts", 0))
     _check_replay(config, hf)
     _check_vision(config, hf)
-    if config.mode == "train":
-        gpu, sees = on_gpu(config.engine, gpus), image_shape(hf) is not None
-        check_codes(config, {**hf, **family}, gpu=gpu, sees=sees)
+    for one in active(config).values():
+        for problem in one.launch().check_model(config, {**hf, **family}, gpus):
+            raise problem
     longest = hf.get("max_position_embeddings", 0)
     if config.trainer.lora.path:
         check_start(config.trainer.lora, config.adapters)
@@ -156,32 +154,6 @@ def _check_features(trainer: TrainerConfig, model: dict[str, Any]) -> None:
                 getattr(trainer, field),
                 f"{degree} ranks cannot share the {model[features]} features of {of} evenly: set it to a divisor.",
             )
-
-
-def _check_blocks(trainer: TrainerConfig, model: dict[str, Any]) -> None:
-    """Check that the inputs of each layer with a quantized weight are whole blocks on every rank."""
-    lora = trainer.lora
-    if lora.base == "none":
-        return
-    hidden, heads = model["hidden_size"], model["num_attention_heads"]
-    tensor, expert_tensor = trainer.tensor_parallel, trainer.expert_tensor_parallel or trainer.tensor_parallel
-    value = model["v_head_dim"] if "kv_lora_rank" in model else model.get("head_dim") or hidden // heads
-    for field, degree, projections, inputs in (
-        ("tensor_parallel", 1, {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_a_proj"}, hidden),
-        ("tensor_parallel", 1, {"q_b_proj"}, model.get("q_lora_rank") or 0),
-        ("tensor_parallel", 1, {"kv_b_proj"}, model.get("kv_lora_rank") or 0),
-        ("tensor_parallel", tensor, {"o_proj"}, heads * value),
-        ("tensor_parallel", tensor, {"down_proj"}, model["intermediate_size"]),
-        ("tensor_parallel", tensor, {"down_proj"}, model.get("moe_shared_expert_intermediate_size") or 0),
-        ("expert_tensor_parallel", expert_tensor, {"down_proj"}, model.get("moe_ffn_hidden_size") or 0),
-    ):
-        names = sorted(projections if lora.targets == "all" else projections & {*lora.targets})
-        if names and inputs // degree % BLOCK:
-            remedy = (
-                f"Blocks have {BLOCK} numbers, but each of {degree} ranks has {inputs // degree} inputs of "
-                f"{', '.join(names)}: lower trainer.{field}, leave them out of trainer.lora.targets, or set none."
-            )
-            raise ConfigError("trainer.lora.base", lora.base, remedy)
 
 
 def _check_experts(trainer: TrainerConfig, experts: int) -> None:

@@ -14,7 +14,6 @@ from asyncrl import extension, platforms
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TeacherConfig, on_gpu
 from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
-    DELTA_LOADER,
     DETERMINISTIC_ENV,
     NO_PROXY,
     ROUTER_TRACE_ENV,
@@ -193,7 +192,7 @@ def engines(
                 seat.url,
                 gpu=gpu,
                 seed=config.run.seed + seed + number,
-                custom_weight_loader=DELTA_LOADER if config.weights.transport == "delta" else None,
+                custom_weight_loader=config.weight_loader,
                 base_gpu_id=seat.gpus[0] if gpu and by_ipc else None,
                 nccl_port=seat.meeting if len(seats) == 1 else None,
                 mem_fraction_static=config.engine_fraction if gpu else None,

@@ -125,7 +125,7 @@ class Preparation:
         check_platforms(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
         seats = [seat for seats in self._placement.engines for seat in seats]
-        check_generations(self.config.engine, seats, self.nodes, self.machines if self.gpus else ())
+        check_generations(self.config, seats, self.nodes, self.machines if self.gpus else ())
 
     @property
     def imagined(self) -> bool:

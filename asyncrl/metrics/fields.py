@@ -113,7 +113,7 @@ STEP_REFERENCE = {
     "kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the start of the step",
 }
 
-# The same file, with engine.quantization, except for adapters, whose base is quantized once
+# The same file, with quantized weights in the engines, except for adapters, whose base is quantized once
 STEP_QUANTIZATION = {
     "quantization/error": "norm of the error of the quantized weights that this rank sent, relative to that of the "
     "weights",

@@ -117,7 +117,7 @@ class StepLog:
             **({"time/publish_background": sent["background"]} if "background" in sent else {}),
             "engines/serving": sent["engines"],
             "bytes/published": sent["bytes"],
-            **({"quantization/error": sent["error"]} if "error" in sent else {}),
+            **{name: value for name, value in sent.items() if "/" in name},  # of the weights that were sent
             **({"adapters/resident": sent["adapters"]} if "adapters" in sent else {}),
             "time/step": now - self._last_end,
             "time/since_start": now + self._offset + self._before,

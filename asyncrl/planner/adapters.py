@@ -1,8 +1,7 @@
-"""Adapters of a frozen base (trainer.lora): their matrices, and the bytes of a quantized base. Pure.
+"""Adapters of a frozen base (trainer.lora): their matrices, and the weights of the base that they change. Pure.
 
 adapter of W [out, in]       A [r, in], B [out, r]
 routed experts               one A for gate and up, whose B has the rows of both (trainer/lora.py)
-quantized block              BLOCK codes of 4 or 8 bits, and one scale of 16 bits (trainer/quantized.py)
 """
 
 from __future__ import annotations
@@ -10,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from asyncrl.config.lora import BLOCK
 from asyncrl.planner.shapes import Weight
 
-PACKED = {"int8": 1 + 2 / BLOCK, "nf4": 0.5 + 2 / BLOCK}
-"""Bytes per element of a quantized weight."""
 ROWS = ("o_proj", "down_proj", "w2")
 """Projections whose inputs are shared by tensor-parallel ranks; of all others the outputs are."""
 UPPER = ("up_proj", "w3")
@@ -29,7 +25,7 @@ class Adapters:
 
     rank: int
     targets: tuple[str, ...] = ()  # names of projections; none: all
-    base: str = "none"
+    base_bytes: float | None = None  # of an element of the weights below them (trainer.lora.base); None: as the others
     dropout: bool = False
     count: int = 1  # of sets of adapters that are trained (agents.roles)
 
@@ -56,8 +52,8 @@ class Adapters:
         yield Weight(f"lora_B.{weight.name}", (out, self.rank), replicated=rows or last in whole)
 
     def split(self, weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]:
-        """Return the weights of the base that stay as they are, and those that are quantized."""
-        packed = [self.base != "none" and self.adapts(weight) for weight in weights]
+        """Return the weights of the base that stay as they are, and those in another format."""
+        packed = [self.base_bytes is not None and self.adapts(weight) for weight in weights]
         plain = [weight for weight, one in zip(weights, packed, strict=True) if not one]
         return plain, [weight for weight, one in zip(weights, packed, strict=True) if one]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from asyncrl.planner.activations import Training, activations, gather_buffer, logits, offloaded_activations
-from asyncrl.planner.adapters import FUSED, PACKED, Adapters
+from asyncrl.planner.adapters import FUSED, Adapters
 from asyncrl.planner.shapes import (
     BYTES,
     FLOAT,
@@ -116,13 +116,13 @@ def _base(network: _Network, layout: ParallelLayout, training: Training, stage: 
     if training.adapters is None:
         return 0
     plain, packed = (held(part, network.shape, layout, stage).all for part in training.adapters.split(network.frozen))
-    return plain * BYTES[training.dtype] + round(packed * PACKED.get(training.adapters.base, 0))
+    return plain * BYTES[training.dtype] + round(packed * (training.adapters.base_bytes or 0))
 
 
 def _sent(weights: Sequence[Weight], shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:
     """Return the bytes of the buckets of a publish. Adapters that are sent by themselves need none, because their
     matrices leave one after the other (weights/adapters.py). A quantized base goes through the usual ones first."""
-    if training.adapters and training.versions and training.adapters.base == "none":
+    if training.adapters and training.versions and training.adapters.base_bytes is None:
         return 0
     sent = of_stage(_published(weights, shape, training), shape, layout, stage)
     whole = sum(one.elements for one in sent) * BYTES[training.dtype]
@@ -175,7 +175,7 @@ def packed_base_bytes(weights: Sequence[Weight], training: Training) -> int:
     if training.adapters is None:
         return 0
     _, packed = training.adapters.split(weights)
-    return round(parameters(packed).all * PACKED.get(training.adapters.base, 0))
+    return round(parameters(packed).all * (training.adapters.base_bytes or 0))
 
 
 def engine_rank(
@@ -188,14 +188,14 @@ def engine_rank(
     replicas: int = 1,
     stages: int = 1,
     cache_dtype: str = "",
-    codes: bool = False,
+    linear_bytes: int | None = None,
     adapters: Adapters | None = None,
     slots: int = 0,
 ) -> dict[str, int]:
     """Return the bytes on one rank of an engine, of the last of its pipeline stages: its share of the weights, the KV
     cache of this many tokens (in each of the replicas of attention), and a pool of adapters, whose slots SGLang
-    allocates at the start (max_loras_per_batch; its lora/mem_pool.py). With `codes`, the linear maps of the layers have
-    8 bits; their scales, less than a hundredth of that, are not counted."""
+    allocates at the start (max_loras_per_batch; its lora/mem_pool.py). With `linear_bytes`, each element of the layers'
+    linear maps has so many; scales, less than a hundredth of that, are not counted."""
     share, layers = ParallelLayout(tensor=tensor, data=1, expert_tensor=tensor), -(-shape.layers // stages)
     item, attention = 1 if cache_dtype.startswith("fp8") else BYTES[dtype], tensor // replicas
     cache, parts = tokens * layers * shape.cached * item, min(attention, shape.cache_heads)
@@ -208,7 +208,7 @@ def engine_rank(
         return (held(here, shape, share, 0).all + repeated) * BYTES[dtype]
 
     linear = [one for one in weights if one.layer is not None and len(one.shape) > 1 and not one.name.endswith(ROUTER)]
-    saved = share_of(linear) // BYTES[dtype] * (BYTES[dtype] - 1) if codes else 0
+    saved = share_of(linear) // BYTES[dtype] * (BYTES[dtype] - linear_bytes) if linear_bytes else 0
     tower = shape.tower // tensor * BYTES[dtype]
     pool = slots * share_of(adapters.served.matrices(weights)) if adapters else 0
     return {"weights": share_of(weights) - saved + tower, "KV cache": cache // parts, "adapters": pool}

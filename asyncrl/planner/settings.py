@@ -7,6 +7,7 @@ from typing import Any
 from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.config.adapters import engine_slots
 from asyncrl.config.lora import LoraConfig
+from asyncrl.extension import bases
 from asyncrl.planner.activations import Recompute, Training
 from asyncrl.planner.adapters import Adapters
 from asyncrl.planner.shapes import ParallelLayout
@@ -37,7 +38,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
     trainer, algo = config.trainer, config.algo
     adapters = adapters_of(trainer.lora, len(config.adapters))
     refers = algo.kl.reference == "weights" and algo.measures_reference and adapters is None
-    two_buckets = streams(config.weights, gpu=gpu) or config.weights.transport in ("disk", "delta")
+    two_buckets = streams(config.weights, gpu=gpu) or config.sends_files
     return Training(
         dtype=trainer.dtype,
         tokens=max(trainer.micro_batch_tokens, config.rollout.max_new_tokens),
@@ -63,7 +64,8 @@ def adapters_of(lora: LoraConfig, count: int = 1) -> Adapters | None:
     if lora.rank is None:
         return None
     targets = () if lora.targets == "all" else tuple(lora.targets)
-    return Adapters(lora.rank, targets, lora.base, dropout=lora.dropout > 0, count=count)
+    offered = bases().get(lora.base)
+    return Adapters(lora.rank, targets, offered.bytes if offered else None, dropout=lora.dropout > 0, count=count)
 
 
 def served_adapters(config: Config) -> dict[str, Any]:

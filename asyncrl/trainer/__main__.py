@@ -42,7 +42,7 @@ from asyncrl.observability.timeline import TimelineWriter  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
-from asyncrl.trainer import checkpoint, packed_base, recovery  # noqa: E402
+from asyncrl.trainer import checkpoint, lora, recovery  # noqa: E402
 from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_file  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
@@ -82,9 +82,9 @@ def main(run_dir: Path) -> None:
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
     hand_over = _hand_over(config, run_dir, fleet, parallel) if config.cluster.shares_gpus else None
     policy = Policy(config, addresses.model, parallel, progress.part)
-    if config.trainer.lora.base != "none" and config.checkpoint.every:
+    if config.checkpoint.every and (base := lora.base_format(config.trainer.lora)):
         origin = addresses.resume.parent.parent if addresses.resume else None
-        packed_base.keep(run_dir, origin, policy.weights, config.trainer.lora.base, parallel)
+        base.keep(run_dir, origin, policy.weights, parallel)
     recorded = ReplaySource(config.replay) if config.mode == "replay" else None
     source = _source(config, addresses, recorded)
     first, end = (recorded.first, recorded.end) if recorded else (0, None)

@@ -22,7 +22,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -42,9 +43,35 @@ from torch import Tensor, nn
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError
+from asyncrl.extension import bases
+from asyncrl.imports import load
+from asyncrl.parallel import Parallel
 from asyncrl.weights.layouts import QKV, ROW, Dims, of_rank
 from asyncrl.weights.names import module_of
 from asyncrl.weights.reshard import LinearShard, Resharder
+
+
+class BaseFormat(Protocol):
+    """A format of the frozen weights below adapters, which an extension offers (trainer.lora.base). A layer whose
+    weights have it gets a module `packed` that has a method `dequantized` and holds its tensors in buffers."""
+
+    def pack(self, weights: Resharder) -> None:
+        """Change the weights of this rank's linear layers with adapters, before data parallelism wraps the model.
+        Raises ConfigError if one of them does not fit."""
+        ...
+
+    def keep(self, run_dir: Path, origin: Path | None, weights: Resharder, parallel: Parallel) -> None:
+        """Store the base in the run folder, once for all checkpoints. Runs on every rank. `origin` is the folder of the
+        run whose checkpoint is resumed. Raises RecordError if that run had another base, and WeightsError if the disk
+        cannot take it."""
+        ...
+
+
+def base_format(settings: LoraConfig) -> BaseFormat | None:
+    """Return the format of the frozen base; None if it is that of the other weights."""
+    offered = bases().get(settings.base)
+    made: BaseFormat | None = load(offered.path, "trainer.lora.base")(settings.base) if offered else None
+    return made
 
 
 class ProjectionAdapter(nn.Module):

@@ -31,7 +31,6 @@ from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
 from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
-from asyncrl.trainer.quantized import pack_base, packed_tensors
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
 from asyncrl.trainer.vision import ImageEncoder
@@ -125,8 +124,8 @@ class Network:
             lora.add(chunks, self.weights, dims_of(self.hf), trainer.lora, adapters)
             if trainer.lora.path:
                 start_from(Path(trainer.lora.path).expanduser(), self.weights, adapters)
-            if trainer.lora.base != "none":
-                pack_base(self.weights, trainer.lora.base)
+            if base := lora.base_format(trainer.lora):
+                base.pack(self.weights)
         self._names, self._adapters, self._base_alone = adapters, list(lora.modules(chunks)), False
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.
@@ -237,8 +236,9 @@ class Network:
             yield from chunk.parameters()
 
     def packed(self) -> list[Tensor]:
-        """Return the codes and scales of a quantized base."""
-        return [tensor for chunk in self.wrapped for tensor in packed_tensors(chunk)]
+        """Return what weights of the base in another format hold (weights/reshard.py)."""
+        every = (module for chunk in self.wrapped for module in chunk.modules())
+        return [tensor for module in every if hasattr(module, "packed") for tensor in module.packed.buffers()]
 
     def gradients(self) -> list[Tensor]:
         """Return the buffers of this rank's gradients, and FP8 copies of weights: each pass computes both anew."""

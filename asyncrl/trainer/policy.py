@@ -36,6 +36,7 @@ from asyncrl.trainer.parallel import reseed
 from asyncrl.trainer.reference import Reference
 from asyncrl.trainer.sharded import ShardedState
 from asyncrl.trainer.token_accumulator import TokenAccumulator
+from asyncrl.weights.checksum import SentWeights
 from asyncrl.weights.folder import HFFolder
 
 
@@ -70,6 +71,10 @@ class Policy:
         self._inputs = list(self._stages_of_inputs())
         self._columns = list(self._stages_of_columns())
         self._following = list(self._stages_that_follow())
+
+    def sent(self) -> SentWeights:
+        """Return the weights that engines get, as extensions change them."""
+        return extension.sent(self._hooks.values(), self.weights)
 
     @property
     def started(self) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from asyncrl import extension
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config, on_gpu
 from asyncrl.engine.adapters import AdapterName, adapter_names
@@ -24,12 +25,10 @@ from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.recordings import NoEngines
 from asyncrl.trainer.turns import free
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
-from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.files import folder_in
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.publish import Publisher, build_transport
-from asyncrl.weights.quantization import QuantizedWeights
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class PublisherBuilder:
     @property
     def _changes_base(self) -> bool:
         """Return whether the engines' base is not that of the model folder."""
-        return self.config.trainer.lora.base != "none" or self.config.engine.quantization != "none"
+        return self.config.trainer.lora.base != "none" or extension.needs_weights(self.config)
 
     def _past(self) -> PastAdapters:
         """Return the folders of past versions that play roles."""
@@ -107,8 +106,7 @@ class PublisherBuilder:
         """Return a publisher of all weights, with an adapter merged into them or without, and the reason for its
         transport."""
         config, policy, gpus = self.config, self.policy, self.addresses.gpus
-        kind, wide = config.engine.quantization, getattr(torch, config.engine.dtype)
-        weights = policy.weights
+        weights = policy.sent()
         transport, why = build_transport(
             config,
             self.fleet,
@@ -122,12 +120,12 @@ class PublisherBuilder:
             self.parallel,
             self.fleet,
             transport,
-            weights if kind == "none" else QuantizedWeights(weights, policy.hf["architectures"][0], kind, wide),
+            weights,
             config.weights,
-            expected=lambda: ExpectedChecksums(
+            expected=lambda: weights.checksums(
                 policy.hf,
                 config.engine.parallel,
-                dtype=wide,
+                dtype=getattr(torch, config.engine.dtype),
                 device="cuda" if on_gpu(config.engine, gpus) else "cpu",
             ),
             hold=hold,

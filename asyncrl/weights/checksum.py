@@ -9,22 +9,22 @@ the parts that arrive early are kept.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from asyncrl.config.roles import POLICY
 from asyncrl.errors import EngineError, WeightsError
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.engine_layout import EMBEDDING, HEAD, EngineLayout, ParameterTarget
-from asyncrl.weights.quantization import FORMATS
+from asyncrl.weights.layouts import Pieces
 
 TOWER = "visual."
 """Beginning of the names of a vision tower's parameters in every engine."""
 AXES = ".rotary_emb.axis_map"
 """End of the names of what SGLang computes from the config: which of three positions turns each rotated pair."""
-FP8 = FORMATS["fp8"]
 Checksums = list[dict[str, str]]
 """A hash by engine parameter name, for each rank."""
 
@@ -143,16 +143,16 @@ class ExpectedChecksums:
 
     `hf` is the model's config.json. `dtype` is the dtype that the engine was started with (a weight sent in another
     dtype is converted, as the engine does). `device` is where the engine runs: hash and padding depend on it.
-
-    Codes of int8 and their scales are hashed as they are. Of codes of fp8, SGLang hashes the values in bfloat16.
     """
+
+    scales_suffix: str | None = None
+    """End of the names of the scales of output channels, if the engines hold some."""
 
     def __init__(
         self, hf: dict[str, Any], shape: EngineParallel, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
     ) -> None:
-        self._layout = EngineLayout(hf, shape, cpu=device == "cpu")
+        self._layout = EngineLayout(hf, shape, cpu=device == "cpu", scales_suffix=self.scales_suffix)
         self._dtype, self._new_hash = dtype, HASHES[device]
-        self._scales: dict[str, Tensor] = {}
         self._open: dict[str, _Parameter] = {}
         self._done: Checksums = [{} for _ in range(shape.ranks)]
 
@@ -160,14 +160,9 @@ class ExpectedChecksums:
     def add(self, name: str, tensor: Tensor) -> None:
         """Add one full HF tensor. It may be overwritten afterwards: a tensor that arrives early is copied.
 
-        Codes of fp8 come after their scales. Raises WeightsError with the name of a tensor that the engine has no place
-        for, that was added before, or that is not divisible.
+        Raises WeightsError with the name of a tensor that the engine has no place for, that was added before, or that
+        is not divisible.
         """
-        if name.endswith(FP8.suffix):
-            self._scales[name.removesuffix(FP8.suffix)] = tensor.clone()
-            return
-        if tensor.dtype is FP8.dtype:
-            tensor = FP8.dequantize(tensor, self._scales.pop(name), torch.bfloat16)
         if name == HEAD and self._layout.tied:
             return  # the engine skips it and has no such parameter, or a copy of the embedding
         self._add(name, tensor)
@@ -217,6 +212,27 @@ class ExpectedChecksums:
         if self._open:
             raise WeightsError(f"incomplete, because HF tensors are missing: {', '.join(sorted(self._open))}")
         return self._done
+
+
+class SentWeights(Protocol):
+    """The weights that a publisher sends: those of a Resharder, or what an extension makes of them."""
+
+    @property
+    def checksums(self) -> type[ExpectedChecksums]:
+        """Return the class of what engines answer that hold these weights."""
+        ...
+
+    def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
+        """Yield name, dtype and shape of what `stream` yields."""
+        ...
+
+    def stream(self, *, merged: str | None = POLICY) -> Iterator[tuple[str, Pieces]]:
+        """Yield (HF name, full tensor), as Resharder.stream."""
+        ...
+
+    def figures(self) -> dict[str, float]:
+        """Return metrics of what was sent last."""
+        ...
 
 
 def merge(stages: Sequence[Checksums]) -> Checksums:

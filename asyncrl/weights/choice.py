@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from asyncrl.config import Config, on_gpu
 from asyncrl.config.adapters import check_adapters
 from asyncrl.errors import ConfigError
+from asyncrl.extension import active
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 DENSE = (
@@ -68,8 +69,12 @@ def _way(config: Config, hf: dict[str, Any], gpus: int) -> tuple[str, str]:
         return "merged", problem
     if config.engine.urls:
         return "merged", "engine.urls names engines, which may have been started without adapters"
+    versions = _with(config, "versions")
     try:
-        check_adapters(_with(config, "versions"))
+        check_adapters(versions)
+        for one in active(versions).values():
+            for wrong in one.check(versions):
+                raise wrong
     except ConfigError as error:
         return "merged", f"{error.field}={error.value} does not fit versions"
     return "versions", "adapters load without a pause"

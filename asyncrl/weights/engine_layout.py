@@ -25,10 +25,8 @@ from torch import Tensor
 from asyncrl.errors import WeightsError
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.layouts import dims_of
-from asyncrl.weights.quantization import FORMATS
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-INT8 = FORMATS["int8"]
 VOCAB_MULTIPLE = 64
 CPU_INNER_MULTIPLE = 32  # multiplied by the ranks of a stage
 
@@ -340,7 +338,10 @@ class ParameterTarget:
 class EngineLayout:
     """The table of one model, looked up by HF name. Raises WeightsError for a family without a table."""
 
-    def __init__(self, hf: dict[str, Any], shape: EngineParallel, *, cpu: bool) -> None:
+    def __init__(
+        self, hf: dict[str, Any], shape: EngineParallel, *, cpu: bool, scales_suffix: str | None = None
+    ) -> None:
+        """With `scales_suffix`, each weight may have scales of its output channels, whose names end so."""
         dims, table = dims_of(hf), _table(hf)
         self.split = Split(shape, dims.heads, dims.kv_heads, cpu)
         self.tied, self._layers = dims.tied, int(hf.get("num_hidden_layers") or 0)
@@ -348,7 +349,7 @@ class EngineLayout:
         self._routed = int(hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts") or 0)
         self._shared_is_routed = not cpu and shape.ep == 1 and _fuses_shared_expert(hf)
         self._experts = self._routed + self._shared_is_routed
-        scales = tuple(rule.of_scales(INT8.suffix) for rule in table)
+        scales = tuple(rule.of_scales(scales_suffix) for rule in table) if scales_suffix else ()
         self._rules = {name: (rule, index) for rule in (*table, *scales) for index, (name, _) in enumerate(rule.parts)}
 
     def find(self, name: str) -> ParameterTarget:

@@ -2,7 +2,7 @@
 
     meet       every rank learns which engines there are
     fill       the stage's first rank copies its HF tensors into buckets while the engines still generate
-               (staging=full: into all of them; disk and delta write them to files)
+               (staging=full: into all of them; disk writes them to files)
     hold       the rollout side holds back new requests
     update     pause -> begin -> send -> end -> verify, when due -> version -> continue   (engine/update.py)
     announce   the rollout side opens admission for the next cohort
@@ -42,16 +42,14 @@ from asyncrl.config.roles import POLICY
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
+from asyncrl.imports import load
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
-from asyncrl.weights.checksum import Checksums, ExpectedChecksums, differing, merge, parse
+from asyncrl.weights.checksum import Checksums, ExpectedChecksums, SentWeights, differing, merge, parse
 from asyncrl.weights.choice import choose
-from asyncrl.weights.delta import DeltaTransport
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.names import unit_of
-from asyncrl.weights.quantization import QuantizedWeights
-from asyncrl.weights.reshard import Resharder
 from asyncrl.weights.tensor import TensorTransport
 from asyncrl.weights.transport import Transport
 
@@ -78,7 +76,7 @@ class Publisher:
         parallel: Parallel,
         fleet: Fleet,
         transport: Transport,
-        weights: Resharder | QuantizedWeights,
+        weights: SentWeights,
         settings: WeightsConfig,
         *,
         expected: Callable[[], ExpectedChecksums],
@@ -117,7 +115,7 @@ class Publisher:
 
     def publish(self, version: int) -> dict[str, float]:
         """Publish a version; runs on every rank. Returns the seconds of filling, of verifying and of the pause, the
-        bytes sent by this rank, the number of engines that serve, and the error of quantized weights."""
+        bytes sent by this rank, the number of engines that serve, and those of the weights."""
         return self.complete(self.stage(version))
 
     @torch.no_grad()
@@ -140,7 +138,7 @@ class Publisher:
             "fill": time.monotonic() - started,
             "bytes": float(sum(nbytes(bucket) for bucket in self._plan or [])),
             "engines": float(len(self._fleet.serving)),
-            **({} if self._streams else self._error()),
+            **({} if self._streams else self._weights.figures()),
         }
         return Staged(version, figures, expected)
 
@@ -168,11 +166,8 @@ class Publisher:
             "pause": pause.seconds,
             "verify": verified,
             "engines": float(len(self._fleet.serving)),
-            **(self._error() if self._streams else {}),
+            **(self._weights.figures() if self._streams else {}),
         }
-
-    def _error(self) -> dict[str, float]:
-        return {"error": self._weights.error()} if isinstance(self._weights, QuantizedWeights) else {}
 
     # -- participants --------------------------------------------------------------------------------------
 
@@ -333,7 +328,7 @@ def build_transport(
 
     `host` is the rank's address. `alone` says that all trainer ranks are on that host; otherwise the host is not used,
     because stages on several machines must make the same choice. `gpu` says whether the trainer runs on GPUs. `folder`
-    is where disk and delta write.
+    is where files are written.
     """
     ranks = config.engine.ranks
     shared, host_of_all = config.cluster.shares_gpus, host if alone else ""
@@ -342,8 +337,10 @@ def build_transport(
         return TensorTransport(fleet, ranks), f"tensor ({reason})"
     if name == "disk":
         return DiskTransport(fleet, folder, stage), f"disk in {folder} ({reason})"
-    if name == "delta":
-        return DeltaTransport(fleet, folder, stage, ranks), f"delta in {folder} ({reason})"
+    if offered := config.transport:
+        kind = load(offered.path, "weights.transport")
+        transport = kind(fleet=fleet, folder=folder, stage=stage, ranks=ranks, host=host, gpu=gpu)
+        return transport, f"{name} in {folder} ({reason})" if offered.by_file else f"{name} ({reason})"
     backend = "nccl" if gpu else "gloo"
     transport = DistributedTransport(fleet, ranks, host=host, stage=stage, backend=backend)
     return transport, f"distributed over {backend} ({reason})"

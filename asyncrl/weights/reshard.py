@@ -27,6 +27,7 @@ from torch import Tensor
 
 from asyncrl.config.roles import POLICY
 from asyncrl.parallel import Parallel
+from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import Dims, Pieces, of_expert, stack_experts
 from asyncrl.weights.names import (
@@ -57,6 +58,8 @@ class LinearShard:
 class Resharder:
     """The weights of one rank's model chunks (several under virtual pipelining), converted between Megatron's layout
     and HF's."""
+
+    checksums = ExpectedChecksums
 
     def __init__(self, chunks: Sequence[GPTModel], architecture: str, dims: Dims, parallel: Parallel) -> None:
         self._chunks, self._dims, self._parallel = chunks, dims, parallel
@@ -141,6 +144,10 @@ class Resharder:
         """
         for found, tensor in self._tensors(self._exported, merged=merged):
             yield from self._joined(found, self._gathered(found, tensor))
+
+    def figures(self) -> dict[str, float]:
+        """Return no metrics: the engines get the weights as they are."""
+        return {}
 
     def hf_tensors(self, *, merged: str | None = POLICY) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, full tensor), with each tensor in one piece."""

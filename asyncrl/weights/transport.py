@@ -1,10 +1,9 @@
-"""Transports of a bucket's bytes to the engines: one small protocol, four implementations (one file each); choice.py
-picks one.
+"""Transports of a bucket's bytes to the engines: one small protocol, three implementations (one file each), and those
+of extensions; choice.py picks one.
 
 tensor       one host: the bucket is in shared memory (CPU) or shared by CUDA IPC; HTTP carries the handle
 distributed  any host: HTTP carries names, dtypes and shapes; one gloo or NCCL broadcast carries the bytes
 disk         a shared file system: safetensors files, written while the engines still generate
-delta        the same, with only the bits that changed since the version that the engines serve
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ OVERLAP = {"weights.overlap": True, "rollout.max_staleness": 2, "rollout.lead": 
         ({"mode": "rollout_only", "record": True}, "mode", "without a trainer"),
         ({"cluster.placement": "colocated"}, "cluster.placement", "set separate"),
         ({"trainer.lora.rank": 4, "weights.lora": "versions"}, "weights.lora", "set merged"),
-        ({"weights.transport": "delta"}, "weights.transport", "set another"),
         ({"weights.staging": "stream"}, "weights.staging", "set full or auto"),
         ({"rollout.lead": 0}, "rollout.lead", "set at least 1"),
         ({"rollout.max_staleness": 0}, "rollout.max_staleness", "set at least 1"),

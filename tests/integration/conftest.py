@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.fleet import Engines, engines
+from tests.integration.fleet import LOADER, Engines, engines
 
 os.environ["CXX"] = "/no/compiler"
 """Compiler of torch. It is hidden from every process that a test starts, because users may have none."""
@@ -15,9 +15,9 @@ os.environ["CXX"] = "/no/compiler"
 
 @pytest.fixture(scope="session")
 def one_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """Start two engines behind the router, which also accept changes of weights (delta)."""
+    """Start two engines behind the router, which take weights in every way."""
     folder = tmp_path_factory.mktemp("fleet")
-    with engines(folder, "engine.count=2", "weights.transport=delta") as started:
+    with engines(folder, "engine.count=2", *LOADER) as started:
         started.addresses.write(folder)
         yield started
 

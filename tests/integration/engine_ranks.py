@@ -28,12 +28,12 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from asyncrl.engine import quantized
+from asyncrl.extension import install_in_engine
 from asyncrl.network.ports import free_port
 from asyncrl.platforms import here
 
 here().prepare_engine()
-quantized.install(["dummy"])
+install_in_engine(["dummy"])
 
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.distributed import bootstrap  # noqa: E402

@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl import extension
 from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
@@ -26,7 +28,6 @@ from asyncrl.parallel import Parallel
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.publish import Publisher, build_transport
-from asyncrl.weights.quantization import QuantizedWeights
 
 DEGREES = ("tp", "pp", "cp", "dp", "etp", "ep")
 ALONE: dict[str, Any] = {
@@ -41,6 +42,8 @@ ALONE: dict[str, Any] = {
 
 class SeededWeights:
     """Replacement of a Resharder: the model's weights with noise that depends only on the version."""
+
+    checksums = ExpectedChecksums
 
     def __init__(self, model: Path, share: float = 1.0, device: str = "cpu") -> None:
         files = sorted(model.glob("*.safetensors"))
@@ -65,6 +68,9 @@ class SeededWeights:
     def stream(self, *, merged: bool = True) -> Iterator[tuple[str, Pieces]]:
         return ((name, Pieces([tensor])) for name, tensor in self.hf_tensors())
 
+    def figures(self) -> dict[str, float]:
+        return {}
+
     def at(self, version: int) -> dict[str, Tensor]:
         """Return all tensors of a version."""
         held, self.version = self.version, version
@@ -73,9 +79,11 @@ class SeededWeights:
         return tensors
 
 
-def quantized(weights: SeededWeights, hf: dict[str, Any], kind: Any, wide: torch.dtype) -> QuantizedWeights:
+def quantized(weights: SeededWeights, hf: dict[str, Any], kind: Any, wide: torch.dtype) -> Any:
     """Return what a publisher sends to quantized engines."""
-    return QuantizedWeights(weights, hf["architectures"][0], kind, wide)  # type: ignore[arg-type]
+    from asyncrl.extensions.quantized.codes import QuantizedWeights
+
+    return QuantizedWeights(weights, hf["architectures"][0], kind, wide)
 
 
 class Sender(Publisher):
@@ -113,16 +121,20 @@ def make(
     )
     parallel = Parallel(**{**ALONE, "device": torch.device(device)})
     hf = flat(json.loads((addresses.model / "config.json").read_text()))
-    dtype, kind = getattr(torch, config.engine.dtype), config.engine.quantization
-    sent: Any = weights if kind == "none" else quantized(weights, hf, kind, dtype)
+    sent: Any = weights
+    for one in extension.active(config).values():
+        sent = one.trainer(SimpleNamespace(config=config, hf=hf)).sent(sent)  # type: ignore[arg-type]
     return Sender(
         parallel,
         fleet,
         transport,
         sent,
         config.weights,
-        expected=lambda: ExpectedChecksums(
-            hf, config.engine.parallel, dtype=dtype, device="cuda" if addresses.gpus else "cpu"
+        expected=lambda: sent.checksums(
+            hf,
+            config.engine.parallel,
+            dtype=getattr(torch, config.engine.dtype),
+            device="cuda" if addresses.gpus else "cpu",
         ),
         hold=hold,
         announce=announce,

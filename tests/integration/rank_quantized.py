@@ -25,8 +25,8 @@ from torch import Tensor  # noqa: E402
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.config import TrainerConfig  # noqa: E402
 from asyncrl.errors import RecordError  # noqa: E402
+from asyncrl.extensions.qlora import stored as packed_base  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.trainer import packed_base  # noqa: E402
 from asyncrl.trainer.head import Head  # noqa: E402
 from asyncrl.trainer.network import Network  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402

@@ -52,6 +52,10 @@ class NoWeights(Transport):
         """Yield no tensors to send."""
         return iter(())
 
+    def figures(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
+
     def send(self, flat: Tensor, bucket: Bucket) -> None:
         """Raise an error, because there is nothing to send."""
         raise AssertionError("there is nothing to send")

@@ -13,7 +13,17 @@ import pytest
 import torch
 
 from asyncrl.models.tiny import write_random_model
-from tests.integration.fleet import PROMPT, Engines, answers_across_publishes, ask, engines, reloaded, settings
+from tests.integration.fleet import (
+    EVERY_WAY,
+    LOADER,
+    PROMPT,
+    Engines,
+    answers_across_publishes,
+    ask,
+    engines,
+    reloaded,
+    settings,
+)
 from tests.integration.publisher import SeededWeights, make, publish
 
 pytestmark = pytest.mark.integration
@@ -42,7 +52,6 @@ SHAPES = {
     "stages": ("engine.pipeline_parallel=2", "weights.pause_mode=abort"),
 }
 PAUSES = {"replicas": ("in_place", "retract", "abort"), "stages": ("abort",)}
-EVERY_WAY = ("tensor", "distributed", "disk", "delta")
 
 
 def logprobs(model: torch.nn.Module, answer: list[int]) -> torch.Tensor:
@@ -62,7 +71,7 @@ def shaped(shape: str, folder: Path) -> Iterator[Engines]:
         f"model.path={model}",
         "engine.count=1",
         "engine.dtype=float32",
-        "weights.transport=delta",
+        *LOADER,
         *SHAPES[shape],
     ) as fleet:
         yield fleet

@@ -29,6 +29,7 @@ from asyncrl.observability.timeline import (
     TimelineReader,
 )
 from tests.integration.books import balanced
+from tests.integration.fleet import OF_EXTENSIONS
 from tests.integration.running import lines, nothing_is_left, run
 from tests.observability.collector import collector
 
@@ -43,15 +44,17 @@ LAYOUTS = {
     ],
     "pp2-over-broadcast": ["trainer.pipeline_parallel=2", "weights.transport=distributed", "weights.staging=stream"],
 }
-DELTA = ["weights.transport=delta", "weights.verify_every=1"]
 FURTHER = {  # results/campaigns/README.md says which other tests hold what these repeat
     "tp2-two-engines": ["trainer.tensor_parallel=2", "engine.count=2"],
     "tp2-sp-two-engines": LAYOUTS["tp2-sp-two-engines-over-disk"][:3],
     "tp2-sp-over-broadcast": [*LAYOUTS["tp2-sp-two-engines-over-disk"][:2], "weights.transport=distributed"],
-    "dp2-over-delta": ["trainer.data_parallel=2", *DELTA],
     "dp2-over-disk": ["trainer.data_parallel=2", "weights.transport=disk"],
-    "pp2-over-delta": ["trainer.pipeline_parallel=2", *DELTA],
     "pp2-over-broadcast-two-engines": [*LAYOUTS["pp2-over-broadcast"], "engine.count=2"],
+    **{
+        f"{ranks}-over-{name}": [f"trainer.{field}=2", f"weights.transport={name}", "weights.verify_every=1"]
+        for name in OF_EXTENSIONS
+        for ranks, field in (("dp2", "data_parallel"), ("pp2", "pipeline_parallel"))
+    },
 }
 CASES = [
     *(pytest.param(layout, id=name) for name, layout in LAYOUTS.items()),

@@ -18,14 +18,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from asyncrl import extension
+from asyncrl.config import load
 from asyncrl.engine.server import server_argv
+from asyncrl.extensions.quantized.codes import FORMATS, CodeChecksums
 from asyncrl.parallel import EngineParallel
 from asyncrl.platforms import without_gpu
 from asyncrl.weights import checksum
 from asyncrl.weights.bucket import plan_buckets
-from asyncrl.weights.checksum import CpuHash, ExpectedChecksums, differing
+from asyncrl.weights.checksum import CpuHash, differing
 from asyncrl.weights.names import unit_of
-from asyncrl.weights.quantization import FORMATS
 from tests.integration.engine_jobs import EVERYTHING, MODELS, SIZES, engine_of, named, run_jobs, write_model
 from tests.integration.publisher import SeededWeights, quantized
 
@@ -165,10 +167,11 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         folder = base / case.folder
         if not folder.exists():
             write(folder, case)
-        engine = engine_of(case.shape).engine.model_copy(update={"quantization": case.kind})
+        config = load(engine_of(case.shape).model_dump(mode="json") | {"quantized": {"format": case.kind}})
+        engine, more = config.engine, extension.engine_arguments(config)
         files, out = publishes(folder, case.kind), base / f"{case}.json"
         job = {
-            "args": server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0)[3:],
+            "args": server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0, **more)[3:],
             "env": without_gpu().engine_environment(engine.ranks),
             "out": str(out),
             "published": list(map(str, files)),
@@ -197,7 +200,7 @@ def test_checksums_of_a_second_publish_are_the_expected_ones(
     outcome = loaded[case]
     answered = outcome.checksums()
     device: Any = "cuda" if case.fused else "cpu"
-    expected = ExpectedChecksums(outcome.hf, case.shape, dtype=torch.bfloat16, device=device)
+    expected = CodeChecksums(outcome.hf, case.shape, dtype=torch.bfloat16, device=device)
     for name, tensor in outcome.sent.items():
         expected.add(name, tensor)
     assert differing(expected.result(), answered) == []

@@ -79,7 +79,7 @@ def packed_of(weight: torch.Tensor, base: Any) -> tuple[torch.Tensor, torch.Tens
     from asyncrl.platforms import here
 
     here().prepare_trainer()
-    from asyncrl.trainer.quantized import quantize
+    from asyncrl.extensions.qlora.packed import quantize
 
     packed = quantize(weight, base)
     return packed.codes, packed.scales, packed.dequantized()

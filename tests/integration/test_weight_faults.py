@@ -28,12 +28,11 @@ from transformers import AutoModelForCausalLM
 from asyncrl.engine.client import GenerationClient
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion
-from tests.integration.fleet import Engines
+from tests.integration.fleet import EVERY_WAY, Engines
 from tests.integration.publisher import SeededWeights
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [12, 1, 2, 3, 11]
-TRANSPORTS = ["tensor", "distributed", "disk", "delta"]
 FAULTS = ["engine killed", "engine hangs", "trainer killed"]
 DEADLINE = 400.0
 CHECKED = 400
@@ -190,7 +189,7 @@ def trial(fleet: Engines, folder: Path, seed: int) -> None:
     """Inject one fault at one instant, and check what follows."""
     global _next_version
     choose = random.Random(seed)
-    transport, fault = choose.choice(TRANSPORTS), choose.choice(FAULTS)
+    transport, fault = choose.choice(EVERY_WAY), choose.choice(FAULTS)
     victim = choose.randrange(2)
     urls = list(fleet.addresses.engines)
     trainer = Trainer(fleet, folder, transport, _next_version, urls, [])

@@ -15,10 +15,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from asyncrl import extension
+from asyncrl.config import load
 from asyncrl.schema import Completion
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.tensor import TensorTransport
 from tests.integration.fleet import (
+    EVERY_WAY,
+    LOADER,
+    OF_EXTENSIONS,
     PROMPT,
     Engines,
     answers_across_publishes,
@@ -38,7 +43,7 @@ WAYS = [
     ("distributed", "full", "in_place"),
     ("distributed", "stream", "abort"),
     ("disk", "full", "in_place"),
-    ("delta", "full", "in_place"),
+    *((name, "full", "in_place") for name in OF_EXTENSIONS),
 ]
 
 
@@ -46,7 +51,7 @@ WAYS = [
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Start two engines of two ranks behind the router, one of them on two machines."""
     folder = tmp_path_factory.mktemp("weights")
-    shape = ("engine.tensor_parallel=2", "engine.count=2", "weights.transport=delta")
+    shape = ("engine.tensor_parallel=2", "engine.count=2", *LOADER)
     with engines(folder, *shape, last_spans=True) as started:
         yield started
 
@@ -81,18 +86,21 @@ def test_what_is_served_is_what_was_sent(transport, staging, mode, bucket, fleet
     publisher.fleet.close()
 
 
-@pytest.mark.parametrize("kind", ["fp8_simulated", "int8_simulated"])
+SIMULATED = ["fp8_simulated", "int8_simulated"] if "quantized" in extension.shipped() else []
+
+
+@pytest.mark.parametrize("kind", SIMULATED)
 def test_values_on_the_grid_reach_the_engines_bit_for_bit(kind: str, fleet: Engines, tmp_path: Path) -> None:
-    """Checked by the engines' own checksums, and by the log-probabilities of their output. The second publish is a
-    delta."""
-    engine = fleet.config.engine.model_copy(update={"quantization": kind})
-    config = settings(fleet.config, transport="delta", verify_every=1).model_copy(update={"engine": engine})
+    """Checked by the engines' own checksums, and by the log-probabilities of their output. The second publish is
+    one of changes, if a transport does that."""
+    config = settings(fleet.config, transport=EVERY_WAY[-1], verify_every=1)
+    config = load(config.model_dump(mode="json") | {"quantized": {"format": kind}})
     weights, hf = SeededWeights(fleet.addresses.model, share=0.05), {"architectures": ["LlamaForCausalLM"]}
     publisher = make(config, fleet.addresses, weights, tmp_path)
     for version in (1, 2):
         figures = publish(publisher, version)
         assert (figures["engines"], figures["verify"] > 0) == (2, True)
-    assert 0.001 < figures["error"] < 0.04
+    assert 0.001 < figures["quantization/error"] < 0.04
     grid = {name: pieces.tensor() for name, pieces in quantized(weights, hf, kind, torch.float32).stream()}
     changed = {name for name, tensor in weights.at(2).items() if not torch.equal(tensor, grid[name])}
     assert changed == {name for name in grid if name.endswith("_proj.weight")}

@@ -39,7 +39,6 @@ def colocated(**changes: Any) -> Config:
     ("field", "value", "remedy"),
     [
         ("weights.pause_mode", "in_place", "retract"),
-        ("weights.transport", "delta", "auto, tensor or disk"),
         ("weights.transport", "distributed", "auto, tensor or disk"),
         ("weights.verify", False, "set true"),
         ("trainer.optimizer.offload", True, "set false"),
@@ -85,9 +84,8 @@ def test_what_cannot_share_gpus_is_refused_by_name(field: str, value: Any, remed
 
 
 def test_engines_that_share_gpus_and_memory_need_no_turns() -> None:
-    """What takes_turns alone refuses: 2 versions of staleness, pauses in place, deltas, parts, overlapped publishes."""
+    """What takes_turns alone refuses: 2 versions of staleness, pauses in place, parts, overlapped publishes."""
     settings = {"rollout.max_staleness": 2, "weights.pause_mode": "in_place", "weights.verify": False}
-    tiny_config(**SHARED, **settings, **{"weights.transport": "delta"})
     tiny_config(**SHARED, **settings, **{"trainer.batch_parts": 2})
     tiny_config(**SHARED, **settings, **{"weights.overlap": True})
     tiny_config(**SHARED, **settings, **{"trainer.lora.rank": 4, "weights.lora": "versions"})

@@ -53,14 +53,6 @@ def test_run_that_goes_on_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> N
         resolved(before={"trainer": {"layers": "transformer_engine"}}, **GPU)
 
 
-def test_quantized_base_takes_megatrons_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, *layers.PACKAGES)
-    quantized = {**GPU, "trainer.lora.rank": 8, "trainer.lora.base": "nf4"}
-    assert resolved(**quantized) == "local"
-    with pytest.raises(ConfigError, match=r"trainer\.layers.*quantized base.*set local"):
-        resolved("transformer_engine", **quantized)
-
-
 def test_fp8_needs_layers_of_transformer_engine_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, *layers.PACKAGES)
     assert resolved(**GPU, **{"trainer.fp8": FP8}) == "transformer_engine"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -159,13 +158,6 @@ def test_deterministic_engines_heed_seeds_and_on_a_cpu_have_one_request_at_a_tim
     assert "enable-deterministic-inference" not in flags(made()["engine-0"])
 
 
-def test_engines_that_hold_codes_start_with_random_ones_in_the_format_of_the_publishes() -> None:
-    real = flags(made(gpus=2, **{"engine.quantization": "fp8", "engine.dtype": "bfloat16"})["engine-0"])
-    assert real["load-format"] == "dummy"
-    assert json.loads(str(real["json-model-override-args"]))["quantization_config"]["weight_block_size"] == [128, 128]
-    assert "load-format" not in flags(made(**{"engine.quantization": "fp8_simulated"})["engine-0"])
-
-
 def test_server_args_win_and_take_flags_numbers_and_absence() -> None:
     extra = {"log_level": "debug", "enable_metrics": True, "context_length": 4096, "skip_server_warmup": False}
     found = flags(made(**{"engine.server_args": extra})["engine-0"])
@@ -298,12 +290,6 @@ def test_trainers_and_engines_agree_on_cumem(
     specs = made(2, gpus=4, **{"trainer.data_parallel": 2, "engine.server_args": args})
     parts = ("trainer-0", "trainer-1", "engine-0", "engine-1")
     assert {specs[name].env.get("NCCL_CUMEM_ENABLE") for name in parts} == {both}
-
-
-def test_engines_have_the_delta_loader_only_where_it_is_used() -> None:
-    assert "custom-weight-loader" not in flags(made()["engine-0"])
-    delta = flags(made(**{"weights.transport": "delta"})["engine-0"])
-    assert delta["custom-weight-loader"] == "asyncrl.engine.delta.load"
 
 
 def test_cpu_processes_keep_the_memory_that_they_free() -> None:

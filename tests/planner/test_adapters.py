@@ -127,19 +127,19 @@ def test_stacked_matrices_of_a_layer_are_kept_by_each_micro_batch_in_flight() ->
 def test_a_version_that_is_an_adapter_needs_no_bucket_and_a_quantized_base_the_usual_ones() -> None:
     assert rank(bucket=64)["publish buckets"] == 128
     assert rank(bucket=64, versions=True)["publish buckets"] == 0
-    nf4 = replace(LORA, base="nf4")
-    assert rank(versions=True, adapters=nf4)["publish buckets"] == 2 * parameters(WEIGHTS).all
+    packed = replace(LORA, base_bytes=0.53125)
+    assert rank(versions=True, adapters=packed)["publish buckets"] == 2 * parameters(WEIGHTS).all
 
 
-@pytest.mark.parametrize(("base", "share"), [("nf4", 0.27), ("int8", 0.52)])
-def test_a_quantized_base_holds_codes_and_scales_of_the_adapted_layers(base: str, share: float) -> None:
+@pytest.mark.parametrize("size", [0.53125, 1.03125])
+def test_a_quantized_base_holds_codes_and_scales_of_the_adapted_layers(size: float) -> None:
     linears = LAYERS * sum(rows * columns for rows, columns in LINEARS.values())
     rest = parameters(WEIGHTS).all - linears
-    packed = round(linears * ({"nf4": 0.5, "int8": 1}[base] + 2 / 64))
-    training = replace(TRAINING, adapters=replace(LORA, base=base))
+    packed = round(linears * size)
+    training = replace(TRAINING, adapters=replace(LORA, base_bytes=size))
     assert rank(adapters=training.adapters)["frozen base"] == 2 * rest + packed
-    assert packed_base_bytes(WEIGHTS, training) == packed <= share * 2 * linears
-    values = replace(LORA, base=base, targets=("v_proj",))
+    assert packed_base_bytes(WEIGHTS, training) == packed
+    values = replace(LORA, base_bytes=size, targets=("v_proj",))
     of_values = LAYERS * KEYS * HIDDEN
     assert packed_base_bytes(WEIGHTS, replace(training, adapters=values)) == round(of_values * packed / linears)
 

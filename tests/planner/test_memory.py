@@ -338,7 +338,8 @@ def test_replicas_of_attention_repeat_its_weights_and_stages_share_the_layers() 
 
 def test_codes_halve_the_linear_maps_of_the_layers_alone() -> None:
     wide, codes = (
-        engine_rank(model(experts=4), SHAPE, tensor=2, dtype="bfloat16", tokens=1, codes=on) for on in (False, True)
+        engine_rank(model(experts=4), SHAPE, tensor=2, dtype="bfloat16", tokens=1, linear_bytes=size)
+        for size in (None, 1)
     )
     kept = [
         one for one in model(experts=4) if one.layer is None or len(one.shape) == 1 or one.name.endswith(".gate.weight")

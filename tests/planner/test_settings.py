@@ -69,7 +69,6 @@ def test_experts_are_split_as_all_else_unless_their_own_degree_is_set() -> None:
         ({"algo.advantage": "gae"}, {"critic": True}),
         ({"weights.staging": "stream", "weights.bucket_mb": 3}, {"bucket": 3 << 20}),
         ({"weights.transport": "disk", "weights.bucket_mb": 3}, {"bucket": 3 << 20}),
-        ({"weights.transport": "delta", "weights.bucket_mb": 3}, {"bucket": 3 << 20}),
         ({"mode": "replay", "replay.from": "x"}, {"publishes": False}),
         ({"algo.kl.reference": "weights"}, {"frozen": 0}),  # nobody asks for it
         (REFERENCE, {"frozen": 1}),

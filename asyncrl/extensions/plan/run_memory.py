@@ -11,6 +11,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.extension import linear_bytes
 from asyncrl.extensions.plan.fit import Fit
 from asyncrl.extensions.plan.search import GpuSplit
 from asyncrl.models.tensors import tensors
@@ -60,7 +61,7 @@ class RunMemory:
             replicas=engine.data_parallel,
             stages=engine.pipeline_parallel,
             cache_dtype=str(engine.server_args.get("kv_cache_dtype") or ""),
-            codes=engine.holds_codes,
+            linear_bytes=linear_bytes(self._settings),
             **served_adapters(self._settings),
         )
         return sum(parts.values())

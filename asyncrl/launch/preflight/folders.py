@@ -21,7 +21,7 @@ MEASURED = 64 << 20
 RECORDED = 6
 """Bytes per token of a long answer in a recording (docs/runs.md)."""
 PUBLISHED = 3
-"""Versions of the weights on disk at a time with disk and delta, including the one being written (weights/disk.py)."""
+"""Versions of the weights on disk at a time if they travel as files, with the one being written (weights/disk.py)."""
 FREE_UP = "Free some space, or choose a folder on a larger file system."
 
 
@@ -84,7 +84,7 @@ class SpaceNeeded:
     weights: int
     """Weights written as HF folders."""
     published: int
-    """Weights published by disk and delta."""
+    """Weights published as files."""
     recorded: int
     """Upper bound of the recording."""
 
@@ -109,7 +109,7 @@ def room_of(config: Config, elements: int, stored: StoredBytes | None = None) ->
         checkpoint=one,
         checkpoints=one * kept + stored.base if config.checkpoint.every else 0,
         weights=(stored.folder + merged) * folders if training else 0,
-        published=weights * PUBLISHED if config.weights.transport in ("disk", "delta") else 0,
+        published=weights * PUBLISHED if config.sends_files else 0,
         recorded=tokens * RECORDED if config.record else 0,
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.extension import linear_bytes
 from asyncrl.launch import forecast, precision
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.leftovers import SHARED
@@ -207,7 +208,7 @@ def _divided(config: Config) -> dict[str, Any]:
     """Return what else divides or fills the memory of an engine."""
     engine = config.engine
     divided = {"replicas": engine.data_parallel, "stages": engine.pipeline_parallel}
-    return {**divided, "codes": engine.holds_codes, **served_adapters(config)}
+    return {**divided, "linear_bytes": linear_bytes(config), **served_adapters(config)}
 
 
 # -- model, folders, network -------------------------------------------------------------------------------

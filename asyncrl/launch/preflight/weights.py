@@ -40,12 +40,12 @@ def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], 
 def check_shared(
     config: Config, missing: Mapping[str, Sequence[str]], folder: str, models: Mapping[str, str]
 ) -> list[Finding]:
-    """Check that all machines see the run folder, the folder of disk, delta and adapters, and the model folders.
+    """Check that all machines see the run folder, the folder of published files, and the model folders.
     `models` maps model folders to their settings; `missing` maps each machine to the folders that it does not see."""
     found = []
     for machine, paths in sorted(missing.items()):
         for path in paths:
-            files = config.weights.transport in ("disk", "delta") or config.serves_adapters
+            files = config.sends_files or config.serves_adapters
             by_files = path == folder and files
             field = models.get(path) or ("weights.folder" if by_files else "run.dir")
             text = f"on {machine}, {path} is not the folder that the first machine sees"

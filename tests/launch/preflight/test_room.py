@@ -121,7 +121,6 @@ ONE = 12 * GB
         ({"checkpoint.every": 5, "checkpoint.keep_every": 10, "run.max_steps": 20}, {"checkpoints": (3 + 3) * ONE}),
         ({"trainer.save_hf_every": 5, "run.max_steps": 20}, {"weights": 5 * 4 * GB}),
         ({"weights.transport": "disk"}, {"published": 3 * 4 * GB}),
-        ({"weights.transport": "delta"}, {"published": 3 * 4 * GB}),
         ({"mode": "rollout_only", "record": True}, {"checkpoint": 0, "weights": 0}),
         ({"record": True, "run.max_steps": 10}, {"recorded": 10 * 16 * 16 * 3 * 6}),
     ],

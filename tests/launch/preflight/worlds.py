@@ -95,11 +95,11 @@ def write_shard(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
 
 def check(gpu: str, **changes: Any) -> None:
     """Check a job on two GPUs, of which the first, the trainer's, is of the supported generation."""
-    config = job(**{f"engine.{name}": value for name, value in {"dtype": "bfloat16", **changes}.items()})
+    config = job(**{"engine.dtype": "bfloat16", **changes})
     known = machine(gpus=2)
     known = replace(known, gpus=(known.gpus[0], replace(known.gpus[1], name=gpu)))
     seats = [seat for one in placed(config, 1, 2).engines for seat in one]
-    check_generations(config.engine, seats, nodes(config, 1, 2), [known])
+    check_generations(config, seats, nodes(config, 1, 2), [known])
 
 
 ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")

@@ -1,4 +1,4 @@
-"""The engine's half of weights/delta.py: a custom weight loader that runs inside SGLang's scheduler.
+"""The engine's half of transport.py: a custom weight loader that runs inside SGLang's scheduler.
 
 SGLang ends an engine whose loader raises. Every rank therefore writes a receipt with the error, if any,
 into the update's folder, and the trainer reads the receipts. The loader changes nothing before it has verified every

@@ -13,12 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.engine.delta import DeltaMismatch, KeepWhereNaN, apply, load
 from asyncrl.engine.fleet import Fleet
+from asyncrl.errors import ConfigError
+from asyncrl.extensions.delta.extension import Delta
+from asyncrl.extensions.delta.loader import DeltaMismatch, KeepWhereNaN, apply, load
+from asyncrl.extensions.delta.transport import DeltaTransport, changed
+from asyncrl.imports import load as imported
 from asyncrl.network.addresses import Access
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
-from asyncrl.weights.delta import DeltaTransport, changed
 from asyncrl.weights.layouts import Pieces
+from tests.fakes import tiny_config
 
 
 class Model:
@@ -50,7 +54,7 @@ class Trainer:
 
     def __init__(self, root: Path, limit: int = 40) -> None:
         self.fleet = Fleet([], Access(""), 1.0)
-        self.transport = DeltaTransport(self.fleet, root, stage=0, ranks=1)
+        self.transport = DeltaTransport(fleet=self.fleet, folder=root, stage=0, ranks=1)
         self.limit = limit
 
     def write(self, version: int, tensors: dict[str, Tensor], *, full: bool = False) -> dict[str, Any]:
@@ -157,7 +161,7 @@ def test_damaged_file_is_refused_before_anything_changes(tmp_path: Path) -> None
 
 
 def test_a_refusal_is_a_receipt_and_never_an_error_in_the_engine(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("asyncrl.engine.delta.own_rank", lambda: 0)
+    monkeypatch.setattr("asyncrl.extensions.delta.loader.own_rank", lambda: 0)
     trainer, now = Trainer(tmp_path, 10**6), weights(0)
     model = Model(now)
     for order, refused in (({**trainer.write(1, now), "base": 7}, True), (trainer.write(2, now, full=True), False)):
@@ -202,3 +206,31 @@ def test_only_copies_keep_where_nan() -> None:
         target.copy_(source)
         assert torch.isnan(source + 1)[0]
     assert target.tolist() == [1.0, 5.0]
+
+
+COLOCATED = {"cluster.placement": "colocated", "weights.pause_mode": "retract", "rollout.max_staleness": 1}
+ADAPTERS = {"trainer.lora.rank": 4, "weights.lora": "versions"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"weights.overlap": True}, "set another, or set weights.overlap=false"),
+        (COLOCATED, "set auto, tensor or disk"),
+        (ADAPTERS, "set auto, tensor or disk"),
+    ],
+)
+def test_runs_in_which_a_delta_applies_to_nothing_are_refused(changes: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as refused:
+        tiny_config(**changes, **{"weights.transport": "delta"})
+    assert (refused.value.field, refused.value.value) == ("weights.transport", "delta")
+    tiny_config(**changes, **{"weights.transport": "disk"})
+    tiny_config(**{"cluster.placement": "shared", "weights.transport": "delta"})
+
+
+def test_names_that_the_extension_offers_are_those_of_transport_and_loader() -> None:
+    offered = tiny_config(**{"weights.transport": "delta"}).transport
+    assert offered is Delta.transports["delta"]
+    assert imported(offered.path, "") is DeltaTransport
+    module, _, name = str(offered.loader).rpartition(".")
+    assert imported(f"{module}:{name}", "") is load

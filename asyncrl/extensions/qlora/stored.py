@@ -1,6 +1,6 @@
 """The quantized base of a run (trainer.lora.base), stored once in RUN/base for all of its checkpoints.
 
-    STAGE-NUMBER.safetensors   codes and scales of whole weights, by HF's names    (trainer/quantized.py)
+    STAGE-NUMBER.safetensors   codes and scales of whole weights, by HF's names    (packed.py)
     base.json                  their number format, and one SHA-256 of all of them; written last
 
 A run that is resumed quantizes the weights of model.path again, which gives the same codes. The hash proves it: the
@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.config.lora import BLOCK
 from asyncrl.errors import RecordError
+from asyncrl.extensions.qlora.extension import BLOCK
+from asyncrl.extensions.qlora.packed import Kind, pack_base, quantize
 from asyncrl.parallel import Parallel
-from asyncrl.trainer.quantized import Kind, quantize
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.files import write_stream
 from asyncrl.weights.reshard import Resharder
@@ -32,6 +32,21 @@ from asyncrl.weights.reshard import Resharder
 FOLDER, INDEX = "base", "base.json"
 FILE = 4 << 30
 """Bytes of a file, about."""
+
+
+class QuantizedBase:
+    """The format of a run's base."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+
+    def pack(self, weights: Resharder) -> None:
+        """Quantize the weights of this rank's linear layers with adapters."""
+        pack_base(weights, self._kind)
+
+    def keep(self, run_dir: Path, origin: Path | None, weights: Resharder, parallel: Parallel) -> None:
+        """Store the base of a run in its folder, or check that it is the one of the run that is resumed."""
+        keep(run_dir, origin, weights, self._kind, parallel)
 
 
 def keep(run_dir: Path, origin: Path | None, weights: Resharder, kind: Kind, parallel: Parallel) -> str:

@@ -18,7 +18,6 @@ A layer keeps only codes and scales. Forward dequantizes the weight for its prod
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal
 
@@ -27,8 +26,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
-from asyncrl.config.lora import BLOCK
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.qlora.extension import BLOCK
 from asyncrl.trainer.lora import AdaptedLinear
 from asyncrl.weights.reshard import Resharder
 
@@ -179,13 +178,6 @@ def pack_base(weights: Resharder, kind: Kind) -> None:
     for shard in weights.linears():
         if isinstance(shard.module, AdaptedLinear):
             pack(shard.module, kind, " and ".join(shard.found.hf_names()))
-
-
-def packed_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the codes and scales of a model's quantized weights."""
-    for packed in module.modules():
-        if isinstance(packed, PackedWeight):
-            yield from (packed.codes, packed.scales)
 
 
 def pack(linear: Any, kind: Kind, name: str) -> None:

@@ -14,8 +14,8 @@ from asyncrl.platforms import here
 here().prepare_trainer()
 
 from asyncrl.errors import ConfigError  # noqa: E402
-from asyncrl.trainer import quantized  # noqa: E402
-from asyncrl.trainer.quantized import BLOCK, Kind, pack, packed_linear, quantize  # noqa: E402
+from asyncrl.extensions.qlora import packed as quantized  # noqa: E402
+from asyncrl.extensions.qlora.packed import BLOCK, Kind, pack, packed_linear, quantize  # noqa: E402
 
 KINDS: list[Kind] = ["int8", "nf4"]
 DTYPES = [torch.bfloat16, torch.float32]

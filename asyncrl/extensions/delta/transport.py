@@ -3,7 +3,7 @@
 After an optimizer step in bfloat16 most weights keep the same bits. For each bucket, the file holds the positions and
 new values of the changed weights. It holds the whole bucket if that is smaller, if the state of the engines is unknown,
 if a tensor's dtype has no NaN to stand for "unchanged", or if a new value is itself NaN. The engine's half is
-asyncrl/engine/delta.py: before it changes anything it checks every file's checksum and the version that the update
+loader.py: before it changes anything it checks every file's checksum and the version that the update
 builds on, and it reports a refusal in a receipt. Loading a sparse update through the model's own loader, with NaN for
 "unchanged", is the idea of verl's delta_sharded weight transfer.
 """
@@ -16,12 +16,13 @@ import json
 import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
-from asyncrl.engine.server import DELTA_LOADER
+from asyncrl.extensions.delta.extension import Delta
 from asyncrl.weights.bucket import Bucket, plan_buckets, views
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.files import write_bucket
@@ -36,8 +37,8 @@ class DeltaTransport(DiskTransport):
 
     session = True
 
-    def __init__(self, fleet: Fleet, root: Path, stage: int, ranks: int) -> None:
-        super().__init__(fleet, root, stage)
+    def __init__(self, *, fleet: Fleet, folder: Path, stage: int, ranks: int, **_: Any) -> None:
+        super().__init__(fleet, folder, stage)
         self._ranks = ranks
         self._base: dict[int, Tensor] = {}  # bucket number -> its bytes as the engines hold them
         self._base_version: int | None = None
@@ -83,7 +84,7 @@ class DeltaTransport(DiskTransport):
             payload = base64.b64encode(pickle.dumps([(json.dumps(order), torch.zeros(1))])).decode()
             bodies[url] = {
                 "serialized_named_tensors": [payload] * self._ranks,
-                "load_format": DELTA_LOADER,
+                "load_format": Delta.transports["delta"].loader,
                 "flush_cache": False,
             }
         self._fleet.finish(self._fleet.start("/update_weights_from_tensor", bodies))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.engine import quantized
+from asyncrl.extensions.quantized import layers as quantized
 
 
 def method(after_loading: Any, apply: Any = None) -> type:

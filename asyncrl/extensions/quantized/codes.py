@@ -1,4 +1,4 @@
-"""Weights of the engines with 8 bits (engine.quantization), which the trainers quantize at each publish.
+"""Weights of the engines with 8 bits (quantized.format), which the trainers quantize at each publish.
 
     fp8     e4m3, one scale for a block of 128 x 128       X.weight_scale_inv, as in DeepSeek-V3's files
     int8    -127 to 127, one scale for an output channel   X.weight_scale, as SGLang's w8a8_int8
@@ -13,19 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from asyncrl.config.quantization import BLOCK, Quantization
 from asyncrl.config.roles import POLICY
+from asyncrl.extensions.quantized.fits import BLOCK
+from asyncrl.weights.checksum import ExpectedChecksums, SentWeights
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.names import Mapping
-
-if TYPE_CHECKING:
-    from asyncrl.weights.reshard import Resharder
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,35 @@ FORMATS: dict[str, CodeFormat] = {
 }
 
 
+class CodeChecksums(ExpectedChecksums):
+    """Checksums of engines with codes. Codes of int8 and their scales are hashed as they are. Of codes of fp8, which
+    come after their scales, SGLang hashes the values in bfloat16."""
+
+    scales_suffix = FORMATS["int8"].suffix
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        """Take the arguments of ExpectedChecksums."""
+        super().__init__(*arguments, **more)
+        self._scales: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Add one full HF tensor, codes or scales."""
+        fp8 = FORMATS["fp8"]
+        if name.endswith(fp8.suffix):
+            self._scales[name.removesuffix(fp8.suffix)] = tensor.clone()
+            return
+        if tensor.dtype is fp8.dtype:
+            tensor = fp8.dequantize(tensor, self._scales.pop(name), torch.bfloat16)
+        super().add(name, tensor)
+
+
 class QuantizedWeights:
     """The weights that a publisher sends, with quantized linear maps."""
 
-    def __init__(self, weights: Resharder, architecture: str, kind: Quantization, wide: torch.dtype) -> None:
+    checksums = CodeChecksums
+
+    def __init__(self, weights: SentWeights, architecture: str, kind: str, wide: torch.dtype) -> None:
         """`wide` is the number format of the engines."""
         self._weights, self._mapping, self._wide = weights, Mapping(architecture), wide
         self._format, self._simulated = FORMATS[kind.removesuffix("_simulated")], kind.endswith("_simulated")
@@ -102,7 +125,7 @@ class QuantizedWeights:
                 yield name + self._format.suffix, Pieces([scales])
                 yield name, Pieces([codes])
 
-    def error(self) -> float:
+    def figures(self) -> dict[str, float]:
         """Return the norm of the error of the weights that were sent last by this rank, relative to theirs."""
         lost, whole = torch.stack(self._squares).sum(0).tolist() if self._squares else (0.0, 1.0)
-        return float((lost / whole) ** 0.5)
+        return {"quantization/error": float((lost / whole) ** 0.5)}

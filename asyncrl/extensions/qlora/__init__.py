@@ -1,0 +1,1 @@
+"""A frozen base in 4 or 8 bits below adapters (QLoRA): trainer.lora.base."""

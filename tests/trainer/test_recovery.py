@@ -1,0 +1,40 @@
+"""Trainers that start again: what they change after they were out of memory, and what they publish."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.network.addresses import OUT_OF_MEMORY
+from asyncrl.trainer.recovery import UNSENT, CatchingUp, Recovery, adapted
+from tests.fakes import tiny_config
+
+
+def test_micro_batches_halve_at_the_second_time_and_all_is_recomputed_at_the_third(tmp_path: Path) -> None:
+    config = tiny_config(**{"trainer.micro_batch_tokens": 4096})
+    assert adapted(config, tmp_path) == (config, "")
+    told = []
+    for times in range(1, 4):
+        (tmp_path / OUT_OF_MEMORY).write_text(str(times))
+        trainer = adapted(config, tmp_path)[0].trainer
+        told.append((trainer.micro_batch_tokens, trainer.recompute.granularity))
+    assert told == [(4096, "none"), (2048, "none"), (2048, "full")]
+
+
+class Sent:
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    def publish(self, version: int) -> dict[str, float]:
+        self.versions.append(version)
+        return {"pause": 1.0}
+
+
+def test_nothing_is_published_before_the_version_that_the_engines_serve() -> None:
+    sent, told = Sent(), list[str]()
+    recovery = Recovery(None, served=5, written=5, updating=True, began=0.0)
+    catching_up = CatchingUp(sent, 3, recovery, None, lambda: None, lambda text, _: told.append(text))  # type: ignore[arg-type]
+    figures = [catching_up.publish(version) for version in (3, 4, 5, 6)]
+    assert sent.versions == [5, 6]
+    assert figures == [UNSENT, UNSENT, {"pause": 1.0}, {"pause": 1.0}]
+    (line,) = told
+    assert "2 steps since version 3 were trained again; the weights were not compared" in line
