@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from asyncrl import extension, imports
-from asyncrl.config import Config, TaskConfig, load
+from asyncrl.config import Config, TaskConfig, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.launch import leftovers
 from asyncrl.launch.attached import wanted_of
@@ -102,6 +102,17 @@ def test_extension_of_an_installed_package_need_not_be_named(monkeypatch: pytest
         assert load({**tiny_values(), "sleepy": {"slow": 3.0}}).sleepy.slow == 3.0
     finally:
         extension.installed.cache_clear()
+
+
+def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorded_runs() -> None:
+    moved = {"tracing": "observe", "rollout.processes": "processes.count"}
+    for old, new in moved.items():
+        with pytest.raises(ConfigError, match=f"It moved: set {new}"):
+            tiny_config(**{old: {}})
+    recorded = {"tracing": {"engines": True}, "rollout": {"processes": 2, "lead": 1}, "mode": "train"}
+    found = {"observe": {"engines": True}, "processes": {"count": 2}, "rollout": {"lead": 1}, "mode": "train"}
+    assert under_new_names(recorded) == found
+    assert recorded["rollout"] == {"processes": 2, "lead": 1}
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ ONLY = {
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads", "engine.scorer"),
-        *("engine.session", "engine.partial_completion", "engine.roles"),
+        *("engine.session", "engine.partial_completion", "engine.roles", "engine.stream"),
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},
@@ -190,7 +190,8 @@ def test_extensions_import_the_core_and_what_their_readme_names(file: Path) -> N
     own = file.relative_to(EXTENSIONS).parts[0]
     names = [name.split(".") for name in imported(parsed(file), runtime_only=False)]
     used = {parts[2] for parts in names if parts[:2] == ["asyncrl", "extensions"]} - {own}
-    assert used <= needs((EXTENSIONS / own / "README.md").read_text())
+    readme = (EXTENSIONS / own / "README.md").read_text()
+    assert used <= needs(readme) | needs(readme, "Uses")
     assert "asyncrl_recipes" not in {parts[0] for parts in names}
 
 
@@ -260,7 +261,7 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-MOST_LINES = 49_500
+MOST_LINES = 40_800
 """Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
 file or a function: such limits were met by folding lines."""
 

@@ -39,7 +39,6 @@ from asyncrl.config.running import (
     MetricsConfig,
     ReplayConfig,
     RunConfig,
-    TracingConfig,
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
@@ -70,7 +69,6 @@ __all__ = [
     "ShapingConfig",
     "TaskConfig",
     "TeacherConfig",
-    "TracingConfig",
     "TrainerConfig",
     "WeightsConfig",
     "cache_tokens",
@@ -129,7 +127,6 @@ class Config(Section):
     weights: WeightsConfig
     cluster: ClusterConfig
     metrics: MetricsConfig
-    tracing: TracingConfig
     extensions: dict[Name, str]
     """Extensions by name, each as an import path module:Class; the section of that name has its settings:
     +extensions.NAME=PATH +NAME.SETTING=VALUE (docs/extensions.md). Those of installed packages need not be named."""
@@ -238,7 +235,13 @@ class Config(Section):
         if self.cluster.launcher not in launchers:
             remedy = f"No extension that is installed has this cluster: choose one of {launchers}."
             raise ConfigError("cluster.launcher", self.cluster.launcher, remedy)
-        for one in extension.active(self).values():
+        extensions = extension.active(self).values()
+        served = {field for one in extensions for field in one.serves}
+        needed = {"replay.schedule": self.replay.schedule, "replay.compare": self.replay.compare}
+        for field, asked_for in needed.items():
+            if asked_for and field not in served:
+                raise ConfigError(field, asked_for, extension.NOBODY)
+        for one in extensions:
             for problem in one.check(self):
                 raise problem
         return self
@@ -395,8 +398,10 @@ def under_new_names(recorded: dict[str, Any]) -> dict[str, Any]:
     found = {name: dict(value) if isinstance(value, dict) else value for name, value in recorded.items()}
     for old, new in MOVED_SETTINGS.items():
         section, _, field = old.partition(".")
-        if field in (found.get(section) or {}):
-            into, _, name = new.partition(".")
+        into, _, name = new.partition(".")
+        if not field and section in found:
+            found[into] = found.pop(section)
+        elif field in (found.get(section) or {}):
             found.setdefault(into, {})[name] = found[section].pop(field)
     return found
 

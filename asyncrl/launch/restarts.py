@@ -4,9 +4,8 @@ An engine that dies loses its weights, but the router may still know its address
 it answers again. The router is therefore told to forget it first. Then the trainer finds the restarted engine
 (Fleet.reconcile), sends it all weights, and registers it with the router. An engine that the trainer has given up (it
 hangs, or holds wrong weights) is killed and restarted in the same way. So is an engine or a router that is alive but
-does not answer (launch/watch.py), whatever the trainer is doing. A process that plays episodes (rollout.processes) is
-restarted alone, also after a stall (launch/stalls.py). A restarted router learns from the trainer which
-engines serve.
+does not answer (launch/watch.py), whatever the trainer is doing. A process that only plays episodes is restarted
+alone, also after a stall (launch/stalls.py). A restarted router learns from the trainer which engines serve.
 
 When a trainer dies, all of them are killed and started again (trainer/recovery.py), except for an error that would only
 happen again: one of the user's code or of this system, a third death at the same step, or a fourth within ten steps.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl import config as configuration
+from asyncrl import extension
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import LaunchError, Paused, ProcessDied, Stopped
@@ -177,8 +178,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         resume=origin.folder if origin else None,
         authority=authority.certificate if authority else "",
         attached=tuple(config.engine.urls) if config.mode != "replay" else (),
-        spans=f"127.0.0.1:{placement.rollout.meeting}" if config.tracing.engines else "",
-        trace_key=secrets.token_hex(16) if config.tracing.engines else "",
+        extensions=extension.shared(config, placement),
         trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
         **{**urls, "teachers": tuple(config.teacher.urls) or urls["teachers"]},
     )

@@ -85,9 +85,9 @@ def test_replay_repeats_a_run_to_the_last_bit(live: Path, tmp_path: Path) -> Non
 
 
 def test_groups_that_other_processes_compressed_are_trained_again_to_the_last_bit(tmp_path: Path) -> None:
-    """rollout.processes: the recorded events, and the batches and ledgers that their schedule gives, too."""
+    """processes.count: the recorded events, and the batches and ledgers that their schedule gives, too."""
     source, again = tmp_path / "run", tmp_path / "again"
-    steps = run(source, *SMALL, *SLACK, "record=true", "rollout.processes=2")
+    steps = run(source, *SMALL, *SLACK, "record=true", "processes.count=2")
     assert trained(replay(again, source, *SLACK, "replay.schedule=true")) == trained(steps)
     assert weights(again) == weights(source)
 

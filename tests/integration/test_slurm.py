@@ -68,7 +68,7 @@ def test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own(tmp_
     """The nodes are in network namespaces, so 127.0.0.1 differs on each. Addresses are detected; none is configured."""
     folder = Path(tempfile.mkdtemp(prefix="lab-"))
     shape = ("cluster.host=null", "cluster.nodes=2", "trainer.data_parallel=2", "engine.count=2", "run.max_steps=5")
-    scale = ("rollout.processes=2", "trainer.batch_parts=2")  # a process on each node
+    scale = ("processes.count=2", "trainer.batch_parts=2")  # a process on each node
     try:
         with Lab(folder, apart=True) as apart:
             job = Submitted(apart, tmp_path / "run", *SMALL, *shape, *scale)

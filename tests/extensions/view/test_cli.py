@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,6 +87,14 @@ def test_text_shows_turns_versions_and_rewards(run: Path, capsys) -> None:
     text = shown(capsys, run, "--uid", "g1", "--text")
     assert "-- 0: reward 1, 5 tokens" in text
     assert "⟨v0⟩0123⟨v1⟩4⟨stop⟩" in text.replace(" ", "")
+
+
+def test_a_trace_without_what_makes_it_is_refused_in_words(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "asyncrl.extensions.observe.perfetto", None)
+    assert main([str(run), "--trace", str(run / "trace.json")]) == 1
+    assert "--trace needs the extension `observe`" in capsys.readouterr().err
 
 
 def test_what_models_and_strangers_wrote_does_not_steer_the_terminal(

@@ -31,13 +31,11 @@ import msgspec
 from rich.console import Console
 
 from asyncrl.errors import AsyncRLError, RecordError, visible
-from asyncrl.extensions.view import perfetto
 from asyncrl.extensions.view.inspection import render
 from asyncrl.extensions.view.inspection.page import estimator_of, page
 from asyncrl.extensions.view.inspection.rows import Bounds, GroupFilter, bounds, rows_of
 from asyncrl.jsonl import Tail, read_object, section
 from asyncrl.observability import timeline
-from asyncrl.observability.spans import Span, TraceBuilder
 from asyncrl.records.reading import Recording
 
 WIDTH = None if sys.stdout.isatty() else 200
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         if options.trace:
-            print(f"{options.trace}: {perfetto.write(options.trace, _spans(options.run))} spans")
+            print(f"{options.trace}: {_write_trace(options.run, options.trace)} spans")
             return 0
         recording = Recording(options.run)
         _show(recording, options, Console(highlight=False, soft_wrap=True, width=WIDTH))
@@ -61,16 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _spans(run: Path) -> Iterator[Span]:
-    """Yield the spans of all processes. Those of the rollout process come first, since they tell the run's id."""
+def _write_trace(run: Path, file: Path) -> int:
+    """Write the spans of a run, and return their number. Raises AsyncRLError if nothing is installed that makes
+    them."""
+    try:
+        from asyncrl.extensions.observe.perfetto import write
+        from asyncrl.extensions.observe.spans import TraceBuilder
+    except ModuleNotFoundError:
+        raise AsyncRLError("--trace needs the extension `observe`, which is not installed here") from None
+    build = TraceBuilder()
+    return write(file, (span for record in _records(run) for span in build.spans(record)))
+
+
+def _records(run: Path) -> Iterator[timeline.Record]:
+    """Yield the timelines of all processes. That of the rollout process comes first, since it tells the run's id."""
     folders = sorted(timeline.processes(run), key=lambda folder: folder != timeline.ROLLOUT)
     if not folders:
         raise RecordError(f"{run} holds no timeline: was it made with metrics.timeline=true?")
-    build = TraceBuilder()
     for folder in folders:
         for _, records in timeline.read(run, folder):
-            for record in records:
-                yield from build.spans(record)
+            yield from records
 
 
 def _show(recording: Recording, options: argparse.Namespace, console: Console) -> None:

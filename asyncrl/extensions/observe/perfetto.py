@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from asyncrl.observability.spans import Span
+from asyncrl.extensions.observe.spans import Span
 
 
 def write(file: Path, spans: Iterable[Span]) -> int:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.extensions.view import perfetto
+from asyncrl.extensions.observe import perfetto
+from asyncrl.extensions.observe.spans import Span, TraceBuilder, run_prefix, trace_id, traceparent
 from asyncrl.extensions.view.inspection import cli
 from asyncrl.observability import timeline
 from asyncrl.observability.intervals import DECODE, ENGINE, PREFILL, QUEUED, RETRY, TOOL, Activity, Interval, request
-from asyncrl.observability.spans import Span, TraceBuilder, run_prefix, trace_id, traceparent
 from asyncrl.observability.timeline import (
     BatchTimeline,
     EngineSpan,

@@ -6,50 +6,47 @@ The same settings and seed give the same prompts to the same slots; answers agre
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from asyncrl import jsonl
 from asyncrl.errors import RecordError
+from asyncrl.extension import RolloutHooks
 from asyncrl.records.reading import Recording
-from asyncrl.records.writer import Writer
-from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.recorder import Recorder
 from asyncrl.schema import Completion, Group
 
+if TYPE_CHECKING:
+    from asyncrl.rollout.reporters import RolloutRun
 
-class ComparingRecorder(Recorder):
-    """Recorder that also compares every finished group, and reports a line per trajectory."""
+FILE = "compare.jsonl"
 
-    def __init__(
-        self,
-        recording: Recording,
-        tell: Callable[[dict[str, Any]], None],
-        writer: Writer | None = None,
-        warn: Callable[[str], None] = print,
-    ) -> None:
-        super().__init__(writer, warn)
-        self._recording, self._tell = recording, tell
+
+class GroupComparison(RolloutHooks):
+    """Compares every finished group, and appends a line per trajectory to the file."""
+
+    _recording: Recording | None = None  # none in a run without replay.compare
+
+    def start(self, run: RolloutRun) -> None:
+        """Open the recording."""
+        if compared := run.config.replay.compare:
+            self._recording, self._file = Recording(Path(compared).expanduser()), run.run_dir / FILE
         self._same = self._compared = self._others = 0
         self._gap = 0.0
 
-    def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
-        self._compare(group)
-        super().committed(ticket, group, discarded)
-
-    def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
-        if group:
-            self._compare(group)
-        super().rejected(ticket, reason, tokens, group)
-
-    def take_figures(self) -> dict[str, float]:
+    def figures(self) -> dict[str, float]:
+        """Return the figures of all trajectories so far."""
+        if self._recording is None:
+            return {}
         return {
-            **super().take_figures(),
             "compare/same": self._same / max(1, self._compared),
             "compare/gap": self._gap,
             "compare/others": float(self._others),
         }
 
-    def _compare(self, group: Group) -> None:
+    def group(self, group: Group) -> None:
+        """Compare a group."""
+        if self._recording is None:
+            return
         try:
             recorded = self._recording.group(group.uid)
         except RecordError:
@@ -68,7 +65,7 @@ class ComparingRecorder(Recorder):
             self._same += found is None
             self._gap = max(self._gap, gap)
             line = {"uid": group.uid, "trajectory": number, "same": found is None, "logprob_gap": gap}
-            self._tell(line | ({"turn": found[0], "token": found[1]} if found else {}))
+            jsonl.append(self._file, line | ({"turn": found[0], "token": found[1]} if found else {}))
 
 
 def difference(now: Completion, then: Completion) -> tuple[int | None, float]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import RecordError
+from asyncrl.extensions.debug.schedule_replay import ScheduleReplay
 from asyncrl.records.events import Adjusted, Admitted
 from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.schedule_replay import ScheduleReplay
 
 FIRST, SECOND = Admitted(0, 0, 0, "p0", 1), Admitted(1, 0, 1, "p1", 1)
 

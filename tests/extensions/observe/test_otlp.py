@@ -15,15 +15,16 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs asyn
 import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
+from asyncrl.extensions.observe import otlp
+from asyncrl.extensions.observe.otlp import SERVICE, SpanExporter, received
+from asyncrl.extensions.observe.spans import Span, run_prefix, trace_id
 from asyncrl.network import ports
-from asyncrl.network.addresses import Addresses
-from asyncrl.observability import otlp, timeline
-from asyncrl.observability.otlp import SERVICE, SpanExporter, received
-from asyncrl.observability.spans import Span, run_prefix, trace_id
+from asyncrl.observability import timeline
 from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan, TimelineReader
-from asyncrl.rollout.observer import Observer
-from tests.fakes import tiny_config
-from tests.observability.collector import collector
+from asyncrl.rollout.server import RolloutServer
+from tests.extensions.observe.collector import collector
+from tests.extensions.observe.observing import observing
+from tests.fakes import FakeClient, addresses
 
 RUN = "run0"
 TRACE = trace_id(RUN, "g0")
@@ -60,29 +61,20 @@ def test_what_is_malformed_or_too_long_is_left_out() -> None:
             received(junk, RUN)
 
 
-def observer(run_dir: Path, warnings: list[str], **settings: Any) -> tuple[Observer, Addresses]:
-    config = tiny_config(**settings)
-    spans = f"127.0.0.1:{ports.free_port('127.0.0.1')}"
-    addresses = Addresses(
-        *(RUN, "api", run_dir, (), "", "http://127.0.0.1:1", 0, 0.0), spans=spans, trace_key="tracing"
-    )
-    return Observer(config, addresses, run_dir, warnings.append, {}), addresses
-
-
 def test_engines_and_router_need_the_key_and_bad_messages_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl.rollout.observer.MOST_BYTES", 4000)
+    monkeypatch.setattr("asyncrl.extensions.observe.hooks.MOST_BYTES", 4000)
     warnings: list[str] = []
-    observing, addresses = observer(tmp_path, warnings, **{"tracing.engines": True})
+    spans = f"127.0.0.1:{ports.free_port('127.0.0.1')}"
+    where = addresses(api_key="api", extensions={"observe": {"spans": spans, "key": "tracing"}})
+    hooks = observing(tmp_path, warnings.append, where, engines=True)
     message = encoded(span(rid="http")).SerializeToString()
 
     async def posts() -> list[int]:
-        from asyncrl.rollout.server import RolloutServer
-        from tests.fakes import FakeClient
-
         client: Any = FakeClient()
-        server = RolloutServer(client, client, None, "api", receive=observing.receive)
+        server = RolloutServer(client, client, None, "api")
+        server.more = list(hooks.routes(server, dict))
         transport = httpx.ASGITransport(app=server.app())
         async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
             answers = [
@@ -98,7 +90,7 @@ def test_engines_and_router_need_the_key_and_bad_messages_are_refused(
         return [answer.status_code for answer in answers]
 
     assert asyncio.run(posts()) == [200, 401, 400, 413, 401]
-    with grpc.insecure_channel(addresses.spans) as channel:
+    with grpc.insecure_channel(spans) as channel:
         export = channel.unary_unary(f"/{SERVICE}/Export")
         export(encoded(span("smg")).SerializeToString(), metadata=[("authorization", "Bearer tracing")], timeout=60)
         for key, content, code in (
@@ -108,7 +100,7 @@ def test_engines_and_router_need_the_key_and_bad_messages_are_refused(
             with pytest.raises(grpc.RpcError) as refused:
                 export(content, metadata=[("authorization", f"Bearer {key}")], timeout=60)
             assert refused.value.code() is code
-    observing.close()
+    asyncio.run(hooks.close())
     found = [record for record in TimelineReader(tmp_path).new() if isinstance(record, EngineSpan)]
     assert [one.service for one in found] == ["engine-0", "router"]
     assert warnings == []

@@ -1,4 +1,4 @@
-"""The processes that play episodes, as the rollout process sees them (rollout.processes=N, rollout/episodes.py).
+"""The processes that play episodes, as the rollout process sees them (processes.count=N, episodes.py).
 
 To everything else in the rollout process this is the client and its requests in flight, and what plays groups: the same
 interfaces with N processes behind them. Groups go to the process with the fewest running episodes. The launcher starts
@@ -29,16 +29,15 @@ from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.partial_completion import Purpose
 from asyncrl.engine.roles import RoleAdapters
 from asyncrl.errors import AsyncRLError, EpisodeFailed
-from asyncrl.network.addresses import Addresses
+from asyncrl.extensions.processes import wire
+from asyncrl.extensions.processes.remote import RemoteSession, WorkerConnection
+from asyncrl.extensions.processes.rendering import RenderedAhead
 from asyncrl.network.tls import signed
-from asyncrl.rollout import wire
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.group_player import LOST
 from asyncrl.rollout.player import Sums, add, means
-from asyncrl.rollout.remote import RemoteSession, WorkerConnection
-from asyncrl.rollout.rendering import RenderedAhead
-from asyncrl.rollout.reporters import Warn
+from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import EncodedGroup, Group, Prompt, Trajectory
 
 LOSSES = 3
@@ -48,9 +47,9 @@ LOSSES = 3
 class EpisodeWorkers:
     """All processes of a run that play episodes."""
 
-    def __init__(self, config: Config, addresses: Addresses, warn: Warn) -> None:
-        """`warn` receives the warnings of all processes."""
-        self._count, self._key, self._warn = config.rollout.processes, addresses.api_key, warn
+    def __init__(self, run: RolloutRun, count: int) -> None:
+        config = run.config
+        self._run, self._warn, self._count = run, run.warn, count
         self._temperature = config.rollout.temperature
         self._connections: dict[int, WorkerConnection] = {}
         self._changed = asyncio.Condition()
@@ -70,8 +69,9 @@ class EpisodeWorkers:
             config.agents, cast(Any, self), versions=config.serves_adapters, per=config.rollout.adapter_per
         )
 
-    async def serve(self, run_dir: Any, url: str) -> None:
+    async def serve(self) -> None:
         """Take the processes that connect, until cancelled. Raises the error of a process that ends the run."""
+        run_dir, url = self._run.run_dir, self._run.addresses.extensions["processes"]["url"]
         server = await wire.listen(url, signed(run_dir, url), self._connected)
         try:
             await self._failed.wait()
@@ -288,7 +288,7 @@ class EpisodeWorkers:
             hello = await channel.hello()
         except (ConnectionError, TimeoutError):
             return channel.close()
-        if not hmac.compare_digest(hello.key.encode(), self._key.encode()):
+        if not hmac.compare_digest(hello.key.encode(), self._run.addresses.api_key.encode()):
             return channel.close()
         if hello.number in self._connections:
             await self._lose(self._connections[hello.number])

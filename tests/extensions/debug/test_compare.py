@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.records.events import Committed, Saved, packed
-from asyncrl.records.reading import Recording
+from asyncrl.extensions.debug.compare import GroupComparison, difference
+from asyncrl.jsonl import Tail
+from asyncrl.records.events import Committed, packed
 from asyncrl.records.writer import Writer
-from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.compare import ComparingRecorder, difference
+from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import Completion, VersionSpan
-from tests.fakes import group
+from tests.fakes import addresses, group, tiny_config
 
 
 def answer(ids: list[int], shift: float = 0.0) -> Completion:
@@ -34,36 +34,34 @@ def test_first_other_token_and_the_gap_before_it(now: Completion, then: Completi
     assert difference(now, then) == expected
 
 
+def begun(folder: Path) -> GroupComparison:
+    """Compare with the recording in a folder `then`."""
+    comparison = GroupComparison()
+    config = tiny_config(**{"replay.compare": str(folder / "then")})
+    comparison.start(RolloutRun(config, addresses(), folder, print))
+    return comparison
+
+
 def test_groups_are_told_apart_and_counted(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "then")
     for slot in range(2):
         writer.write(Committed(slot, packed(group(slot, rewards=[0.0, 1.0])), 0))
     writer.close()
-    told: list[dict[str, object]] = []
-    comparison = ComparingRecorder(Recording(tmp_path / "then"), told.append)
+    comparison = begun(tmp_path)
     changed = group(1, rewards=[0.0, 1.0])
     turn = changed.trajectories[1].turns[0]
     changed.trajectories[1].turns[0] = msgspec.structs.replace(turn, completion=answer([0, 7]))
     for one in (group(0, rewards=[0.0, 1.0]), changed, group(0, prompt=[12, 9, 11]), group(5)):
-        comparison.committed(Ticket(one.slot, 0), one, 0)
+        comparison.group(one)
+    told = Tail(tmp_path / "compare.jsonl")()
     assert [line["same"] for line in told] == [True, True, True, False]
     assert (told[3]["uid"], told[3]["trajectory"], told[3]["turn"], told[3]["token"]) == ("g1", 1, 0, 1)
-    assert comparison.take_figures() == {"compare/same": 0.75, "compare/gap": 0.0, "compare/others": 2.0}
+    assert comparison.figures() == {"compare/same": 0.75, "compare/gap": 0.0, "compare/others": 2.0}
 
 
-def test_run_that_is_compared_is_recorded_too(tmp_path: Path) -> None:
-    """An event that is missing in the recording would make a replay of its schedule fail."""
-    before, writer = Writer(tmp_path / "then"), Writer(tmp_path / "now")
-    before.write(Saved(0))
-    before.close()
-    comparison = ComparingRecorder(Recording(tmp_path / "then"), list[object]().append, writer)
-    comparison.committed(Ticket(0, 0), group(0), 0)
-    comparison.rejected(Ticket(1, 0), "no_signal", 2, group(1))
-    comparison.saved(3)
-    writer.close()
-    assert [type(event).__name__ for event in Recording(tmp_path / "now").events()] == [
-        "Committed",
-        "Rejected",
-        "Saved",
-    ]
-    assert comparison.take_figures()["recording/bytes"] > 0
+def test_run_without_the_setting_is_not_compared(tmp_path: Path) -> None:
+    idle = GroupComparison()
+    idle.start(RolloutRun(tiny_config(), addresses(), tmp_path, print))
+    idle.group(group(0))
+    assert idle.figures() == {}
+    assert not (tmp_path / "compare.jsonl").exists()

@@ -1,4 +1,4 @@
-"""Training prompts that the processes that play render before they are drawn (rollout.processes=N), because chat
+"""Training prompts that the processes that play render before they are drawn (processes.count=N), because chat
 template and tokenizer cost more than all else that a group costs the rollout process.
 
 A prompt that has not come when it is drawn is rendered here (rollout/prompts.py), so that neither the prompts nor their
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from asyncrl.rollout.prompts import Ahead
+
 if TYPE_CHECKING:
-    from asyncrl.rollout.wire import RenderedQuestion
+    from asyncrl.extensions.processes.wire import RenderedQuestion
 
 CHUNK = 16
 """Number of questions of a message."""
@@ -22,7 +24,7 @@ AHEAD, BATCHES = 256, 2
 """Smallest number of questions of a task that are rendered ahead, and in batches: a publish admits a batch at once."""
 
 
-class RenderedAhead:
+class RenderedAhead(Ahead):
     """The questions that processes were asked to render, and the tokens of those that have come."""
 
     def __init__(self, send: Callable[[list[tuple[str, int]]], None], batch_groups: int) -> None:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import resource
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,26 +16,24 @@ from hypothesis import strategies as st
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.adapters import InUse
 from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
+from asyncrl.extensions.processes import wire, workers
+from asyncrl.extensions.processes.rendering import CHUNK
+from asyncrl.extensions.processes.wire import Hello, connect
+from asyncrl.extensions.processes.workers import EpisodeWorkers
 from asyncrl.metrics.fields import STEP_PROCESSES
 from asyncrl.network.addresses import Access
-from asyncrl.network.ports import free_port
-from asyncrl.rollout import server, wire, workers
+from asyncrl.rollout import server
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.groups import GroupLifecycle
-from asyncrl.rollout.parts import allow_files
-from asyncrl.rollout.rendering import CHUNK
 from asyncrl.rollout.server import RolloutServer
-from asyncrl.rollout.wire import Hello, connect
-from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Batch, EncodedGroup, Generate, Prompt, Trajectory
 from tests.examples import examples
-from tests.fakes import addresses, tiny_config, until
+from tests.extensions.processes.machinery import Deaths, ManyProcesses, pool_of
+from tests.fakes import until
 from tests.rollout.machinery import (
     KEY,
     STEPS,
-    Deaths,
-    Machinery,
     RecordedEngine,
     machinery,
     plain,
@@ -52,7 +48,7 @@ from tests.rollout.machinery import (
 @settings(max_examples=examples(6), deadline=None)
 def test_bound_0_gives_the_same_batches_with_any_number_of_processes(timing, shape, processes: int) -> None:
     """Byte for byte."""
-    found = machinery(timing, **shape, max_staleness=0, processes=processes).batches(STEPS)
+    found = machinery(timing, kind=ManyProcesses, **shape, max_staleness=0, processes=processes).batches(STEPS)
     assert same_bytes([batch.groups for batch in found], plain(**shape))
 
 
@@ -69,7 +65,7 @@ def _with_deaths(seed: int) -> tuple[int, int]:
     chance = random.Random(seed)
     lead, slack = chance.randrange(3), chance.randrange(3)
     engine = RecordedEngine(seed, jitter=chance.choice([0, 5, 25]))
-    made = Machinery(engine, batch_groups=3, group_size=2, max_staleness=lead + slack, lead=lead, processes=3)
+    made = ManyProcesses(engine, batch_groups=3, group_size=2, max_staleness=lead + slack, lead=lead, processes=3)
     dying = Deaths(made, chance, STEPS)
 
     def train(batch: Batch) -> None:
@@ -107,7 +103,7 @@ def test_at_bound_0_deaths_change_no_byte_of_the_batches() -> None:
     replayed = 0
     for seed in range(examples(4)):
         chance, shape = random.Random(seed), {"batch_groups": 3, "group_size": 2}
-        made = Machinery(RecordedEngine(seed, jitter=25), **shape, max_staleness=0, processes=2)  # type: ignore[arg-type]
+        made = ManyProcesses(RecordedEngine(seed, jitter=25), **shape, max_staleness=0, processes=2)  # type: ignore[arg-type]
         dying = Deaths(made, chance, STEPS)
         found = made.batches(STEPS, dying.after)
         assert same_bytes([batch.groups for batch in found], plain(**shape))
@@ -116,7 +112,7 @@ def test_at_bound_0_deaths_change_no_byte_of_the_batches() -> None:
 
 
 def test_processes_render_questions_and_leave_out_those_that_fail() -> None:
-    made = Machinery(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
+    made = ManyProcesses(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
     pool: Any = made.pool
 
     def render(index: int) -> list[int]:
@@ -148,7 +144,7 @@ def test_a_group_that_kills_every_process_is_rejected_and_the_run_goes_on() -> N
                 await asyncio.Event().wait()
             return await super().run(prompt, generate)
 
-    made = Machinery(RecordedEngine(0), batch_groups=2, group_size=1, max_staleness=0, processes=2, agent=Lethal())
+    made = ManyProcesses(RecordedEngine(0), batch_groups=2, group_size=1, max_staleness=0, processes=2, agent=Lethal())
     pool: Any = made.pool
     dying = Deaths(made, random.Random(0), STEPS)
     pool.most_losses = workers.LOSSES
@@ -165,12 +161,12 @@ def test_groups_are_not_decoded_in_the_process_that_has_the_buffer(monkeypatch: 
         raise AssertionError("a group was decoded")
 
     monkeypatch.setattr(EncodedGroup, "group", property(decoded))
-    made = Machinery(RecordedEngine(0), batch_groups=2, group_size=2, max_staleness=1, processes=2)
+    made = ManyProcesses(RecordedEngine(0), batch_groups=2, group_size=2, max_staleness=1, processes=2)
     assert len(made.batches(3)) == 3
 
 
 def test_groups_go_to_the_process_with_the_fewest_episodes() -> None:
-    made = Machinery(RecordedEngine(0), batch_groups=8, group_size=2, max_staleness=0, processes=2)
+    made = ManyProcesses(RecordedEngine(0), batch_groups=8, group_size=2, max_staleness=0, processes=2)
     most: list[int] = []
 
     def train(batch: Batch) -> None:
@@ -195,7 +191,7 @@ def test_error_of_ours_in_a_process_ends_the_run() -> None:
     def broken(request: dict[str, Any]) -> Any:
         raise KeyError("ours")
 
-    made = Machinery(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
+    made = ManyProcesses(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
     made.engine._answer = broken
     with pytest.raises(BaseExceptionGroup) as caught:
         made.batches(1)
@@ -206,9 +202,8 @@ def test_error_of_ours_in_a_process_ends_the_run() -> None:
 
 def test_whoever_lacks_the_key_gets_nothing() -> None:
     async def main() -> None:
-        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
-        url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        serving = asyncio.create_task(pool.serve(Path(), url))
+        pool, url = pool_of(2)
+        serving = asyncio.create_task(pool.serve())
         starting = asyncio.create_task(pool.start())
         channel = await joined(url, "another")
         channel.send(Hello("another", 0))
@@ -224,7 +219,7 @@ def test_whoever_lacks_the_key_gets_nothing() -> None:
 
 
 def test_attempts_of_an_evaluation_share_a_process_and_failed_ones_are_told() -> None:
-    made = Machinery(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
+    made = ManyProcesses(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2)
     played: list[Any] = []
 
     async def ask() -> None:
@@ -250,9 +245,6 @@ def test_attempts_of_an_evaluation_share_a_process_and_failed_ones_are_told() ->
     assert [type(one).__name__ for one in played] == ["Trajectory"] * 2 + ["AsyncRLError"] * 2
     assert made.pool
     assert made.pool.tokens["evaluation"] == sum(one.num_tokens for one in played[:2])
-
-
-def warn(text: str, traceback: str | None = None) -> None: ...
 
 
 async def joined(url: str, key: str = "key0") -> wire.Channel:
@@ -285,9 +277,8 @@ def test_a_stopped_group_is_not_played_anew() -> None:
     """Its process dies before it has stopped it, or it waits for a process."""
 
     async def main() -> None:
-        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
-        url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        tasks = [asyncio.create_task(pool.serve(Path(), url))]
+        pool, url = pool_of(2)
+        tasks = [asyncio.create_task(pool.serve())]
         slow = [Slow(await joined(url)) for _ in range(2)]
         for number, one in enumerate(slow):
             one.channel.send(Hello("key0", number))
@@ -324,14 +315,13 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
     monkeypatch.setattr(server, "POLL_SECONDS", 0.05)
 
     async def main() -> None:
-        pool = EpisodeWorkers(tiny_config(**{"rollout.processes": 2}), addresses(), warn)
+        pool, url = pool_of(2)
         groups = GroupLifecycle(CohortBuffer(1, 0), pool)  # type: ignore[arg-type]
         service = RolloutServer(groups, pool, None, "key0")  # type: ignore[arg-type]
         http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app=service.app()), base_url="http://service", headers=KEY
         )
-        url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        tasks = [asyncio.create_task(pool.serve(Path(), url))]
+        tasks = [asyncio.create_task(pool.serve())]
         slow = []
         for number in range(2):
             slow.append(Slow(await joined(url)))
@@ -370,30 +360,3 @@ def test_a_version_is_open_only_when_every_process_has_confirmed_hold_and_releas
         again.channel.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_episodes_that_need_more_open_files_than_allowed_are_refused_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told if the number that runs follows the engines' load."""
-    allowed: list[Any] = []
-    told: list[str] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1024))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: allowed.append(limits))
-    shape = {"rollout.batch_groups": 200, "rollout.group_size": 8, "rollout.max_staleness": 0, "rollout.lead": None}
-
-    def check(running: Any, processes: int = 1) -> None:
-        settings = {**shape, "rollout.max_running_groups": running, "rollout.processes": processes}
-        allow_files(tiny_config(**settings), lambda text, traceback=None: told.append(text))
-
-    with pytest.raises(ConfigError, match=r"rollout.max_running_groups: got 150. 150 groups of 8 need up to 1456"):
-        check(150)
-    with pytest.raises(ConfigError, match=r"rollout.max_running_groups: got None. 200 groups of 8 need up to 1856"):
-        check(None)
-    check(150, processes=2)
-    check(90)
-    check("auto", processes=3)
-    assert told == []
-    check("auto")
-    assert [text.partition(",")[0] for text in told] == [
-        "200 groups of 8 need up to 1856 open files in each of 1 processes"
-    ]
-    assert set(allowed) == {(1024, 1024)}

@@ -13,8 +13,8 @@ import msgspec
 from asyncrl.engine.adapters import InUse
 from asyncrl.engine.partial_completion import Purpose
 from asyncrl.errors import EpisodeFailed
+from asyncrl.extensions.processes import wire
 from asyncrl.observability.intervals import AGENT, WAITING, Interval, waits_for
-from asyncrl.rollout import wire
 
 NOTHING = wire.RunningEpisode(0, AGENT, "", 0.0)
 """What is known of an episode before the first report."""

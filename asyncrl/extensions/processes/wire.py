@@ -1,4 +1,4 @@
-"""What the rollout process and the processes that play episodes tell each other (rollout.processes), and the
+"""What the rollout process and the processes that play episodes tell each other (processes.count), and the
 connection that carries it: length-prefixed msgpack over TCP, with the certificates and the API key of the run.
 
     rollout -> episodes    Begin, Play, Stop, Render, Hold, Drain, Release, Narrow, Save

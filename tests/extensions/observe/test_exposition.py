@@ -7,11 +7,12 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from asyncrl.extensions.observe.exposition import TOKEN, exposed
 from asyncrl.jsonl import append
 from asyncrl.metrics import fields
 from asyncrl.observability.intervals import Interval
 from asyncrl.observability.timeline import BatchTimeline, PublishTimeline
-from asyncrl.rollout.exposition import TOKEN, PrometheusMetrics, exposed
+from tests.extensions.observe.observing import observing
 from tests.fakes import addresses
 from tests.observability.timelines import DECODE, TOOL, episode, group
 from tests.rollout.machinery import KEY
@@ -27,7 +28,8 @@ def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
 
 
 def test_metrics_hold_the_state_the_timelines_and_the_newest_step(tmp_path: Path) -> None:
-    metrics = PrometheusMetrics(tmp_path, addresses(), "a run")
+    hooks = observing(tmp_path)
+    metrics = hooks.exposed
     metrics(group("a", episode(1.0, Interval(DECODE, 0.0, 2.0), Interval(TOOL, 2.0, 4.0, "search", outcome="down"))))
     metrics(group("b", outcome="agent"))
     metrics(BatchTimeline(1, asked=5.0, taken=7.0, uids=["a"]))
@@ -40,8 +42,8 @@ def test_metrics_hold_the_state_the_timelines_and_the_newest_step(tmp_path: Path
     async def play(site: Site) -> None:
         site.begin(await site.groups.ticket())
         status = file_of(site, tmp_path)
-        metrics.now = lambda: status.now(status_loads)
-        site.server._metrics = metrics.render
+        site.server.more = list(hooks.routes(site.server, lambda: status.now(status_loads)))
+        site.connect()
         status_loads = await status._loads.recent(0.0)
         token = (tmp_path / TOKEN).read_text()
         answer = await site.http.get("/metrics", headers={"authorization": f"Bearer {token}"})

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, RecordError
-from asyncrl.observability.spans import Attributes, Span, TraceBuilder, run_prefix
+from asyncrl.extensions.observe.spans import Attributes, Span, TraceBuilder, run_prefix
 from asyncrl.observability.timeline import EngineSpan, TimelineReader
 
 MOST_BYTES = 16 << 20
@@ -143,7 +143,7 @@ class SpanExporter:
         self._thread.join(END_SECONDS)
         self._exporter.shutdown()
         if self._thread.is_alive():
-            self._warn(f"{self._endpoint} (tracing.endpoint) did not take the last spans within {END_SECONDS:.0f} s")
+            self._warn(f"{self._endpoint} (observe.endpoint) did not take the last spans within {END_SECONDS:.0f} s")
 
     def _run(self) -> None:
         try:
@@ -151,7 +151,7 @@ class SpanExporter:
                 self._send()
             self._send()
         except (RecordError, OSError) as error:
-            self._warn(f"no more spans are sent to {self._endpoint} (tracing.endpoint): {error}")
+            self._warn(f"no more spans are sent to {self._endpoint} (observe.endpoint): {error}")
 
     def _send(self) -> None:
         from opentelemetry.sdk.trace.export import SpanExportResult
@@ -164,7 +164,7 @@ class SpanExporter:
             self.dropped += len(chunk)
             if time.monotonic() - self._warned > TELL_SECONDS:
                 self._warned = time.monotonic()
-                self._warn(f"{self._endpoint} (tracing.endpoint) takes no spans: {self.dropped} were dropped so far")
+                self._warn(f"{self._endpoint} (observe.endpoint) takes no spans: {self.dropped} were dropped so far")
 
     def _spans(self) -> Iterator[Span]:
         for record in self._reader.new():

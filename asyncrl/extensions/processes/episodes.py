@@ -1,7 +1,7 @@
-"""A process that plays episodes: python -m asyncrl.rollout.episodes RUN_DIR NUMBER (rollout.processes).
+"""A process that plays episodes: python -m asyncrl.extensions.processes.episodes RUN_DIR NUMBER.
 
 It holds the connections to the engines, the agents, environments and rewards, and hands whole groups to the rollout
-process, which has the buffer and the ledger (rollout/workers.py). It decides nothing: which group it plays, and when
+process, which has the buffer and the ledger (workers.py). It decides nothing: which group it plays, and when
 requests are held back, it is told.
 
 waits for     the rollout process; the episodes, which have timeouts
@@ -29,10 +29,10 @@ import msgspec
 from asyncrl.config import read
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EpisodeFailed, described, first_of
+from asyncrl.extensions.processes import wire
 from asyncrl.network.addresses import PEER_FAILED, Addresses
 from asyncrl.progress import Progress, failing
 from asyncrl.records.events import compressed
-from asyncrl.rollout import wire
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of, render
 from asyncrl.rollout.server import contain
@@ -214,8 +214,9 @@ async def main(run_dir: Path, number: int) -> int:
     channel = await _connected(addresses)
     channel.send(wire.Hello(addresses.api_key, number))
     model, tasks = ModelParts.load(config, addresses), build_all(config)
+    count = (config.model_extra or {})["processes"].count
     requests = f"{number:04d}{secrets.token_hex(4)}-"  # another one after each start: engines may still have old ones
-    parts = PlayingParts.build(config, addresses, model, tasks, channel.warn, requests)
+    parts = PlayingParts.build(config, addresses, model, tasks, channel.warn, requests, count)
     importing.done()
     following = asyncio.create_task(progress.follow())
 
@@ -256,7 +257,7 @@ async def _connected(addresses: Addresses) -> wire.Channel:
     """Connect to the rollout process, which starts at the same time; the launcher ends a run that does not begin."""
     while True:
         try:
-            return await wire.connect(addresses.episodes, addresses.access)
+            return await wire.connect(addresses.extensions["processes"]["url"], addresses.access)
         except OSError:
             await asyncio.sleep(CONNECT_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Replay of a recorded schedule (mode=replay replay.schedule=true): python -m asyncrl.rollout.schedule_replay RUN_DIR.
+"""Replay of a recorded schedule (replay.schedule): python -m asyncrl.extensions.debug.schedule_replay RUN_DIR.
 
 This process replaces the rollout process and repeats the whole schedule of a recorded run, with the recorded answers
 instead of engines. Buffer, server, staleness bound and ledger are the real ones: each recorded event is repeated when

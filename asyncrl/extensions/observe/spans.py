@@ -12,7 +12,7 @@ Ids are hashes: a trace's of the run and the uid (which names the attempt), a sp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import msgspec
@@ -27,6 +27,7 @@ from asyncrl.observability.timeline import (
     PublishTimeline,
     Record,
     Started,
+    in_sample,
 )
 
 Attributes = dict[str, str | float]
@@ -69,6 +70,11 @@ def traceparent(run: str, uid: str, episode: str, request: int, *, sampled: bool
     """Return the header of a request: the number-th of an episode."""
     trace = trace_id(run, uid)
     return f"00-{trace}-{span_id(trace, f'{episode}.{request}')}-{'01' if sampled else '00'}"
+
+
+def trace_headers(run: str, share: float, uid: str, sample: str, request: int) -> Mapping[str, str]:
+    """Return the header `traceparent` of the request-th request of a sample. `share` of the groups are traced."""
+    return {"traceparent": traceparent(run, uid, sample.rpartition(" ")[2], request, sampled=in_sample(uid, share))}
 
 
 class TraceBuilder:
