@@ -153,6 +153,10 @@ class LaunchHooks:
     def begins(self, prepared: Preparation) -> None:
         """Write to the run folder what the run or its summary needs, before its processes start."""
 
+    def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
+        """Yield what a finished run offers, in a few words each, and the command or file with which to see it."""
+        return iter(())
+
     def sweep(self) -> None:
         """Remove what killed runs have left on this machine: called at the end of every run and before others start.
         It has the default settings, since the run is not known. An extension that has to be named is not called."""

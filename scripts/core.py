@@ -34,9 +34,11 @@ STRUCTURE = ["tests/test_imports.py", "tests/test_names.py"]
 RUN = ["experiment=tiny", "run.max_steps=3", "eval.questions=0", "run.dir=.core-run"]
 
 
-def needs(readme: str) -> set[str]:
-    """Return the extensions that one imports: those of the line that begins with "Needs" in its README."""
-    return {name for line in re.findall(r"^Needs (.+)$", readme, re.MULTILINE) for name in re.findall(r"`(\w+)`", line)}
+def needs(readme: str, word: str = "Needs") -> set[str]:
+    """Return the extensions that one imports: those of the line that begins with "Needs" in its README. Those of a line
+    that begins with "Uses" may be missing."""
+    lines = re.findall(rf"^{word} (.+)$", readme, re.MULTILINE)
+    return {name for line in lines for name in re.findall(r"`(\w+)`", line)}
 
 
 def with_dependents(names: list[str]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.extensions.view.inspection import cli
 from asyncrl.metrics.fields import STEP, STEP_TRAINER, SUMMARY
 from asyncrl.observability.intervals import DECODE
 from asyncrl.observability.timeline import (
@@ -28,7 +29,6 @@ from asyncrl.observability.timeline import (
     Started,
     TimelineReader,
 )
-from asyncrl_view.inspection import cli
 from tests.integration.books import balanced
 from tests.integration.fleet import OF_EXTENSIONS
 from tests.integration.running import lines, nothing_is_left, run

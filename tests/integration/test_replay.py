@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from asyncrl.extensions.view.watch.runs import RunFolder
+from asyncrl.extensions.view.watch.server import app
 from asyncrl.models import catalog
 from asyncrl.observability.timeline import ProcessSpan, TimelineReader
 from asyncrl.records.events import PartTaken, Published, Taken, decode
@@ -19,8 +21,6 @@ from asyncrl.records.frames import Frames, path_of
 from asyncrl.records.reading import Recording
 from asyncrl.rollout.prompts import load_tokenizer
 from asyncrl.schema import encode
-from asyncrl_view.watch.runs import RunFolder
-from asyncrl_view.watch.server import app
 from tests.integration.books import trained, weights
 from tests.integration.running import finish, lines, nothing_is_left, run, start
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from asyncrl.checkpoints.store import CheckpointStore
-from asyncrl_convert.cli import main as convert
+from asyncrl.extensions.convert.cli import main as convert
 from tests.integration.books import check_books, check_replay, tensors, trained, weights
 from tests.integration.running import (
     DETERMINISTIC,

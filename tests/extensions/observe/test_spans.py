@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.extensions.observe import perfetto
 from asyncrl.extensions.observe.spans import Span, TraceBuilder, run_prefix, trace_id, traceparent
+from asyncrl.extensions.view.inspection import cli
 from asyncrl.observability import timeline
 from asyncrl.observability.intervals import DECODE, ENGINE, PREFILL, QUEUED, RETRY, TOOL, Activity, Interval, request
 from asyncrl.observability.timeline import (
@@ -24,7 +25,6 @@ from asyncrl.observability.timeline import (
     PublishTimeline,
     Started,
 )
-from asyncrl_view.inspection import cli
 
 RUN = "run0"
 
