@@ -131,7 +131,12 @@ class RestartPolicy:
 
     def _began(self, name: str) -> bool:
         """Return whether the process itself had started when its step ended."""
-        return begin_file(self._run_dir, name).exists()
+        return any(self._written(begin_file, name))
+
+    def _written(self, of: Callable[[Path, str], Path], name: str) -> list[Path]:
+        """Return the notes of a process, or of the ranks of a step."""
+        file = of(self._run_dir, name)
+        return [one for one in (file, *file.parent.glob(f"{name}-[0-9]*{file.suffix}")) if one.exists()]
 
     def _due(self, name: str) -> bool:
         return time.monotonic() - self._tried.get(name, -RETRY_SECONDS) >= RETRY_SECONDS
@@ -159,8 +164,8 @@ class RestartPolicy:
             self._restarts[spec.name] += 1
             if spec.ends_the_run and self._restarts[spec.name] > len(self._recoveries):
                 self._recover(spec.name, how)
-        for note in (begin_file, end_file):
-            note(self._run_dir, spec.name).unlink(missing_ok=True)
+        for note in (*self._written(begin_file, spec.name), *self._written(end_file, spec.name)):
+            note.unlink(missing_ok=True)
         if spec.name in self._watches:
             self._watches[spec.name].forget()
         return True
