@@ -39,8 +39,6 @@ COPY pyproject.toml README.md LICENSE ./
 COPY conf/ conf/
 COPY recipes/ recipes/
 COPY asyncrl/ asyncrl/
-COPY asyncrl_convert/ asyncrl_convert/
-COPY asyncrl_view/ asyncrl_view/
 RUN /opt/build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist .
 
 # The environment. Nothing is resolved here: --no-deps takes the lock as it is, and without build isolation what has no wheel

@@ -80,7 +80,7 @@ prometheus: setup  ## a Prometheus for its tests, unpacked into .venv, where Deb
 
 campaign: setup bubblewrap  ## many seeded trials, and many more examples of each property (TRIALS=20)
 	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q tests -m "campaign and not gpu and not multi_gpu"
-	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q -n 2 tests/algo tests/planner tests/extensions/plan tests/rollout tests/records tests/checkpoints -m "not integration and not campaign"
+	ASYNCRL_TRIALS=$(TRIALS) $(BIN)/pytest -q -n 2 tests/algo tests/extensions/plan tests/rollout tests/records tests/checkpoints -m "not integration and not campaign"
 
 # In a folder of their own: verl's wheel holds packages named tests and scripts.
 $(PEERS): pyproject.toml $(READY)

@@ -23,16 +23,22 @@ from asyncrl.imports import load
 from asyncrl.settings import Section
 
 if TYPE_CHECKING:
+    from starlette.routing import Route
     from torch import Tensor
 
     from asyncrl.algo.table import LossRows, TokenTable
     from asyncrl.config import AuxiliaryModelConfig, Config
+    from asyncrl.engine.stream import Headers
     from asyncrl.launch.cluster import Cluster
-    from asyncrl.launch.placement import Placement
+    from asyncrl.launch.placement import Placement, Seat
+    from asyncrl.launch.plan import ProcessSpec
     from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
+    from asyncrl.rollout.parts import PlaysEpisodes
+    from asyncrl.rollout.reporters import RolloutRun
+    from asyncrl.rollout.server import RolloutServer
     from asyncrl.schema import Batch, Group, Prompt, Trajectory
     from asyncrl.trainer.microbatches import Groups
     from asyncrl.trainer.policy import Policy
@@ -119,14 +125,40 @@ class LaunchHooks:
         """Yield every problem with an engine on a GPU of this name."""
         return iter(())
 
+    def ports(self) -> int:
+        """Return the number of ports that it needs on the rollout process's machine."""
+        return 0
+
+    def shared(self, ports: Sequence[Seat]) -> dict[str, str]:
+        """Return what its processes find in Addresses.extensions under its name; `ports` are those that it needs."""
+        return {}
+
+    def changed(self, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+        """Return a process of the run as it shall be started, with further arguments or environment."""
+        return spec
+
+    def processes(
+        self, config: Config, addresses: Addresses, placement: Placement, run_dir: Path
+    ) -> Sequence[ProcessSpec]:
+        """Return further processes of the run."""
+        return ()
+
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Check a run before it starts, after the core's own checks: at each start, and with --check."""
+        """Check a run before it starts, after the core's own checks except that of the network between machines: at
+        each start, and with --check. `prepared.weights` has the tensors of the model folders that are complete."""
         return iter(())
 
     def notes(self, prepared: Preparation) -> list[str]:
         """Return lines for the console at the start. Raises ConfigError for a run that must not start, which only
         matters if cluster.preflight=false left out the check."""
         return []
+
+    def begins(self, prepared: Preparation) -> None:
+        """Write to the run folder what the run or its summary needs, before its processes start."""
+
+    def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
+        """Yield what a finished run offers, in a few words each, and the command or file with which to see it."""
+        return iter(())
 
     def sweep(self) -> None:
         """Remove what killed runs have left on this machine: called at the end of every run and before others start.
@@ -201,6 +233,21 @@ class TrainerHooks:
 class RolloutHooks:
     """What an extension does in the rollout process. Its methods must not block."""
 
+    def start(self, run: RolloutRun) -> None:
+        """Begin, before anything else is called."""
+
+    def plays(self, run: RolloutRun) -> PlaysEpisodes | None:
+        """Return what plays all episodes, instead of this process; None to leave it to others."""
+        return None
+
+    def routes(self, server: RolloutServer, status: Callable[[], Mapping[str, Any]]) -> Sequence[Route]:
+        """Return further routes of the rollout process's server. `server.guarded` lets only those who have a key call
+        an endpoint; `status` returns the content of status.json."""
+        return ()
+
+    def group(self, group: Group) -> None:
+        """Listen to every group that was played to its end, accepted or rejected, before it is recorded."""
+
     def record(self, record: Record) -> None:
         """Listen to every group, batch and publish that has ended (observability/timeline.py)."""
 
@@ -213,7 +260,11 @@ class RolloutHooks:
 
 
 class PlayerHooks:
-    """What an extension does in each process that plays episodes (rollout.processes)."""
+    """What an extension does in each process that plays episodes: the rollout process, or those of an extension."""
+
+    def headers(self, config: Config, addresses: Addresses) -> Headers | None:
+        """Return what makes headers of every request to an engine; None if no request needs any."""
+        return None
 
     async def start(self, timeout: float) -> None:
         """Wait for what episodes need, for this many seconds. Raises DeadlineExceeded."""
@@ -262,6 +313,9 @@ class Extension:
     """Columns of the token table that it fills and that algo.kl.reference may name."""
     platform: ClassVar[str] = ""
     """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
+
+    serves: ClassVar[Sequence[str]] = ()
+    """Settings of the core that are refused without an extension that names them here."""
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""
@@ -387,6 +441,12 @@ def sweep() -> None:
     """Remove what killed runs have left on this machine of the extensions that need not be named."""
     for kind in classes({}).values():
         kind(kind.Settings()).launch().sweep()
+
+
+def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
+    """Return what the processes of each extension share: Addresses.extensions."""
+    every = {name: one.launch().shared(placement.ports.get(name, [])) for name, one in active(config).items()}
+    return {name: told for name, told in every.items() if told}
 
 
 def tasks() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Settings that asyncrl no longer has, and why; `results/log.md` says what each gave.
+"""Settings that asyncrl no longer has, and why; `results/log.md` says what each gave. Settings with another name.
 
 This module imports nothing, so that the command can refuse them before it imports pydantic.
 """
@@ -51,11 +51,13 @@ def moved(module: str) -> str | None:
 
 _SLURM = ("submit", "time", "requeues", "sbatch", "setup", "srun", "container")
 MOVED_SETTINGS = {
-    **{f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")},
     "engine.quantization": "quantized.format",
     "algo.distillation": "distill",
+    "tracing": "observe",
+    "rollout.processes": "processes.count",
+    **{f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")},
 }
-"""New names of settings, or of whole sections, that moved to the section of an extension."""
+"""New names of settings, and of whole sections, that moved to the section of an extension."""
 
 
 def removal(field: str, value: object = None) -> str | None:

@@ -35,10 +35,10 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from asyncrl.extensions.observe.otlp import ROUTER  # noqa: E402
+from asyncrl.extensions.observe.spans import trace_id  # noqa: E402
 from asyncrl.observability import timeline  # noqa: E402
 from asyncrl.observability.intervals import Activity, request  # noqa: E402
-from asyncrl.observability.otlp import ROUTER  # noqa: E402
-from asyncrl.observability.spans import trace_id  # noqa: E402
 from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan, Started, TimelineReader  # noqa: E402
 from scripts import machine, metrics_parts, page_parts  # noqa: E402
 
@@ -126,7 +126,7 @@ def overhead(folder: Path, *, quick: bool, settings: list[str]) -> Figures:
 
 def join(folder: Path, *, quick: bool, settings: list[str]) -> Figures:
     """Measure how many prompts have a trace across all processes."""
-    run(folder, [f"run.max_steps={4 if quick else 30}", "tracing.engines=true", "engine.count=2", *settings])
+    run(folder, [f"run.max_steps={4 if quick else 30}", "observe.engines=true", "engine.count=2", *settings])
     run_id, seen, count, prompts = "", defaultdict[str, set[str]](set), 0, set[str]()
     for record in TimelineReader(folder).new():
         if isinstance(record, Started):

@@ -2,7 +2,7 @@
 
 It measures the trajectories in flight on one core, the CPU time per request and per streamed chunk compared with a
 plain aiohttp client, the memory per trajectory, the event-loop lag, the CPU time per token of long and of short
-answers, buffer operations by size, and the process with the buffer (rollout.processes) for each sample. It prints
+answers, buffer operations by size, and the process with the buffer (processes.count) for each sample. It prints
 tables and one line of JSON.
 """
 

@@ -29,14 +29,16 @@ KEPT = {"cpu"}
 FREE = "not campaign and not gpu and not multi_gpu and not integration and not nightly"
 SOME = ["tests/config", "tests/launch", "tests/recipes", "tests/tasks", "tests/test_extension.py"]
 MORE = ["algo", "agents", "checkpoints", "engine", "envs", "images", "metrics", "network", "observability"]
-MORE += ["planner", "records", "rewards", "rollout", "trainer", "weights"]
+MORE += ["records", "rewards", "rollout", "trainer", "weights"]
 STRUCTURE = ["tests/test_imports.py", "tests/test_names.py"]
 RUN = ["experiment=tiny", "run.max_steps=3", "eval.questions=0", "run.dir=.core-run"]
 
 
-def needs(readme: str) -> set[str]:
-    """Return the extensions that one imports: those of the line that begins with "Needs" in its README."""
-    return {name for line in re.findall(r"^Needs (.+)$", readme, re.MULTILINE) for name in re.findall(r"`(\w+)`", line)}
+def needs(readme: str, word: str = "Needs") -> set[str]:
+    """Return the extensions that one imports: those of the line that begins with "Needs" in its README. Those of a line
+    that begins with "Uses" may be missing."""
+    lines = re.findall(rf"^{word} (.+)$", readme, re.MULTILINE)
+    return {name for line in lines for name in re.findall(r"`(\w+)`", line)}
 
 
 def with_dependents(names: list[str]) -> list[str]:

@@ -3,7 +3,7 @@ links to files of the repository.
 
 The pages are read on GitHub too, where links like ../asyncrl/algo/loss.py lead to the file. The site shows the path of
 such a file instead, and refuses links to files that do not exist. The tutorials are notebooks; their cells and stored
-outputs become pages. The page of an extension is its README, and so is that of asyncrl-convert.
+outputs become pages. The page of an extension is its README.
 """
 
 from __future__ import annotations
@@ -25,17 +25,14 @@ from asyncrl.metrics import fields
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)")
-READMES = {
-    **{file: f"extensions/{file.parent.name}.md" for file in sorted(ROOT.glob("asyncrl/extensions/*/README.md"))},
-    ROOT / "asyncrl_convert/README.md": "extensions/convert.md",
-}
+READMES = {file: f"extensions/{file.parent.name}.md" for file in sorted(ROOT.glob("asyncrl/extensions/*/README.md"))}
 """Pages that stand beside their code, with their place in the site."""
 COMMANDS = {
     "asyncrl-train": "trains, records, replays and checks; `--help` lists every [setting](settings.md)",
     "asyncrl-engines": "adds engines to a run, and takes them away ([rollouts](../rollouts.md#add-engines-to-a-run))",
     "asyncrl-plan": "chooses the split of GPUs, lead and bound ([plans](../extensions/plan.md))",
-    "asyncrl-inspect": "shows a recorded run in the terminal, or as a page ([runs](../runs.md#inspect))",
-    "asyncrl-watch": "serves a live page of runs from their files ([observability](../observability.md))",
+    "asyncrl-inspect": "shows a recorded run in the terminal, or as a page ([its page](../extensions/view.md))",
+    "asyncrl-watch": "serves a live page of runs from their files ([its page](../extensions/view.md))",
     "asyncrl-convert": "converts weights between the formats of Megatron and HF ([its page](../extensions/convert.md))",
     "asyncrl-install": "installs the CPU engine and the locked dependencies beside an installed wheel",
 }

@@ -21,7 +21,7 @@ from typing import Any
 DENSE, SPARSE, FP8, INT8 = 0.15, 0.25, 1.2, 0.45
 TWO, REPLICAS = "engine.tensor_parallel=2", "engine.data_parallel=2"
 EXPERTS, STAGES = "engine.expert_parallel=2", ("engine.pipeline_parallel=2", "weights.pause_mode=abort")
-CODES = "+quantized.format"
+CODES = "quantized.format"
 HICACHE = ("engine.hicache=1", "rollout.cache_key=version")
 BACKENDS = ("+engine.server_args.attention_backend=triton", "+engine.server_args.sampling_backend=pytorch")
 """Backends that are compiled on the machine, in place of those that SGLang chooses: FlashAttention 3 and FlashInfer."""

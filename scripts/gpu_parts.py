@@ -41,12 +41,13 @@ from torch import Tensor  # noqa: E402
 
 from asyncrl.algo.pack import Pack  # noqa: E402
 from asyncrl.algo.samples import Sample  # noqa: E402
-from asyncrl.models.tensors import tensors  # noqa: E402
+from asyncrl.extensions.plan import memory  # noqa: E402
+from asyncrl.extensions.plan.activations import Training  # noqa: E402
+from asyncrl.extensions.plan.shapes import ParallelLayout, counted, shape_of  # noqa: E402
+from asyncrl.extensions.plan.tensors import tensors  # noqa: E402
+from asyncrl.launch.preflight.model_files import Weight  # noqa: E402
 from asyncrl.models.tiny import write_random_model  # noqa: E402
 from asyncrl.network.ports import free_port  # noqa: E402
-from asyncrl.planner import memory  # noqa: E402
-from asyncrl.planner.activations import Training  # noqa: E402
-from asyncrl.planner.shapes import ParallelLayout, Weight, counted, shape_of  # noqa: E402
 from scripts.gpu_engines import BACKENDS, check  # noqa: E402
 from scripts.sizes import MODELS, QWEN3  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402

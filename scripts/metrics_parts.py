@@ -21,10 +21,10 @@ from typing import Any
 from asyncrl import jsonl
 from asyncrl.config import read
 from asyncrl.engine.loads import SCRAPE_SECONDS
+from asyncrl.extensions.observe.exposition import PrometheusMetrics
 from asyncrl.metrics.sinks import Sinks
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability import timeline
-from asyncrl.rollout.exposition import PrometheusMetrics
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
 
 SCRAPE_CPU = 0.008

@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.extensions.view.watch.timelines import TimelineIndex
 from asyncrl.records.events import Committed, Event, PackedGroup, PackedTurn, Taken
 from asyncrl.records.reading import RECORDS
 from asyncrl.records.writer import Writer
 from asyncrl.schema import VersionSpan
-from asyncrl_view.watch.timelines import TimelineIndex
 from scripts import machine
 from scripts.synthetic_run import Plan, make
 
@@ -108,7 +108,7 @@ def _scrolled(tab: Any) -> dict[str, float]:
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Run asyncrl-watch, and yield the address of its page."""
-    command = [sys.executable, "-m", "asyncrl_view.watch.cli", str(folder)]
+    command = [sys.executable, "-m", "asyncrl.extensions.view.watch.cli", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as served:
         assert served.stdout
         try:

@@ -1,4 +1,4 @@
-"""Processes that play episodes against stub engines (rollout.processes), for scripts/bench_rollout.py: the CPU time of
+"""Processes that play episodes against stub engines (processes.count), for scripts/bench_rollout.py: the CPU time of
 the process with the buffer for each sample, and of those that play for each request.
 
 The parts are the real ones, with groups of SIZE samples, each of which is a request of its own, and a reward that costs
@@ -26,10 +26,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from asyncrl import extension
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config
 from asyncrl.engine.client import GenerationClient
+from asyncrl.extensions.processes import wire
+from asyncrl.extensions.processes.episodes import EpisodeWorker, play_until_closed
+from asyncrl.extensions.processes.workers import EpisodeWorkers
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.network.ports import free_port
@@ -38,12 +42,9 @@ from asyncrl.observability.intervals import DECODE, PREFILL
 from asyncrl.observability.timeline import ROLLOUT, TimelineWriter
 from asyncrl.records.reading import RECORDS
 from asyncrl.records.writer import Writer
-from asyncrl.rollout import wire
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.episodes import EpisodeWorker, play_until_closed
-from asyncrl.rollout.exposition import PrometheusMetrics
 from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
@@ -52,10 +53,9 @@ from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, question_of, render
 from asyncrl.rollout.recorder import Recorder
-from asyncrl.rollout.reporters import FailureReporter
+from asyncrl.rollout.reporters import FailureReporter, RolloutRun
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Patience, Worker
-from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import encode
 from asyncrl.tasks import Question, Task, build_all
 from asyncrl.tasks.scores import TaskScoreReward
@@ -102,7 +102,7 @@ def _config(processes: int) -> Config:
 
     find_further_confs()
     with initialize_config_dir(version_base=None, config_dir=str(Path(__file__).parent.parent / "conf")):
-        composed = compose("train", [f"rollout.processes={processes}", "eval.questions=8"])
+        composed = compose("train", [f"++processes.count={processes}", "eval.questions=8"])
     values: Any = OmegaConf.to_container(composed, resolve=True)
     return config.load(values)
 
@@ -135,8 +135,12 @@ async def measure(
         timeline = TimelineWriter(folder, ROLLOUT, print)
         config, built, template = questions(len(engines))
         (name,) = built
-        exposed = PrometheusMetrics(folder, addresses(""), "bench")
-        timelines = Timelines([timeline], [EpisodeFigures({name: lambda reward: reward > 0}), exposed])
+        run = RolloutRun(config, addresses(address), folder, warn)
+        hooks = [one.rollout() for one in extension.active(config).values()]
+        for one in hooks:
+            one.start(run)
+        metrics = EpisodeFigures({name: lambda reward: reward > 0})
+        timelines = Timelines([timeline], [metrics, *(one.record for one in hooks)])
         writer: Writer | None = Writer(folder / RECORDS) if record else None
         recorder = Recorder(writer)
         groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
@@ -147,7 +151,7 @@ async def measure(
         async with asyncio.TaskGroup() as tasks:
             serving = None
             if isinstance(playing, EpisodeWorkers):
-                serving = tasks.create_task(playing.serve(folder, address))
+                serving = tasks.create_task(playing.serve())
                 given = [
                     ("stub_player.py", number, tokens, record)
                     if stubs
@@ -215,13 +219,18 @@ async def _all_in_flight(groups: GroupLifecycle, count: int) -> dict[str, float]
 async def _players(engines: Sequence[str], tokens: int, address: str, coalesce: bool) -> PlayingParts | EpisodeWorkers:
     if len(engines) == 1:
         return parts(engines[0], tokens, coalesce)
-    warn = lambda text, traceback=None: print(text, file=sys.stderr)  # noqa: E731
-    return EpisodeWorkers(_config(len(engines)), addresses(address), warn)
+    run = RolloutRun(_config(len(engines)), addresses(address), Path(), warn)
+    return EpisodeWorkers(run, len(engines))
 
 
-def addresses(episodes: str) -> Addresses:
+def warn(text: str, traceback: str | None = None) -> None:
+    """Print a warning."""
+    print(text, file=sys.stderr)
+
+
+def addresses(url: str) -> Addresses:
     """Return the addresses of a run whose processes connect here."""
-    return Addresses("bench", KEY, Path(), (), "", "", 0, 0.0, episodes=episodes)
+    return Addresses("bench", KEY, Path(), (), "", "", 0, 0.0, extensions={"processes": {"url": url}})
 
 
 async def _start(script: str, address: str, *arguments: str | int) -> asyncio.subprocess.Process:

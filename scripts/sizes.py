@@ -25,24 +25,24 @@ from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import linear_bytes
-from asyncrl.extensions.plan import sizing
+from asyncrl.extensions.plan import memory, shapes, sizing
+from asyncrl.extensions.plan.settings import layout_of, served_adapters, training_of
+from asyncrl.extensions.plan.shapes import Shape, shape_of
 from asyncrl.extensions.plan.sizing import Balance, FleetSpec, Hardware, Publish
+from asyncrl.extensions.plan.tensors import tensors
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.compose import find_further_confs
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, nodes_wanted, place
 from asyncrl.launch.precision import assumed
-from asyncrl.models.tensors import tensors
-from asyncrl.planner import memory, shapes
-from asyncrl.planner.settings import layout_of, served_adapters, training_of
-from asyncrl.planner.shapes import Shape, Weight, shape_of
+from asyncrl.launch.preflight.model_files import Weight
 from asyncrl.weights.choice import choose_lora
 
 DOCS = Path(__file__).parent.parent / "results" / "sizes.md"
 BEGIN, END = "<!-- sizes: written by scripts/sizes.py -->\n", "<!-- end of sizes -->\n"
 HARDWARE = Hardware()
 ROOM = 0.9 * HARDWARE.memory
-"""Bytes of a GPU that may be planned. Libraries and fragmentation take the rest (launch/preflight/memory.py)."""
+"""Bytes of a GPU that may be planned. Libraries and fragmentation take the rest (extensions/plan/memory_check.py)."""
 PIECE = 0.19e-3
 """CPU seconds of the rollout process per chunk of an answer (results/measurements.md)."""
 

@@ -1,4 +1,4 @@
-"""Stub of a process that plays episodes (rollout.processes), for scripts/bench_rollout.py: it answers every group after
+"""Stub of a process that plays episodes (processes.count), for scripts/bench_rollout.py: it answers every group after
 DELAY seconds with random tokens, and renders prompts as the real one does. With several of them, the process with the
 buffer is the busiest one, so that what it does once a second weighs little in its CPU time for each sample.
 
@@ -20,9 +20,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from asyncrl.engine.adapters import InUse
+from asyncrl.extensions.processes import wire
 from asyncrl.observability.intervals import DECODE, PREFILL, REWARD, Interval
 from asyncrl.records.events import compressed
-from asyncrl.rollout import wire
 from asyncrl.rollout.prompts import render
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan, encode
 from scripts import rollout_processes

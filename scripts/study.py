@@ -46,7 +46,7 @@ CORRECTIONS: dict[str, Overrides] = {
     "OPSM": ["algo.correction=null", "algo.mask.opsm=0.5"],
 }
 QUANTIZED: dict[str, Overrides] = {
-    f"{kind}, {name}": ["rollout.max_staleness=0", f"+quantized.format={kind}", *CORRECTIONS[name]]
+    f"{kind}, {name}": ["rollout.max_staleness=0", f"quantized.format={kind}", *CORRECTIONS[name]]
     for kind in ("none", "int8_simulated", "fp8_simulated")
     for name in ("none", "TIS")
 }

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from asyncrl import extension, imports
-from asyncrl.config import Config, TaskConfig, load
+from asyncrl.config import Config, TaskConfig, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.launch import leftovers
 from asyncrl.launch.attached import wanted_of
@@ -25,11 +25,9 @@ from asyncrl.launch.checks import check_model
 from asyncrl.launch.generations import check_generations
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.plan import plan
-from asyncrl.launch.preflight.folders import room_of
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
-from asyncrl.planner.settings import training_of
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of
 from asyncrl.tasks import Task, build, build_all
@@ -102,6 +100,17 @@ def test_extension_of_an_installed_package_need_not_be_named(monkeypatch: pytest
         assert load({**tiny_values(), "sleepy": {"slow": 3.0}}).sleepy.slow == 3.0
     finally:
         extension.installed.cache_clear()
+
+
+def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorded_runs() -> None:
+    moved = {"tracing": "observe", "rollout.processes": "processes.count"}
+    for old, new in moved.items():
+        with pytest.raises(ConfigError, match=f"It moved: set {new}"):
+            tiny_config(**{old: {}})
+    recorded = {"tracing": {"engines": True}, "rollout": {"processes": 2, "lead": 1}, "mode": "train"}
+    found = {"observe": {"engines": True}, "processes": {"count": 2}, "rollout": {"lead": 1}, "mode": "train"}
+    assert under_new_names(recorded) == found
+    assert recorded["rollout"] == {"processes": 2, "lead": 1}
 
 
 @pytest.mark.parametrize(
@@ -239,8 +248,7 @@ def test_engines_and_checks_know_what_the_transport_of_an_extension_needs(courie
     engine, *_ = plan(courier, addresses(), placement, Path("/run"))
     assert "--custom-weight-loader courier.load" in " ".join(engine.argv)
     assert wanted_of(courier)["custom_weight_loader"] == ["courier.load"]
-    assert room_of(courier, 1000).published == 3 * 4 * 1000
-    assert training_of(courier, gpu=False).bucket == courier.weights.bucket_mb << 20
+    assert courier.sends_files
 
 
 def test_transport_that_nothing_offers_is_refused_with_those_that_are_there() -> None:
@@ -401,6 +409,4 @@ def test_base_of_an_extension_is_known_by_its_name(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(extension, "installed", lambda: {"thin": "thin:Own"})
     config = tiny_config(**changes)
     assert config.changes_base
-    adapters = training_of(config, gpu=False).adapters
-    assert adapters
-    assert adapters.base_bytes == 0.25
+    assert extension.bases()["thin"].bytes == 0.25

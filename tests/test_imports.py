@@ -23,12 +23,7 @@ FILES = [file for file in sorted(PACKAGE.rglob("*.py")) if file not in EXTENSION
 """Those of the core."""
 RECIPES = PACKAGE.parent / "recipes"
 RECIPE_FILES = sorted(RECIPES.rglob("*.py"))
-SIBLINGS = {  # packages beside the core, and what each may import of it and of the others
-    "asyncrl_convert": {"config", "weights", "models", "records", "checkpoints", "asyncrl_view"},
-    "asyncrl_view": {"records", "observability"},
-}
-SIBLING_FILES = sorted(file for name in SIBLINGS for file in (PACKAGE.parent / name).rglob("*.py"))
-ALL_FILES = FILES + EXTENSION_FILES + SIBLING_FILES + RECIPE_FILES
+ALL_FILES = FILES + EXTENSION_FILES + RECIPE_FILES
 RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extension", "extensions"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
@@ -60,7 +55,7 @@ ALLOWED = {
     "models": set(),
     "launch": {
         *("config", "engine", "models", "tasks", "records", "checkpoints", "observability"),
-        *("planner", "weights", "rollout", "settings"),
+        *("weights", "rollout", "settings"),
     },
     "engine": {"config", "observability"},
     "agents": {"envs"},
@@ -77,7 +72,6 @@ ALLOWED = {
     "algo": {"config", "settings"},
     "weights": {"config", "engine", "models"},
     "trainer": {"config", "algo", "engine", "weights", "records", "checkpoints", "models"},
-    "planner": {"config", "models"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
@@ -85,13 +79,12 @@ ONLY = {
     ("launch", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("rollout", "models"): {"models.vision", "models.architectures"},
     ("rollout", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
-    ("launch", "planner"): {"planner.settings", "planner.memory", "planner.shapes", "planner.estimate"},
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "rollout"): {"rollout.agent"},
     ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads"),
-        *("engine.session", "engine.partial_completion", "engine.roles"),
+        *("engine.session", "engine.partial_completion", "engine.roles", "engine.stream"),
     },
     ("weights", "engine"): {"engine.adapters", "engine.fleet", "engine.update", "engine.server"},
     ("engine", "observability"): {"observability.intervals"},
@@ -100,8 +93,6 @@ ONLY = {
     ("trainer", "models"): {"models.architectures", "models.vision"},
     ("weights", "models"): {"models.vision"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.update"},
-    ("planner", "config"): {"config", "config.lora", "config.adapters"},
-    ("planner", "models"): {"models.architectures", "models.vision"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
 
@@ -181,11 +172,10 @@ def test_these_never_import_each_other(one: str, other: str) -> None:
         assert (other, one) not in edges
 
 
-def test_the_core_imports_neither_recipes_nor_the_packages_beside_it() -> None:
-    beside = {"asyncrl_recipes", "recipes", *SIBLINGS}
+def test_the_core_imports_neither_recipes_nor_extensions() -> None:
     for file in FILES:
         names = imported(parsed(file), runtime_only=False)
-        assert not {name.split(".")[0] for name in names} & beside, file
+        assert not {name.split(".")[0] for name in names} & {"asyncrl_recipes", "recipes"}, file
         assert not any(name.startswith("asyncrl.extensions") for name in names), file
         named = [name for name in FOLDERS if re.search(rf"extensions[./]{name}\b", file.read_text())]
         assert file.stem == "removed" or not named, f"{file} names an extension: {named}"
@@ -196,16 +186,9 @@ def test_extensions_import_the_core_and_what_their_readme_names(file: Path) -> N
     own = file.relative_to(EXTENSIONS).parts[0]
     names = [name.split(".") for name in imported(parsed(file), runtime_only=False)]
     used = {parts[2] for parts in names if parts[:2] == ["asyncrl", "extensions"]} - {own}
-    assert used <= needs((EXTENSIONS / own / "README.md").read_text())
-    assert not {parts[0] for parts in names} & {"asyncrl_recipes", *SIBLINGS}
-
-
-@pytest.mark.parametrize("file", SIBLING_FILES, ids=lambda file: str(file.relative_to(PACKAGE.parent)))
-def test_packages_beside_the_core_import_only_what_the_design_allows(file: Path) -> None:
-    own = file.relative_to(PACKAGE.parent).parts[0]
-    names = [name.split(".") for name in imported(parsed(file), runtime_only=False)]
-    assert {parts[1] for parts in names if parts[0] == "asyncrl"} <= OPEN | SIBLINGS[own] | {"__version__"}
-    assert {parts[0] for parts in names if parts[0].startswith("asyncrl_")} <= {own} | SIBLINGS[own]
+    readme = (EXTENSIONS / own / "README.md").read_text()
+    assert used <= needs(readme) | needs(readme, "Uses")
+    assert "asyncrl_recipes" not in {parts[0] for parts in names}
 
 
 @pytest.mark.parametrize("file", RECIPE_FILES, ids=lambda file: str(file.relative_to(RECIPES)))
@@ -256,8 +239,9 @@ def modules_after(tmp_path: Path, module: str, *arguments: str) -> set[str]:
     [
         ("asyncrl.launch.main", ["--help"], set()),
         ("asyncrl.launch.main", ["experiment=tiny", "-h"], set()),
-        ("asyncrl_convert.cli", ["--help"], set()),
+        *([("asyncrl.extensions.convert.cli", ["--help"], set())] if "convert" in FOLDERS else []),
         *([("asyncrl.extensions.install", ["--help"], set())] if "install" in FOLDERS else []),
+        *([("asyncrl.extensions.view.watch.cli", ["--help"], set())] if "view" in FOLDERS else []),
         ("asyncrl.launch.main", ["-sc", "install=bash"], {"hydra", "omegaconf", "yaml"}),
         ("asyncrl.launch.main", ["--cfg", "job"], {"hydra", "omegaconf", "yaml"}),
         ("asyncrl.launch.main", ["rollout.max_stalenes=1"], {"hydra", "omegaconf", "yaml"}),
@@ -273,7 +257,7 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-MOST_LINES = 49_500
+MOST_LINES = 40_800
 """Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
 file or a function: such limits were met by folding lines."""
 
@@ -329,7 +313,7 @@ def test_composition_stays_in_the_launcher() -> None:
     assert users == {"launch/compose.py", "launch/own_file.py"}
 
 
-@pytest.mark.parametrize("path", FILES + SIBLING_FILES, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
+@pytest.mark.parametrize("path", FILES + EXTENSION_FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_is_raised_inside_except_star(path: Path) -> None:
     """Before Python 3.11.4 (Debian 12 has 3.11.2) an exception raised inside `except*` arrives wrapped in a group."""
     assert not [node.lineno for node in ast.walk(parsed(path)) if isinstance(node, ast.TryStar)]

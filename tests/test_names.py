@@ -8,11 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = sorted(
-    file
-    for package in ("asyncrl", "asyncrl_convert", "asyncrl_view", "recipes")
-    for file in (ROOT / package).rglob("*.py")
-)
+MODULES = sorted(file for package in ("asyncrl", "recipes") for file in (ROOT / package).rglob("*.py"))
 
 
 def test_public_class_names_are_unique() -> None:

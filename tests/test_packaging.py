@@ -15,8 +15,6 @@ import pytest
 from asyncrl import __version__
 from tests.pins import ROOT, lock, pins, project
 
-BESIDE = ("asyncrl_convert", "asyncrl_view")
-"""Packages of the wheel beside asyncrl."""
 LOCKS = ["cpu.txt", "dev.txt", "docs.txt"]
 SCRIPTS = ("lock.sh", "container_check.py", "clean_root.py", "debian_tools.py")
 ELSEWHERE = ("../pyproject.toml", "../Dockerfile", *(f"../scripts/{name}" for name in SCRIPTS))
@@ -115,14 +113,14 @@ def test_wheel_carries_conf_recipes_lock_and_commands(wheel):
         for path in (ROOT / "recipes").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    beside = {str(path.relative_to(ROOT)) for name in BESIDE for path in (ROOT / name).rglob("*.*")}
-    assert {name for name in beside if "__pycache__" not in name and (ROOT / name).is_file()} <= names
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "asyncrl").rglob("*.*") if path.is_file()}
+    assert {name for name in package if "__pycache__" not in name} <= names, "scripts and styles of pages too"
     assert {"asyncrl/conf/train.yaml", "asyncrl/requirements/cpu.txt", "asyncrl_recipes/__init__.py"} <= names
     assert conf | recipes <= names
     assert not [name for name in names if name.startswith(("tests/", "conf/", "recipes/")) or "__pycache__" in name]
     assert "asyncrl-train = asyncrl.launch.main:main" in entry_points
-    assert "asyncrl-convert = asyncrl_convert.cli:main" in entry_points
-    assert "asyncrl-watch = asyncrl_view.watch.cli:main" in entry_points
+    assert "asyncrl-convert = asyncrl.extensions.convert.cli:main" in entry_points
+    assert "asyncrl-watch = asyncrl.extensions.view.watch.cli:main" in entry_points
     assert "asyncrl-install = asyncrl.extensions.install.command:main" in entry_points
 
 
@@ -133,7 +131,7 @@ def test_sdist_carries_what_the_wheel_is_built_from(tmp_path):
         names = {name.partition("/")[2] for name in archive.getnames()}
     files = [
         path
-        for top in ("conf", "recipes", *BESIDE)
+        for top in ("asyncrl", "conf", "recipes")
         for path in (ROOT / top).rglob("*.*")
         if "__pycache__" not in path.parts
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl.planner import shapes
+from asyncrl.extensions.plan import shapes
 from scripts.sizes import (
     ADAPTED_ROWS,
     MODELS,

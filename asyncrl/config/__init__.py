@@ -37,7 +37,6 @@ from asyncrl.config.running import (
     MetricsConfig,
     ReplayConfig,
     RunConfig,
-    TracingConfig,
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
@@ -66,7 +65,6 @@ __all__ = [
     "RunConfig",
     "ShapingConfig",
     "TaskConfig",
-    "TracingConfig",
     "TrainerConfig",
     "WeightsConfig",
     "cache_tokens",
@@ -123,7 +121,6 @@ class Config(Section):
     weights: WeightsConfig
     cluster: ClusterConfig
     metrics: MetricsConfig
-    tracing: TracingConfig
     extensions: dict[Name, str]
     """Extensions by name, each as an import path module:Class; the section of that name has its settings:
     +extensions.NAME=PATH +NAME.SETTING=VALUE (docs/extensions.md). Those of installed packages need not be named."""
@@ -241,6 +238,11 @@ class Config(Section):
         if named not in references:
             remedy = f"No extension that is installed has this reference: choose one of {references}."
             raise ConfigError("algo.kl.reference", named, remedy)
+        served = {field for one in active for field in one.serves}
+        needed = {"replay.schedule": self.replay.schedule, "replay.compare": self.replay.compare}
+        for field, asked_for in needed.items():
+            if asked_for and field not in served:
+                raise ConfigError(field, asked_for, extension.NOBODY)
         for problem in (problem for one in active for problem in one.check(self)):
             raise problem
         if self.algo.advantage.name == "none" and not any(one.signal for one in active):
@@ -391,8 +393,10 @@ def under_new_names(recorded: dict[str, Any]) -> dict[str, Any]:
     found = {name: dict(value) if isinstance(value, dict) else value for name, value in recorded.items()}
     for old, new in MOVED_SETTINGS.items():
         section, _, field = old.partition(".")
-        if field in (found.get(section) or {}):
-            into, _, name = new.partition(".")
+        into, _, name = new.partition(".")
+        if not field and section in found:
+            found[into] = found.pop(section)
+        elif field in (found.get(section) or {}):
             value = found[section].pop(field)
             found.setdefault(into, {}).update({name: value} if name else value)
     return found

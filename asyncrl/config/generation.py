@@ -184,10 +184,6 @@ class ImagesConfig(Section):
 class RolloutConfig(Section):
     """Asynchrony, batch shape, sampling, timeouts and failure limits of rollouts."""
 
-    processes: Count
-    """Number of processes that play episodes. 1: the rollout process does it itself. With more of them, it keeps buffer
-    and ledger, and each of the others holds connections, agents, environments and rewards for its share of the groups
-    (docs/scale.md); limits of concurrency of environments and teacher then apply to each of them."""
     batch_groups: Million
     """Groups (prompts) per batch."""
     group_size: Million

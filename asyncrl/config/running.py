@@ -188,9 +188,8 @@ class ClusterConfig(Section):
     """Number of GPUs to use on each machine; unset: all of them. Required for a job that is submitted."""
     stall_timeout: Positive | None
     """Seconds for which the rollout process or a trainer rank may make no progress: spend in one micro-batch, or send
-    no heartbeat. Then the run ends, and RUN/logs/NAME.stack shows the stack of each of them; a process that plays
-    episodes (rollout.processes) is restarted instead. Must exceed the duration
-    of the longest micro-batch; unset: no check."""
+    no heartbeat. Then the run ends, and RUN/logs/NAME.stack shows the stack of each of them; one that only plays
+    episodes is restarted instead. Must exceed the duration of the longest micro-batch; unset: no check."""
     preflight: bool
     """Check versions, model files, memory, folders and network before anything is started, and refuse to start a run
     that would fail (docs/operations.md). --check runs only these checks, on any machine."""
@@ -202,8 +201,8 @@ class ClusterConfig(Section):
     recover: with checkpoint.every set, all ranks start again, train the batches since the newest checkpoint once more,
     and go on, while engines and rollouts work (docs/runs.md); end: the run ends."""
     max_restarts: Natural
-    """Maximum number of restarts of each engine, of the router, of the trainers, and of each process that plays
-    episodes (rollout.processes); the next death ends the run."""
+    """Maximum number of restarts of each engine, of the router, of the trainers, and of each process that only plays
+    episodes; the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""
 
@@ -284,22 +283,4 @@ class MetricsConfig(Section):
                 if value != "asyncrl":  # the defaults of conf/metrics
                     remedy = f"Nothing is sent to {sink}: add it to metrics.sinks, or remove this."
                     raise ConfigError(f"metrics.{sink}.{name}", value, remedy)
-        return self
-
-
-class TracingConfig(Section):
-    """OpenTelemetry traces of episodes, across all processes (docs/operations.md)."""
-
-    endpoint: str | None
-    """Address of a collector that receives every span as OTLP over HTTP, as http://HOST:4318/v1/traces; headers and
-    certificates are those of OpenTelemetry's own environment variables. Needs asyncrl[tracing]. unset: none; spans can
-    still be made of the recorded timelines, by asyncrl-inspect RUN --trace FILE."""
-    engines: bool
-    """Make engines and router trace requests and send their spans to the rollout process, which records them in
-    timeline/engines. Needs asyncrl[tracing], and costs the engines time for every request."""
-
-    @model_validator(mode="after")
-    def _has_an_address(self) -> TracingConfig:
-        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
-            raise ConfigError("tracing.endpoint", self.endpoint, "Must be as http://HOST:4318/v1/traces.")
         return self

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 from asyncrl.config.roles import AgentsConfig
@@ -26,7 +26,7 @@ from asyncrl.engine.partial_completion import Exchange, PartialCompletion, Purpo
 from asyncrl.engine.pending_sample import PendingSample
 from asyncrl.engine.roles import ONE_ADAPTER, RoleAdapters
 from asyncrl.engine.session import GenerationSession, SavedCompletion, SiblingSpread, seed_of
-from asyncrl.engine.stream import GenerateEndpoint
+from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import AsyncRLError, EngineError, PromptRefused
 from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
@@ -78,7 +78,7 @@ class GenerationClient:
         agents: AgentsConfig = ONE_ADAPTER,
         past_versions: PastVersions = no_past,
         vision: Vision | None = None,
-        trace: Callable[[str, str, int], str] | None = None,
+        headers: Headers = no_headers,
         http: Any = None,
         requests: str = "",
         stop: StopStrings = NO_STOP,
@@ -96,7 +96,7 @@ class GenerationClient:
         vision: how the model reads images, if it does
         http: replaces aiohttp's session
         stop: texts that end an answer; samples then share no request, because each is aborted by itself
-        trace, requests: make the header `traceparent` and the names of requests (engine/inflight.py)
+        headers, requests: make further headers and the names of requests (engine/inflight.py)
         """
         self._http = GenerateEndpoint(router, access, timeout, http)
         self._longest, self._context, self._stop_ids = max_new_tokens, context, stop_token_ids
@@ -112,7 +112,7 @@ class GenerationClient:
             replicas=replicas,
             names=names,
             past_versions=past_versions,
-            trace=trace,
+            headers=headers,
             requests=requests,
             stop=stop,
         )

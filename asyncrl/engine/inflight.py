@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_pa
 from asyncrl.engine.partial_completion import Exchange, PartialCompletion, StopStrings
 from asyncrl.engine.pending_sample import Listener, OpenRequest, PendingSample
 from asyncrl.engine.session import seed_of
-from asyncrl.engine.stream import GenerateEndpoint, StreamBroken
+from asyncrl.engine.stream import GenerateEndpoint, Headers, StreamBroken, no_headers
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
 from asyncrl.observability.intervals import PUBLISH, QUEUED
@@ -69,20 +69,19 @@ class InFlight:
         replicas: int = 1,
         names: AdapterName | None = None,
         past_versions: PastVersions = no_past,
-        trace: Callable[[str, str, int], str] | None = None,
+        headers: Headers = no_headers,
         requests: str = "",
         stop: StopStrings,
     ) -> None:
         """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
         processes of the run. With `routing`, training requests return the experts of every token that is read. Each
         engine has `replicas` of attention; requests with the same routing key use the same one. With `names`, every
-        version is a set of adapters in the engines; `past_versions` are those that play roles. `trace` makes
-        the header `traceparent` of a request from its group, its first sample, and its number among the requests of
-        that sample. `stop` are texts that end an answer; its request then has one sample."""
+        version is a set of adapters in the engines; `past_versions` are those that play roles. `headers`
+        makes further headers of a request. `stop` are texts that end an answer; its request then has one sample."""
         self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
         self._named = f"{run}-{requests}"
         self._stop = stop
-        self._routing, self._names, self._trace, self._replicas = routing, names, trace, replicas
+        self._routing, self._names, self._headers, self._replicas = routing, names, headers, replicas
         self.adapters = AdapterUse(past_versions)
         self._cache_key, self._pause_mode = cache_key, pause_mode
         self._serial = itertools.count()
@@ -148,7 +147,7 @@ class InFlight:
         return len(self._requests)
 
     async def confirmed(self, seconds: float | None = None) -> bool:
-        """Return True: what this object is told is done at once. Other processes confirm it (rollout/workers.py)."""
+        """Return True: what this object is told is done at once. Other processes may have to confirm it."""
         return True
 
     async def gathered(self) -> None:
@@ -208,9 +207,9 @@ class InFlight:
         why = "the stream ended before its last chunk"
         try:
             first = samples[0].session
-            header = self._trace(first.group, first.sample, first.activity.requests) if self._trace else ""
+            headers = self._headers(first.group, first.sample, first.activity.requests)
             key = first.routing_key or request["rid"]
-            async for chunk in self._http.stream(request, key, header, sent.routed):
+            async for chunk in self._http.stream(request, key, headers, sent.routed):
                 if not 0 <= chunk.index < len(answers):
                     raise EngineError(
                         f"the engine returned sample {chunk.index} for a request of {len(answers)} samples"

@@ -35,10 +35,8 @@ ACCEPTED = (200, 201, 202, 409)
 """Status codes of success. 409 means that the router is already adding this engine."""
 
 
-def router_argv(
-    engine: EngineConfig, url: str, metrics_port: int, signed: Signed | None = None, spans: str = ""
-) -> list[str]:
-    """Return the router's command line. It sends the spans of requests to HOST:PORT, if that is given.
+def router_argv(engine: EngineConfig, url: str, metrics_port: int, signed: Signed | None = None) -> list[str]:
+    """Return the router's command line.
 
     Retries are left to the client: if the router retried, it would hide duplicates and reasons from the client.
     """
@@ -87,7 +85,6 @@ def router_argv(
         "--log-level",
         "warn",
         *(_tls(signed) if signed else []),
-        *(["--enable-trace", "--otlp-traces-endpoint", spans] if spans else []),
     ]
 
 

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, cache_tokens
 from asyncrl.config.adapters import adapter_targets, engine_slots
 from asyncrl.engine import warmup
-from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import EngineParallel
 from asyncrl.platforms import chosen
 
@@ -117,36 +116,6 @@ def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *
         **section.server_args,
     }
     return [sys.executable, "-m", "asyncrl.engine.serve", *_flags(arguments)]
-
-
-def trace_args(addresses: Addresses, name: str) -> dict[str, Any]:
-    """Return the arguments with which an engine sends the spans of its requests to the rollout process; none if it
-    shall not (tracing.engines)."""
-    if not addresses.trace_key:
-        return {}
-    endpoint = f"{addresses.rollout}/v1/traces"
-    return {"enable_trace": True, "otlp_traces_endpoint": endpoint, "otlp_service_name": name}
-
-
-def trace_env(addresses: Addresses, authority: Path | None = None) -> dict[str, str]:
-    """Return the environment in which engines and router may send their spans. The router logs no requests, but its
-    spans pass through its log. OpenTelemetry's exporters use proxies from the environment, which are not for them."""
-    if not addresses.trace_key:
-        return {}
-    # requests prefers the variable of its own, if the environment has it, to what the exporter sets
-    trusted = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "REQUESTS_CA_BUNDLE")
-    return {
-        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization=Bearer%20{addresses.trace_key}",
-        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
-        "OTEL_BSP_SCHEDULE_DELAY": "500",
-        "SGLANG_TRACE_LEVEL": "1",  # not one span for each step of decoding
-        **(dict.fromkeys(trusted, str(authority)) if authority else {}),
-        **NO_PROXY,
-    }
-
-
-ROUTER_TRACE_ENV = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc", "RUST_LOG": "warn,smg::otel-trace=info"}
-"""What differs for the router, which knows only gRPC, and whose spans are entries of its log."""
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:

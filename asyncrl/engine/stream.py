@@ -6,7 +6,7 @@ Errors that may be retried raise StreamBroken; all others raise EngineError.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -28,6 +28,14 @@ ROUTED_TO = "X-SMG-Routed-Worker-Id"
 NO_WORKER, STREAM_ERROR = "model_not_found", "stream_error"
 """Names of the router's own errors. The first means that it has no healthy engine (smg 1.13 answers 404), the second
 that the engine broke off the answer (smg then ends the stream with an error event)."""
+Headers = Callable[[str, str, int], Mapping[str, str]]
+"""Returns further headers of a request, from the group and name of its first sample, and the number of the request
+among those of that sample."""
+
+
+def no_headers(group: str, sample: str, number: int) -> Mapping[str, str]:
+    """Return none."""
+    return {}
 
 
 ABORT_SECONDS = 5.0
@@ -47,13 +55,11 @@ class GenerateEndpoint:
         self._timeout = ClientTimeout(sock_connect=30.0, sock_read=timeout)
 
     async def stream(
-        self, request: dict[str, Any], routing_key: str, traceparent: str, routed: Callable[[str], object]
+        self, request: dict[str, Any], routing_key: str, more: Mapping[str, str], routed: Callable[[str], object]
     ) -> AsyncIterator[StreamChunk]:
-        """Yield the events of one request as they arrive, after `routed` was called with the URL of its engine. Raises
-        StreamBroken, or EngineError if the request is refused."""
-        headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key, **self._access.headers}
-        if traceparent:
-            headers["traceparent"] = traceparent
+        """Yield the events of one request as they arrive, after `routed` was called with the URL of its engine. `more`
+        are further headers. Raises StreamBroken, or EngineError if the request is refused."""
+        headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key, **self._access.headers, **more}
         if self._session is None:  # needs a running event loop
             self._session = _session(self._access, timeout=self._timeout, cookie_jar=DummyCookieJar())
         try:

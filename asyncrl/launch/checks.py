@@ -274,18 +274,6 @@ def check_sinks(config: Config) -> None:
             raise ConfigError("metrics.sinks", name, remedy)
 
 
-def check_tracing(config: Config) -> None:
-    """Refuse traces if OpenTelemetry's packages are not installed, or nothing records what they are made of."""
-    for field, value, package in (
-        ("tracing.endpoint", config.tracing.endpoint, "opentelemetry.exporter.otlp.proto.http"),
-        ("tracing.engines", config.tracing.engines, "opentelemetry.exporter.otlp.proto.grpc"),
-    ):
-        if value and not config.metrics.timeline:
-            raise ConfigError(field, value, "Traces are made of timelines: set metrics.timeline=true.")
-        if value and not installed(package):
-            raise ConfigError(field, value, f"{package} is not installed: pip install 'asyncrl[tracing]'.")
-
-
 def check_request_fields(config: Config) -> None:
     """Refuse fields of requests that SGLang does not know, and would ignore. They are read from its source, since its
     import takes seconds."""
@@ -317,7 +305,6 @@ def check_files(config: Config) -> list[object]:
     from asyncrl.rollout.agent import agents  # imports a web server
 
     check_sinks(config)
-    check_tracing(config)
     check_request_fields(config)
     with announced() as parts:
         built = tasks.build_all(config)

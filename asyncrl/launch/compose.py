@@ -80,17 +80,17 @@ def defaults() -> dict[str, Any]:
 
 
 def algorithm_overrides(words: Sequence[str]) -> list[str]:
-    """Return the command line with algorithms and their settings as Hydra accepts them.
+    """Return the command line with algorithms, their settings and those of extensions as Hydra accepts them.
 
-    The settings of an algorithm stand in no YAML file (their defaults are those of its function), so Hydra would refuse
-    them without `++`. A name replaces the algorithm with all of its settings.
+    The settings of an algorithm or an extension stand in no YAML file (their defaults are those of a function or a
+    class), so Hydra would refuse them without `++`. A name replaces the algorithm with all of its settings.
     """
-    found = list[str]()
+    found, extensions = list[str](), help.extensions()
     for word in words:
         name, given, value = word.partition("=")
         if given and name in CHOICES and value != "null":
             found += [f"~{name}", f"+{name}={value}" if value.startswith("{") else f"++{name}.name={value}"]
-        elif given and name.lstrip("+").rpartition(".")[0] in CHOICES:
+        elif given and (name.lstrip("+").rpartition(".")[0] in CHOICES or name.partition(".")[0] in extensions):
             found.append(f"++{name.lstrip('+')}={value}")
         else:
             found.append(word)

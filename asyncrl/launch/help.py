@@ -108,6 +108,11 @@ class FieldGroup:
     fields: list[Field]
 
 
+def extensions() -> list[str]:
+    """Return the names of the extensions in asyncrl/extensions that have settings."""
+    return [folder.name for folder in sorted(EXTENSIONS.glob("*/")) if _settings(folder)]
+
+
 def sections() -> list[FieldGroup]:
     """Return all settings, from the sources of asyncrl/config and of its extensions."""
     classes = _classes(CONFIG)

@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from asyncrl import extension
 from asyncrl.config import AuxiliaryModelConfig, ClusterConfig, Config, EngineConfig, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.network.ports import REPLICA_PORTS
@@ -37,7 +38,7 @@ class Seat:
     node: Node
     gpus: tuple[int, ...] = ()  # indices of its GPUs among those of the node
     port: int = 0
-    meeting: int = 0  # rendezvous port of its ranks; for the router, its metrics port; for rollouts, that of spans
+    meeting: int = 0  # rendezvous port of its ranks; for the router, its metrics port
     scheme: str = "http"  # https if servers authenticate as the run's (tls.py)
 
     @property
@@ -60,8 +61,8 @@ class Placement:
     trainers: list[Seat]  # by rank; `gpus` are those of all ranks on the node
     engines: list[list[Seat]]  # per engine, one seat for each machine that it spans; the first one's server answers
     frozen: dict[str, list[Seat]] = field(default_factory=dict)  # engines of models that are not trained, by role
-    episodes: list[Seat] = field(default_factory=list)  # processes that play episodes; none if the rollout process does
-    meeting: Seat | None = None  # where the rollout process listens for them
+    hosts: list[Seat] = field(default_factory=list)  # a seat without ports on each machine of rollouts and engines
+    ports: dict[str, list[Seat]] = field(default_factory=dict)  # of extensions, on the rollout process's machine
 
     def urls(self) -> dict[str, Any]:
         """Return the URLs of the servers, as fields of Addresses."""
@@ -70,7 +71,6 @@ class Placement:
             "router": self.router.url,
             "rollout": self.rollout.url,
             "frozen": {role: tuple(seat.url for seat in seats) for role, seats in self.frozen.items()},
-            "episodes": self.meeting.url if self.meeting else "",
         }
 
     def listening(self) -> list[str]:
@@ -107,8 +107,7 @@ class _Room:
 def ports_wanted(config: Config) -> int:
     """Return the number of free ports that suffices for a node, whatever is placed on it."""
     servers = sum(section.started for section in config.fleets.values())
-    several = config.tracing.engines + (config.rollout.processes > 1)
-    return 2 * servers + 4 + several
+    return 2 * servers + 4 + sum(one.launch().ports() for one in extension.active(config).values())
 
 
 def block_wanted(config: Config) -> int:
@@ -129,7 +128,7 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
         raise ConfigError("cluster.nodes", len(nodes), remedy)
     each = len(working[0].node.gpus)
     head = rooms[0]
-    router, rollout = head.seat(ports=2), head.seat(ports=1 + config.tracing.engines)
+    router, rollout = head.seat(ports=2), head.seat(ports=1)
     trainers = _trainers(config, working, each) if config.mode != "rollout_only" else []
     used = len({seat.node.name for seat in trainers})
     others = working[used:] or working
@@ -142,18 +141,12 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
             rooms_for = _shared(config, trainers, working[:used])
         fleets[name] = _fleet(name, section, section.started, rooms_for, each)
     frozen = {role: [seats[0] for seats in fleets[role]] for role in config.frozen}
-    episodes, meeting = _episodes(config, head, others)
-    return Placement(router, rollout, trainers, fleets["engine"], frozen, episodes, meeting)
-
-
-def _episodes(config: Config, head: _Room, others: list[_Room]) -> tuple[list[Seat], Seat | None]:
-    """Return the seats of the processes that play episodes, round-robin over the rollout process's machine and those of
-    the engines, and where they meet."""
-    count = config.rollout.processes
-    if count == 1:
-        return [], None
-    rooms = list({id(room): room for room in (head, *others)}.values())
-    return [rooms[number % len(rooms)].seat() for number in range(count)], head.seat(ports=1)
+    hosts = [room.seat() for room in {id(room): room for room in (head, *others)}.values()]
+    ports = {
+        name: [head.seat(ports=1) for _ in range(one.launch().ports())]
+        for name, one in extension.active(config).items()
+    }
+    return Placement(router, rollout, trainers, fleets["engine"], frozen, hosts, ports)
 
 
 def _shared(config: Config, trainers: list[Seat], rooms: list[_Room]) -> list[_Room]:

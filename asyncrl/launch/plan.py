@@ -6,8 +6,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl import extension, platforms
@@ -16,22 +16,16 @@ from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
     DETERMINISTIC_ENV,
     NO_PROXY,
-    ROUTER_TRACE_ENV,
     adapter_args,
     deterministic_args,
     frozen_argv,
     server_argv,
-    trace_args,
-    trace_env,
 )
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.network.addresses import ARGUMENTS, Addresses
 from asyncrl.network.tls import signed
 
-PORTS = (
-    *("--port", "--nccl-port", "--dist-init-addr"),
-    *("--prometheus-port", "--otlp-traces-endpoint"),
-)
+PORTS = ("--port", "--nccl-port", "--dist-init-addr", "--prometheus-port")
 """Arguments that are passed through the environment: every user of the machine can read a command line, seconds before
 its process listens."""
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -72,56 +66,51 @@ class ProcessSpec:
 
 
 def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Path) -> list[ProcessSpec]:
-    """Return the specifications of engines (also of models that are not trained), router, rollout process and trainer
-    ranks. All are started at once and run concurrently."""
+    """Return the specifications of engines (also of models that are not trained), router, rollout process, trainer
+    ranks and what extensions add. All are started at once and run concurrently."""
     trainers = _trainers(config, addresses, placement, run_dir)
+    hooks = [one.launch() for one in extension.active(config).values()]
+    more = [spec for one in hooks for spec in one.processes(config, addresses, placement, run_dir)]
     if config.mode == "replay":
-        again = [_rollout("asyncrl.rollout.schedule_replay", addresses, placement.rollout, run_dir)]
-        return [*(again if config.replay.schedule else []), *trainers]
+        return _changed(config, addresses, run_dir, [*more, *trainers])
     shown = signed(run_dir, addresses.router)
-    argv = router_argv(config.engine, addresses.router, placement.router.meeting, shown, spans=addresses.spans)
-    router, hidden = _without_ports(argv)
-    traced = {**trace_env(addresses), **ROUTER_TRACE_ENV} if addresses.spans else {}
-    return [
-        *engines(config, addresses, placement.engines, run_dir),
+    router, hidden = _without_ports(router_argv(config.engine, addresses.router, placement.router.meeting, shown))
+    others = [
         *_frozen(config, addresses, placement, run_dir),
         ProcessSpec(
             "router",
             router,
-            {**_shared_env(addresses, placement.router), **NO_PROXY, **hidden, **traced},
+            {**_shared_env(addresses, placement.router), **NO_PROXY, **hidden},
             node=placement.router.node.name,
             restarts=_restarts(config),
             watch=f"{addresses.router}/health",
             stop_signal=signal.SIGKILL,  # on SIGTERM smg waits for 5 s; its clients have ended, and it has no files
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
-        _rollout("asyncrl.rollout", addresses, placement.rollout, run_dir),
-        *_episodes(config, addresses, placement.episodes, run_dir),
+        rollout_process("asyncrl.rollout", addresses, placement.rollout, run_dir),
+        *more,
         *([_collector(addresses, placement.rollout, run_dir)] if config.mode == "rollout_only" else trainers),
+    ]
+    return [
+        *engines(config, addresses, placement.engines, run_dir),
+        *_changed(config, addresses, run_dir, others),
     ]
 
 
-def _rollout(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
+def _changed(config: Config, addresses: Addresses, run_dir: Path, specs: list[ProcessSpec]) -> list[ProcessSpec]:
+    """Return the specifications as extensions change them."""
+    for one in extension.active(config).values():
+        specs = [one.launch().changed(spec, addresses, run_dir) for spec in specs]
+    return specs
+
+
+def rollout_process(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
+    """Return the specification of the rollout process, or of another one of its kind, which runs this module."""
     judges = " ".join(f"{url}/v1" for url in addresses.frozen.get("judge", ()))
     own = {"ASYNCRL_JUDGES": judges, "ASYNCRL_AUTHORITY": addresses.authority} if judges else {}
     env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **own}
     argv = [sys.executable, "-m", module, str(run_dir)]
     return ProcessSpec("rollout", argv, env, node=seat.node.name, reports=module == "asyncrl.rollout")
-
-
-def _episodes(config: Config, addresses: Addresses, seats: Sequence[Seat], run_dir: Path) -> list[ProcessSpec]:
-    """Return the specifications of the processes that play episodes (rollout.processes)."""
-    like = [_rollout("asyncrl.rollout.episodes", addresses, seat, run_dir) for seat in seats]
-    return [
-        replace(
-            spec,
-            name=f"episodes-{number}",
-            argv=[*spec.argv, str(number)],
-            restarts=config.cluster.max_restarts,
-            reports=True,
-        )
-        for number, spec in enumerate(like)
-    ]
 
 
 def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
@@ -175,8 +164,8 @@ def engines(
     label: str = "",
     seed: int = 0,
 ) -> list[ProcessSpec]:
-    """Return the specifications of the policy's engines. `label` distinguishes the names of engines that are started
-    later."""
+    """Return the specifications of the policy's engines, as extensions change them. `label` distinguishes the names of
+    engines that are started later."""
     gpu = on_gpu(config.engine, addresses.gpus)
     specs = []
     turns = config.cluster.takes_turns
@@ -200,7 +189,6 @@ def engines(
                 **adapter_args(config, gpu=gpu),
                 **extension.engine_arguments(config),
                 **_shown(run_dir, seat.url),
-                **trace_args(addresses, f"engine-{label}{number}"),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
                 **(deterministic_args(gpu=gpu) if config.deterministic else {}),
             )
@@ -211,7 +199,6 @@ def engines(
                 **platform.environment,
                 **platform.engine_environment(config.engine.ranks),
                 **extension.engine_environment(config),
-                **trace_env(addresses, _authority(run_dir, seat.url)),
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
                 **(NO_HEALTH_TOKENS if turns else {}),
@@ -235,7 +222,7 @@ def engines(
                     shares=turns,
                 )
             )
-    return specs
+    return _changed(config, addresses, run_dir, specs)
 
 
 def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -255,11 +242,6 @@ def _shown(run_dir: Path, url: str) -> dict[str, object]:
     if not files:
         return {}
     return {"ssl_certfile": files.server, "ssl_keyfile": files.server, "ssl_ca_certs": files.authority}
-
-
-def _authority(run_dir: Path, url: str) -> Path | None:
-    files = signed(run_dir, url)
-    return files.authority if files else None
 
 
 def _spanning(seats: list[Seat], place: int) -> dict[str, object]:

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Planned, active, first
-from asyncrl.launch import forecast, layers, precision, resume
+from asyncrl.launch import layers, precision, resume
 from asyncrl.launch.attached import attached_dtype, check_attached, run_key
 from asyncrl.launch.checks import check_devices, check_files, check_model, check_platforms
 from asyncrl.launch.cluster import Cluster
@@ -21,11 +22,12 @@ from asyncrl.launch.generations import check_generations
 from asyncrl.launch.placement import Node, Placement, imagined, job_size, place
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.preflight.facts import MachineFacts
+from asyncrl.launch.preflight.model_files import Weight
 from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.resume import Resume
 from asyncrl.models import catalog
 from asyncrl.models.vision import flat
-from asyncrl.planner.estimate import Estimate
+from asyncrl.network.addresses import MACHINE
 from asyncrl.weights.choice import choose_lora
 
 
@@ -49,10 +51,11 @@ class Preparation:
         """Model folders by role."""
         self.hf: dict[str, dict[str, Any]] = {}
         """Contents of their config.json."""
+        self.weights: dict[str, list[Weight]] = {}
+        """Tensors of those that the preflight found complete, and which this run uses."""
         self.origin: Resume | None = None
         """The checkpoint that the run resumes from."""
         self.chosen = Precision(config)
-        self.expected: Estimate | None = None
         self.planned: Planned | None = None
         """The settings that were chosen for a run with cluster.plan."""
         self.lora = ""
@@ -68,7 +71,6 @@ class Preparation:
         self.vocabulary()
         self.choose_checkpoint()
         self.precision()
-        self.estimate()
 
     @property
     def roles(self) -> list[str]:
@@ -188,11 +190,16 @@ class Preparation:
     def notes(self) -> list[str]:
         """Return lines for the console about what was chosen, and those of extensions. Raises ConfigError for a run
         that must not start."""
-        planned = self.planned.lines() if self.planned else []
+        chosen = [choice.line() for choice in self.chosen.choices]
         more = [line for hooks in self.hooks for line in hooks.notes(self)]
-        return [*([f"weights.lora {self.lora}"] if self.lora else []), *planned, *more]
+        planned = self.planned.lines() if self.planned else []
+        return [*chosen, *more, *([f"weights.lora {self.lora}"] if self.lora else []), *planned]
 
-    def estimate(self) -> None:
-        """Estimate the duration of the run."""
-        hf = self.read("model")
-        self.expected = forecast.forecast(self.chosen.config, self.folders["model"], hf, self.chosen)
+    def begins(self) -> None:
+        """Write to the run folder what was chosen, machine.json with the dtypes, and what extensions keep there."""
+        choices = {choice.part: {"dtype": choice.dtype, "why": choice.why} for choice in self.chosen.choices}
+        jsonl.replace(self.run_dir / MACHINE, {"dtype": choices})
+        if self.planned:
+            self.planned.write(self.run_dir)
+        for hooks in self.hooks:
+            hooks.begins(self)

@@ -4,9 +4,8 @@ An engine that dies loses its weights, but the router may still know its address
 it answers again. The router is therefore told to forget it first. Then the trainer finds the restarted engine
 (Fleet.reconcile), sends it all weights, and registers it with the router. An engine that the trainer has given up (it
 hangs, or holds wrong weights) is killed and restarted in the same way. So is an engine or a router that is alive but
-does not answer (launch/watch.py), whatever the trainer is doing. A process that plays episodes (rollout.processes) is
-restarted alone, also after a stall (launch/stalls.py). A restarted router learns from the trainer which
-engines serve.
+does not answer (launch/watch.py), whatever the trainer is doing. A process that only plays episodes is restarted
+alone, also after a stall (launch/stalls.py). A restarted router learns from the trainer which engines serve.
 
 When a trainer dies, all of them are killed and started again (trainer/recovery.py), except for an error that would only
 happen again: one of the user's code or of this system, a third death at the same step, or a fourth within ten steps.
@@ -132,7 +131,12 @@ class RestartPolicy:
 
     def _began(self, name: str) -> bool:
         """Return whether the process itself had started when its step ended."""
-        return begin_file(self._run_dir, name).exists()
+        return any(self._written(begin_file, name))
+
+    def _written(self, of: Callable[[Path, str], Path], name: str) -> list[Path]:
+        """Return the notes of a process, or of the ranks of a step."""
+        file = of(self._run_dir, name)
+        return [one for one in (file, *file.parent.glob(f"{name}-[0-9]*{file.suffix}")) if one.exists()]
 
     def _due(self, name: str) -> bool:
         return time.monotonic() - self._tried.get(name, -RETRY_SECONDS) >= RETRY_SECONDS
@@ -160,8 +164,8 @@ class RestartPolicy:
             self._restarts[spec.name] += 1
             if spec.ends_the_run and self._restarts[spec.name] > len(self._recoveries):
                 self._recover(spec.name, how)
-        for note in (begin_file, end_file):
-            note(self._run_dir, spec.name).unlink(missing_ok=True)
+        for note in (*self._written(begin_file, spec.name), *self._written(end_file, spec.name)):
+            note.unlink(missing_ok=True)
         if spec.name in self._watches:
             self._watches[spec.name].forget()
         return True

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl import config as configuration
+from asyncrl import extension
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import LaunchError, Paused, ProcessDied, Stopped
 from asyncrl.extension import Pilot, first
 from asyncrl.jsonl import replace_text
-from asyncrl.launch import forecast, resume, run_folder
+from asyncrl.launch import resume, run_folder
 from asyncrl.launch.cluster import Cluster, cluster_of
 from asyncrl.launch.machine import allow_files
 from asyncrl.launch.plan import ProcessSpec, plan
@@ -141,8 +142,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         prepared.all()
     notes = prepared.notes()
     origin, placement, gpus = prepared.origin, prepared.placement, prepared.gpus
-    chosen, expected = prepared.chosen, prepared.expected
-    config = chosen.config
+    config = prepared.chosen.config
     goes_on = config.resume == "auto" and run_folder.is_run(run_dir) and (run_dir / "config.json").is_file()
     if not goes_on:
         resume.check_apart(run_dir, origin)
@@ -159,9 +159,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         (run_dir / mark).unlink(missing_ok=True)
     replace_text(run_dir / "config.json", config.model_dump_json(indent=2) + "\n")  # others may be reading it
     run_folder.record_overrides(config, run_dir, arguments)
-    forecast.write(run_dir, chosen, expected)
-    if prepared.planned:
-        prepared.planned.write(run_dir)
+    prepared.begins()
     urls = placement.urls()
     for role, section in config.frozen.items():
         urls["frozen"][role] = tuple(section.elsewhere) or urls["frozen"].get(role, ())
@@ -178,8 +176,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         resume=origin.folder if origin else None,
         authority=authority.certificate if authority else "",
         attached=tuple(config.engine.urls) if config.mode != "replay" else (),
-        spans=f"127.0.0.1:{placement.rollout.meeting}" if config.tracing.engines else "",
-        trace_key=secrets.token_hex(16) if config.tracing.engines else "",
+        extensions=extension.shared(config, placement),
         trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
         **urls,
     )
@@ -194,7 +191,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
     console.opening(
         [*differences(config), *resume.changes(config, origin)],
         str(origin.folder) if origin else None,
-        notes=[*forecast.lines(chosen, expected), *notes],
+        notes=notes,
     )
     try:
         pilot = None

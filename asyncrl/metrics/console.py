@@ -17,6 +17,7 @@ from rich.table import Table
 
 from asyncrl.config import Config
 from asyncrl.errors import visible
+from asyncrl.extension import active
 from asyncrl.jsonl import Tail
 from asyncrl.metrics.live import LiveView
 from asyncrl.network.addresses import ELASTIC
@@ -159,9 +160,8 @@ class Console:
     def _next(self) -> Iterator[tuple[str, str]]:
         """Yield what a finished run offers, and how to get there."""
         run, sinks = str(self._run_dir), self._config.metrics.sinks
-        yield "the run as a page", f"asyncrl-watch {run}"
-        if self._config.record:
-            yield "groups and tokens", f"asyncrl-inspect {run}"
+        for one in active(self._config).values():
+            yield from one.launch().offers(self._config, self._run_dir)
         if "tensorboard" in sinks:
             yield "curves", f"tensorboard --logdir {run}/tb"
         if "mlflow" in sinks and (self._run_dir / "mlruns").exists():

@@ -197,7 +197,7 @@ STEP_ADAPTIVE = {
     "engines/prefill_wasted": "fraction of the engines' time spent on prefilling tokens that they had prefilled before",
 }
 
-# The same file, with rollout.processes above 1; as they were when the batch was taken
+# The same file, with processes.count above 1; as they were when the batch was taken
 STEP_PROCESSES = {
     "processes/playing": "number of processes that play episodes, without those that are being restarted",
     "processes/episodes/most": "number of running episodes of the process that had most of them",

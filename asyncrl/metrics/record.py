@@ -197,7 +197,7 @@ def machine_figures(machine: dict[str, Any], summary: dict[str, Any]) -> dict[st
     figures: dict[str, Any] = {}
     for part, choice in machine["dtype"].items():
         figures[f"dtype/{part}"] = f"{choice['dtype']} ({choice['why']})"
-    if estimate := machine["estimate"]:
+    if estimate := machine.get("estimate"):
         figures["estimate/step"], figures["estimate/run"] = estimate["step"], estimate["run"]
         untrained = estimate["steps"] - summary["steps"]  # cut off by a budget, a target or a signal
         figures["estimate/error"] = (estimate["run"] - untrained * estimate["step"]) / summary["time/total"] - 1

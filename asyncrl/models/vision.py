@@ -70,23 +70,6 @@ def forbidden_ids(hf: HF) -> list[int]:
     return sorted(hf[mark] for mark in marks if mark in hf) if "vision_config" in hf else []
 
 
-def tower_parameters(hf: HF) -> int:
-    """Return the number of parameters of the vision tower; 0 for a text model."""
-    if "vision_config" not in hf:
-        return 0
-    vision, levels = hf["vision_config"], deepstack(hf)
-    wide, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
-    merged = wide * vision.get("spatial_merge_size", 2) ** 2
-    pixels = vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * vision.get("patch_size", 14) ** 2
-    attention, merger = 4 * (wide + 1) * wide, (merged + 1) * (merged + out)
-    if "num_position_embeddings" not in vision:  # Qwen2.5-VL: gated MLPs, and norms without biases
-        mlp = 2 * (wide + 1) * inner + (inner + 1) * wide
-        return int(pixels * wide + vision["depth"] * (attention + mlp + 2 * wide) + wide + merger)
-    mlp, places = (wide + 1) * inner + (inner + 1) * wide, vision["num_position_embeddings"] * wide
-    mergers = 2 * wide + merger + levels * (2 * merged + merger)
-    return int((pixels + 1) * wide + places + vision["depth"] * (attention + mlp + 4 * wide) + mergers)
-
-
 def mrope(ids: Sequence[int] | np.ndarray, grids: Iterable[tuple[int, int, int]], vocab: int, merge: int) -> np.ndarray:
     """Return the position of each token in time, height and width, [3, T], as transformers' `get_rope_index` does. Ids
     from `vocab` on are image tokens; `grids` are their images' patches in time, height and width, in order."""

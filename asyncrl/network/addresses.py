@@ -101,9 +101,7 @@ class Addresses:
     attached: tuple[str, ...] = ()  # policy engines that were started by others (engine.urls)
     trainers: tuple[str, ...] = ()  # addresses of the machines that run trainer ranks
     resume: Path | None = None  # checkpoint from which the run resumes
-    episodes: str = ""  # where the rollout process listens for those that play episodes (rollout.processes)
-    spans: str = ""  # HOST:PORT at which the rollout process receives the router's spans (tracing.engines)
-    trace_key: str = ""  # key of those who send it spans
+    extensions: dict[str, dict[str, str]] = field(default_factory=dict)  # what the processes of an extension share
     authority: str = ""  # PEM certificate that signed its servers' certificates; empty if they have none
 
     def write(self, run_dir: Path) -> None:

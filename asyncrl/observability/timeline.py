@@ -2,7 +2,7 @@
 
     RUN/timeline/rollout/      groups, batches, publishes and restarts of the rollout process
     RUN/timeline/trainer-0/    the phases of a trainer rank; launcher/: restarts
-    RUN/timeline/engines/      spans that engines and the router sent (tracing.engines=true)
+    RUN/timeline/engines/      spans that engines and the router sent (observe.engines=true)
 
 Each folder holds frames as a recording does (asyncrl/records), with an index of the groups and steps of each frame.
 Times are those of `time.time`, so that processes and machines compare. A resumed run appends: of two records of one

@@ -1,7 +1,7 @@
 """Plays whole groups: all siblings of a prompt, or a failure with its reason.
 
-The worker (rollout/worker.py) plays every group that the buffer admits through this interface. With rollout.processes=N
-other processes do it (rollout/workers.py, rollout/episodes.py), each of them through the class below.
+The worker (rollout/worker.py) plays every group that the buffer admits through this interface. Where
+an extension has other processes that play, each of them uses the class below.
 
 waits for     the episodes (rollout/player.py), which have timeouts
 """

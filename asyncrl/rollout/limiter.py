@@ -41,6 +41,11 @@ class ConcurrencyLimiter:
     def resize(self, groups: int) -> None:
         """Change a fixed maximum of groups."""
 
+    async def watch(
+        self, ask: Callable[[], Awaitable[list[Load]]], needed: Callable[[], float], holding: Callable[[], bool]
+    ) -> None:
+        """Follow the engines' loads, if the limit depends on them."""
+
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl."""
         return {}

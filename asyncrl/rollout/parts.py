@@ -1,5 +1,5 @@
 """The parts of the rollout side that play episodes, put together from the settings. They are in the rollout process, or
-with rollout.processes=N in N processes of their own."""
+in several processes of their own that an extension starts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import resource
 from collections import ChainMap
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
@@ -16,6 +16,7 @@ from asyncrl.config.server_args import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.partial_completion import StopStrings
+from asyncrl.engine.stream import Headers, no_headers
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks, active
 from asyncrl.images.decoder import Vision
@@ -26,10 +27,9 @@ from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.agent import Agent, agents, close_all, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempts, played_here
-from asyncrl.rollout.group_player import GroupPlayer
-from asyncrl.rollout.observer import trace_header
+from asyncrl.rollout.group_player import GroupPlayer, PlaysGroups
 from asyncrl.rollout.player import EpisodePlayer, Sums, means
-from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
+from asyncrl.rollout.prompts import Ahead, load_tokenizer, stop_tokens
 from asyncrl.rollout.reporters import FailureReporter, Warn
 from asyncrl.rollout.vision import vision_of
 from asyncrl.tasks import Task
@@ -65,9 +65,49 @@ class ModelParts:
         )
 
 
+class PlaysEpisodes(Protocol):
+    """What plays all episodes of a run: parts of this process, or what an extension has for it."""
+
+    @property
+    def client(self) -> Any:
+        """The client of the engines, as everything else in this process sees it (engine/client.py)."""
+        ...
+
+    @property
+    def groups(self) -> PlaysGroups:
+        """What plays groups."""
+        ...
+
+    @property
+    def attempts(self) -> Attempts:
+        """What plays the questions of evaluations."""
+        ...
+
+    @property
+    def ahead(self) -> Ahead:
+        """What renders questions before they are drawn."""
+        ...
+
+    async def serve(self) -> None:
+        """Do what has to be done while the run goes on, until cancelled."""
+        ...
+
+    async def start(self) -> None:
+        """Wait until episodes can be played. The engines can answer."""
+        ...
+
+    def take_played(self) -> dict[str, float]:
+        """Return the figures since the last call, under their names in metrics.jsonl."""
+        ...
+
+    async def close(self) -> None:
+        """Close everything."""
+        ...
+
+
 @dataclass(frozen=True)
 class PlayingParts:
-    """Everything that plays episodes."""
+    """Everything that plays episodes in this process."""
 
     client: GenerationClient
     agents: dict[str, Agent]
@@ -77,6 +117,7 @@ class PlayingParts:
     start_timeout: float
     warn: Warn
     hooks: Sequence[PlayerHooks] = ()
+    ahead: Ahead = field(default_factory=Ahead)
 
     @classmethod
     def build(
@@ -87,13 +128,14 @@ class PlayingParts:
         tasks: dict[str, Task],
         warn: Warn,
         requests: str = "",
+        processes: int = 1,
     ) -> PlayingParts:
         """Build all of them. Nothing is started. `warn` receives warnings, with tracebacks where there are any;
-        `requests` begins the names of requests to engines."""
-        allow_files(config, warn)
+        `requests` begins the names of requests to engines; `processes` share the episodes."""
+        allow_files(config, warn, processes)
         rollout = config.rollout
-        client = _client(config, addresses, model, requests)
         hooks = [one.player(config, addresses) for one in active(config).values()]
+        client = _client(config, addresses, model, requests, hooks)
         playing, scores = agents(config, tasks, warn), rewards(config, tasks)
         failures = FailureReporter(warn)
         timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
@@ -108,6 +150,9 @@ class PlayingParts:
     def attempts(self) -> Attempts:
         """What plays the questions of evaluations."""
         return played_here(self.player.play)
+
+    async def serve(self) -> None:
+        """Do nothing: episodes run in the worker's tasks."""
 
     async def start(self) -> None:
         """Start the extensions, then the agents."""
@@ -133,7 +178,7 @@ class PlayingParts:
         await close_all([*self.hooks, self.client], self.warn)
 
 
-def allow_files(config: Config, warn: Warn) -> None:
+def allow_files(config: Config, warn: Warn, processes: int = 1) -> None:
     """Raise this process's limit of open files as far as it goes. If it is too low for the connections of the episodes
     that may run at once, raises ConfigError, or warns where rollout.max_running_groups=auto may stay below it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -142,20 +187,22 @@ def allow_files(config: Config, warn: Warn) -> None:
     admitted = (rollout.effective_lead + 1) * (rollout.batch_groups + rollout.oversample)
     auto = rollout.max_running_groups == "auto"
     groups = admitted if auto else min(admitted, int(rollout.max_running_groups or admitted))
-    wanted = -(-groups // rollout.processes) * size + OTHER_FILES
+    wanted = -(-groups // processes) * size + OTHER_FILES
     if most == resource.RLIM_INFINITY or wanted <= most:
         return
     text = (
-        f"{groups} groups of {size} need up to {wanted} open files in each of {rollout.processes} processes, but "
+        f"{groups} groups of {size} need up to {wanted} open files in each of {processes} processes, but "
         f"the limit is {most}"
     )
-    remedy = "raise the limit (ulimit -Hn) or rollout.processes"
+    remedy = "raise the limit (ulimit -Hn), or let more processes play"
     if not auto:
         raise ConfigError("rollout.max_running_groups", rollout.max_running_groups, f"{text}: lower it, {remedy}.")
     warn(f"{text}: requests fail if rollout.max_running_groups=auto lets that many run; set a number, {remedy}")
 
 
-def _client(config: Config, addresses: Addresses, model: ModelParts, requests: str) -> GenerationClient:
+def _client(
+    config: Config, addresses: Addresses, model: ModelParts, requests: str, hooks: Sequence[PlayerHooks] = ()
+) -> GenerationClient:
     context = int(config.engine.server_args.get("context_length") or model.hf["max_position_embeddings"])
     replicas = config.engine.data_parallel
     several = (len(addresses.engines) + len(addresses.attached)) * replicas > 1
@@ -184,7 +231,15 @@ def _client(config: Config, addresses: Addresses, model: ModelParts, requests: s
         agents=config.agents,
         past_versions=config.past_versions,
         vision=model.vision,
-        trace=trace_header(config, addresses),
+        headers=headers_of(config, addresses, hooks),
         requests=requests,
         stop=StopStrings(config.rollout.stop, model.template.spell),
     )
+
+
+def headers_of(config: Config, addresses: Addresses, hooks: Sequence[PlayerHooks]) -> Headers:
+    """Return what makes the headers that extensions add to requests."""
+    found = [headers for one in hooks if (headers := one.headers(config, addresses))]
+    if len(found) < 2:
+        return found[0] if found else no_headers
+    return lambda *request: {name: value for one in found for name, value in one(*request).items()}

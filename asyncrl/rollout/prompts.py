@@ -27,7 +27,6 @@ from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
 from asyncrl.images.parts import images_in, without_images
 from asyncrl.importing import imported_without
-from asyncrl.rollout.rendering import RenderedAhead
 from asyncrl.schema import Prompt, Template
 from asyncrl.tasks import Question, Task, ask
 
@@ -51,6 +50,20 @@ class Cursor(msgspec.Struct, frozen=True):
     questions: dict[str, int]  # by task, including those that were left out
 
 
+class Ahead:
+    """Renders questions elsewhere before they are drawn. This one renders none."""
+
+    most = 0
+    """Number of questions of a task that are asked for ahead."""
+
+    def ask(self, task: str, index: int) -> None:
+        """Let a question be rendered that will be drawn later."""
+
+    def take(self, task: str, index: int) -> list[int] | None:
+        """Return the tokens of a question that is drawn now, or None if they have not come."""
+        return None
+
+
 class Prompts:
     """Endless training prompts by task, and the prompts of each evaluation set."""
 
@@ -62,11 +75,11 @@ class Prompts:
         model_length: int,
         tell: Callable[[str], None] = lambda text: None,
         vision: Vision | None = None,
-        ahead: RenderedAhead | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         """`tell` receives a message about questions that are left out. `vision` is that of a model that reads
-        images. `ahead` has other processes that render questions without images."""
-        self._vision, self._ahead = vision, None if vision else ahead
+        images. `ahead` renders questions without images elsewhere."""
+        self._vision, self._ahead = vision, Ahead() if vision or ahead is None else ahead
         self._tasks, self._template, self._tell = tasks, template, tell
         self._refuses = config.rollout.overlong_prompts == "refuse"
         self.left_out: Counter[str] = Counter()  # overlong questions of endless tasks
@@ -182,12 +195,11 @@ class Prompts:
         """Yield the indices, while the images of the next ones are being decoded, or the next ones rendered
         elsewhere."""
         following: deque[int] = deque()
-        most = self._ahead.most if self._ahead else LOOKAHEAD if self._vision else 0
+        most = LOOKAHEAD if self._vision else self._ahead.most
         for index in indices:
             following.append(index)
-            if self._ahead:
-                self._ahead.ask(name, index)
-            elif self._vision and index not in self._overlong[name]:
+            self._ahead.ask(name, index)
+            if self._vision and index not in self._overlong[name]:
                 self._begun[name, index] = self._begin(name, index)
             if len(following) > most:
                 yield following.popleft()
@@ -235,7 +247,7 @@ class Prompts:
     def _rendered_ahead(self, uid: str, name: str, index: int, held_out: Collection[tuple[int, ...]]) -> Prompt | None:
         """Return a prompt that was rendered elsewhere, without its question, which the process that plays it makes
         anew. Returns None if it has not come, or might have to be left out, which its question decides."""
-        ids = self._ahead.take(name, index) if self._ahead else None
+        ids = self._ahead.take(name, index)
         if ids is None or len(ids) > self._longest or tuple(ids) in held_out:
             return None
         return Prompt(uid, ids, {}, name, index)

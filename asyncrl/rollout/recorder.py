@@ -31,8 +31,14 @@ class Recorder:
     """Recorder that writes through a Writer's thread, or records nothing without one. If writing fails, the run goes on
     and warns once."""
 
-    def __init__(self, writer: Writer | None = None, warn: Callable[[str], None] = print) -> None:
-        self._writer, self._warn, self._warned = writer, warn, False
+    def __init__(
+        self,
+        writer: Writer | None = None,
+        warn: Callable[[str], None] = print,
+        listeners: Sequence[Callable[[Group], None]] = (),
+    ) -> None:
+        """`listeners` get every group that was played to its end."""
+        self._writer, self._warn, self._warned, self._listeners = writer, warn, False, listeners
         self._seconds, self._told = 0.0, (0.0, 0)
 
     def admitted(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
@@ -41,12 +47,15 @@ class Recorder:
 
     def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
         """Record that a finished group is handed in, whether or not it gets a seat."""
+        self._tell(group)
         if content := self._content(group):
             images = group.images if content.images else None
             self.write(Committed(ticket.slot, content, discarded), images)
 
     def rejected(self, ticket: Ticket, reason: str, tokens: int, group: Group | None) -> None:
         """Record that a group is rejected."""
+        if group:
+            self._tell(group)
         content, images = (self._content(group), group.images) if group else (None, None)
         self.write(Rejected(ticket.slot, reason, tokens, content), images)
 
@@ -75,6 +84,11 @@ class Recorder:
         if self._writer:
             self._writer.flush()
 
+    def close(self) -> None:
+        """Write what is left."""
+        if self._writer:
+            self._writer.close()
+
     def write(self, event: Event, images: Mapping[str, bytes] | None = None) -> None:
         """Write the next event, with the images that it names."""
         if self._writer is None:
@@ -93,6 +107,10 @@ class Recorder:
         seconds, size = (new - old for new, old in zip(now, self._told, strict=True))
         self._told = now
         return {"time/recording": seconds, "recording/bytes": float(size)}
+
+    def _tell(self, group: Group) -> None:
+        for listen in self._listeners:
+            listen(group)
 
     def _content(self, group: Group) -> Any:
         """Return the content of a group, maybe compressed by another process; None if nothing is written."""

@@ -9,10 +9,13 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl import jsonl
+from asyncrl.config import Config
+from asyncrl.network.addresses import Addresses
 
 PER_MINUTE = 10
 """Maximum number of reports per minute and reason; further failures are only counted."""
@@ -22,6 +25,16 @@ class Warn(Protocol):
     """Receives a warning."""
 
     def __call__(self, text: str, traceback: str | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class RolloutRun:
+    """The run of a rollout process, and who receives its warnings."""
+
+    config: Config
+    addresses: Addresses
+    run_dir: Path
+    warn: Warn
 
 
 class RunReporter:
@@ -44,10 +57,6 @@ class RunReporter:
     def evaluated(self, line: dict[str, Any]) -> None:
         """Append a line to eval.jsonl."""
         jsonl.append(self._run_dir / "eval.jsonl", line)
-
-    def compared(self, line: dict[str, Any]) -> None:
-        """Append a line to compare.jsonl."""
-        jsonl.append(self._run_dir / "compare.jsonl", line)
 
 
 class FailureReporter:

@@ -10,10 +10,10 @@
     POST /admission {"lead": n, "max_running_groups": n}    change either (cluster.elastic)
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
-    POST /v1/traces         spans of engines as OTLP, under a key of their own (rollout/observer.py)
     GET  /status            the ledger, and what the next batch waits for
-    GET  /metrics           metrics for Prometheus (rollout/exposition.py), which has a key of its own for them
     GET  /health            200 once rollouts run
+
+Extensions may add others (extension.py).
 
 Back-pressure: one part is encoded at a time, and the next batch can be taken only after the version that this one makes
 is published (with weights.overlap, the version before); and no more groups run than the buffer admits: (lead + 1)
@@ -31,7 +31,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -45,7 +45,6 @@ from starlette.routing import Route
 
 from asyncrl.engine.inflight import InFlight
 from asyncrl.errors import AsyncRLError, described
-from asyncrl.network.addresses import metrics_key
 from asyncrl.network.serving import SignalFreeServer
 from asyncrl.network.tls import Signed
 from asyncrl.rollout.evaluation import Evaluations
@@ -90,18 +89,16 @@ class RolloutServer:
         journal: NoJournal | None = None,
         drain: bool = False,
         save: Callable[[GroupsState], bytes] | None = None,
-        metrics: Callable[[], bytes] = bytes,
-        receive: Callable[[Request], Awaitable[Response]] | None = None,
     ) -> None:
         """`journal` keeps batches for trainers that start again; `drain` makes a hold wait for the requests in flight;
-        `save` encodes a snapshot that includes the state; `metrics` returns those for Prometheus; `receive`
-        takes the spans of engines, and checks their key."""
-        self._metrics, self._receive = metrics, receive
+        `save` encodes a snapshot that includes the state."""
         self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
         self._journal = journal or NoJournal()
         self._api_key, self._drain, self._save = api_key, drain, save
         self.starting = ""
         """What the start waits for; empty once rollouts run."""
+        self.more: list[Route] = []
+        """Further routes, which check for themselves who may call them."""
         self._encoded: _Encoded | None = None
         self._error: Exception = AsyncRLError()
         self._failed = asyncio.Event()
@@ -204,10 +201,6 @@ class RolloutServer:
         await self._failed.wait()
         raise self._error
 
-    async def metrics(self, _: Request) -> Response:
-        """Return the metrics for Prometheus."""
-        return Response(self._metrics(), media_type="text/plain; version=0.0.4")
-
     def app(self) -> Starlette:
         """Build the app with its routes, behind the run's API key."""
         routes = [
@@ -218,16 +211,15 @@ class RolloutServer:
             Route("/evaluate", self.evaluate, methods=["POST"]),
             Route("/snapshot", self.snapshot, methods=["POST"]),
             Route("/status", self.status),
-            Route("/metrics", self.metrics),
             Route("/health", lambda _: Response()),
         ]
-        guarded = [Route(route.path, self._guarded(route.endpoint), methods=route.methods) for route in routes]
-        spans = [Route("/v1/traces", self._receive, methods=["POST"])] if self._receive else []
-        return Starlette(routes=[*guarded, *spans])
+        guarded = [Route(route.path, self.guarded(route.endpoint), methods=route.methods) for route in routes]
+        return Starlette(routes=[*guarded, *self.more])
 
-    def _guarded(self, endpoint: Callable) -> Callable:
-        own = [metrics_key(self._api_key)] if endpoint == self.metrics else []
-        keys = [f"Bearer {key}".encode() for key in (self._api_key, *own)]
+    def guarded(self, endpoint: Callable, *further: str) -> Callable:
+        """Return an endpoint that only requests with the run's API key, or one of these further keys, may call, and
+        whose unforeseen errors end this process."""
+        keys = [f"Bearer {key}".encode() for key in (self._api_key, *further)]
 
         async def guarded(request: Request) -> Response:
             given = request.headers.get("authorization", "").encode()

@@ -1,4 +1,4 @@
-"""A rank holds the bytes that asyncrl/planner/memory.py says."""
+"""A rank holds the bytes that asyncrl/extensions/plan/memory.py says."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_a_stream_breaks_when_no_chunk_came_for_the_timeout_however_many_came_be
         closed.set()
 
     async def read(endpoint: GenerateEndpoint) -> None:
-        async for piece in endpoint.stream({}, "key", "", lambda engine: None):
+        async for piece in endpoint.stream({}, "key", {}, lambda engine: None):
             seen.append(piece)  # noqa: PERF401  the test looks at it meanwhile
 
     async def main() -> str:

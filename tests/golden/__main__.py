@@ -53,10 +53,10 @@ PLANS = {
     "judge": ["judge=sglang", "judge.model=/judge"],
     "colocated": ["cluster.placement=colocated", "weights.pause_mode=retract", "rollout.max_staleness=1"],
     "adapters": ["trainer.lora.rank=4", "weights.lora=versions"],
-    "processes": ["rollout.processes=2", "rollout.image_processes=0"],
+    "processes": ["processes.count=2"],
     "alone": ["mode=rollout_only", "record=true"],
     "replay": ["mode=replay", "replay.from=/runs/a", "replay.schedule=true"],
-    "plain": ["cluster.tls=false", "tracing.engines=true", "deterministic=true", "rollout.max_staleness=0"],
+    "plain": ["cluster.tls=false", "observe.engines=true", "deterministic=true", "rollout.max_staleness=0"],
 }
 """Settings on top of experiment=tiny whose processes are planned, in addition to those of every experiment."""
 RESOLVED = [f"{part}.dtype=bfloat16" for part in ("trainer", "engine", "teacher", "judge")]

@@ -25,6 +25,7 @@ from asyncrl import extension
 from asyncrl.config import Config, load
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.router import RouterWorkers, wait_until_ready
+from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.machine import this_node
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import Seat, place, ports_wanted
@@ -127,7 +128,7 @@ def planned(
     placement = place(config, [this_node(config.cluster.host, None, gpus, ports_wanted(config))])
     model = catalog.resolve(config.model.path)
     hf = flat(json.loads((model / "config.json").read_text()))
-    config = resolve(config, {"trainer": hf, "engine": hf}, placement, gpus).config
+    config = resolve(config, {"trainer": hf, "engine": hf}, placement, gpus, cluster_of(config)).config
     if last_spans:
         placement.engines[-1] = over_two_machines(placement.engines[-1][0])
     authority = Authority.create(folder)

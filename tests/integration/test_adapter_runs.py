@@ -15,8 +15,8 @@ import torch
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import read
 from asyncrl.config.adapters import resident_adapters
+from asyncrl.extensions.convert.cli import main as convert
 from asyncrl.metrics.fields import unknown
-from asyncrl_convert.cli import main as convert
 from tests.integration import roles
 from tests.integration.books import balanced, check_books, check_replay, groups_of, tensors, trained, weights
 from tests.integration.running import (

@@ -54,6 +54,6 @@ def test_engines_of_every_setting_pass_the_checks_before_a_start_on_gpus(
         assert engine.env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, range(setting.gpus + spare)))
         assert int(engine.argv[engine.argv.index("--base-gpu-id") + 1]) == spare + engines.index(engine)
         given = {flag.removeprefix("--").replace("-", "_") for flag in engine.argv if flag.startswith("--")}
-        wanted = {"hicache_size": "engine.hicache", "load_format": "+quantized.format"}
+        wanted = {"hicache_size": "engine.hicache", "load_format": "quantized.format"}
         for argument, field in wanted.items():
             assert (argument in given) == any(one.startswith(f"{field}=") for one in setting.overrides)

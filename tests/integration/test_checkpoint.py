@@ -22,16 +22,16 @@ from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.config import load
+from asyncrl.extensions.convert.cli import main
 from asyncrl.launch.main import CONF
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.names import adapter_of
 from asyncrl.weights.peft_config import adapter_folders
-from asyncrl_convert.cli import main
-from tests.convert.models import tensors
 from tests.integration.checkpoints import ALGO, launch, written
 from tests.integration.rank_checkpoint import VERSION
 from tests.integration.ranks import run_ranks
 from tests.integration.updates import LAYOUTS, Outcome, write_models
+from tests.weights.models import tensors
 
 pytestmark = pytest.mark.integration
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from asyncrl.extensions.convert.cli import main
 from asyncrl.models.tiny import write_random_model
-from asyncrl_convert.cli import main
 from tests.fakes import tiny_config
 from tests.integration.ranks import run_ranks
 

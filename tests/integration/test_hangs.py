@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from asyncrl.extensions.plan.lengths import Lengths
+from asyncrl.extensions.view.watch.advice import advise
+from asyncrl.extensions.view.watch.runs import RunFolder
+from asyncrl.extensions.view.watch.server import evidence
 from asyncrl.launch.stalls import stack_file
-from asyncrl_view.watch.advice import advise
-from asyncrl_view.watch.runs import RunFolder
-from asyncrl_view.watch.server import evidence
 from tests.integration.books import balanced
 from tests.integration.running import (
     descendants,

@@ -10,14 +10,16 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl.extensions.view.inspection import cli
 from asyncrl.metrics.fields import STEP, STEP_TRAINER, SUMMARY
 from asyncrl.observability.intervals import DECODE
-from asyncrl.observability.spans import trace_id
 from asyncrl.observability.timeline import (
     BatchTimeline,
     EngineSpan,
@@ -27,15 +29,13 @@ from asyncrl.observability.timeline import (
     Started,
     TimelineReader,
 )
-from asyncrl_view.inspection import cli
 from tests.integration.books import balanced
 from tests.integration.fleet import OF_EXTENSIONS
 from tests.integration.running import lines, nothing_is_left, run
-from tests.observability.collector import collector
 
 pytestmark = pytest.mark.integration
 
-TRACED = "tracing.engines=true"
+TRACED = "observe.engines=true"
 PROCESSES = ("rollout", "router", "engine-0", "engine-1", "trainer 0", "trainer 1")
 LAYOUTS = {
     "tp2-sp-two-engines-over-disk": [
@@ -71,8 +71,7 @@ SYNCHRONOUS = [
 
 @pytest.mark.parametrize("layout", CASES)
 def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layout: list[str], tmp_path: Path) -> None:
-    with collector([200]) as (endpoint, taken):
-        collected = [f"tracing.endpoint={endpoint}", "trainer.profile=[2]"] if TRACED in layout else []
+    with traced(layout) as (collected, taken):
         steps = run(tmp_path / "run", *SYNCHRONOUS, *layout, *collected)
     assert [step["version"] for step in steps] == [1, 2, 3, 4, 5]
     assert max(step["staleness/max"] for step in steps) == 0
@@ -87,7 +86,19 @@ def test_engine_and_trainer_agree_before_any_update_and_after_every_publish(layo
         everything_is_in_the_timeline(tmp_path / "run")
         assert {service for service, _ in taken} == {*PROCESSES}
         warnings = [line["warning"] for line in lines(tmp_path / "run" / "warnings.jsonl")]
-        assert not [text for text in warnings if "tracing" in text or "timeline" in text]
+        assert not [text for text in warnings if "observe" in text or "timeline" in text]
+
+
+@contextmanager
+def traced(layout: list[str]) -> Iterator[tuple[list[str], list[tuple[str, Any]]]]:
+    """Yield further settings of a layout that is traced, and the spans that a collector gets, with their services."""
+    if TRACED not in layout:
+        yield [], []
+        return
+    from tests.extensions.observe.collector import collector
+
+    with collector([200]) as (endpoint, taken):
+        yield [f"observe.endpoint={endpoint}", "trainer.profile=[2]"], taken
 
 
 def steps_are_measured_and_one_is_profiled(run_dir: Path, steps: list[dict[str, Any]]) -> None:
@@ -110,6 +121,8 @@ def steps_are_measured_and_one_is_profiled(run_dir: Path, steps: list[dict[str, 
 
 def everything_is_in_the_timeline(run_dir: Path) -> None:
     """Every prompt has a trace through router and engine, and every process its phases."""
+    from asyncrl.extensions.observe.spans import trace_id
+
     records = list(TimelineReader(run_dir).new())
     (run_id,) = [record.run_id for record in records if isinstance(record, Started)]
     services = defaultdict[str, set[str]](set)

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.campaign]
 def test_process_that_dies_or_hangs_is_started_again_and_its_groups_are_played_anew(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    run_dir, settings = tmp_path / "run", ["rollout.processes=2", "cluster.stall_timeout=8"]
+    run_dir, settings = tmp_path / "run", ["processes.count=2", "cluster.stall_timeout=8"]
     with start(run_dir, *RUN, *settings) as launcher:
         wait_for_step(launcher, run_dir, 2)
         os.kill(processes_of(launcher, run_dir)["episodes-1"], number)
@@ -48,7 +48,7 @@ def test_process_that_dies_or_hangs_is_started_again_and_its_groups_are_played_a
 def test_deterministic_run_is_the_same_with_any_number_of_processes_one_of_which_dies(tmp_path: Path) -> None:
     one, two = (tmp_path / f"with-{count}" for count in (1, 2))
     expected = run(one, *RUN, *DETERMINISTIC)
-    with start(two, *RUN, *DETERMINISTIC, "rollout.processes=2") as launcher:
+    with start(two, *RUN, *DETERMINISTIC, "processes.count=2") as launcher:
         wait_for_step(launcher, two, 3)
         os.kill(processes_of(launcher, two)["episodes-0"], signal.SIGKILL)
         code, text = finish(launcher, two)

@@ -18,14 +18,15 @@ import pytest
 import uvicorn
 
 from asyncrl.engine.loads import load_of
+from asyncrl.extensions.observe.exposition import PrometheusMetrics
 from asyncrl.jsonl import append
 from asyncrl.metrics import fields
 from asyncrl.network.ports import free_port
 from asyncrl.network.tls import Authority, signed
 from asyncrl.observability.intervals import PHASES, Interval
 from asyncrl.observability.timeline import BatchTimeline, PublishTimeline
-from asyncrl.rollout.exposition import PrometheusMetrics
 from tests.engine.asking import RANK
+from tests.extensions.observe.observing import observing
 from tests.fakes import addresses
 from tests.integration.running import start, wait_for_step
 from tests.observability.timelines import episode, group
@@ -111,7 +112,8 @@ def test_every_query_of_the_board_finds_data_in_a_prometheus_that_scrapes_a_run(
     documented = [name for table in vars(fields) if table.startswith("STEP") for name in getattr(fields, table)]
     append(tmp_path / "metrics.jsonl", dict.fromkeys(documented, 0.5))
     append(tmp_path / "eval.jsonl", dict.fromkeys(fields.EVAL, 0.5) | {"set": "sum"})
-    metrics = PrometheusMetrics(tmp_path, where, "a run")
+    hooks = observing(tmp_path, where=where)
+    metrics = hooks.exposed
     queries = [query for row in board.ROWS for query in board.expressions(row)]
 
     async def main() -> None:
@@ -119,8 +121,7 @@ def test_every_query_of_the_board_finds_data_in_a_prometheus_that_scrapes_a_run(
         site.begin(await site.groups.ticket())
         status = file_of(site, tmp_path)
         loads = await Busy().recent(0.0)
-        metrics.now = lambda: status.now(loads)
-        site.server._metrics = metrics.render
+        site.server.more = list(hooks.routes(site.server, lambda: status.now(loads)))
 
         async def play() -> None:
             for number in range(10**6):

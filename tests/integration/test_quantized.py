@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.extensions.plan.activations import Training
+from asyncrl.extensions.plan.memory import trainer_rank
+from asyncrl.extensions.plan.settings import adapters_of, layout_of
+from asyncrl.extensions.plan.shapes import counted, shape_of
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.models.tiny import write_random_model
-from asyncrl.planner.activations import Training
-from asyncrl.planner.memory import trainer_rank
-from asyncrl.planner.settings import adapters_of, layout_of
-from asyncrl.planner.shapes import counted, shape_of
 from tests.fakes import tiny_config
 from tests.integration.ranks import run_ranks
 from tests.integration.running import run

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from asyncrl.extensions.view.watch.runs import RunFolder
+from asyncrl.extensions.view.watch.server import app
 from asyncrl.models import catalog
 from asyncrl.observability.timeline import ProcessSpan, TimelineReader
 from asyncrl.records.events import PartTaken, Published, Taken, decode
@@ -19,8 +21,6 @@ from asyncrl.records.frames import Frames, path_of
 from asyncrl.records.reading import Recording
 from asyncrl.rollout.prompts import load_tokenizer
 from asyncrl.schema import encode
-from asyncrl_view.watch.runs import RunFolder
-from asyncrl_view.watch.server import app
 from tests.integration.books import trained, weights
 from tests.integration.running import finish, lines, nothing_is_left, run, start
 
@@ -85,9 +85,9 @@ def test_replay_repeats_a_run_to_the_last_bit(live: Path, tmp_path: Path) -> Non
 
 
 def test_groups_that_other_processes_compressed_are_trained_again_to_the_last_bit(tmp_path: Path) -> None:
-    """rollout.processes: the recorded events, and the batches and ledgers that their schedule gives, too."""
+    """processes.count: the recorded events, and the batches and ledgers that their schedule gives, too."""
     source, again = tmp_path / "run", tmp_path / "again"
-    steps = run(source, *SMALL, *SLACK, "record=true", "rollout.processes=2")
+    steps = run(source, *SMALL, *SLACK, "record=true", "processes.count=2")
     assert trained(replay(again, source, *SLACK, "replay.schedule=true")) == trained(steps)
     assert weights(again) == weights(source)
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from asyncrl.checkpoints.store import CheckpointStore
-from asyncrl_convert.cli import main as convert
+from asyncrl.extensions.convert.cli import main as convert
 from tests.integration.books import check_books, check_replay, tensors, trained, weights
 from tests.integration.running import (
     DETERMINISTIC,
@@ -67,13 +67,13 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     which is killed: its groups are played anew. The run keeps the plan that it was started with."""
     layout, run_dir = ["trainer.data_parallel=2"], tmp_path / "run"
     planned = [*layout, "cluster.plan=auto"]
-    Blow("rollout", 5, 0.15).strike(run_dir, *planned, "rollout.processes=2")
+    Blow("rollout", 5, 0.15).strike(run_dir, *planned, "processes.count=2")
     assert len(lines(run_dir / "metrics.jsonl")) < STEPS
     plan = json.loads((run_dir / "plan.json").read_text())
     assert plan["kept"] == ["rollout.lead", "trainer.data_parallel"]
     (run_dir / "plan.json").write_text(json.dumps(plan | {"devices": "other devices"}))
     newest = max(CheckpointStore(run_dir).versions())
-    text = go_on_to_the_end(run_dir, *planned, "rollout.processes=3", victim="episodes-1", step=newest + 2)
+    text = go_on_to_the_end(run_dir, *planned, "processes.count=3", victim="episodes-1", step=newest + 2)
     assert "episodes-1 died (killed by SIGKILL" in text
     assert "process" not in json.loads((run_dir / "summary.json").read_text())["ledger"]["groups"]["rejected"]
     assert f"resuming from {CheckpointStore(run_dir).path(newest)}" in text

@@ -223,7 +223,7 @@ def test_the_engine_that_has_taken_a_request_is_known_before_its_first_token(tmp
             recorder.seconds = 20.0
 
             async def read() -> None:
-                async for _ in endpoint.stream({"input_ids": [1], "stream": True}, "g", "", engines.put_nowait):
+                async for _ in endpoint.stream({"input_ids": [1], "stream": True}, "g", {}, engines.put_nowait):
                     pass
 
             reading = asyncio.create_task(read())

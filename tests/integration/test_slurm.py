@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from asyncrl.checkpoints.store import CheckpointStore
+from asyncrl.progress import begin_file
 from tests.extensions.slurm.lab import JOB, ROOT, SMALL, TIMEOUT, Lab, Submitted, missing, missing_networks, nodes_of
 from tests.integration.books import balanced, trained, weights
 from tests.integration.running import lines, nothing_is_left, run
@@ -68,7 +70,7 @@ def test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own(tmp_
     """The nodes are in network namespaces, so 127.0.0.1 differs on each. Addresses are detected; none is configured."""
     folder = Path(tempfile.mkdtemp(prefix="lab-"))
     shape = ("cluster.host=null", "cluster.nodes=2", "trainer.data_parallel=2", "engine.count=2", "run.max_steps=5")
-    scale = ("rollout.processes=2", "trainer.batch_parts=2")  # a process on each node
+    scale = ("processes.count=2", "trainer.batch_parts=2")  # a process on each node
     try:
         with Lab(folder, apart=True) as apart:
             job = Submitted(apart, tmp_path / "run", *SMALL, *shape, *scale)
@@ -114,6 +116,17 @@ def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) 
     assert [step["version"] for step in job.steps()] == list(range(1, steps + 1))
     balanced(job.run_dir)
     nothing_is_left(job.run_dir)
+
+
+def test_trainers_of_a_job_start_again_when_one_is_killed(lab: Lab, tmp_path: Path) -> None:
+    steps = 14
+    shape = ("cluster.nodes=2", "trainer.data_parallel=2", f"run.max_steps={steps}")
+    job = Submitted(lab, tmp_path / "run", *GOES_ON, *shape)
+    job.wait_for_step(7)
+    os.kill(json.loads(begin_file(job.run_dir, "trainer-1").read_text())["pid"], signal.SIGKILL)
+    job.finishes()
+    assert json.loads((job.run_dir / "summary.json").read_text())["recoveries"] == 1
+    goes_on_exactly(job, steps, tmp_path)
 
 
 def test_two_jobs_share_their_nodes_and_the_launcher_of_one_is_killed_in_an_allocation_that_goes_on(

@@ -24,7 +24,7 @@ from tests.integration.running import (
 )
 
 SETTINGS = (
-    *("engine.count=2", "rollout.processes=2", "+quantized.format=fp8_simulated", "cluster.plan=auto"),
+    *("engine.count=2", "processes.count=2", "quantized.format=fp8_simulated", "cluster.plan=auto"),
     "weights.verify_every=1",
 )
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from asyncrl.checkpoints.store import CheckpointStore
+from asyncrl.extensions.view.inspection.cli import main
 from asyncrl.images import png_size
 from asyncrl.records.reading import Recording
-from asyncrl_view.inspection.cli import main
 from tests.integration.books import tensors, trained, weights
 from tests.integration.running import (
     DETERMINISTIC,
@@ -58,7 +58,7 @@ def test_a_run_that_was_killed_goes_on_and_its_recording_trains_the_same(tmp_pat
     of a run whose launcher was killed and started again, and those of the undisturbed training of its recording.
     (test_resume_environments.py compares a killed run with an undisturbed one.)"""
     killed, again = tmp_path / "killed", tmp_path / "again"
-    kept = ("record=true", "resume=auto", "checkpoint.every=1", "rollout.processes=2", *DETERMINISTIC)
+    kept = ("record=true", "resume=auto", "checkpoint.every=1", "processes.count=2", *DETERMINISTIC)
     with start(killed, *GAME, *SMALL, *kept, experiment="tiny_vision") as launcher:
         wait_for_step(launcher, killed, 1)
         wait_until(lambda: bool(CheckpointStore(killed).versions()), launcher, killed, "a checkpoint")

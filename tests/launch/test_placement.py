@@ -164,16 +164,3 @@ def test_further_engines_fill_machines_of_their_own() -> None:
     assert further(2, 2, 1) == [[("node0", (0,))]]
     with pytest.raises(ConfigError, match=r"engine.count"):
         further(1, 2, 3)
-
-
-def test_processes_that_play_episodes_are_spread_over_the_machines_of_rollouts_and_engines() -> None:
-    shape = {"trainer.data_parallel": 4, "engine.count": 8, "cluster.cpu_nodes": 1}
-    found = placed(4, 4, **shape, **{"rollout.processes": 5})
-    assert {seats[0].node.name for seats in found.engines} == {"node2", "node3"}
-    assert [seat.node.name for seat in found.episodes] == ["node0", "node2", "node3", "node0", "node2"]
-    assert found.meeting
-    assert found.meeting.node == found.rollout.node
-    assert found.meeting.port not in {0, found.rollout.port, found.router.port, found.router.meeting}
-    assert found.urls()["episodes"] == found.meeting.url
-    alone = placed(4, 4, **shape)
-    assert (alone.episodes, alone.urls()["episodes"]) == ([], "")

@@ -62,27 +62,6 @@ def test_no_command_line_names_a_port() -> None:
         assert not [word for word in spec.argv if any(number in word for number in numbers)], spec.argv
 
 
-def test_engines_and_router_send_their_spans_only_where_that_is_set() -> None:
-    assert not any("OTEL" in name or "RUST_LOG" in name for spec in made(2).values() for name in spec.env)
-    assert not [word for spec in made(2).values() for word in spec.argv if "trace" in word]
-    config = tiny_config(**{"tracing.engines": True})
-    placement = place(config, [Node("", "127.0.0.1", (), PORTS)])
-    spans = f"127.0.0.1:{placement.rollout.meeting}"
-    assert placement.rollout.meeting not in {0, placement.rollout.port, placement.trainers[0].port}
-    run = replace(addresses(1, 0), **placement.urls(), spans=spans, trace_key="secret")
-    specs = {spec.name: spec for spec in plan(config, run, placement, RUN_DIR)}
-    engine, router = flags(specs["engine-0"]), flags(specs["router"])
-    assert engine["enable-trace"] is router["enable-trace"] is True
-    assert engine["otlp-traces-endpoint"] == f"{placement.rollout.url}/v1/traces"
-    assert (engine["otlp-service-name"], router["otlp-traces-endpoint"]) == ("engine-0", spans)
-    protocols = [specs[name].env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] for name in ("engine-0", "router")]
-    assert protocols == ["http/protobuf", "grpc"]
-    assert all("secret" not in word and spans not in word for spec in specs.values() for word in spec.argv)
-    told = [name for name, spec in specs.items() if any("secret" in value for value in spec.env.values())]
-    assert told == ["engine-0", "router"]
-    assert specs["engine-0"].env["REQUESTS_CA_BUNDLE"].endswith("ca.pem")
-
-
 def test_same_inputs_give_the_same_plan() -> None:
     assert made(2, gpus=8) == made(2, gpus=8)
 
@@ -394,12 +373,3 @@ def test_replicas_on_several_machines_meet_at_the_first_of_consecutive_ports() -
     config = tiny_config(**shape, **JOB)
     specs = {spec.name: spec for spec in plan(config, addresses(1, 2), place(config, nodes), RUN_DIR)}
     assert {flags(specs[name])["dist-init-addr"] for name in ("engine-0", "engine-0.1")} == {"10.0.0.1:31001"}
-
-
-def test_processes_that_play_episodes_are_like_the_rollout_process_but_may_be_started_again() -> None:
-    specs = made(1, **{"rollout.processes": 2, "cluster.on_engine_death": "fail", "cluster.max_restarts": 3})
-    players = [specs[f"episodes-{number}"] for number in range(2)]
-    assert [spec.argv[-2:] for spec in players] == [[str(RUN_DIR), "0"], [str(RUN_DIR), "1"]]
-    assert all(spec.env == specs["rollout"].env and spec.reports and spec.restarts == 3 for spec in players)
-    assert not specs["rollout"].restarts
-    assert not [name for name in made(1) if name.startswith("episodes")]

@@ -6,12 +6,15 @@ import io
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import rich.console
 
+from asyncrl.config import Config
+from asyncrl.extension import Extension, LaunchHooks
 from asyncrl.metrics import live
 from asyncrl.metrics.console import Console
 from asyncrl.metrics.fields import STEP
@@ -290,14 +293,24 @@ def test_sparkline_spans_its_height(values: list[float], width: int, bars: str) 
     assert live.sparkline(values, width) == bars
 
 
+class Offering(Extension):
+    """Has a command that shows a run."""
+
+    def launch(self) -> LaunchHooks:
+        class Hooks(LaunchHooks):
+            def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
+                yield "a view", f"own-command {run_dir}"
+
+        return Hooks()
+
+
 def test_finished_run_says_where_to_look_next(tmp_path: Path) -> None:
-    screen = Screen(tmp_path, record=True)
+    screen = Screen(tmp_path, extensions={"offering": f"{__name__}:Offering"})
     (tmp_path / "summary.json").write_text("{}")
     (tmp_path / "hf").mkdir()
     screen.console.closing()
     text = screen.text()
-    for command in ("asyncrl-watch", "asyncrl-inspect"):
-        assert f" {command} {tmp_path}\n" in text
+    assert f"a view             own-command {tmp_path}\n" in text
     assert f" tensorboard --logdir {tmp_path}/tb\n" in text
     assert f"trained model      {tmp_path}/hf\n" in text
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl.extensions.observe.exposition import exposed
 from asyncrl.metrics import fields
-from asyncrl.rollout.exposition import exposed
 from tests.ops.programs import found
 
 OPS = Path(__file__).parents[2] / "ops"

@@ -9,7 +9,6 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,16 +17,13 @@ from hypothesis import strategies as st
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.session import GenerationSession
-from asyncrl.network.addresses import Access
-from asyncrl.network.ports import free_port
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.episodes import EpisodeWorker, play_until_closed
-from asyncrl.rollout.group_player import GroupPlayer
+from asyncrl.rollout.group_player import GroupPlayer, PlaysGroups
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
 from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
@@ -37,14 +33,12 @@ from asyncrl.rollout.prompts import Cursor
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.snapshot import GroupsState, Snapshot
-from asyncrl.rollout.wire import Channel, Hello, connect
 from asyncrl.rollout.worker import Patience, Worker
-from asyncrl.rollout.workers import EpisodeWorkers
 from asyncrl.schema import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import TaskScoreReward
 from tests import synchronous
-from tests.fakes import FakeEngine, FakeTemplate, LengthTask, addresses, pieces, prompts, tiny_config, until
+from tests.fakes import FakeEngine, FakeTemplate, LengthTask, pieces, prompts
 
 EOS, LONGEST = 10, 8
 KEY = {"authorization": "Bearer key0"}
@@ -163,16 +157,10 @@ class Machinery:
         agent: Agent | None = None,
         name: str = "length",
         template: Template | None = None,
-        processes: int = 1,
         **client: Any,
     ) -> None:
-        """With several `processes`, each has a client of its own and a connection to the buffer's; all of them run in
-        this process."""
-        self.engine = engine
-        settings = tiny_config(**{"rollout.processes": processes, "rollout.temperature": 1.0})
-        self.pool = EpisodeWorkers(settings, addresses(), lambda text, traceback=None: None) if processes > 1 else None
-        self.client: Any = self.pool or engine.client(**client)
-        self.joined: dict[int, tuple[Channel, asyncio.Task[None]]] = {}
+        self.engine, self.new_client = engine, lambda: engine.client(**client)
+        self.client = self.seen_client()
         self.buffer = CohortBuffer(batch_groups, max_staleness, lead, overlap=overlap)
 
         scored = task or LengthTask()
@@ -190,19 +178,33 @@ class Machinery:
             failures,
         )
         playing = GroupPlayer(player, failures)
-        self.processes = processes
-        self.question: Callable[[str, int], dict[str, Any]] = lambda task, index: {}
-        self.render: Callable[[dict[str, Any]], list[int]] = lambda question: []
-        self.new_parts = lambda: PlayingParts(engine.client(**client), {}, {}, player, playing, 5.0, print)
+        self.new_parts = lambda: PlayingParts(self.new_client(), {}, {}, player, playing, 5.0, print)
         self.worker = Worker(
             self.groups,
             self.client,
-            self.pool or playing,
+            self.plays(playing),
             self.mixer,
             FixedConcurrency(max_running) if max_running else ConcurrencyLimiter(),
             Patience(max_failures=10**6),
             group_sizes={name: group_size},
         )
+
+    def seen_client(self) -> Any:
+        """Return the client, as all but what plays see it."""
+        return self.new_client()
+
+    def plays(self, here: GroupPlayer) -> PlaysGroups:
+        """Return what plays groups."""
+        return here
+
+    async def begin(self, group: asyncio.TaskGroup) -> None:
+        """Begin to play."""
+
+    def stop(self) -> None:
+        """Cancel what `begin` has created in the group."""
+
+    async def end(self) -> None:
+        """End what was begun."""
 
     def _save(self, state: GroupsState) -> bytes:
         return snapshot.encode(Snapshot(state, Cursor(state.drawn, {}), self.mixer.state(), evaluating=False))
@@ -234,12 +236,7 @@ class Machinery:
             first = self.buffer.version
             if first:  # it goes on
                 await source.post("/version", json={"version": first})
-            if self.pool:
-                self.url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-                serving = group.create_task(self.pool.serve(Path(), self.url))
-                for number in range(self.processes):
-                    await self.join(number)
-                await self.pool.start()
+            await self.begin(group)
             working = group.create_task(self.worker.run(self.outstanding))
             publishing: asyncio.Task[None] | None = None
             for version in range(first, first + steps):
@@ -259,10 +256,8 @@ class Machinery:
                 answer = await source.post("/snapshot", json={"version": first + steps})
                 saved.append(answer.raise_for_status().content)
             working.cancel()
-            if self.pool:
-                serving.cancel()
-        for number in list(self.joined):
-            await self.leave(number)
+            self.stop()
+        await self.end()
         await self.client.close()
         return found
 
@@ -275,64 +270,10 @@ class Machinery:
         self.engine.serving.set()
         (await source.post("/version", json={"version": version})).raise_for_status()
 
-    async def join(self, number: int) -> None:
-        """Let a process connect to the buffer's."""
-        while True:
-            try:
-                channel = await connect(self.url, Access("key0"))
-                break
-            except OSError:
-                await asyncio.sleep(0)
-        channel.send(Hello("key0", number))
-        worker = EpisodeWorker(channel, self.new_parts(), self.question, self.render, record=False)
-        playing = asyncio.create_task(play_until_closed(channel, worker))
-        playing.add_done_callback(lambda task: task.cancelled() or task.exception())  # the other end raises it
-        self.joined[number] = channel, playing
-
-    async def leave(self, number: int) -> None:
-        """Let a process die: its connection ends, and so does everything that it did."""
-        channel, playing = self.joined.pop(number)
-        channel.close()
-        playing.cancel()
-        await asyncio.wait([playing])
-
     @property
     def overtaken(self) -> int:
         """Requests that a publish overtook; the batches carry those before."""
         return self.client.inflight.figures.continued["overtaken"]
-
-
-class Deaths:
-    """Processes that die after batches, and are started again."""
-
-    def __init__(self, made: Machinery, chance: random.Random, end: int) -> None:
-        """None dies after the last batch before step `end`."""
-        self.made, self._chance, self._end, self._tasks = made, chance, end, list[asyncio.Task[None]]()
-        self._pool: Any = made.pool
-        self._pool.most_losses = 10**6
-
-    def after(self, batch: Batch) -> None:
-        """Let one die soon after this batch."""
-        if batch.version < self._end - 1:
-            self.begin(batch.version % self.made.processes)
-
-    def begin(self, number: int) -> None:
-        """Let this one die soon."""
-        self._tasks.append(asyncio.get_running_loop().create_task(self._die(number)))
-
-    async def _die(self, number: int) -> None:
-        for _ in range(self._chance.randrange(40)):
-            await asyncio.sleep(0)
-        if number in self.made.joined:
-            await self.made.leave(number)
-            await until(lambda: number not in self._pool._connections)
-            await self.made.join(number)
-
-    def told(self) -> dict[str, float]:
-        """Return the figures of the processes, after the run."""
-        assert all(task.cancelled() or task.result() is None for task in self._tasks)
-        told: dict[str, float] = self._pool.take_played()
-        return told
 
 
 STEPS = 5
@@ -360,10 +301,10 @@ timings = st.builds(
 shapes = st.fixed_dictionaries({"batch_groups": st.integers(1, 4), "group_size": st.integers(1, 3)})
 
 
-def machinery(timing: Timing, fails: float = 0.0, **settings: Any) -> Machinery:
+def machinery(timing: Timing, fails: float = 0.0, kind: type[Machinery] = Machinery, **settings: Any) -> Machinery:
     values = asdict(timing)
     engine = RecordedEngine(values.pop("seed"), jitter=values.pop("jitter"), fails=fails)
-    return Machinery(engine, **values, **settings)
+    return kind(engine, **values, **settings)
 
 
 def plain(batch_groups: int, group_size: int) -> list[list[Group]]:

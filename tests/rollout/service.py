@@ -46,6 +46,10 @@ class Site:
             "key0",
             drain=drain,
         )
+        self.connect()
+
+    def connect(self) -> None:
+        """Let the client see the routes that the server has now."""
         transport = httpx.ASGITransport(app=self.server.app())
         self.http = httpx.AsyncClient(transport=transport, base_url="http://service", headers=KEY)
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncrl.errors import PeerFailed
+from asyncrl.errors import ConfigError, PeerFailed
 from asyncrl.models import catalog
 from asyncrl.models.tiny import TOKENS
 from asyncrl.network.addresses import Addresses
 from asyncrl.progress import failing, failures
 from asyncrl.rollout.agent import close_all
-from asyncrl.rollout.parts import ModelParts, _client
-from tests.fakes import tiny_config
+from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.parts import ModelParts, _client, allow_files
+from asyncrl.rollout.recorder import Recorder
+from asyncrl.schema import Group
+from tests.fakes import group, tiny_config
 
 
 @pytest.mark.parametrize(
@@ -87,3 +92,39 @@ def test_error_that_is_recorded_is_the_first_one_with_the_line_of_the_users_code
     (found,) = failures(tmp_path)
     assert (found["process"], found["error"]) == ("rollout", "KeyError: 'planted'")
     assert found["place"].startswith(f"{__file__}:{users.__code__.co_firstlineno + 1}, in ")
+
+
+def test_episodes_that_need_more_open_files_than_allowed_are_refused_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told if the number that runs follows the engines' load."""
+    allowed: list[Any] = []
+    told: list[str] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 1024))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: allowed.append(limits))
+    shape = {"rollout.batch_groups": 200, "rollout.group_size": 8, "rollout.max_staleness": 0, "rollout.lead": None}
+
+    def check(running: Any, processes: int = 1) -> None:
+        settings = {**shape, "rollout.max_running_groups": running}
+        allow_files(tiny_config(**settings), lambda text, traceback=None: told.append(text), processes)
+
+    with pytest.raises(ConfigError, match=r"rollout.max_running_groups: got 150. 150 groups of 8 need up to 1456"):
+        check(150)
+    with pytest.raises(ConfigError, match=r"rollout.max_running_groups: got None. 200 groups of 8 need up to 1856"):
+        check(None)
+    check(150, processes=2)
+    check(90)
+    check("auto", processes=3)
+    assert told == []
+    check("auto")
+    assert [text.partition(",")[0] for text in told] == [
+        "200 groups of 8 need up to 1856 open files in each of 1 processes"
+    ]
+    assert set(allowed) == {(1024, 1024)}
+
+
+def test_listeners_get_every_group_that_was_played_to_its_end() -> None:
+    found: list[Group] = []
+    recorder = Recorder(listeners=[found.append])
+    recorder.committed(Ticket(0, 0), group(0), 0)
+    recorder.rejected(Ticket(1, 0), "no_signal", 2, group(1))
+    recorder.rejected(Ticket(2, 0), "agent", 2, None)
+    assert [one.slot for one in found] == [0, 1]

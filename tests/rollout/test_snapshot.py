@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
-import random
-from collections.abc import AsyncIterator, Callable
 from functools import cache
-from typing import Any
 
 import httpx
 import msgspec
@@ -22,73 +18,11 @@ from asyncrl.engine.session import SavedCompletion
 from asyncrl.errors import RecordError
 from asyncrl.network.addresses import Access
 from asyncrl.rollout import snapshot
-from asyncrl.schema import Batch, Completion, Generate, Prompt, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Generate, Prompt, Trajectory, Turn, VersionSpan
 from tests.examples import examples
-from tests.fakes import completion, pieces, prompts, stream
-from tests.rollout.machinery import EOS, KEY, Deaths, Machinery, RecordedEngine, _extend
+from tests.rollout.chain import Chain, goes_on, machinery, prompt_of, uids
+from tests.rollout.machinery import EOS, KEY
 from tests.rollout.schedules import Run, schedules
-
-
-class Chain(RecordedEngine):
-    """Every next token is a function of all tokens before it: a continuation gives what the whole answer would have."""
-
-    sent = 0
-
-    def _reply(self, request: dict[str, Any]) -> AsyncIterator[bytes]:
-        sampling = request["sampling_params"]
-        return self._chain(request["input_ids"], sampling["n"], sampling["max_new_tokens"])
-
-    async def _chain(self, prompt: list[int], count: int, most: int) -> AsyncIterator[bytes]:
-        written: dict[int, list[int]] = {i: [] for i in range(count)}
-        spans: dict[int, list[VersionSpan]] = {i: [] for i in written}
-        while written:
-            i = self._random.choice(list(written))
-            await self._idle()
-            await self.serving.wait()
-            mine = written[i]
-            mine.append(following([*prompt, *mine]))
-            _extend(spans[i], self.version, 1)
-            self.sent += 1
-            reason = "stop" if mine[-1] == EOS else "length" if len(mine) == most else None
-            (event,) = pieces(completion(1), i)
-            event["output_ids"] = mine[-1:]
-            meta = {"finish_reason": None, "output_token_logprobs": [[-0.5, mine[-1], None]]}
-            if reason:
-                told = [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans[i]]
-                meta |= {"finish_reason": {"type": reason}, "weight_versions": told}
-                del written[i]
-            yield stream([event | {"meta_info": meta}]).removesuffix(b"data: [DONE]\n\n")
-        yield b"data: [DONE]\n\n"
-
-
-def following(sequence: list[int]) -> int:
-    digest = hashlib.sha256(bytes(sequence)).digest()
-    return EOS if digest[0] < 50 else digest[1] % 10
-
-
-def machinery(engine: RecordedEngine, drawn: int = 0, **settings: Any) -> Machinery:
-    shape = {"batch_groups": 3, "group_size": 2, "max_staleness": 3, "lead": 2} | settings
-    shape["cache_key"] = (
-        "group"  # or requests that a publish overtakes would be asked anew, and what had come discarded
-    )
-    return Machinery(engine, training=itertools.islice(prompts(), drawn, None), **shape)
-
-
-def uids(batches: list[Batch]) -> list[list[str]]:
-    return [[group.uid for group in batch.groups] for batch in batches]
-
-
-def answers(batches: list[Batch]) -> dict[str, list[list[int]]]:
-    return {
-        group.uid: sorted(turn.completion.token_ids for one in group.trajectories for turn in one.turns)
-        for batch in batches
-        for group in batch.groups
-    }
-
-
-def prompt_of(uid: str) -> Prompt:
-    number = int(uid.removeprefix("p"))
-    return msgspec.structs.replace(next(itertools.islice(prompts(), number, None)), index=number)
 
 
 @settings(deadline=None, max_examples=examples(12))
@@ -97,53 +31,11 @@ def prompt_of(uid: str) -> Prompt:
     stop=st.integers(1, 4),
     slack=st.integers(0, 2),
     running=st.sampled_from([None, 2]),
-    processes=st.tuples(st.integers(1, 2), st.integers(1, 3)),
-    deaths=st.booleans(),
 )
 def test_run_that_goes_on_trains_every_group_once_with_the_tokens_that_were_written(
-    seed: int, stop: int, slack: int, running: int | None, processes: tuple[int, int], deaths: bool
+    seed: int, stop: int, slack: int, running: int | None
 ) -> None:
-    """Also with another number of processes that play, some of which die."""
-    shape = {"lead": 2, "max_staleness": 2 + slack, "max_running": running}
-    whole = machinery(Chain(seed), **shape).batches(8)
-    engine = Chain(seed + 1)
-    first = machinery(engine, **shape, processes=processes[0])
-    before, saved = first.snapshot(stop, _deaths(first, seed, stop, deaths))
-    state = snapshot.decode(saved).service
-
-    again = Chain(seed + 2)
-    again.version = stop
-    resumed = machinery(again, drawn=state.drawn, **shape, processes=processes[1])
-    resumed.go_on(saved, prompt_of)
-    after = resumed.batches(8 - stop, _deaths(resumed, seed, 8, deaths))
-
-    assert [batch.version for batch in before + after] == list(range(8))
-    trained = [uid for batch in uids(before + after) for uid in batch]
-    assert len(set(trained)) == len(trained) == 8 * 3
-    for batch in before + after:  # what a resumed answer is depends on nothing but its prompt
-        assert max(age for group in batch.groups for age in group.staleness(batch.version)) <= 2 + slack
-    both = answers(before + after)
-    for uid, mine in answers(whole).items():
-        if uid in both:
-            assert both[uid] == mine
-    if not slack:  # batches are cohorts, whatever the timing
-        assert uids(before + after) == uids(whole)
-    ledger = resumed.groups.ledger()
-    assert (ledger.groups.trained, ledger.groups.rejected) == (8 * 3, {})
-    if deaths:
-        return
-    # every token that had come is in the snapshot, and every one of these is trained or waits to be
-    received = sum(sibling.received for one in state.outstanding for sibling in one.siblings)
-    said = [said.completion for one in state.outstanding for sibling in one.siblings for said in sibling.said]
-    assert sum(len(completion.token_ids) for completion in said) == received
-    assert ledger.tokens.discarded == 0
-
-
-def _deaths(made: Machinery, seed: int, end: int, deaths: bool) -> Callable[[Batch], None]:
-    """Return what is called after each batch."""
-    if not deaths or made.processes == 1:
-        return lambda batch: None
-    return Deaths(made, random.Random(seed), end).after
+    goes_on(seed, stop, slack, running)
 
 
 class Turns:

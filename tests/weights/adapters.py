@@ -1,4 +1,4 @@
-"""Random adapters for the small models of tests/convert, and what a model computes."""
+"""Random adapters for small models, and what a model computes."""
 
 from __future__ import annotations
 

@@ -1,18 +1,35 @@
-"""Small models as tensors, and their digests."""
+"""Small models as tensors and as folders, and their digests."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import names
 from asyncrl.weights.checksum import CudaHash
 
 HEADS, HEAD_DIM, HIDDEN, VOCAB, EXPERTS = 4, 2, 8, 70, 3
 DENSE = tuple(f"model.layers.{{layer}}.mlp.{name}_proj" for name in ("gate", "up", "down"))
+
+MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "llama-tied": ("llama", True, {}),
+    "llama": ("llama", False, {}),
+    "qwen2": ("qwen2", True, {}),
+    "qwen3": ("qwen3", False, {}),
+    "qwen3-moe": ("qwen3_moe", False, {}),
+    "qwen3-moe-dense-layer": ("qwen3_moe", False, {"mlp_only_layers": [1]}),
+    "mixtral": ("mixtral", False, {"sliding_window": None}),
+    "glm4-moe": ("glm4_moe", False, {}),
+    "glm4-moe-plain-heads": ("glm4_moe", False, {"use_qk_norm": False, "attention_bias": False}),
+    "deepseek-v3": ("deepseek_v3", False, {}),
+    "deepseek-v3-one-query-matrix": ("deepseek_v3", False, {"q_lora_rank": None}),
+}
 
 
 def config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
@@ -76,3 +93,24 @@ def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
     kind = leaf.split(".")[-1]
     found = sizes.get(leaf.split(".")[-2], (HIDDEN,))
     return (EXPERTS,) if kind == "e_score_correction_bias" else found[:1] if kind == "bias" else found
+
+
+def written(folder: Path, name: str) -> Path:
+    """A small model in bfloat16 with an odd vocabulary, and stand-ins for a tokenizer's files."""
+    arch, tied, fields = MODELS[name]
+    sizes: dict[str, Any] = {"hidden": 32, "layers": 3, "heads": 4, "kv_heads": 2, "intermediate": 48}
+    write_random_model(folder, arch, vocab=97, tied=tied, seed=1, dtype="bfloat16", fields=fields, **sizes)
+    (folder / "tokenizer.json").write_text('{"of": "any kind"}')
+    (folder / "templates").mkdir()
+    (folder / "templates" / "tool.jinja").write_text("{{ tool }}")
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors; each stands in one file."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        held = load_file(file)
+        assert not found.keys() & held.keys()
+        found.update(held)
+    return found

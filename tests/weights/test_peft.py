@@ -19,8 +19,8 @@ from asyncrl.errors import AsyncRLError, ConfigError, WeightsError
 from asyncrl.weights import peft_config
 from asyncrl.weights.peft import PeftFolder, write_peft
 from asyncrl.weights.peft_config import check_start, parsed, user_config
-from tests.convert.models import written
 from tests.weights.adapters import adapters, loaded, logits, lora, merged
+from tests.weights.models import written
 
 FAMILIES = ["llama", "qwen3-moe", "qwen3-moe-dense-layer", "mixtral", "glm4-moe", "deepseek-v3"]
 

@@ -3,7 +3,7 @@ or take them from a file of asyncrl-plan.
 
 On GPUs of a known kind, speed and memory follow from the model's arithmetic (inputs.py), and the parallel
 layouts are chosen, too. On CPUs, processes take the place of GPUs, and their speed is that of the estimate
-(planner/estimate.py), from the measured rates of the machine. Answers have `estimate.ANSWER` of their largest length.
+(estimate.py), from the measured rates of the machine. Answers have `estimate.ANSWER` of their largest length.
 What the command line sets is kept, and so is rollout.max_staleness. plan.json in the run folder holds the plan; a
 resumed run uses it again, and the summary compares its prediction with the run.
 """
@@ -22,17 +22,18 @@ from asyncrl import jsonl
 from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.plan import forecast
+from asyncrl.extensions.plan.estimate import MachineRates, plan_fields
 from asyncrl.extensions.plan.inputs import parse, splits
 from asyncrl.extensions.plan.model_splits import HARDWARE
 from asyncrl.extensions.plan.report import overrides, report
 from asyncrl.extensions.plan.search import NEAR, Choices, GpuSplit, in_play, search
-from asyncrl.launch import forecast, precision
+from asyncrl.launch import precision
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.resume import origins
 from asyncrl.network.addresses import PLAN
-from asyncrl.planner.estimate import MachineRates, plan_fields
 from asyncrl.platforms import Rates
 
 LAYOUT = tuple(f"trainer.{name}_parallel" for name in ("tensor", "pipeline", "expert", "expert_tensor", "sequence"))

@@ -1,23 +1,60 @@
-"""What this folder adds: plans of runs, and changes of runs in progress."""
+"""What this folder adds: what a run needs and how long it takes, plans of runs, and changes of runs in progress."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncrl import extension
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from asyncrl.config import Config
+    from asyncrl.extensions.plan.estimate import Estimate
     from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement
+    from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
 
 
 class PlanHooks(extension.LaunchHooks):
-    """The planner in the launcher. It is imported only where a run asks for it."""
+    """What the planner does in the launcher. Its modules are imported where they are needed."""
+
+    def __init__(self) -> None:
+        """Create the hooks of a run that has not been checked."""
+        self._checked = False
+        self._expected: Estimate | None = None
+
+    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
+        """Estimate the duration of the run, and check memory and disks."""
+        from asyncrl.extensions.plan import preflight
+        from asyncrl.extensions.plan.forecast import in_words
+        from asyncrl.launch.preflight.findings import ok, refused
+
+        self._checked = True
+        models = preflight.models_of(prepared)
+        if prepared.is_placed and "model" in models:
+            yield from refused(partial(self._estimate, prepared), "task")
+        if self._expected:
+            yield ok("run.max_steps", f"{prepared.config.run.max_steps} steps; {in_words(self._expected)}")
+        yield from preflight.check_room(prepared, models)
+
+    def notes(self, prepared: Preparation) -> list[str]:
+        """Return the estimate for the console."""
+        from asyncrl.extensions.plan.forecast import in_words
+
+        if not self._checked:
+            self._estimate(prepared)
+        return [in_words(self._expected)] if self._expected else []
+
+    def begins(self, prepared: Preparation) -> None:
+        """Add the estimate to machine.json."""
+        from asyncrl.extensions.plan import forecast
+
+        forecast.write(prepared.run_dir, self._expected)
 
     def plan(self, preparation: Preparation) -> extension.Planned:
         """Choose the settings that cluster.plan leaves open."""
@@ -32,6 +69,12 @@ class PlanHooks(extension.LaunchHooks):
         from asyncrl.extensions.plan.pilot import ElasticPilot
 
         return ElasticPilot(config, run_dir, addresses, placement, cluster)
+
+    def _estimate(self, prepared: Preparation) -> None:
+        from asyncrl.extensions.plan.forecast import forecast
+
+        chosen, hf = prepared.chosen, prepared.read("model")
+        self._expected = forecast(chosen.config, prepared.folders["model"], hf, chosen)
 
 
 class Plans(extension.Extension):

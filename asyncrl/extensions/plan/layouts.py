@@ -36,12 +36,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.plan import sizing
+from asyncrl.extensions.plan import memory, sizing
+from asyncrl.extensions.plan.activations import Recompute, Training
 from asyncrl.extensions.plan.engine import EngineShape
+from asyncrl.extensions.plan.shapes import FLOAT, ParallelLayout, Shape, parameters
 from asyncrl.extensions.plan.sizing import Hardware, Publish
-from asyncrl.planner import memory
-from asyncrl.planner.activations import Recompute, Training
-from asyncrl.planner.shapes import BYTES, FLOAT, ParallelLayout, Shape, Weight, parameters
+from asyncrl.launch.preflight.model_files import BYTES, Weight
 
 BASE, HOP = 3.6e-6, 0.47e-6
 """Seconds of a small all-reduce, and of each step of its ring over NVLink: the figures with which NCCL chooses its

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.plan import sizing
+from asyncrl.extensions.plan import memory, sizing
+from asyncrl.extensions.plan.activations import Training
 from asyncrl.extensions.plan.engine import EngineShape
 from asyncrl.extensions.plan.laws import LengthSample
 from asyncrl.extensions.plan.layouts import (
@@ -23,12 +24,11 @@ from asyncrl.extensions.plan.layouts import (
     tensor_degrees,
 )
 from asyncrl.extensions.plan.search import GpuSplit
+from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, counted, shape_of
 from asyncrl.extensions.plan.sizing import FleetSpec, Hardware
+from asyncrl.extensions.plan.tensors import tensors
+from asyncrl.launch.preflight.model_files import Weight
 from asyncrl.models import catalog
-from asyncrl.models.tensors import tensors
-from asyncrl.planner import memory
-from asyncrl.planner.activations import Training
-from asyncrl.planner.shapes import ParallelLayout, Shape, Weight, counted, shape_of
 
 if TYPE_CHECKING:
     from asyncrl.extensions.plan.inputs import PlanInput

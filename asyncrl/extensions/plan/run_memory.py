@@ -12,12 +12,13 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import linear_bytes
+from asyncrl.extensions.plan import memory
 from asyncrl.extensions.plan.fit import Fit
 from asyncrl.extensions.plan.search import GpuSplit
-from asyncrl.models.tensors import tensors
-from asyncrl.planner import memory
-from asyncrl.planner.settings import layout_of, served_adapters, training_of
-from asyncrl.planner.shapes import Shape, Weight, counted, shape_of
+from asyncrl.extensions.plan.settings import layout_of, served_adapters, training_of
+from asyncrl.extensions.plan.shapes import Shape, counted, shape_of
+from asyncrl.extensions.plan.tensors import tensors
+from asyncrl.launch.preflight.model_files import Weight
 
 PEAK = "memory/peak"
 

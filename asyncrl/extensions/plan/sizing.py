@@ -21,11 +21,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from asyncrl.extensions.plan.adapters import Adapters
 from asyncrl.extensions.plan.engine import EngineShape
+from asyncrl.extensions.plan.estimate import ModelSize
 from asyncrl.extensions.plan.laws import engines_bound, trainer_bound
-from asyncrl.planner.adapters import Adapters
-from asyncrl.planner.estimate import ModelSize
-from asyncrl.planner.shapes import BYTES, ParallelLayout, Shape, Weight, of_stage, packed, parameters
+from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, of_stage, parameters
+from asyncrl.launch.preflight.model_files import BYTES, Weight
+from asyncrl.launch.preflight.weights import packed
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,7 @@ class SlurmJob(Cluster):
             f"--error={log}",
         ]
         step = _as_step(first, [*argv, *self._contained(_program(folder / "trainer"), mounts)])
-        # Not restarted: a step that fails does not tell which of its machines is left. The job is requeued instead.
-        return replace(step, name="trainer", node=",".join(nodes), restarts=0)
+        return replace(step, name="trainer", node=",".join(nodes))
 
     def _srun(self, group: int, run_id: str = "") -> list[str]:
         """Return the common part of all sruns. Steps share their machines: each has access to all CPUs and GPUs of the

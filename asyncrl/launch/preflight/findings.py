@@ -81,8 +81,3 @@ def rendered(findings: Sequence[Finding]) -> str:
     counts = {level: sum(one.level == level for one in findings) for level in ("error", "warning", "ok")}
     total = f"preflight: {counts['error']} error(s), {counts['warning']} warning(s), {counts['ok']} ok"
     return "\n".join([*(one.lines() for one in findings), total])
-
-
-def gb(size: float) -> str:
-    """Return bytes as GB, to three digits."""
-    return f"{size / 1e9:.3g}"

@@ -4,19 +4,63 @@ only. The safetensors library refuses a file that is shorter or longer than its 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.launch.preflight.findings import Finding, error, ok
-from asyncrl.planner.shapes import Weight
+from asyncrl.models import vision
 
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 """Each of these sets of files is a complete tokenizer."""
 COPY = "Copy or download the folder again."
+BYTES = {"bfloat16": 2, "float32": 4}
+"""Bytes of a number, by dtype."""
+WHOLE = ("norm.weight", "gate.weight", "e_score_correction_bias")
+"""Name suffixes of tensors that every tensor-parallel rank holds entirely: norms and routers."""
+TOWERS = tuple(tower.prefix for tower in vision.TOWERS.values())
+"""Beginnings of the names of a vision tower's tensors."""
+
+
+@cache
+def _layer(name: str) -> int | None:
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+class Weight(NamedTuple):
+    """A tensor of an HF folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    replicated: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """Return the layer number, from 0; None outside of layers."""
+        return _layer(self.name)
+
+    @property
+    def routed(self) -> bool:
+        """Return whether it belongs to a routed expert."""
+        return ".experts." in self.name
+
+    @property
+    def whole(self) -> bool:
+        """Return whether tensor-parallel ranks hold it entirely instead of sharding it."""
+        return self.replicated or self.name.endswith(WHOLE)
 
 
 @dataclass
@@ -58,6 +102,20 @@ def check_model_files(folder: Path, files: ModelFiles, name: str) -> list[Findin
             f"{folder}: config, tokenizer, {len(files.weights)} tensors, {count:,} parameters, "
             f"{files.nbytes / 1e9:.3g} GB",
         )
+    ]
+
+
+def loaded(weights: Iterable[Weight], layers: int, *, tied: bool) -> list[Weight]:
+    """Return the weights of the text model that trainer and engine load. This excludes the vision tower, further layers
+    (multi-token prediction), buffers of old checkpoints, an output layer that is the embedding (`tied`), and the
+    router's load-balancing bias, which is not a parameter."""
+    return [
+        one
+        for one in weights
+        if (one.layer is None or one.layer < layers)
+        and not one.name.endswith(("rotary_emb.inv_freq", "e_score_correction_bias"))
+        and not (tied and one.name == "lm_head.weight")
+        and not one.name.startswith(TOWERS)
     ]
 
 

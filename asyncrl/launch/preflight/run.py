@@ -1,5 +1,5 @@
 """The preflight of a run: all checks, ordered so that each failure explains later ones: settings, versions, model,
-machines, folders and network.
+machines, what extensions check, and network.
 
 A job that has not been submitted has no machines yet: placeholders stand in for them, and checks that need the machines
 are skipped.
@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from asyncrl.config import Config, cache_tokens, on_gpu
-from asyncrl.errors import ConfigError, LaunchError
-from asyncrl.extension import linear_bytes
-from asyncrl.launch import forecast, precision
+from asyncrl.config import Config, on_gpu
+from asyncrl.errors import LaunchError
+from asyncrl.launch import precision
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.leftovers import SHARED
 from asyncrl.launch.machine import allow_files
 from asyncrl.launch.placement import ports_wanted
-from asyncrl.launch.preflight import folders, network
+from asyncrl.launch.preflight import network
 from asyncrl.launch.preflight.devices import check_gpus, check_idle
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.preflight.memory import MemoryNeed, check_memory, in_turns
-from asyncrl.launch.preflight.model_files import check_model_files, read_model
+from asyncrl.launch.preflight.model_files import check_model_files, loaded, read_model
 from asyncrl.launch.preflight.versions import (
     check_gpu_engines,
     check_gpu_trainers,
@@ -38,18 +34,8 @@ from asyncrl.launch.preflight.versions import (
 from asyncrl.launch.preflight.weights import check_shared, check_sync
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
-from asyncrl.planner import memory as planner
-from asyncrl.planner.settings import layout_of, served_adapters, training_of
-from asyncrl.planner.shapes import Shape, Weight, counted, parameters, shape_of
+from asyncrl.models.architectures import megatron_arguments
 from asyncrl.weights.choice import choose_lora
-
-
-@dataclass(frozen=True)
-class ModelFolder:
-    """A complete model folder."""
-
-    weights: list[Weight]
-    shape: Shape
 
 
 def preflight(prepared: Preparation, run_dir: Path) -> list[Finding]:
@@ -79,10 +65,9 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
         yield from refused(allow_files, "ulimit -n")
         yield from (error(str(SHARED), problem, f"Or {SHARED_REMEDY}.") for problem in full([SHARED]))
     yield from check_versions(prepared.machines or [this_machine("", installed())], pinned())
-    models: dict[str, ModelFolder] = {}
     for role in prepared.roles:
-        yield from _model(prepared, role, models)
-    if "model" in models and not recording:
+        yield from _model(prepared, role)
+    if "model" in prepared.weights and not recording:
         yield from refused(prepared.vocabulary, "model.path")
     yield from refused(prepared.choose_checkpoint, "resume")
     assumed = precision.assumed(config, prepared.gpus)
@@ -90,20 +75,18 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
         assumed, _ = choose_lora(assumed, prepared.hf["model"], prepared.gpus)
     prepared.chosen = precision.Precision(assumed)
     if prepared.is_placed:
-        yield from _precision(prepared, models)
-        yield from _on_machines(prepared, models)
-    policy = models.get("model")
-    yield from _folders(prepared.chosen.config, run_dir, policy)
-    if len(prepared.cluster.nodes) > 1 and prepared.is_placed:
-        yield from _network(prepared, run_dir)
+        yield from _precision(prepared)
+        yield from _on_machines(prepared)
     for hooks in prepared.hooks:
         yield from hooks.preflight(prepared)
+    if len(prepared.cluster.nodes) > 1 and prepared.is_placed:
+        yield from _network(prepared, run_dir)
 
 
 # -- the machines ------------------------------------------------------------------------------------------
 
 
-def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterator[Finding]:
+def _on_machines(prepared: Preparation) -> Iterator[Finding]:
     config, machines = prepared.chosen.config, prepared.machines
     if prepared.imagined:
         text = f"a job of {len(prepared.nodes)} machine(s): its machines are checked when it starts"
@@ -113,31 +96,31 @@ def _on_machines(prepared: Preparation, models: dict[str, ModelFolder]) -> Itera
         yield from network.check_ports(prepared.nodes, ports_wanted(config))
     if not config.cluster.is_local:
         yield from check_idle(prepared.nodes, prepared.placement)
-    needs = _needs(config, prepared.gpus, models)
     known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
-    yield from _gpu_software(config, prepared, models, known)
-    yield from check_memory(prepared.placement, needs, known)
-    if policy := models.get("model"):
-        yield from check_sync(config, prepared.placement, policy.weights, prepared.gpus)
+    yield from _gpu_software(config, prepared, known)
+    if "model" in prepared.weights:
+        hf = prepared.hf["model"]
+        tied = bool(hf.get("tie_word_embeddings", False))
+        weights = loaded(prepared.weights["model"], hf["num_hidden_layers"], tied=tied)
+        yield from check_sync(config, prepared.placement, weights, prepared.gpus)
 
 
-def _gpu_software(
-    config: Config, prepared: Preparation, models: dict[str, ModelFolder], known: Mapping[str, MachineFacts]
-) -> Iterator[Finding]:
+def _gpu_software(config: Config, prepared: Preparation, known: Mapping[str, MachineFacts]) -> Iterator[Finding]:
     """Check the packages and the compiler that only parts on GPUs need, on the machines of these parts."""
     placed, pins = prepared.placement, pinned(gpu=True)
     seats_of = {"engine": [seat for seats in placed.engines for seat in seats], **placed.frozen}
     on_gpus = [name for name, section in config.fleets.items() if on_gpu(section, prepared.gpus)]
     serving = dict.fromkeys(seat.node.name for name in on_gpus for seat in seats_of.get(name, ()))
     yield from check_gpu_engines([known[name] for name in serving if name in known], pins)
-    if on_gpu(config.trainer, prepared.gpus) and (policy := models.get("model")):
+    if on_gpu(config.trainer, prepared.gpus) and "model" in prepared.weights:
         training = dict.fromkeys(seat.node.name for seat in placed.trainers)
         machines = [known[name] for name in training if name in known]
-        yield from check_gpu_trainers(machines, pins, experts=bool(policy.shape.sparse))
+        experts = any(megatron_arguments(prepared.hf["model"]).get("moe_layer_freq", []))
+        yield from check_gpu_trainers(machines, pins, experts=experts)
 
 
-def _precision(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterator[Finding]:
-    """Report the number format of each part, and the estimated duration of the run."""
+def _precision(prepared: Preparation) -> Iterator[Finding]:
+    """Report the number format of each part."""
     config = prepared.config
     if not prepared.imagined:
         yield from refused(prepared.precision, "trainer.dtype")
@@ -151,59 +134,13 @@ def _precision(prepared: Preparation, models: dict[str, ModelFolder]) -> Iterato
         yield warning(choice.field, text, choice.remedy) if choice.remedy else ok(choice.field, text)
     if prepared.lora:
         yield ok("weights.lora", prepared.lora)
-    if "model" in models:
-        yield from refused(prepared.estimate, "task")
-    if prepared.expected:
-        text = f"{config.run.max_steps} steps; estimate: {forecast.summary_of(prepared.expected)}"
-        yield ok("run.max_steps", text)
 
 
-def _needs(config: Config, gpus: int, models: dict[str, ModelFolder]) -> dict[str, MemoryNeed]:
-    """Return the memory needs of each role."""
-    needs: dict[str, MemoryNeed] = {}
-    if (policy := models.get("model")) and config.mode != "rollout_only":
-        gpu = on_gpu(config.trainer, gpus)
-        layout, training = layout_of(config.trainer), training_of(config, gpu=gpu)
-        staged = planner.offloaded(policy.weights, policy.shape, layout, training)
-        if config.checkpoint.every:
-            staged += planner.checkpoint_staging(policy.weights, policy.shape, layout, training)
-        parts = planner.trainer_rank(policy.weights, policy.shape, layout, training)
-        needs["trainer"] = MemoryNeed(parts, gpu, staged, config.trainer_fraction)
-    for name, section in config.fleets.items():
-        if model := models.get("model" if name == "engine" else name):
-            gpu = on_gpu(section, gpus)
-            tokens = cache_tokens(section, gpu=gpu)
-            parts = planner.engine_rank(
-                model.weights,
-                model.shape,
-                tensor=section.tensor_parallel,
-                dtype=section.dtype,
-                tokens=tokens or config.rollout.max_new_tokens,
-                cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
-                **(_divided(config) if name == "engine" else {}),
-            )
-            if tokens is None:  # it takes what fits; a run needs at least one answer's
-                parts["KV cache of one answer"] = parts.pop("KV cache")
-            own = ((config.engine.hicache or 0) * 10**9, config.engine_fraction) if name == "engine" else ()
-            needs[name] = MemoryNeed(parts, gpu, *own)
-    if config.cluster.takes_turns and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
-        needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
-    return needs
+# -- model and network -------------------------------------------------------------------------------
 
 
-def _divided(config: Config) -> dict[str, Any]:
-    """Return what else divides or fills the memory of an engine."""
-    engine = config.engine
-    divided = {"replicas": engine.data_parallel, "stages": engine.pipeline_parallel}
-    return {**divided, "linear_bytes": linear_bytes(config), **served_adapters(config)}
-
-
-# -- model, folders, network -------------------------------------------------------------------------------
-
-
-def _model(prepared: Preparation, role: str, models: dict[str, ModelFolder]) -> Iterator[Finding]:
-    """Check a model folder. Those of models that are not trained are only checked if this run starts them. For a family
-    that the trainer does not know, only the files are checked."""
+def _model(prepared: Preparation, role: str) -> Iterator[Finding]:
+    """Check a model folder. Those of models that are not trained are only checked if this run starts them."""
     field = "model.path" if role == "model" else f"{role}.model"
     yield from refused(partial(prepared.find, role), field)
     if role not in prepared.folders:
@@ -222,24 +159,7 @@ def _model(prepared: Preparation, role: str, models: dict[str, ModelFolder]) -> 
         yield from problems
         if problems:
             return
-    try:
-        shape = shape_of(hf)
-    except (ConfigError, KeyError):
-        return
-    models[role] = ModelFolder(counted(files.weights, shape), shape)
-
-
-def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Iterator[Finding]:
-    elements, stored = parameters(policy.weights).all if policy else 0, None
-    if policy and config.mode != "rollout_only":
-        training = training_of(config, gpu=False)  # a GPU stores the same
-        saved = planner.saved_bytes(policy.weights, training)
-        base = planner.packed_base_bytes(policy.weights, training)
-        stored = folders.StoredBytes(planner.checkpoint_bytes(policy.weights, policy.shape, training), saved, base)
-    shared = folders.look_at(Path(config.weights.folder).expanduser()) if config.weights.folder else None
-    yield from folders.check_folders(
-        config, folders.room_of(config, elements, stored), folders.look_at(run_dir), shared
-    )
+    prepared.weights[role] = files.weights
 
 
 def _network(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from asyncrl.config import Config, on_gpu
 from asyncrl.config.adapters import resident_adapters
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight.findings import Finding, error, ok
-from asyncrl.planner.shapes import BYTES, Weight, packed
+from asyncrl.launch.preflight.model_files import BYTES, Weight
 from asyncrl.weights.choice import choose
 
 
@@ -50,4 +50,17 @@ def check_shared(
             field = models.get(path) or ("weights.folder" if by_files else "run.dir")
             text = f"on {machine}, {path} is not the folder that the first machine sees"
             found.append(error(field, text, "Choose a folder on a file system that all machines of the job share."))
+    return found
+
+
+def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
+    """Return the bytes and the number of tensors of each bucket, in order, as weights/bucket.py plans them. A larger
+    tensor gets a bucket of its own."""
+    found: list[tuple[int, int]] = []
+    for size in sizes:
+        filled, count = found[-1] if found else (limit, 0)
+        if not found or filled + size > limit:
+            found.append((size, 1))
+        else:
+            found[-1] = (filled + size, count + 1)
     return found

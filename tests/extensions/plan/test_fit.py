@@ -269,7 +269,7 @@ def test_run_of_an_earlier_version_has_the_defaults_of_what_did_not_exist(run: P
         "weights.overlap",
         "trainer.batch_parts",
         "task.weight",
-        "tracing",
+        "observe",
         "teacher.max_running",
     ):
         *path, last = name.split(".")

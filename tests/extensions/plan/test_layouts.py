@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.extensions.plan.activations import Recompute, Training
 from asyncrl.extensions.plan.layouts import TrainerLayouts
+from asyncrl.extensions.plan.shapes import ParallelLayout, counted, shape_of
 from asyncrl.extensions.plan.sizing import Hardware
-from asyncrl.models.tensors import tensors
-from asyncrl.planner.activations import Recompute, Training
-from asyncrl.planner.shapes import ParallelLayout, Weight, counted, shape_of
+from asyncrl.extensions.plan.tensors import tensors
+from asyncrl.launch.preflight.model_files import Weight
 from scripts import sizes
 
 H100 = Hardware()

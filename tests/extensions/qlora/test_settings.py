@@ -13,11 +13,11 @@ from asyncrl.platforms import here
 here().prepare_trainer()
 
 from asyncrl.errors import ConfigError  # noqa: E402
+from asyncrl.extension import bases  # noqa: E402
 from asyncrl.extensions.qlora.packed import quantize  # noqa: E402
 from asyncrl.extensions.qlora.stored import QuantizedBase  # noqa: E402
 from asyncrl.launch import layers  # noqa: E402
 from asyncrl.launch.checks import check_model  # noqa: E402
-from asyncrl.planner.settings import adapters_of  # noqa: E402
 from asyncrl.trainer.lora import base_format  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
@@ -61,7 +61,6 @@ def test_only_megatrons_own_layers_compute_with_it(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_planned_bytes_are_those_of_codes_and_scales(kind: Any) -> None:
     lora = tiny_config(**BASE | {"trainer.lora.base": kind}).trainer.lora
-    adapters, weight = adapters_of(lora), torch.randn(128, 256)
-    assert adapters
-    assert quantize(weight, kind).nbytes == weight.numel() * adapters.base_bytes
+    weight = torch.randn(128, 256)
+    assert quantize(weight, kind).nbytes == weight.numel() * bases()[kind].bytes
     assert isinstance(base_format(lora), QuantizedBase)

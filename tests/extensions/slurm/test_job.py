@@ -219,7 +219,7 @@ def test_what_a_former_launcher_noted_of_its_steps_is_forgotten(tmp_path: Path) 
 
 def test_every_process_is_a_step_on_its_machine_and_all_trainers_are_one(tmp_path: Path) -> None:
     found = steps(tmp_path, 4, **{"trainer.data_parallel": 4, "engine.count": 2, "checkpoint.every": 5})
-    assert found["trainer"].restarts == 0  # the job is requeued
+    assert found["trainer"].restarts > 0
     assert list(found) == ["engine-0", "engine-1", "router", "rollout", "trainer"]
     assert all(spec.step and spec.argv[0] == "srun" for spec in found.values())
     assert {name: options(found[name])["nodelist"] for name in ("engine-0", "engine-1", "rollout")} == {

@@ -14,15 +14,12 @@ from asyncrl.launch.placement import place
 from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.devices import check_gpus, check_idle
 from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.preflight.folders import FolderState, check_folders, look_at, room_of
-from asyncrl.launch.preflight.memory import MemoryNeed, check_memory
-from asyncrl.launch.preflight.model_files import check_model_files, read_model
+from asyncrl.launch.preflight.model_files import Weight, check_model_files, read_model
 from asyncrl.launch.preflight.network import check_allreduce, check_ports, check_reach
 from asyncrl.launch.preflight.reach import Reach
 from asyncrl.launch.preflight.versions import check_gpu_engines, check_gpu_trainers, check_versions, pinned
 from asyncrl.launch.preflight.weights import check_shared, check_sync
-from asyncrl.planner.shapes import Weight
-from tests.launch.preflight.worlds import GB, job, machine, nodes, placed, weights, write_model
+from tests.launch.preflight.worlds import job, machine, nodes, placed, weights, write_model
 
 MODEL = "model.path"
 REACH = Reach("node0", "10.0.0.0", 20000, ["node1", "node2"], 30.0, {}, {})
@@ -72,14 +69,6 @@ def other_index(model: Path) -> None:
     index.write_text(json.dumps(told))
 
 
-def memory(role: str, gb: float, gpu: bool = True, part: str = "weights", ram: float = 500) -> list[Finding]:
-    """A rank of so many GB on a GPU of 80, or in a machine's memory."""
-    config = job()
-    count, gpus = (1, 2) if gpu else (1, 0)
-    needs = {role: MemoryNeed({part: int(gb * GB)}, gpu)}
-    return check_memory(placed(config, count, gpus), needs, {"node0": machine(gpus=gpus, ram=ram)})
-
-
 def gpus(shown: int, used: int = 2) -> list[Finding]:
     return check_gpus(nodes(job(), 1, used), [machine(gpus=shown)])
 
@@ -87,14 +76,6 @@ def gpus(shown: int, used: int = 2) -> list[Finding]:
 def idle(machines: int, each: int, **changes: object) -> list[Finding]:
     config = job(**changes)
     return check_idle(nodes(config, machines, each), placed(config, machines, each))
-
-
-def folder(
-    free: float, parameters: float = 1e9, *, problem: str = "", speed: float = 1e9, **changes: object
-) -> list[Finding]:
-    config = job(**{"checkpoint.every": 10, **changes})
-    run = FolderState(Path("/runs/it"), problem, int(free * GB), speed)
-    return check_folders(config, room_of(config, int(parameters)), run, None)
 
 
 def reached(**answers: str | None) -> list[Finding]:
@@ -212,22 +193,6 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
         lambda tmp: files(tmp, lambda model: (model / "config.json").write_text("{")),
         *(MODEL, "config.json is missing or not valid JSON", "again"),
     ),
-    "too little memory of a GPU for the trainer": (
-        lambda _: memory("trainer", 81),
-        *("trainer.tensor_parallel", "81 of 80 GB", "trainer.micro_batch_tokens"),
-    ),
-    "activations that cannot fit": (
-        lambda _: memory("trainer", 170, part="activations"),
-        *("trainer.tensor_parallel", "170 of 80 GB", "trainer.micro_batch_tokens"),
-    ),
-    "too little memory of a GPU for the engine": (
-        lambda _: memory("engine", 90),
-        *("engine.tensor_parallel", "90 of 80 GB", "engine.max_total_tokens"),
-    ),
-    "too little memory of a machine": (
-        lambda _: memory("trainer", 20, gpu=False, ram=16),
-        *("memory", "of 16 GB", "machines with more memory"),
-    ),
     "fewer GPUs than are to be used": (
         lambda _: gpus(shown=1),
         *("cluster.gpus", "shows 1 of the 2 GPUs 0,1", "Lower cluster.gpus"),
@@ -239,21 +204,6 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     "more ranks than GPUs": (
         lambda _: too_many_ranks(),
         *("cluster.nodes", "1", "trainer ranks must be divided evenly"),
-    ),
-    "a folder that cannot be written": (
-        lambda _: folder(100, problem="/runs: Permission denied"),
-        *("run.dir", "Permission denied", "a writable folder"),
-    ),
-    "a file in the place of the folder": (
-        lambda tmp: (
-            (tmp / "file").touch()
-            or check_folders(job(), room_of(job(), 10), look_at(tmp / "file" / "run", 1 << 20), None)
-        ),
-        *("run.dir", "is a file", "a writable folder"),
-    ),
-    "a disk too small for checkpoints": (
-        lambda _: folder(37),  # three of 12 GB, and the weights at the end
-        *("run.dir", "checkpoints 36", "40.1 GB are needed"),
     ),
     "too few ports": (
         lambda _: check_ports(nodes(job(), 1, 0), 99),
@@ -337,8 +287,6 @@ WELL: dict[str, Callable[[Path], list[Finding]]] = {
     "what trainers on GPUs need": lambda _: gpu_trainer(),
     "a model of one file": lambda tmp: files(tmp, shards=1),
     "a model of two files": files,
-    "memory of a GPU": lambda _: memory("trainer", 60),
-    "memory of a machine": lambda _: memory("engine", 60, gpu=False),
     "GPUs": lambda _: gpus(shown=2),
     "no GPUs": lambda _: gpus(shown=0, used=0),
     "a machine without GPUs beside one with": lambda _: check_gpus(
@@ -346,7 +294,6 @@ WELL: dict[str, Callable[[Path], list[Finding]]] = {
     ),
     "GPUs that are all used": lambda _: idle(2, 2, **{"engine.count": 2, "trainer.data_parallel": 2}),
     "machines without GPUs that are all used": lambda _: idle(2, 0),
-    "a disk": lambda _: folder(41),
     "ports": lambda _: check_ports(nodes(job(), 2, 0), 6),
     "reach": lambda _: reached(),
     "sum": lambda _: summed(),
@@ -372,8 +319,6 @@ WARNED: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
     "half a TransformerEngine": (lambda _: gpu_trainer(transformer_engine_torch=None), "transformer-engine"),
     "another TransformerEngine": (lambda _: gpu_trainer(transformer_engine="2.1"), "transformer-engine"),
     "another flashinfer": (lambda _: gpu_engine(flashinfer_python="0.5"), "versions"),
-    "memory with nothing to spare": (lambda _: memory("trainer", 75), "trainer.tensor_parallel"),
-    "activations that may not fit": (lambda _: memory("trainer", 100, part="activations"), "trainer.tensor_parallel"),
     "no nvidia-smi": (lambda _: gpus(shown=0), "cluster.gpus"),
     "GPUs of two sizes": (
         lambda _: check_gpus(nodes(job(), 2, 2), [machine(gpus=2), machine("node1", gpus=2, gb=40)]),
@@ -382,11 +327,6 @@ WARNED: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
     "an idle GPU": (lambda _: idle(2, 2, **{"trainer.data_parallel": 2, "engine.count": 1}), "cluster.nodes"),
     "an idle machine": (lambda _: idle(3, 2, **{"trainer.data_parallel": 2, "engine.count": 2}), "cluster.nodes"),
     "an idle machine without GPUs": (lambda _: idle(4, 0), "cluster.nodes"),
-    "recordings that may fill the disk": (
-        lambda _: folder(41, record=True, **{"run.max_steps": 10**6, "rollout.max_new_tokens": 60}),
-        "run.dir",
-    ),
-    "a checkpoint slower than its time": (lambda _: folder(41, speed=1e6), "checkpoint.timeout"),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import Config, load
+from asyncrl.config import load
 from asyncrl.errors import LaunchError
 from asyncrl.extension import Extension, LaunchHooks
 from asyncrl.imports import announce
@@ -24,24 +24,17 @@ from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight import network, versions
 from asyncrl.launch.preflight.allreduce import AllReduce
 from asyncrl.launch.preflight.findings import Finding, error, failed
-from asyncrl.launch.preflight.folders import look_at
 from asyncrl.launch.preflight.model_files import INDEX, read_model
 from asyncrl.launch.preflight.reach import Reach
-from asyncrl.launch.preflight.run import ModelFolder, _needs, preflight, require
+from asyncrl.launch.preflight.run import preflight, require
+from asyncrl.launch.preflight.weights import packed
 from asyncrl.launch.prepare import Preparation
 from asyncrl.models import catalog
-from asyncrl.planner.shapes import packed, shape_of
 from asyncrl.rollout.questions import look
 from asyncrl.weights.bucket import plan_buckets
-from tests.fakes import JOB, Machines, compose_values, tiny_config, with_scorer
+from tests.fakes import Machines, compose_values, tiny_config, with_scorer
 from tests.forks import forked
-from tests.launch.preflight.worlds import TENSORS, job, machine, nodes, write_model, write_shard
-
-
-def found(config: Config, tmp_path: Path) -> dict[str, Finding]:
-    return {
-        one.field: one for one in preflight(Preparation(config, tmp_path / "run", cluster_of(config)), tmp_path / "run")
-    }
+from tests.launch.preflight.worlds import TENSORS, found, job, machine, nodes, write_model, write_shard
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -63,7 +56,7 @@ def test_the_command_tells_and_leaves_nothing(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "preflight: 0 error(s)" in done.stdout
     assert f"{VERSIONS:8} versions" in done.stdout
-    for field in ("model.path", "memory", "run.dir", "weights.transport", "task"):
+    for field in ("model.path", "weights.transport", "task"):
         assert f"ok       {field}" in done.stdout
     assert "100 held out for evaluation; the first one for training has 5 tokens" in " ".join(done.stdout.split())
     assert list(tmp_path.iterdir()) == []
@@ -83,6 +76,10 @@ class CheckingHooks(LaunchHooks):
     def notes(self, prepared: Preparation) -> list[str]:
         return [f"{len(prepared.announced)} servers"]
 
+    def begins(self, prepared: Preparation) -> None:
+        machine = json.loads((prepared.run_dir / "machine.json").read_text())
+        (prepared.run_dir / "servers.json").write_text(json.dumps(sorted(machine["dtype"])))
+
 
 class Announcing:
     """A task that uses a server."""
@@ -99,7 +96,7 @@ class Announcing:
         return 0.0
 
 
-def test_an_extension_checks_what_a_task_announces_and_has_notes(tmp_path: Path) -> None:
+def test_an_extension_checks_what_a_task_announces_and_keeps_its_own(tmp_path: Path) -> None:
     task = {"task.kind": f"{__name__}:Announcing", "task.params": {}}
     config = tiny_config(extensions={"checking": f"{__name__}:Checking"}, **task)
     prepared = Preparation(config, tmp_path / "run", cluster_of(config))
@@ -107,6 +104,9 @@ def test_an_extension_checks_what_a_task_announces_and_has_notes(tmp_path: Path)
     assert failed(findings)
     assert {one.field: one.value for one in findings}["servers"] == "['a server'] on 1 machine"
     assert "1 servers" in prepared.notes()
+    (tmp_path / "run").mkdir()
+    prepared.begins()
+    assert (tmp_path / "run" / "servers.json").read_text() == '["engine", "trainer"]'
     announce("nobody listens")
     assert prepared.announced == ["a server"]
 
@@ -145,7 +145,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
         (
             ("task.kind=breaks:Game", "task.train_file=null", "task.reward=null"),
             1,
-            "error task 0 -> question(0) of the task raised ValueError: no such question (",
+            " of the task raised ValueError: no such question (",
         ),
     ],
 )
@@ -198,7 +198,6 @@ def test_a_run_that_would_fail_is_not_started_and_its_folder_not_touched(tmp_pat
         ({"trainer.device": "cuda"}, "trainer.device", "use cpu or auto"),
         ({"cluster.interface": "nosuch0", "cluster.host": None}, "cluster.interface", "choose one"),
         ({"model.chat_template": "/nowhere"}, "model.chat_template", "path of a jinja file"),
-        ({"engine.max_total_tokens": 10**12}, "memory", "engine.max_total_tokens"),
         ({"mode": "replay", "replay.from": "/nowhere"}, "replay.from", "record=true"),
         ({"agent": "asyncrl.agents.single_turn:Missing"}, "agent", "module:name"),
         ({"task.agent": "no_such_module:Agent"}, "task.agent", "No module named"),
@@ -212,7 +211,7 @@ def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
     findings = found(config, tmp_path)
     assert findings[field].level == "error"
     assert remedy in findings[field].remedy
-    assert (findings["versions"].level, findings["run.dir"].level) == (VERSIONS, "ok")
+    assert findings["versions"].level == VERSIONS
     with pytest.raises(LaunchError, match=field):
         require(Preparation(config, tmp_path / "run", cluster_of(config)), tmp_path / "run")
 
@@ -228,59 +227,28 @@ def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -
     findings = found(config, tmp_path)
     assert not failed(list(findings.values()))
     assert "a job of 2 machine(s)" in findings["cluster.launcher"].value
-    assert "memory size is unknown" in findings["trainer"].value
     assert "distributed" in findings["weights.transport"].value
     assert found(job(), tmp_path)["cluster.gpus"].level == "error"
-
-
-def test_engines_of_a_job_to_come_have_room_for_adapters(tmp_path: Path) -> None:
-    """Where weights.lora=auto, the machines will be GPUs, and each version an adapter."""
-    values = {**JOB, "cluster.gpus": 8, "trainer.dtype": "bfloat16", "engine.dtype": "bfloat16"}
-    for rank, told in ((None, False), (8, True)):
-        config = tiny_config(**{**values, "trainer.lora.rank": rank, "engine.max_total_tokens": 4096})
-        assert ("adapters" in found(config, tmp_path)["engine"].value) == told
-
-
-def test_the_cache_of_an_engine_in_host_memory_is_counted() -> None:
-    config = tiny_config(**{"engine.device": "cuda", "engine.hicache": 20, "rollout.cache_key": "version"})
-    shape = shape_of(json.loads((catalog.resolve("builtin:tiny") / "config.json").read_text()))
-    assert _needs(config, 1, {"model": ModelFolder([], shape)})["engine"].host == 20e9
-
-
-def test_a_trainer_and_an_engine_on_one_gpu_need_their_parts_of_it() -> None:
-    shape = shape_of(json.loads((catalog.resolve("builtin:tiny") / "config.json").read_text()))
-    for placement, parts in (("shared", (0.6, 0.3)), ("separate", (None, 0.3))):
-        config = tiny_config(**{"cluster.placement": placement, "engine.memory_fraction": 0.3})
-        needs = _needs(config, 1, {"model": ModelFolder([], shape)})
-        assert (needs["trainer"].fraction, needs["engine"].fraction) == pytest.approx(parts)
-
-
-def test_an_engine_whose_cache_takes_what_fits_needs_room_for_one_answer(tmp_path: Path) -> None:
-    settings = {"cluster.gpus": 2, "cluster.nodes": 1, "engine.max_total_tokens": None}
-    assert "KV cache of one answer" in found(job(**settings), tmp_path)["engine"].value
-    assert "KV cache of one answer" not in found(job(**{**settings, "cluster.gpus": 0}), tmp_path)["engine"].value
 
 
 def test_dtype_of_a_job_to_come_is_decided_on_its_machines_unless_it_runs_on_gpus(tmp_path: Path) -> None:
     auto = {"trainer.dtype": "auto", "engine.dtype": "auto"}
     cpus = found(job(**{"cluster.gpus": 0, "cluster.nodes": 1, **auto}), tmp_path)
     assert cpus["trainer.dtype"].value == "auto: decided by the job's machines when it starts"
-    assert "run.max_steps" not in cpus  # a login node's speed says nothing
     gpus = found(job(**{"cluster.gpus": 8, "cluster.nodes": 1, **auto}), tmp_path)
     assert gpus["engine.dtype"].value == "bfloat16, auto: it runs on GPUs"
 
 
-def test_check_tells_the_dtype_with_its_reason_and_the_time_of_the_run(tmp_path: Path) -> None:
+def test_check_tells_the_dtype_with_its_reason(tmp_path: Path) -> None:
     told = found(tiny_config(**{"trainer.dtype": "auto"}), tmp_path)
     assert "(measured)" in told["trainer.dtype"].value
     assert (told["engine.dtype"].level, told["engine.dtype"].value[:7]) == ("ok", "float32")
-    assert "estimate: " in told["run.max_steps"].value
 
 
 def test_without_trainers_nothing_is_said_of_them(tmp_path: Path) -> None:
     findings = found(tiny_config(mode="rollout_only", record=True), tmp_path)
-    assert "engine" in findings
-    assert not {"trainer", "weights.transport", "checkpoint.every"} & findings.keys()
+    assert findings["engine.dtype"].level == "ok"
+    assert not {"trainer.dtype", "weights.transport"} & findings.keys()
 
 
 def test_model_is_looked_for_wherever_its_engines_run(tmp_path: Path) -> None:
@@ -295,7 +263,6 @@ def test_models_of_other_families_are_looked_at_by_their_files(tmp_path: Path) -
     (model / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
     findings = found(with_scorer(**{"scorer.model": str(model)}), tmp_path)
     assert findings["scorer.model"].level == "ok"
-    assert "scorer" not in findings  # its memory is not known
     (model / "model.safetensors").unlink()
     assert found(with_scorer(**{"scorer.model": str(model)}), tmp_path)["scorer.model"].level == "error"
 
@@ -392,17 +359,6 @@ def test_a_folder_that_some_machine_does_not_see_is_told_by_its_setting(
 def test_a_program_that_cannot_be_started_there_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Answers(monkeypatch, "fails")
     assert of_job(tmp_path, 2)["cluster"].value == "cannot start it"
-
-
-def test_looking_at_a_folder_measures_and_leaves_it_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "one").write_bytes(bytes(1000))
-    seen = look_at(tmp_path, 1 << 20)
-    assert (seen.problem, seen.checkpoints) == ("", 1000)
-    assert seen.free > 0
-    assert seen.speed > 0
-    assert [path.name for path in tmp_path.rglob("*")] == ["checkpoints", "one"]
-    assert look_at(Path("/proc/asyncrl"), 1 << 20).problem  # where nobody writes, not even root
 
 
 def test_an_index_picks_its_files_among_others(tmp_path: Path) -> None:

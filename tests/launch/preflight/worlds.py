@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.generations import check_generations
 from asyncrl.launch.placement import Node, Placement, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.preflight.facts import Gpu, MachineFacts
+from asyncrl.launch.preflight.findings import Finding
+from asyncrl.launch.preflight.model_files import BYTES, Weight
+from asyncrl.launch.preflight.run import preflight
 from asyncrl.launch.preflight.versions import pinned
-from asyncrl.planner.shapes import BYTES, Weight
+from asyncrl.launch.prepare import Preparation
 from tests.fakes import JOB, tiny_config
 
 AMPERE, HOPPER, BLACKWELL = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
@@ -32,6 +36,13 @@ CONFIG = {
 def job(**changes: Any) -> Config:
     """The tiny experiment as a job."""
     return tiny_config(**{**JOB, "cluster.host": None, **changes})
+
+
+def found(config: Config, tmp_path: Path) -> dict[str, Finding]:
+    """What a check says, by field."""
+    return {
+        one.field: one for one in preflight(Preparation(config, tmp_path / "run", cluster_of(config)), tmp_path / "run")
+    }
 
 
 def nodes(config: Config, count: int, gpus: int) -> list[Node]:

@@ -1,0 +1,175 @@
+"""Conversions of adapters: PEFT folders into the weights of their base model, and from and to checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from asyncrl.checkpoints import manifest
+from asyncrl.config.lora import LoraConfig
+from asyncrl.errors import WeightsError
+from asyncrl.extensions.convert.bridge import COMPANIONS, progress, write_hf
+from asyncrl.extensions.convert.checkpoint import CheckpointReader, CheckpointWriter
+from asyncrl.extensions.convert.folders import building, copy_companions, read_config
+from asyncrl.extensions.convert.parameters import Structure
+from asyncrl.models import catalog
+from asyncrl.weights.folder import HFFolder
+from asyncrl.weights.layouts import of_expert, stack_experts
+from asyncrl.weights.names import ADAPTER, adapter_of
+from asyncrl.weights.peft import PeftFolder, write_peft
+from asyncrl.weights.peft_config import CONFIG, adapter_folders, parsed, user_config
+
+ROUTER_BIAS = "e_score_correction_bias"  # keeps its precision, as in to-hf
+
+
+def merge(base: Path, adapter: Path, out: Path, *, limit: int, dtype: torch.dtype | None = None) -> None:
+    """Write the HF folder of a model with an adapter in its weights. They are computed in float32, one at a time, and
+    keep their dtype unless one is given. `limit` is the size of a file in bytes.
+
+    Raises WeightsError or ConfigError if the adapter is not of this model, or not plain LoRA.
+    """
+    hf = read_config(base)
+    if "quantization_config" in hf:
+        raise WeightsError(f"the weights of {base} are quantized: give the model that they were made from")
+    with HFFolder(base) as weights, PeftFolder(adapter) as adapters:
+        names = weights.names()
+        unknown = set(adapters.modules) - {adapters.module_of_weight(name) for name in names}
+        if hf.get("tie_word_embeddings"):
+            unknown |= {"lm_head"} & set(adapters.modules)  # its weight is also that of the embedding
+        if unknown:
+            raise WeightsError(
+                f"{adapter} changes {min(unknown)}, which {base} does not have by itself: give the model that the "
+                "adapter was trained on"
+            )
+
+        def stream(*, values: bool) -> Iterator[tuple[str, Tensor]]:
+            for name in names:
+                weight = weights.read(name) if values else weights.described(name)
+                kept = weight.dtype if dtype is None or name.endswith(ROUTER_BIAS) else dtype
+                if values and adapters.module_of_weight(name):
+                    weight = weight.float() + adapters.delta(name, weight.shape)
+                yield name, weight.to(kept)
+
+        write_hf(out, base, dtype, stream(values=False), stream(values=True), limit)
+
+
+def holds_adapters(source: Path) -> bool:
+    """Return whether a checkpoint holds adapters in place of all weights."""
+    return any(ADAPTER.fullmatch(key) for key in CheckpointReader(_chunks(source)).model_keys)
+
+
+def to_peft(source: Path, out: Path, *, model: Path | None) -> None:
+    """Write the adapters of a checkpoint as a PEFT folder, or as one for each of several adapters (agents.roles) below
+    it. The checkpoint is that of a run, or was written by `from_peft`; `model` replaces the base model that it names.
+
+    Raises RecordError or WeightsError for a checkpoint that does not fit.
+    """
+    folder = _chunks(source)
+    written = folder / COMPANIONS
+    if given := (written / CONFIG).is_file():
+        base = model or written
+    else:
+        base, lora, _ = _of_run(folder, model)
+    found = _adapters(folder, base)
+    with building(out) as partial:
+        for name, target in adapter_folders(partial, list(found)).items():
+            config = json.loads((written / CONFIG).read_text()) if given else user_config(lora, found[name], str(base))
+            write_peft(target, config, found[name].items())
+
+
+def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | None, limit: int) -> None:
+    """Write the HF folder of a run's base model with the adapters of a checkpoint in its weights. Raises WeightsError
+    if the base is not the one that the run had."""
+    base, lora, digest = _of_run(_chunks(source), model)
+    if lora.base != "none":
+        raise WeightsError(
+            f"{source} was trained on a base in {lora.base}: use to-peft, and merge it into weights of your choice, or "
+            "export the model from the run with trainer.lora.save_merged"
+        )
+    with HFFolder(base) as weights:
+        if digest and (found := weights.digest()) != digest:
+            raise WeightsError(
+                f"the adapters of {source} belong to a base with the hash {digest}, but {base} has {found}: give that "
+                "base with --model"
+            )
+    if len(names := _names(_chunks(source))) > 1:
+        raise WeightsError(
+            f"{source} has the adapters {', '.join(names)}: use to-peft, and merge the one that you want"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        to_peft(source, Path(folder) / "adapter", model=base)
+        merge(base, Path(folder) / "adapter", out, limit=limit, dtype=dtype)
+
+
+def from_peft(source: Path, out: Path, *, model: Path, limit: int) -> None:
+    """Write the adapters of a PEFT folder as a checkpoint, under the keys of the trainer's model. Config and tokenizer
+    come from the folder of the base model.
+
+    Raises WeightsError or ConfigError if the adapters are not of this model, or not plain LoRA.
+    """
+    structure = Structure(read_config(model))
+    with PeftFolder(source) as adapters, building(out) as folder, CheckpointWriter(folder, limit, progress()) as writer:
+        projections = {module.rpartition(".")[2] for module in adapters.modules}
+        left = set(adapters.modules)
+        for parameter in structure.adapters():
+            (name,) = parameter.found.hf_names()
+            module, letter = parsed(name)
+            if module.rpartition(".")[2] not in projections:
+                continue
+            tensor, expert = adapters.read(name), parameter.found.expert
+            if expert is not None:
+                tensor = of_expert(tensor, letter, expert, parameter.addresses[0].counts[-1])
+            writer.add(parameter, tensor)
+            left.discard(module)
+        if left:
+            raise WeightsError(f"{source} adapts {min(left)}, which is no linear layer that is trained in {model}")
+        copy_companions(model, folder / COMPANIONS, {})
+        shutil.copyfile(source / CONFIG, folder / COMPANIONS / CONFIG)
+        writer.finish()
+
+
+def _chunks(source: Path) -> Path:
+    """Return the folder of a network, given that or the checkpoint of a run."""
+    return source / "policy" if (source / manifest.NAME).is_file() else source
+
+
+def _of_run(folder: Path, model: Path | None) -> tuple[Path, LoraConfig, str | None]:
+    """Return the base model of a run's checkpoint, its settings of adapters and the hash of the base."""
+    found = manifest.read(folder.parent)
+    lora = LoraConfig.model_validate(found.config["trainer"]["lora"])
+    return model or catalog.resolve(found.config["model"]["path"], "--model"), lora, found.base
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names of a checkpoint's adapters in order. Raises WeightsError if it has none."""
+    found = {name for key in CheckpointReader(folder).model_keys if (name := adapter_of(key))}
+    if not found:
+        raise WeightsError(f"{folder} holds no adapters: use to-hf")
+    return sorted(found)
+
+
+def _adapters(folder: Path, model: Path) -> dict[str, dict[str, Tensor]]:
+    """Read each adapter of a checkpoint by HF names, with the matrices of a layer's experts in one."""
+    checkpoint, structure = CheckpointReader(folder), Structure(read_config(model))
+    found, used = {}, set[str]()
+    for adapter in _names(folder):
+        parts: dict[str, list[Tensor]] = defaultdict(list)
+        for parameter in structure.adapters(adapter):
+            if any(address.key in checkpoint.model_keys for address in parameter.addresses):
+                address = checkpoint.locate(parameter)
+                parts[parameter.found.hf_names()[0]].append(checkpoint.read(address))
+                used.add(address.key)
+        found[adapter] = {
+            name: tensors[0] if len(tensors) == 1 else stack_experts(parsed(name)[1], tensors)
+            for name, tensors in parts.items()
+        }
+    if left := {key for key in checkpoint.model_keys if ADAPTER.fullmatch(key)} - used:
+        raise WeightsError(f"{folder} has an adapter that {model} has no place for: {min(left)}")
+    return found

@@ -1,0 +1,1 @@
+"""Traces of prompts through all processes, and metrics for Prometheus."""

@@ -1,0 +1,151 @@
+"""What this folder adds: traces through engines and router, their export, and /metrics of the rollout process."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl import extension
+from asyncrl.errors import ConfigError
+from asyncrl.settings import Section
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+    from asyncrl.engine.stream import Headers
+    from asyncrl.launch.placement import Seat
+    from asyncrl.launch.plan import ProcessSpec
+    from asyncrl.network.addresses import Addresses
+
+NAME = "observe"
+EXPORTERS = "opentelemetry.exporter.otlp.proto"
+ROUTER_ENV = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc", "RUST_LOG": "warn,smg::otel-trace=info"}
+"""What differs for the router, which knows only gRPC, and whose spans are entries of its log."""
+
+
+class TraceSettings(Section):
+    """OpenTelemetry traces of episodes, across all processes (asyncrl/extensions/observe/README.md)."""
+
+    endpoint: str | None = None
+    """Address of a collector that receives every span as OTLP over HTTP, as http://HOST:4318/v1/traces; headers and
+    certificates are those of OpenTelemetry's own environment variables. Needs asyncrl[tracing]. unset: none; spans can
+    still be made of the recorded timelines, by asyncrl-inspect RUN --trace FILE."""
+    engines: bool = False
+    """Make engines and router trace requests and send their spans to the rollout process, which records them in
+    timeline/engines. Needs asyncrl[tracing], and costs the engines time for every request."""
+
+
+class TraceLaunch(extension.LaunchHooks):
+    """What engines and router need to send their spans."""
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self._engines = settings.engines
+
+    def ports(self) -> int:
+        """One at which the rollout process receives the router's spans."""
+        return int(self._engines)
+
+    def shared(self, ports: Sequence[Seat]) -> dict[str, str]:
+        """That port, and the key of those who send spans."""
+        return {"spans": f"127.0.0.1:{ports[0].port}", "key": secrets.token_hex(16)} if ports else {}
+
+    def changed(self, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+        """Let an engine of the policy or the router send its spans to the rollout process. The address is passed
+        through the environment, as all ports are (launch/plan.py)."""
+        from asyncrl.network.addresses import ARGUMENTS
+        from asyncrl.network.tls import signed
+
+        told = addresses.extensions.get(NAME)
+        if told is None or not (spec.name == "router" or spec.name.startswith("engine-")):
+            return spec
+        argv, environment = [*spec.argv, "--enable-trace"], {**spec.env, **_environment(told["key"])}
+        if spec.name == "router":
+            endpoint = told["spans"]
+            environment |= ROUTER_ENV
+        else:
+            endpoint = f"{addresses.rollout}/v1/traces"
+            argv += ["--otlp-service-name", spec.together or spec.name]
+            if files := signed(run_dir, addresses.rollout):
+                # requests prefers the variable of its own, if the environment has it, to what the exporter sets
+                trusted = ("OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "REQUESTS_CA_BUNDLE")
+                environment |= dict.fromkeys(trusted, str(files.authority))
+        environment[ARGUMENTS] = f"{spec.env[ARGUMENTS]} --otlp-traces-endpoint {endpoint}"
+        return replace(spec, argv=argv, env=environment)
+
+
+def _environment(key: str) -> dict[str, str]:
+    """Return the environment in which engines and router may send their spans. The router logs no requests, but its
+    spans pass through its log. OpenTelemetry's exporters use proxies from the environment, which are not for them."""
+    from asyncrl.engine.server import NO_PROXY
+
+    return {
+        "OTEL_EXPORTER_OTLP_TRACES_HEADERS": f"authorization=Bearer%20{key}",
+        "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+        "OTEL_BSP_SCHEDULE_DELAY": "500",
+        "SGLANG_TRACE_LEVEL": "1",  # not one span for each step of decoding
+        **NO_PROXY,
+    }
+
+
+class TracePlayer(extension.PlayerHooks):
+    """The header with which engines continue a trace."""
+
+    def __init__(self, settings: TraceSettings) -> None:
+        self._engines = settings.engines
+
+    def headers(self, config: Config, addresses: Addresses) -> Headers | None:
+        """None if nobody would continue the trace."""
+        if not self._engines:
+            return None
+        from asyncrl.extensions.observe.spans import trace_headers
+
+        return partial(trace_headers, addresses.run_id, config.metrics.timeline_share)
+
+
+class Observe(extension.Extension):
+    """Traces and Prometheus."""
+
+    Settings = TraceSettings
+    trains = False
+
+    def check(self, config: Config) -> Iterator[ConfigError]:
+        """Refuse a wrong address, traces of nothing, and those without OpenTelemetry's packages."""
+        endpoint, engines = self.settings.endpoint, self.settings.engines
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            yield ConfigError("observe.endpoint", endpoint, "Must be as http://HOST:4318/v1/traces.")
+        for field, value, package in (("endpoint", endpoint, "http"), ("engines", engines, "grpc")):
+            if value and not config.metrics.timeline:
+                remedy = "Traces are made of timelines: set metrics.timeline=true."
+                yield ConfigError(f"observe.{field}", value, remedy)
+            if value and not _installed(f"{EXPORTERS}.{package}"):
+                remedy = f"{EXPORTERS}.{package} is not installed: pip install 'asyncrl[tracing]'."
+                yield ConfigError(f"observe.{field}", value, remedy)
+
+    def launch(self) -> extension.LaunchHooks:
+        """Return the hooks in the launcher."""
+        return TraceLaunch(self.settings)
+
+    def rollout(self) -> extension.RolloutHooks:
+        """Return the hooks in the rollout process."""
+        from asyncrl.extensions.observe.hooks import ObserveRollout
+
+        return ObserveRollout(self.settings)
+
+    def player(self, config: Config, addresses: Addresses) -> extension.PlayerHooks:
+        """Return the hooks in a process that plays episodes."""
+        return TracePlayer(self.settings)
+
+
+def _installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing more than its parents."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+Own = Observe

@@ -1,0 +1,102 @@
+"""What a run needs of its machines and disks, and how long it will take: checked before it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config, cache_tokens, on_gpu
+from asyncrl.errors import ConfigError
+from asyncrl.extension import linear_bytes
+from asyncrl.extensions.plan import folders
+from asyncrl.extensions.plan import memory as planner
+from asyncrl.extensions.plan.memory_check import MemoryNeed, check_memory, in_turns
+from asyncrl.extensions.plan.settings import layout_of, served_adapters, training_of
+from asyncrl.extensions.plan.shapes import Shape, counted, parameters, shape_of
+from asyncrl.launch.preflight.findings import Finding
+from asyncrl.launch.preflight.model_files import Weight
+from asyncrl.launch.prepare import Preparation
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A complete model folder."""
+
+    weights: list[Weight]
+    shape: Shape
+
+
+def models_of(prepared: Preparation) -> dict[str, ModelFolder]:
+    """Return the complete model folders of a run, by role, except those of families that the trainer does not know."""
+    found = {}
+    for role, weights in prepared.weights.items():
+        try:
+            shape = shape_of(prepared.hf[role])
+        except (ConfigError, KeyError):
+            continue
+        found[role] = ModelFolder(counted(weights, shape), shape)
+    return found
+
+
+def check_room(prepared: Preparation, models: Mapping[str, ModelFolder]) -> Iterator[Finding]:
+    """Check the memory of the machines, and the disks."""
+    config = prepared.chosen.config
+    if prepared.is_placed:
+        known = {node.name: machine for node, machine in zip(prepared.nodes, prepared.machines, strict=False)}
+        yield from check_memory(prepared.placement, needs_of(config, prepared.gpus, models), known)
+    yield from _folders(config, prepared.run_dir, models.get("model"))
+
+
+def needs_of(config: Config, gpus: int, models: Mapping[str, ModelFolder]) -> dict[str, MemoryNeed]:
+    """Return the memory needs of each role."""
+    needs: dict[str, MemoryNeed] = {}
+    if (policy := models.get("model")) and config.mode != "rollout_only":
+        gpu = on_gpu(config.trainer, gpus)
+        layout, training = layout_of(config.trainer), training_of(config, gpu=gpu)
+        staged = planner.offloaded(policy.weights, policy.shape, layout, training)
+        if config.checkpoint.every:
+            staged += planner.checkpoint_staging(policy.weights, policy.shape, layout, training)
+        parts = planner.trainer_rank(policy.weights, policy.shape, layout, training)
+        needs["trainer"] = MemoryNeed(parts, gpu, staged, config.trainer_fraction)
+    for name, section in config.fleets.items():
+        if model := models.get("model" if name == "engine" else name):
+            gpu = on_gpu(section, gpus)
+            tokens = cache_tokens(section, gpu=gpu)
+            parts = planner.engine_rank(
+                model.weights,
+                model.shape,
+                tensor=section.tensor_parallel,
+                dtype=section.dtype,
+                tokens=tokens or config.rollout.max_new_tokens,
+                cache_dtype=str(section.server_args.get("kv_cache_dtype") or ""),
+                **(_divided(config) if name == "engine" else {}),
+            )
+            if tokens is None:  # it takes what fits; a run needs at least one answer's
+                parts["KV cache of one answer"] = parts.pop("KV cache")
+            own = ((config.engine.hicache or 0) * 10**9, config.engine_fraction) if name == "engine" else ()
+            needs[name] = MemoryNeed(parts, gpu, *own)
+    if config.cluster.takes_turns and needs.keys() >= {"trainer", "engine"} and needs["engine"].gpu:
+        needs["trainer"] = in_turns(needs["trainer"], needs["engine"])
+    return needs
+
+
+def _divided(config: Config) -> dict[str, Any]:
+    """Return what else divides or fills the memory of an engine."""
+    engine = config.engine
+    divided = {"replicas": engine.data_parallel, "stages": engine.pipeline_parallel}
+    return {**divided, "linear_bytes": linear_bytes(config), **served_adapters(config)}
+
+
+def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Iterator[Finding]:
+    elements, stored = parameters(policy.weights).all if policy else 0, None
+    if policy and config.mode != "rollout_only":
+        training = training_of(config, gpu=False)  # a GPU stores the same
+        saved = planner.saved_bytes(policy.weights, training)
+        base = planner.packed_base_bytes(policy.weights, training)
+        stored = folders.StoredBytes(planner.checkpoint_bytes(policy.weights, policy.shape, training), saved, base)
+    shared = folders.look_at(Path(config.weights.folder).expanduser()) if config.weights.folder else None
+    yield from folders.check_folders(
+        config, folders.room_of(config, elements, stored), folders.look_at(run_dir), shared
+    )

@@ -1,0 +1,81 @@
+"""Conversion of a model's config and the run's settings to the planner's data classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.config import Config, TrainerConfig, streams
+from asyncrl.config.adapters import engine_slots
+from asyncrl.config.lora import LoraConfig
+from asyncrl.extension import bases
+from asyncrl.extensions.plan.activations import Recompute, Training
+from asyncrl.extensions.plan.adapters import Adapters
+from asyncrl.extensions.plan.shapes import ParallelLayout
+
+LATENT_DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
+"""Down projections of latent attention, which TransformerEngine's layers do not share over tensor-parallel ranks."""
+
+
+def layout_of(trainer: TrainerConfig) -> ParallelLayout:
+    """Return the degrees of parallelism."""
+    return ParallelLayout(
+        tensor=trainer.tensor_parallel,
+        pipeline=trainer.pipeline_parallel,
+        chunks=trainer.virtual_pipeline,
+        context=trainer.context_parallel,
+        data=trainer.data_parallel,
+        expert=trainer.expert_parallel,
+        expert_tensor=trainer.expert_tensor_parallel or trainer.tensor_parallel,
+        sequence=trainer.sequence_parallel,
+        split=trainer.split if trainer.pipeline_parallel > 1 else None,
+        whole=LATENT_DOWN if trainer.layers == "transformer_engine" else (),
+    )
+
+
+def training_of(config: Config, *, gpu: bool) -> Training:
+    """Return the settings that determine memory. A sample longer than a micro-batch forms its own, so a micro-batch may
+    have rollout.max_new_tokens tokens."""
+    trainer, algo = config.trainer, config.algo
+    adapters = adapters_of(trainer.lora, len(config.adapters))
+    refers = algo.kl.reference == "weights" and algo.measures_reference and adapters is None
+    two_buckets = streams(config.weights, gpu=gpu) or config.sends_files
+    return Training(
+        dtype=trainer.dtype,
+        tokens=max(trainer.micro_batch_tokens, config.rollout.max_new_tokens),
+        logit_rows=trainer.logit_rows,
+        frozen=int(refers and not algo.kl.reference_offload),
+        critic=algo.has_critic,
+        bucket=config.weights.bucket_mb << 20 if two_buckets else 0,
+        publishes=config.mode == "train",
+        fused_norms=gpu,
+        recompute=recompute_of(trainer),
+        moments=trainer.optimizer.moments_dtype,
+        offload=gpu and trainer.optimizer.offload,
+        activation_offload=gpu and trainer.activation_offload,
+        fp8=trainer.fp8 is not None,
+        tower=trainer.vision.tower == "trained",
+        adapters=adapters,
+        versions=config.serves_adapters,
+    )
+
+
+def adapters_of(lora: LoraConfig, count: int = 1) -> Adapters | None:
+    """Return the adapters that a run trains, `count` for each layer; None: it trains all weights."""
+    if lora.rank is None:
+        return None
+    targets = () if lora.targets == "all" else tuple(lora.targets)
+    offered = bases().get(lora.base)
+    return Adapters(lora.rank, targets, offered.bytes if offered else None, dropout=lora.dropout > 0, count=count)
+
+
+def served_adapters(config: Config) -> dict[str, Any]:
+    """Return planner.memory.engine_rank's arguments about adapters."""
+    if not config.serves_adapters:
+        return {}
+    return {"adapters": adapters_of(config.trainer.lora), "slots": engine_slots(config)}
+
+
+def recompute_of(trainer: TrainerConfig) -> Recompute:
+    """Return what is recomputed in backward."""
+    recompute = trainer.recompute
+    return Recompute(recompute.granularity, recompute.method, recompute.num_layers, tuple(recompute.modules))

@@ -1,0 +1,1 @@
+"""Views of runs, from the files that they write: asyncrl-inspect and asyncrl-watch."""

@@ -1,0 +1,35 @@
+"""What this folder adds: the commands that show a run, in what the console says at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from asyncrl import extension
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+
+class Hooks(extension.LaunchHooks):
+    """Names the commands."""
+
+    def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
+        """Yield the page, and what shows groups if they were recorded."""
+        yield "the run as a page", f"asyncrl-watch {run_dir}"
+        if config.record:
+            yield "groups and tokens", f"asyncrl-inspect {run_dir}"
+
+
+class View(extension.Extension):
+    """Shows runs."""
+
+    trains = False
+
+    def launch(self) -> extension.LaunchHooks:
+        """Return the hooks in the launcher."""
+        return Hooks()
+
+
+Own = View

@@ -1,0 +1,234 @@
+"""The parts of the rollout process: what there is, what each is built of, and what they do together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import ChainMap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl import extension, importing
+from asyncrl.checkpoints.manifest import ROLLOUT
+from asyncrl.config import Config
+from asyncrl.config.server_args import draft_room
+from asyncrl.engine.loads import Loads
+from asyncrl.engine.router import wait_until_ready
+from asyncrl.engine.session import GenerationSession
+from asyncrl.extension import RolloutHooks
+from asyncrl.imports import load
+from asyncrl.network.addresses import READY, Addresses
+from asyncrl.records.events import Began, Event
+from asyncrl.records.reading import RECORDS
+from asyncrl.records.writer import Writer
+from asyncrl.rollout import snapshot
+from asyncrl.rollout.agent import close_all
+from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.concurrency import ConcurrencyWindow
+from asyncrl.rollout.curriculum import Mixer
+from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.rollout.groups import GroupLifecycle, build_buffer
+from asyncrl.rollout.journal import Journal, NoJournal
+from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
+from asyncrl.rollout.observer import Observer
+from asyncrl.rollout.parts import ModelParts, PlayingParts, PlaysEpisodes
+from asyncrl.rollout.prompts import Prompts
+from asyncrl.rollout.recorder import Recorder
+from asyncrl.rollout.reporters import RolloutRun, RunReporter
+from asyncrl.rollout.server import RolloutServer
+from asyncrl.rollout.snapshot import GroupsState, Snapshot
+from asyncrl.rollout.status import StatusFile
+from asyncrl.rollout.worker import Patience, Worker
+from asyncrl.schema import Prompt
+from asyncrl.tasks import Task, build_all
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """Everything in the rollout process. `outstanding` groups were running when a checkpoint was saved."""
+
+    run: RolloutRun
+    hooks: Sequence[RolloutHooks]
+    reporter: RunReporter
+    model: ModelParts
+    playing: PlaysEpisodes
+    loads: Loads
+    observer: Observer
+    evaluations: Evaluations
+    limiter: ConcurrencyLimiter
+    recorder: Recorder
+    groups: GroupLifecycle
+    worker: Worker
+    server: RolloutServer
+    status: StatusFile
+    resumed: Snapshot | None
+    outstanding: Sequence[tuple[Ticket, Prompt, Sequence[GenerationSession]]]
+
+    @classmethod
+    def build(cls, config: Config, addresses: Addresses, run_dir: Path) -> RolloutParts:
+        """Build all of them. What has been built is not running yet."""
+        rollout = config.rollout
+        model = ModelParts.load(config, addresses)
+        importing.done()
+        reporter = RunReporter(run_dir, lambda: playing.client.inflight.version)
+        run = RolloutRun(config, addresses, run_dir, reporter.warn)
+        tasks = build_all(config)
+        hooks = [one.rollout() for one in extension.active(config).values()]
+        for one in hooks:
+            one.start(run)
+        elsewhere = (found for one in hooks if (found := one.plays(run)))
+        playing = next(elsewhere, None) or PlayingParts.build(config, addresses, model, tasks, run.warn)
+        client, inflight = playing.client, playing.client.inflight
+        length = model.hf["max_position_embeddings"]
+        prompts = Prompts(config, tasks, model.template, length, reporter.warn, model.vision, playing.ahead)
+        loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
+        mixer = _mixer(config, tasks, prompts)
+        observer = Observer(run, {name: task.correct for name, task in tasks.items()}, hooks)
+        evaluations = Evaluations(
+            playing.attempts,
+            client,
+            tasks,
+            prompts.held_out,
+            config.eval,
+            reporter.evaluated,
+            observer.timelines,
+        )
+        limiter = _concurrency_limiter(config)
+        resumed = snapshot.decode((addresses.resume / ROLLOUT).read_bytes()) if addresses.resume else None
+        recorder = _recorder(run, hooks, resumed.service.buffer.version if resumed else 0)
+
+        def figures() -> dict[str, float]:
+            more = ChainMap(playing.take_played(), prompts.figures(), loads.figures())
+            return {**recorder.take_figures(), **observer.take_figures(), **more}
+
+        def save(state: GroupsState) -> bytes:
+            return snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), evaluations.under_way))
+
+        groups = GroupLifecycle(
+            build_buffer(rollout, overlap=config.weights.overlap),
+            client,
+            limiter=limiter,
+            publish=reporter.publish,
+            figures=figures,
+            recorder=recorder,
+            timelines=observer.timelines,
+        )
+        worker = Worker(
+            groups,
+            client,
+            playing.groups,
+            mixer,
+            limiter,
+            Patience(rollout.max_failures, rollout.max_rejections),
+            group_sizes={name: config.group_size(name) for name in config.mixture},
+        )
+        drain = config.weights.pause_mode == "drain"
+        server = RolloutServer(
+            groups,
+            inflight,
+            evaluations,
+            addresses.api_key,
+            journal=Journal(run_dir, reporter.warn) if config.recovers else NoJournal(),
+            drain=drain,
+            save=save,
+        )
+        server.starting = "the engines to start"
+        status = StatusFile(run_dir, server.state, groups, inflight, loads, addresses, observer.gpus)
+        server.more = [route for one in hooks for route in one.routes(server, status.now)]
+        outstanding = []
+        if resumed:
+            prompts.go_on(resumed.cursor)
+            mixer.restore(resumed.mixer)
+            for ticket, name, sessions in groups.restore(resumed.service):
+                outstanding.append((ticket, prompts.again(name.uid, name.task, name.index), sessions))
+        return cls(
+            run=run,
+            hooks=hooks,
+            reporter=reporter,
+            model=model,
+            playing=playing,
+            loads=loads,
+            observer=observer,
+            evaluations=evaluations,
+            limiter=limiter,
+            recorder=recorder,
+            groups=groups,
+            worker=worker,
+            server=server,
+            status=status,
+            resumed=resumed,
+            outstanding=outstanding,
+        )
+
+    async def roll_out(self) -> None:
+        """Wait for the engines, and play until cancelled."""
+        config, addresses, inflight = self.run.config, self.run.addresses, self.playing.client.inflight
+        async with asyncio.TaskGroup() as working:
+            working.create_task(self.status.follow())
+            working.create_task(self.playing.serve())
+            await self._engines_ready()
+            self.server.starting = "the agents and environments to start"
+            await self.playing.start()
+            self.server.starting = ""
+            (self.run.run_dir / READY).touch()
+            self.observer.ready(addresses.started_at)
+            if _trainer_sends_first(config, addresses):
+                await self.groups.released()
+            if self.resumed is None:
+                await self.evaluations.now()  # has the engines to itself: version 0, before the first rollout
+            elif self.resumed.evaluating:
+                self.evaluations.begin()
+            working.create_task(self.worker.run(self.outstanding))
+            working.create_task(self.limiter.watch(self.loads.ask, inflight.take_needed, lambda: inflight.holding))
+
+    async def _engines_ready(self) -> None:
+        """Wait until the engines of the policy can answer. What fits their caches may be less than the
+        context."""
+        config, addresses = self.run.config, self.run.addresses
+        timeout, attached = config.engine.start_timeout, config.mode == "rollout_only"
+
+        def tell(text: str) -> None:
+            self.server.starting = text
+
+        await wait_until_ready(addresses, timeout, attached=attached, tell=tell)
+        for engine in await self.loads.ask() if self.model.cache is None else ():
+            self.playing.client.narrow(int(engine.longest) - draft_room(config.engine))
+
+    async def close(self) -> None:
+        """End everything, in an order in which what is left can still be recorded and sent."""
+        await close_all([self.playing, self.loads, self.observer, *self.hooks], self.reporter.warn)
+        self.recorder.close()
+
+
+def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
+    """Return whether the engines get weights of the trainer before the first rollout."""
+    attached = addresses.attached and config.mode == "train"
+    return bool(addresses.resume or attached or config.changes_base or config.cluster.takes_turns)
+
+
+def _recorder(run: RolloutRun, hooks: Sequence[RolloutHooks], version: int) -> Recorder:
+    config, writer = run.config, Writer[Event](run.run_dir / RECORDS) if run.config.record else None
+    if writer:
+        writer.write(Began(run.addresses.run_id, time.time(), version, json.loads(config.model_dump_json())))
+    return Recorder(writer, run.warn, [one.group for one in hooks])
+
+
+def _concurrency_limiter(config: Config) -> ConcurrencyLimiter:
+    rollout = config.rollout
+    if rollout.max_running_groups == "auto":
+        named = {config.agent, *(task.agent for task in config.mixture.values())} - {None}
+        programs = any(getattr(load(name, "agent"), "runs_programs", False) for name in named if name)
+        return AdaptiveConcurrency(ConcurrencyWindow(rollout.max_new_tokens), programs=programs)
+    return FixedConcurrency(rollout.max_running_groups) if rollout.max_running_groups else ConcurrencyLimiter()
+
+
+def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
+    return Mixer(
+        tasks,
+        prompts.training,
+        {name: task.weight for name, task in config.mixture.items()},
+        load(config.rollout.curriculum, "rollout.curriculum"),
+        config.run.seed,
+    )

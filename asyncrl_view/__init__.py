@@ -1,1 +1,0 @@
-"""Views of runs, from the files that they write: asyncrl-inspect and asyncrl-watch. The core imports none of them."""

@@ -1,1 +1,0 @@
-"""The asyncrl-watch command, which serves a live page of runs from their files: docs/observability.md."""

@@ -1,0 +1,64 @@
+"""Names and shapes that are told from a config are those of the files that transformers writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import ConfigError
+from asyncrl.extensions.plan.shapes import tower_parameters
+from asyncrl.extensions.plan.tensors import FAMILIES, tensors
+from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.models import tiny_vision
+from asyncrl.models.tiny import write_random_model
+from asyncrl.models.vision import TOWERS, flat
+from scripts.sizes import MODELS
+
+SIZES: dict[str, Any] = {"vocab": 70, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
+ARCHITECTURES = {"llama": 0, "qwen2": 1, "qwen3": 2, "qwen3_moe": 3}
+PUBLISHED = {"qwen3_8b": 8.19, "llama3_70b": 70.6, "qwen3_30b_a3b": 30.5, "qwen3_235b_a22b": 235.1}
+"""Billions of parameters, as their publishers count them."""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_tensors_are_those_of_a_folder(arch: str, tied: bool, tmp_path: Path) -> None:
+    write_random_model(tmp_path, arch, **SIZES, tied=tied, seed=0, dtype="bfloat16", fields={"head_dim": 16})
+    hf = json.loads((tmp_path / "config.json").read_text())
+    assert hf["architectures"] == [FAMILIES[ARCHITECTURES[arch]]]
+    assert sorted(tensors(hf)) == sorted((one.name, one.shape) for one in read_model(tmp_path, "model.path").weights)
+
+
+def test_a_family_that_is_not_told_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Shapes can be derived only for"):
+        list(tensors({"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 1, "vocab_size": 1}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_known_models_have_as_many_parameters_as_published_and_as_transformers_builds(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    count = sum(math.prod(shape) for _, shape in tensors(MODELS[name]))
+    assert count / 1e9 == pytest.approx(PUBLISHED[name], abs=0.05)
+    kinds = {"L": "llama", "Qwen3F": "qwen3", "Qwen3M": "qwen3_moe"}
+    kind = next(kind for start, kind in kinds.items() if MODELS[name]["architectures"][0].startswith(start))
+    fields = {key: value for key, value in MODELS[name].items() if key != "architectures"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, tie_word_embeddings=False, **fields))
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+@pytest.mark.parametrize("arch", tiny_vision.OF_TYPE)
+def test_number_of_a_towers_parameters_follows_from_the_config(arch: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tiny_vision.write_random(tmp_path / "model", arch)
+    hf = flat(json.loads((tmp_path / "model" / "config.json").read_text()))
+    prefix = TOWERS[hf["architectures"][0]].prefix
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert tower_parameters(hf) == sum(one.numel() for name, one in tensors.items() if name.startswith(prefix))
