@@ -109,8 +109,8 @@ class FieldGroup:
 
 
 def extensions() -> list[str]:
-    """Return the names of the extensions in asyncrl/extensions that have settings."""
-    return [folder.name for folder in sorted(EXTENSIONS.glob("*/")) if _settings(folder)]
+    """Return the names of the sections of the extensions in asyncrl/extensions."""
+    return [name for folder in sorted(EXTENSIONS.glob("*/")) for name in _settings(folder)]
 
 
 def sections() -> list[FieldGroup]:
@@ -137,12 +137,11 @@ def _settings(folder: Path) -> dict[str, str]:
     `models = {"SECTION": NAME}`."""
     file, found = folder / "extension.py", {}
     for node in ast.walk(ast.parse(file.read_text())) if file.exists() else ():
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "Settings":
-            found[folder.name] = ast.unparse(node.value)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "models":
-            assert isinstance(node.value, ast.Dict)
-            pairs = zip(node.value.keys, node.value.values, strict=True)
-            found |= {ast.literal_eval(key): ast.unparse(kind) for key, kind in pairs if key}
+        match node:
+            case ast.Assign(targets=[ast.Name("Settings")], value=kind):
+                found[folder.name] = ast.unparse(kind)
+            case ast.Assign(targets=[ast.Name("models")], value=ast.Dict(keys, kinds)):
+                found |= {ast.literal_eval(key): ast.unparse(one) for key, one in zip(keys, kinds, strict=True) if key}
     return found
 
 
