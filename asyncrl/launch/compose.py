@@ -88,9 +88,10 @@ def algorithm_overrides(words: Sequence[str]) -> list[str]:
     found, extensions = list[str](), help.extensions()
     for word in words:
         name, given, value = word.partition("=")
+        section, field, _ = name.partition(".")  # without a field, it is a group
         if given and name in CHOICES and value != "null":
             found += [f"~{name}", f"+{name}={value}" if value.startswith("{") else f"++{name}.name={value}"]
-        elif given and (name.lstrip("+").rpartition(".")[0] in CHOICES or name.partition(".")[0] in extensions):
+        elif given and (name.lstrip("+").rpartition(".")[0] in CHOICES or (field and section in extensions)):
             found.append(f"++{name.lstrip('+')}={value}")
         else:
             found.append(word)
