@@ -17,6 +17,8 @@ from tests.launch.preflight.worlds import GB, job, machine, placed
 
 # -- memory --------------------------------------------------------------------------------------------------------
 
+SCORERS = {"extensions.scorers": "tests.fakes:Scorers"}
+
 
 def levels(findings: list[Finding]) -> dict[str, str]:
     return {one.field: one.level for one in findings}
@@ -77,7 +79,7 @@ def test_what_is_not_known_is_not_compared() -> None:
 
 
 def test_who_is_not_started_needs_nothing() -> None:
-    assert on_one({"scorer": gb(600), "trainer": gb(1)}, machine(gpus=2)) == {
+    assert on_one({"scorer": gb(600), "trainer": gb(1)}, machine(gpus=2), **SCORERS) == {
         "trainer.tensor_parallel": "ok",
         "memory": "ok",
     }
