@@ -80,7 +80,7 @@ def test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own(tmp_
     found = json.loads((tmp_path / "run" / "addresses.json").read_text())
     assert {url.split(":")[1] for url in found["engines"]} == {"//10.77.0.2"}
     assert found["router"].startswith("https://10.77.0.1:")
-    assert found["episodes"].startswith("https://10.77.0.1:")
+    assert found["extensions"]["processes"]["url"].startswith("https://10.77.0.1:")
     assert {step["processes/playing"] for step in job.steps()} == {2}
     assert [step["version"] for step in job.steps()] == [1, 2, 3, 4, 5]
     assert "distributed over gloo" in json.loads((tmp_path / "run" / "summary.json").read_text())["transport"]
