@@ -117,12 +117,12 @@ def failing(run_dir: Path, name: str) -> Iterator[None]:
         if not file.exists() and not isinstance(error, PeerFailed):
             own = isinstance(error, AsyncRLError)
             text, where = str(error) if own else f"{type(error).__name__}: {error}", place(error)
-            found = {"process": name, "time": time.time(), "error": text, "place": where}
-            found["memory"] = is_out_of_memory(error)
-            found["lasting"] = not found["memory"] and (own or is_of_user(where))  # it would only happen again
+            memory = is_out_of_memory(error)
+            lasting = not memory and (own or is_of_user(where))  # it would only happen again
+            failure = {"process": name, "time": time.time(), "error": text, "place": where}
             with suppress(OSError):  # the disk may be full, which must not hide the error in the log
                 file.parent.mkdir(exist_ok=True)
-                jsonl.replace(file, found)
+                jsonl.replace(file, {**failure, "memory": memory, "lasting": lasting})
         raise
 
 

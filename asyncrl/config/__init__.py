@@ -199,6 +199,15 @@ class Config(Section):
         check_colocated(self)
         check_roles(self)
         check_adapters(self)
+        self._check_tasks()
+        launchers = ["local", *extension.clusters(self.extensions)]
+        if self.cluster.launcher not in launchers:
+            remedy = f"No extension that is installed has this cluster: choose one of {launchers}."
+            raise ConfigError("cluster.launcher", self.cluster.launcher, remedy)
+        self._check_extensions()
+        return self
+
+    def _check_tasks(self) -> None:
         for name, task in self.mixture.items():
             if task.kind == "benchmark":
                 remedy = (
@@ -225,12 +234,6 @@ class Config(Section):
             if size == 1 and not advantage.is_own and advantage.name not in ALONE:
                 remedy = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
                 raise ConfigError(field, 1, remedy)
-        launchers = ["local", *extension.clusters(self.extensions)]
-        if self.cluster.launcher not in launchers:
-            remedy = f"No extension that is installed has this cluster: choose one of {launchers}."
-            raise ConfigError("cluster.launcher", self.cluster.launcher, remedy)
-        self._check_extensions()
-        return self
 
     def _check_extensions(self) -> None:
         active, named = extension.active(self).values(), self.algo.kl.reference

@@ -24,7 +24,7 @@ from omegaconf.resolvers import oc
 from asyncrl import CONF
 from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import help
-from asyncrl.launch.own_file import CHOICES, with_own_file
+from asyncrl.launch.own_file import with_own_file
 from asyncrl.removed import removal
 
 
@@ -89,9 +89,9 @@ def algorithm_overrides(words: Sequence[str]) -> list[str]:
     for word in words:
         name, given, value = word.partition("=")
         section, field, _ = name.partition(".")  # without a field, it is a group
-        if given and name in CHOICES and value != "null":
+        if given and name in help.ALGORITHMS and value != "null":
             found += [f"~{name}", f"+{name}={value}" if value.startswith("{") else f"++{name}.name={value}"]
-        elif given and (name.lstrip("+").rpartition(".")[0] in CHOICES or (field and section in extensions)):
+        elif given and (name.lstrip("+").rpartition(".")[0] in help.ALGORITHMS or (field and section in extensions)):
             found.append(f"++{name.lstrip('+')}={value}")
         else:
             found.append(word)

@@ -23,7 +23,8 @@ ALGORITHMS = {
     "algo.loss": ("loss.py",),
     "algo.correction": ("correction.py",),
 }
-"""Files of asyncrl/algo that define the algorithms of a field."""
+"""Fields that name an algorithm and hold its settings (settings.Choice), and the files of asyncrl/algo that define
+them."""
 
 FIRST = [
     *("mode", "run.name", "run.dir", "run.max_steps", "resume", "checkpoint.every", "record", "model.path"),

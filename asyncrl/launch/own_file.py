@@ -16,8 +16,6 @@ from asyncrl.errors import CompositionError
 from asyncrl.launch import help
 
 FLAG = "--config"
-CHOICES = ("algo.advantage", "algo.loss", "algo.correction")
-"""Fields that name an algorithm and hold its settings (settings.Choice)."""
 
 
 def with_own_file(words: Sequence[str]) -> list[str]:
@@ -36,15 +34,15 @@ def with_own_file(words: Sequence[str]) -> list[str]:
 def arguments(file: Path) -> list[str]:
     """Return the settings of a file as arguments. Raises CompositionError."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     try:
         values: Any = OmegaConf.to_container(OmegaConf.load(file.expanduser()), resolve=False)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise CompositionError(f"{FLAG} {file}: it is no YAML: {error}") from None
     except (OSError, ValueError) as error:
         raise CompositionError(f"{FLAG} {file}: it cannot be read: {error}") from None
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("yaml", "omegaconf"):
-            raise
-        raise CompositionError(f"{FLAG} {file}: it is no YAML: {error}") from None
     if not isinstance(values, dict):
         raise CompositionError(f"{FLAG} {file}: it must hold settings as `name: value`.")
     if "defaults" in values:
@@ -58,9 +56,9 @@ def _words(values: Mapping[str, Any], groups: Mapping[str, Any], prefix: str = "
         name = f"{prefix}{key}".lstrip("+")
         if (name in groups and isinstance(value, str)) or "@" in name:
             yield f"{prefix}{key}={value}"
-        elif isinstance(value, dict) and value and name not in CHOICES:
+        elif isinstance(value, dict) and value and name not in help.ALGORITHMS:
             yield from _words(value, groups, f"{name}.")
-        elif name in CHOICES:
+        elif name in help.ALGORITHMS:
             yield f"{name}={_written(value)}"
         elif value != {}:
             yield f"++{name}={_written(value)}"

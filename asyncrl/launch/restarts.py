@@ -35,7 +35,7 @@ from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.watch import HealthWatch
 from asyncrl.network.addresses import LOST, OUT_OF_MEMORY, READY, RESTARTED, TRAINING, Addresses
-from asyncrl.progress import begin_file, end_file, failures
+from asyncrl.progress import FAILURE, FOLDER, begin_file, end_file, failures
 
 FORGET_SECONDS = 5.0
 """Timeout of the router's response when it is told to forget a dead engine."""
@@ -96,21 +96,24 @@ class RestartPolicy:
         if self._restarts[trainer.name] < len(self._recoveries):
             return True  # it died of a death that the trainers recover from already
         failed = self._failures()
-        if any(found["lasting"] for found in failed):
+        if any(failure["lasting"] for failure in failed):
             return False
-        step, before = self._newest_step(), [one for one, _ in self._recoveries]
-        if any(found["memory"] for found in failed):
+        if any(failure["memory"] for failure in failed):
             return self._out_of_memory() < OUT_OF_MEMORY_TIMES
-        return before.count(step) < 2 and sum(step - one < RECOVERY_STEPS for one in before) < RECOVERIES
+        step, before = self._newest_step(), [step for step, _ in self._recoveries]
+        return before.count(step) < 2 and sum(step - earlier < RECOVERY_STEPS for earlier in before) < RECOVERIES
 
     def _recover(self, trainer: str, how: str) -> None:
-        """Record a death of the trainers."""
+        """Record a death of the trainers, and forget their errors, which must not be taken for those of the next."""
         self._recoveries.append((self._newest_step(), f"{trainer}, {how}"))
-        if any(found["memory"] for found in self._failures()):
+        failed = self._failures()
+        if any(failure["memory"] for failure in failed):
             (self._run_dir / OUT_OF_MEMORY).write_text(str(self._out_of_memory() + 1))
+        for failure in failed:
+            (self._run_dir / FOLDER / f"{failure['process']}{FAILURE}").unlink()
 
     def _failures(self) -> list[dict[str, Any]]:
-        return [found for found in failures(self._run_dir) if found["process"].startswith("trainer-")]
+        return [failure for failure in failures(self._run_dir) if failure["process"].startswith("trainer-")]
 
     def _out_of_memory(self) -> int:
         file = self._run_dir / OUT_OF_MEMORY

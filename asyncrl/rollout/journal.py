@@ -52,7 +52,7 @@ class Journal(NoJournal):
             shutil.rmtree(self._folder, ignore_errors=True)
             self._warn(f"batches are no longer kept for trainers that die, whose next death ends the run: {error}")
             return
-        oldest = ([0, 0, *self._store.versions()])[-KEPT]
+        oldest, *_ = [*self._store.versions()[-KEPT:], 0]
         for file in self._folder.glob("[0-9]*"):
             if int(file.name.partition("-")[0]) < oldest:
                 file.unlink()

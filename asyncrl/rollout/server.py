@@ -86,14 +86,14 @@ class RolloutServer:
         evaluations: Evaluations | None,
         api_key: str,
         *,
-        journal: NoJournal | None = None,
+        journal: NoJournal = NoJournal(),  # noqa: B008  it has no state
         drain: bool = False,
         save: Callable[[GroupsState], bytes] | None = None,
     ) -> None:
         """`journal` keeps batches for trainers that start again; `drain` makes a hold wait for the requests in flight;
         `save` encodes a snapshot that includes the state."""
         self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
-        self._journal = journal or NoJournal()
+        self._journal = journal
         self._api_key, self._drain, self._save = api_key, drain, save
         self.starting = ""
         """What the start waits for; empty once rollouts run."""

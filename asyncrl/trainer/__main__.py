@@ -114,9 +114,8 @@ def main(run_dir: Path) -> None:
     if recovered:
         tell = warn if parallel.is_first else None
         publisher = CatchingUp(publisher, first, recovered, fleet, partial(_verified, sender), tell)
-    if (
-        resumed or recovered or addresses.attached or turns or config.changes_base
-    ):  # engines have other weights, or none
+    others = resumed or recovered or addresses.attached or turns or config.changes_base
+    if others:  # the engines have other weights, or none
         if config.mode == "train" and parallel.is_first:
             wait_for_file(run_dir / READY, config.engine.start_timeout, "the engines")
         publisher.publish(first)  # verified like a first publish; the engines resume only afterwards

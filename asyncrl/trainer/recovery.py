@@ -42,11 +42,11 @@ def adapted(config: Config, run_dir: Path) -> tuple[Config, str]:
         return config, ""
     half = max(1, trainer.micro_batch_tokens // 2)
     changed: dict[str, Any] = {"micro_batch_tokens": half}
-    told = f"out of memory {times} times: trainer.micro_batch_tokens={half} instead of {trainer.micro_batch_tokens}"
+    reason = f"out of memory {times} times: trainer.micro_batch_tokens={half} instead of {trainer.micro_batch_tokens}"
     if times > 2 and trainer.recompute.granularity != "full":
         changed["recompute"] = trainer.recompute.model_copy(update={"granularity": "full"})
-        told += f", trainer.recompute.granularity=full instead of {trainer.recompute.granularity}"
-    return config.model_copy(update={"trainer": trainer.model_copy(update=changed)}), told
+        reason += f", trainer.recompute.granularity=full instead of {trainer.recompute.granularity}"
+    return config.model_copy(update={"trainer": trainer.model_copy(update=changed)}), reason
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,21 @@ def find(run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, 
     of a run. `origin` is the checkpoint that the run itself resumed from. Collective."""
     if not os.environ.get("ASYNCRL_INCARNATION"):
         return None
-    found: list[Any] = [None]
+    recovery: list[Any] = [None]
     if parallel.is_first:
         newest = CheckpointStore(run_dir).newest(lambda text: print(f"asyncrl: {text}", flush=True))
         fleet.inherit()
         status, lines = source.status(), Tail(run_dir / "metrics.jsonl")()
-        written = max((int(line["version"]) for line in lines), default=0)
-        checkpoint = newest[0] if newest else origin
-        found = [
-            Recovery(checkpoint, status["version"], written, bool(status["held"]), float(os.environ["ASYNCRL_DIED_AT"]))
-        ]
+        recovery[0] = Recovery(
+            checkpoint=newest[0] if newest else origin,
+            served=status["version"],
+            written=max((int(line["version"]) for line in lines), default=0),
+            updating=bool(status["held"]),
+            began=float(os.environ["ASYNCRL_DIED_AT"]),
+        )
     if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+        dist.broadcast_object_list(recovery, src=0)
+    return recovery[0]
 
 
 def count() -> int:

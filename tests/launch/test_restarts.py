@@ -274,6 +274,16 @@ def test_trainers_that_are_out_of_memory_go_on_four_times_also_at_one_step(run_d
     assert not policy.allows(RANKS[0])
 
 
+def test_error_of_one_death_is_not_taken_for_that_of_the_next(run_dir: Path) -> None:
+    (run_dir / "progress").mkdir()
+    error = {"process": "trainer-1", "time": 1.0, "error": "", "place": "", "lasting": False, "memory": True}
+    (run_dir / "progress/trainer-1.failure").write_text(json.dumps(error))
+    policy = RestartPolicy(run_dir)
+    die(policy)
+    die(policy)
+    assert (run_dir / "out_of_memory").read_text() == "1"
+
+
 def test_error_of_ours_or_of_the_users_code_lasts(run_dir: Path) -> None:
     with pytest.raises(WeightsError), failing(run_dir, "trainer-0"):
         raise WeightsError("two tensors differ")

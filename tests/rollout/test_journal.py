@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def test_batches_since_the_last_but_one_checkpoint_stay(journal: Journal, tmp_pa
         if version in (1, 3, 5):
             checkpoint(tmp_path, version + 1)
     assert kept(tmp_path) == ["00000004-0000", "00000005-0000", "00000006-0000"]
+
+
+def test_where_one_checkpoint_is_kept_only_batches_since_it_stay(journal: Journal, tmp_path: Path) -> None:
+    for version in range(4):
+        journal.keep(version, 0, b"batch")
+        shutil.rmtree(CheckpointStore(tmp_path).folder, ignore_errors=True)  # checkpoint.keep_last=1
+        checkpoint(tmp_path, version + 1)
+    journal.keep(4, 0, b"batch")
+    assert kept(tmp_path) == ["00000004-0000"]
 
 
 def test_run_that_begins_again_has_no_batches_of_an_earlier_one(journal: Journal, tmp_path: Path) -> None:
