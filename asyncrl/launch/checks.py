@@ -16,6 +16,7 @@ from asyncrl.extension import active
 from asyncrl.imports import announced
 from asyncrl.launch.engine_shape import check_shape
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
+from asyncrl.models.families import family_of
 from asyncrl.models.vision import deepstack, image_shape
 from asyncrl.platforms import without_gpu
 from asyncrl.tasks.scores import rewards
@@ -41,7 +42,8 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
             raise ConfigError(f"{field}.tensor_parallel", degree, remedy)
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
-    _check_engine(hf)
+    for found, remedy in family_of(hf).serving.unsupported(hf):
+        raise ConfigError("model.path", found, remedy)
     check_shape(config, hf, family.get("num_moe_experts", 0))
     _check_roles(config, hf)
     _check_recompute(config.trainer, hf["num_hidden_layers"], family)
@@ -61,16 +63,6 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
             "rollout.max_new_tokens",
             config.rollout.max_new_tokens,
             f"Must leave room for a prompt within the model's {longest} positions.",
-        )
-
-
-def _check_engine(hf: dict[str, Any]) -> None:
-    """Refuse Qwen3-MoE models with dense layers: SGLang's qwen3_moe.py builds experts in every layer and silently drops
-    the weights of dense ones."""
-    dense = hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
-    if hf["architectures"][0] == "Qwen3MoeForCausalLM" and dense:
-        raise ConfigError(
-            "model.path", "Qwen3-MoE with dense layers", "SGLang does not support its dense layers: use another model."
         )
 
 
@@ -197,8 +189,9 @@ def _check_replay(config: Config, hf: dict[str, Any]) -> None:
         return
     if routing_shape(hf) is None:
         raise ConfigError("algo.routing_replay", replay, "The model has no routed experts: set none.")
-    if replay == "R3" and hf["architectures"][0] == "MixtralForCausalLM":
-        raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not report its experts: set R2 or none.")
+    if replay == "R3" and not family_of(hf).serving.reports_experts:
+        name = hf["architectures"][0].removesuffix("ForCausalLM")
+        raise ConfigError("algo.routing_replay", "R3", f"SGLang's {name} does not report its experts: set R2 or none.")
 
 
 def _check_vision(config: Config, hf: dict[str, Any]) -> None:

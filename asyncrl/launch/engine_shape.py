@@ -6,9 +6,10 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.rules import require
+from asyncrl.models.families import FAMILIES, family_of
 from asyncrl.models.vision import image_shape
 
-REPLICATED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+REPLICATED = tuple(name for name, family in FAMILIES.items() if family.serving.replicates)
 """Families whose attention SGLang 0.5.21 can replicate within an engine; others divide their heads over all ranks."""
 
 
@@ -27,8 +28,8 @@ def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
         ("pipeline_parallel", adapters, "Adapters in engines were tried with one stage alone: set 1."),
         (
             "pipeline_parallel",
-            family == "LlamaForCausalLM" and tied,
-            "SGLang's Llama has no tied output layer on the last stage: set 1.",
+            tied and not family_of(hf).serving.tied_stages,
+            f"SGLang's {family} has no tied output layer on the last stage: set 1.",
         ),
         (
             "pipeline_parallel",

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.models.family import Layout
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -118,6 +120,18 @@ FUSED_GATE_UP = TensorLayout(
     lambda parts, dims: [Pieces([piece for half in _join_gate_up(parts, dims) for piece in half.parts])],
 )
 """The same two, stacked in the full tensor too, as transformers stores routed experts."""
+
+LAYOUTS = {
+    Layout.WHOLE: WHOLE,
+    Layout.COLUMN: COLUMN,
+    Layout.EMBEDDING: VOCAB,
+    Layout.HEAD: VOCAB,
+    Layout.QKV: QKV,
+    Layout.QUERY: COLUMN,
+    Layout.OUT: ROW,
+    Layout.GATE_UP: GATE_UP,
+    Layout.DOWN: ROW,
+}
 
 
 def of_rank(dims: Dims, degree: int) -> Dims:

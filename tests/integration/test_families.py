@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.integration.families import (
     CASES,
     CHOOSES,
+    CHOOSING,
     check,
     exported,
     launch,
@@ -45,7 +46,7 @@ def test_logits_and_gradients_are_those_of_transformers(layout: str, name: str, 
     check(folder, layout, name)
 
 
-@pytest.mark.parametrize(("layout", "name"), [case for case in CASES if case[1].startswith(("glm4", "deepseek"))])
+@pytest.mark.parametrize(("layout", "name"), [case for case in CASES if case[1] in CHOOSING])
 def test_biases_that_choose_experts_stay_bit_for_bit_through_training_and_casts(
     layout: str, name: str, folder: Path, megatron: Any
 ) -> None:

@@ -13,8 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
-from asyncrl.models import tiny_vision
-from asyncrl.models.architectures import ARCHITECTURES
+from asyncrl.models import families, tiny_vision
 from asyncrl.models.tiny import write_random_model
 from asyncrl.models.vision import TOWERS
 from asyncrl.weights import layouts
@@ -219,35 +218,17 @@ def test_unknown_architecture_is_named_with_the_known_ones() -> None:
         Mapping("GPT2LMHeadModel")
 
 
-def test_every_family_that_can_be_built_has_a_table_and_no_other() -> None:
-    assert FAMILIES.keys() == ARCHITECTURES.keys()
-
-
-# Together, a family's variants hold every tensor that it may have.
-VARIANTS: dict[str, tuple[str, list[dict]]] = {
-    "LlamaForCausalLM": ("llama", [{}]),
-    "Qwen2ForCausalLM": ("qwen2", [{}]),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", [{}]),
-    "Qwen3ForCausalLM": ("qwen3", [{}]),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl", [{}]),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", [{"mlp_only_layers": [0]}]),
-    "MixtralForCausalLM": ("mixtral", [{}]),
-    "Glm4MoeForCausalLM": ("glm4_moe", [{}]),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", [{}, {"q_lora_rank": None}]),
-}
-
-
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_tables_name_each_tensor_that_transformers_writes_once_and_no_other(architecture: str, tmp_path: Path) -> None:
-    kind, variants = VARIANTS[architecture]
-    written: set[str] = set()
-    for number, fields in enumerate(variants):
+    family = families.FAMILIES[architecture]
+    kind, written = family.model_type, set[str]()
+    for number, fields in enumerate(({}, *family.variants)):
         sizes = {"vocab": 9, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 8}
         folder = tmp_path / str(number)
         if architecture in TOWERS:
             tiny_vision.write_random(folder, kind)
         else:
-            write_random_model(folder, kind, **sizes, tied=False, seed=0, dtype="float32", fields=fields)
+            write_random_model(folder, kind, **sizes, tied=False, seed=0, dtype="float32", fields=dict(fields))
         with safe_open(folder / "model.safetensors", "pt") as file:
             written |= set(file.keys())
     generic = {
@@ -258,7 +239,5 @@ def test_tables_name_each_tensor_that_transformers_writes_once_and_no_other(arch
     assert sorted(named) == sorted(name for name in generic if not name.startswith(prefix))
     mapping = Mapping(architecture)
     assert all(mapping.knows(name) for name in written)
-    assert mapping.knows("model.layers.1.enorm.weight") == (
-        architecture in ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
-    )
+    assert mapping.knows("model.layers.1.enorm.weight") == (MTP[0] in FAMILIES[architecture])
     assert mapping.knows("visual.patch_embed.proj.weight") == (prefix == "visual.")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from asyncrl.extensions.quantized.codes import FORMATS, CodeChecksums, QuantizedWeights
+from asyncrl.models.families import FAMILIES
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.bucket import nbytes, plan_buckets, views
 from asyncrl.weights.checksum import Checksums, differing
-from asyncrl.weights.engine_layout import FAMILIES
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.names import unit_of
 from tests.weights.models import config, digest, model
