@@ -90,7 +90,7 @@ ONLY = {
     ("engine", "observability"): {"observability.intervals"},
     ("launch", "observability"): {"observability.timeline"},
     ("envs", "observability"): {"observability.intervals"},
-    ("trainer", "models"): {"models.architectures", "models.vision"},
+    ("trainer", "models"): {"models.architectures", "models.families", "models.vision"},
     ("weights", "models"): {"models.vision", "models.families", "models.family", "models.parts", "models"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.update"},
 }

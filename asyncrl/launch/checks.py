@@ -42,8 +42,7 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
             raise ConfigError(f"{field}.tensor_parallel", degree, remedy)
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
-    for found, remedy in family_of(hf).serving.unsupported(hf):
-        raise ConfigError("model.path", found, remedy)
+    _check_serving(config, hf)
     check_shape(config, hf, family.get("num_moe_experts", 0))
     _check_roles(config, hf)
     _check_recompute(config.trainer, hf["num_hidden_layers"], family)
@@ -64,6 +63,22 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
             config.rollout.max_new_tokens,
             f"Must leave room for a prompt within the model's {longest} positions.",
         )
+
+
+def _check_serving(config: Config, hf: dict[str, Any]) -> None:
+    """Refuse what engines or adapters cannot do with models of this family."""
+    of = family_of(hf)
+    for found, remedy in of.serving.unsupported(hf):
+        raise ConfigError("model.path", found, remedy)
+    context = int(config.engine.server_args.get("context_length") or hf.get("max_position_embeddings", 0))
+    longest = of.serving.longest(hf)
+    if longest and context > longest:
+        why = f"SGLang computes another function than transformers from position {longest} on"
+        remedy = f"{why}: set +engine.server_args.context_length={longest}."
+        raise ConfigError("engine.server_args.context_length", context, remedy)
+    if config.trainer.lora.rank and not of.adapters:
+        remedy = f"Adapters of {of.architecture} are not supported, because its files hold fused layers: set null."
+        raise ConfigError("trainer.lora.rank", config.trainer.lora.rank, remedy)
 
 
 def check_platforms(config: Config, gpus: int) -> None:

@@ -16,6 +16,7 @@ REPLICATED = tuple(name for name, family in FAMILIES.items() if family.serving.r
 def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
     """Refuse engines of a shape that SGLang cannot give this model, or in which it cannot do what the run needs."""
     engine, family = config.engine, hf["architectures"][0]
+    serving, kv_heads = family_of(hf).serving, hf.get("num_key_value_heads") or hf["num_attention_heads"]
     tied, sees = hf.get("tie_word_embeddings", False), image_shape(hf) is not None
     publishes, adapters = config.mode == "train", config.serves_adapters
     rules: list[tuple[str, Any, str]] = [
@@ -24,11 +25,17 @@ def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
         ("data_parallel", family not in REPLICATED, f"SGLang replicates the attention of {REPLICATED} alone: set 1."),
         ("data_parallel", adapters, "Adapters in engines were tried with one replica alone: set 1."),
         ("data_parallel", tied, "A tied output layer was not tried with several replicas: set 1."),
+        (
+            "tensor_parallel",
+            not serving.fuses and kv_heads % engine.tensor_parallel,
+            f"SGLang, which runs transformers' {family}, cannot divide {kv_heads} key-value heads: lower it.",
+        ),
+        ("pipeline_parallel", not serving.stages, f"SGLang has no stages of {family}: set 1."),
         ("pipeline_parallel", sees, "SGLang's stages of models with images were not tried: set 1."),
         ("pipeline_parallel", adapters, "Adapters in engines were tried with one stage alone: set 1."),
         (
             "pipeline_parallel",
-            tied and not family_of(hf).serving.tied_stages,
+            tied and not serving.tied_stages,
             f"SGLang's {family} has no tied output layer on the last stage: set 1.",
         ),
         (

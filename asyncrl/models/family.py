@@ -35,6 +35,9 @@ class Layout(Enum):
     """Gate and up in one, by inner features."""
     DOWN = auto()
     """Input features, which are the inner ones of an MLP."""
+    FUSED_QKV = auto()
+    """As QKV, in one HF tensor too."""
+    FUSED_GATE_UP = auto()
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,15 @@ class Serving:
     """Can replicate the attention within an engine, instead of dividing its heads over all ranks."""
     head_everywhere: bool = False
     """Every pipeline stage loads the output layer, though only the last one uses it."""
+    stages: bool = True
+    """Has pipeline stages."""
     tied_stages: bool = True
     """Its last pipeline stage has a tied output layer."""
+    fuses: bool = True
+    """Has a class of its own, which fuses weights. Otherwise SGLang runs transformers' modules, with their parameters
+    (TransformersForCausalLM)."""
+    longest: Callable[[HF], int | None] = lambda hf: None
+    """Positions from which on it computes another function than transformers; None if there are none."""
     reports_experts: bool = True
     """Reports the experts that it chose."""
     fuses_shared_expert: Callable[[HF], bool] = lambda hf: False
@@ -109,6 +119,8 @@ class Family:
     """Yields (what was found, what is supported) for what only this family refuses."""
     allows: tuple[str, ...] = ()
     """Fields of config.json that may be set, though other families refuse them."""
+    adapters: bool = True
+    """Whether its linear layers can have adapters, and engines codes of them: not where HF fuses layers."""
     rotated: float = 1.0
     """Part of each head that is rotated, unless config.json says it."""
     tower: Tower | None = None

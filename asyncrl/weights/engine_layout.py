@@ -137,6 +137,16 @@ _inner_rows, _inner_columns = _inner(0), _inner(1)
 _expert_rows, _expert_columns = _inner(0, routed=True), _inner(1, routed=True)
 
 
+def _fused_qkv(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    each = tensor.shape[0] // (split.heads + 2 * split.kv_heads)
+    query, key, value = tensor.split([split.heads * each, split.kv_heads * each, split.kv_heads * each])
+    return torch.cat([_query(query, split, rank), _key(key, split, rank), _key(value, split, rank)])
+
+
+def _fused_gate_up(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    return torch.cat([_inner_rows(half, split, rank) for half in tensor.chunk(2)])
+
+
 @dataclass(frozen=True)
 class EngineParameter:
     """One engine parameter: its HF tensors in the order of their bytes. `{layer}` and `{expert}` stand for numbers; the
@@ -177,6 +187,8 @@ CUTS: dict[Layout, tuple[Cut, ...]] = {
     Layout.OUT: (_out,),
     Layout.GATE_UP: (_inner_rows, _inner_rows),
     Layout.DOWN: (_inner_columns,),
+    Layout.FUSED_QKV: (_fused_qkv,),
+    Layout.FUSED_GATE_UP: (_fused_gate_up,),
 }
 """How an engine cuts the HF tensors of a weight."""
 CUTS_OF_EXPERTS: dict[Layout, tuple[Cut, ...]] = {
@@ -188,6 +200,9 @@ CUTS_OF_EXPERTS: dict[Layout, tuple[Cut, ...]] = {
 def table(family: Family, hf: dict[str, Any]) -> Table:
     """Return the engine's parameters of a model. A fused one, of which config.json sets to null what some parts need,
     has the name of the part that is left."""
+    if not family.serving.fuses:
+        apart = (part for one in family.weights if one.engine for part in zip(one.hf, _cuts(one), strict=True))
+        return tuple(EngineParameter(name, ((name, cut),)) for name, cut in apart)
     found = []
     for name in dict.fromkeys(one.engine for one in family.weights if one.engine):
         fused = [one for one in family.weights if one.engine == name]

@@ -120,6 +120,13 @@ FUSED_GATE_UP = TensorLayout(
     lambda parts, dims: [Pieces([piece for half in _join_gate_up(parts, dims) for piece in half.parts])],
 )
 """The same two, stacked in the full tensor too, as transformers stores routed experts."""
+FUSED_QKV = TensorLayout(
+    lambda full, degree, rank, dims: _shard_qkv(
+        list(full[0].split([n * dims.head_dim for n in (dims.heads, dims.kv_heads, dims.kv_heads)])), degree, rank, dims
+    ),
+    lambda parts, dims: [Pieces([piece for whole in _join_qkv(parts, dims) for piece in whole.parts])],
+)
+"""Queries, keys and values, one above the other in the full tensor too."""
 
 LAYOUTS = {
     Layout.WHOLE: WHOLE,
@@ -131,6 +138,8 @@ LAYOUTS = {
     Layout.OUT: ROW,
     Layout.GATE_UP: GATE_UP,
     Layout.DOWN: ROW,
+    Layout.FUSED_QKV: FUSED_QKV,
+    Layout.FUSED_GATE_UP: FUSED_GATE_UP,
 }
 
 

@@ -70,7 +70,7 @@ EVERYWHERE: list[dict[str, Any]] = [
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "tie_word_embeddings": True}
 SEEING: dict[str, Any] = {
-    "architectures": ["SomeForConditionalGeneration"],
+    "architectures": ["Qwen3VLForConditionalGeneration"],
     "num_hidden_layers": 1,
     "vision_config": {},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama-tied": ("llama", True, {}),
     "llama3-rope": ("llama", False, {"rope_parameters": LLAMA3_ROPE}),
     "deepseek-v3-yarn": ("deepseek_v3", False, {"rope_parameters": YARN}),
+    "kimi-k2": ("deepseek_v3", False, {"rope_parameters": YARN, "n_group": 1, "topk_group": 1}),
 }
 """Each family as its record makes it, and with each of its variants, whose embeddings are tied."""
 EXPERTS = [
@@ -58,6 +60,10 @@ EXPERTS = [
 ]
 CHOOSES = "e_score_correction_bias"  # of a router; a buffer without gradient
 CHOOSING = [name for name, (kind, _, _) in MODELS.items() if set(parts.ROUTER_BIAS) <= set(OF_TYPE[kind].weights)]
+
+
+PUBLISHED_AS = {"kimi-k2": "kimi_k2"}
+"""Model types in the config.json of publishers that transformers does not know."""
 
 
 def groups() -> list[list[Sample]]:
@@ -111,7 +117,15 @@ def written(made: Path) -> Path:
             spread=0.15,
             fields=fields,
         )
+    for name, model_type in PUBLISHED_AS.items():
+        retyped(made / name, model_type)
     return made
+
+
+def retyped(model: Path, model_type: str) -> None:
+    """Write another model type into config.json."""
+    hf = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**hf, "model_type": model_type}))
 
 
 def launch(folder: Path, layout: str, further: dict[str, Any]) -> None:
@@ -130,7 +144,11 @@ def transformers(folder: Path, name: str) -> tuple[list[Tensor], dict[str, Tenso
     """Return the logits of every group's targets, and the gradients by HF name."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+    if name in PUBLISHED_AS:
+        copytree(folder / name, folder / "known" / name)
+        retyped(folder / "known" / name, MODELS[name][0])
+    source = folder / "known" / name if name in PUBLISHED_AS else folder / name
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     logits = []
     for group in groups():
         rows = []

@@ -79,6 +79,8 @@ def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
         "q_proj": (queries, HIDDEN),
         "k_proj": (keys, HIDDEN),
         "v_proj": (keys, HIDDEN),
+        "qkv_proj": (queries + 2 * keys, HIDDEN),
+        "gate_up_proj": (2 * inner, HIDDEN),
         "o_proj": (HIDDEN, queries),
         "q_a_proj": (4, HIDDEN),
         "q_b_proj": (queries, 4),

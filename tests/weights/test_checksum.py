@@ -255,7 +255,9 @@ EXPERT = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2", "w1": "w13", 
 EVERYWHERE = ("norm.", "gate.", "q_a_proj.", "kv_a_proj_with_mqa.")  # on all ranks, as far as no shared key head is
 
 
-def engine_name(name: str) -> str:
+def engine_name(name: str, architecture: str) -> str:
+    if not FAMILIES[architecture].serving.fuses:
+        return name
     words = name.replace("model.language_model.", "model.").split(".")
     if "experts" in words:
         return ".".join([*words[: words.index("experts") + 1], f"{EXPERT[words[-2]]}_weight"])
@@ -269,16 +271,17 @@ def test_one_flipped_bit_shows_in_its_engine_parameter_on_the_ranks_that_hold_it
 ) -> None:
     hf, tensors = config(architecture, num_key_value_heads=kv_heads), model(architecture, kv_heads=kv_heads)
     before = results(tensors, hf, 2, device)
-    assert {name for found in before for name in found} == {engine_name(name) for name in tensors}
+    assert {name for found in before for name in found} == {engine_name(name, architecture) for name in tensors}
     for name, tensor in tensors.items():
         for element, rank in ((0, 0), (-1, 1)):  # the first lies on rank 0, the last on rank 1
             flipped = tensor.clone()
             flipped.view(torch.int16).view(-1)[element] ^= 1
             after = results({**tensors, name: flipped}, hf, 2, device)
             changed = {(r, key) for r in (0, 1) for key in before[r] if before[r][key] != after[r][key]}
-            shared_key = kv_heads == 1 and name.split(".")[-2] in ("k_proj", "v_proj")
+            keys = ("k_proj", "v_proj", "qkv_proj") if element else ("k_proj", "v_proj")  # the last of all are values
+            shared_key = kv_heads == 1 and name.split(".")[-2] in keys
             everywhere = shared_key or any(word in name for word in EVERYWHERE)
-            assert changed == {(r, engine_name(name)) for r in ((0, 1) if everywhere else (rank,))}, name
+            assert changed == {(r, engine_name(name, architecture)) for r in ((0, 1) if everywhere else (rank,))}, name
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -17,7 +17,19 @@ from asyncrl.models import families, tiny_vision
 from asyncrl.models.tiny import write_random_model
 from asyncrl.models.vision import TOWERS
 from asyncrl.weights import layouts
-from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, QKV, ROW, VOCAB, WHOLE, Dims, TensorLayout, dims_of
+from asyncrl.weights.layouts import (
+    COLUMN,
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    GATE_UP,
+    QKV,
+    ROW,
+    VOCAB,
+    WHOLE,
+    Dims,
+    TensorLayout,
+    dims_of,
+)
 from asyncrl.weights.names import FAMILIES, MTP, Mapping, local_name, unit_of
 
 HIDDEN = 8
@@ -51,6 +63,7 @@ def shapes(layout: TensorLayout, d: Dims) -> list[tuple[int, ...]]:
         QKV: [(d.heads * d.head_dim, HIDDEN), keys, keys],
         GATE_UP: [(12, HIDDEN), (12, HIDDEN)],
         FUSED_GATE_UP: [(24, HIDDEN)],
+        FUSED_QKV: [((d.heads + 2 * d.kv_heads) * d.head_dim, HIDDEN)],
     }
     return found[layout]
 
@@ -87,11 +100,11 @@ def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architectur
 
 def test_every_layout_is_tested_here() -> None:
     assert {value for value in vars(layouts).values() if isinstance(value, TensorLayout)} == {
-        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP,
+        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP])
+@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV])
 @given(dims(), st.sampled_from([1, 2, 4]), st.integers(0, 10**6), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=60)
 def test_join_of_all_shards_is_byte_equal_to_the_original_and_no_rank_holds_more(layout, d, tp, seed, dtype) -> None:
@@ -145,7 +158,7 @@ def test_vocabulary_is_padded_with_zeros_at_its_end() -> None:
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP])
+@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV])
 def test_pieces_are_views_of_the_shards(layout, degree) -> None:
     d = Dims(heads=4, kv_heads=2, head_dim=1, vocab=15, tied=False)
     shards = [torch.zeros(8, 8) for _ in range(degree)]

@@ -59,6 +59,8 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         **dict.fromkeys(("q_norm", "k_norm"), (width,)),
         "q_proj": (queries, hidden),
         **dict.fromkeys(("k_proj", "v_proj"), (keys, hidden)),
+        "qkv_proj": (queries + 2 * keys, hidden),
+        "gate_up_proj": (2 * inner, hidden),
         "q_a_proj": (low, hidden),
         "q_a_layernorm": (low,),
         "q_b_proj": (queries, low),
