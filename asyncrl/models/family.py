@@ -85,6 +85,8 @@ class Serving:
     """Can replicate the attention within an engine, instead of dividing its heads over all ranks."""
     head_everywhere: bool = False
     """Every pipeline stage loads the output layer, though only the last one uses it."""
+    on_cpu: bool = True
+    """Runs on CPUs, too; elsewhere only its weights were tested there."""
     stages: bool = True
     """Has pipeline stages."""
     tied_stages: bool = True

@@ -8,7 +8,7 @@ FAMILY = Family(
     model_type="deepseek_v3",
     weights=DEEPSEEK_V3,
     arguments=lambda hf: {**latent_attention(hf), **deepseek_experts(hf)},
-    serving=Serving(replicates=True, fuses_shared_expert=lambda hf: hf["n_routed_experts"] == 256),
+    serving=Serving(on_cpu=False, replicates=True, fuses_shared_expert=lambda hf: hf["n_routed_experts"] == 256),
     tiny=TINY_DEEPSEEK,
     variants=({"q_lora_rank": None, "n_group": 1, "topk_group": 1},),
 )

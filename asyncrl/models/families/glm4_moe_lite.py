@@ -12,7 +12,7 @@ FAMILY = Family(
     model_type="glm4_moe_lite",
     weights=tuple(changed((one,), exact=True)[0] if one in ROUTER else one for one in DEEPSEEK_V3),
     arguments=lambda hf: {**latent_attention(hf), **deepseek_experts(hf)},
-    serving=Serving(head_everywhere=True, fuses_shared_expert=lambda hf: True),
+    serving=Serving(on_cpu=False, head_everywhere=True, fuses_shared_expert=lambda hf: True),
     tiny={**TINY_DEEPSEEK, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-6},
     variants=({"q_lora_rank": None, "n_shared_experts": 1},),
 )
