@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.combine.combine import GatedReward, WeightedReward
+from asyncrl.extensions.combine.process import ProcessReward
 from asyncrl.rewards import RewardInput, Score, build
-from asyncrl.rewards.combine import GatedReward, WeightedReward
-from asyncrl.rewards.process import ProcessReward
 from tests.rewards.doubles import Fixed, Later, answer
 
 NUMBERS = st.floats(-100, 100)
@@ -227,3 +227,11 @@ def test_closing_closes_every_part() -> None:
     )
     asyncio.run(whole.close())
     assert all(part.closed for part in parts)
+
+
+def test_error_in_a_reward_within_others_names_the_way_to_it() -> None:
+    inner = {"use": "exact", "params": {"answer_key": 1}}
+    params = {"parts": {"one": {"use": "gate", "params": {"gate": {"use": "exact"}, "reward": inner}}}}
+    with pytest.raises(ConfigError) as caught:
+        build("weighted", params)
+    assert caught.value.field == "reward.params.parts.one.params.reward.params.answer_key"

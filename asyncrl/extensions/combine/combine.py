@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.combine.calls import combined, settled
 from asyncrl.rewards.build import part
-from asyncrl.rewards.calls import combined, settled
-from asyncrl.rewards.parameters import checked_weight
 from asyncrl.rewards.reward import Result, Reward, RewardInput, Score, checked, close
 
 
@@ -87,6 +86,13 @@ class GatedReward:
 def named(name: str, score: Score) -> dict[str, float]:
     """Return a score and its parts under a name."""
     return {name: score.reward, **{f"{name}/{below}": value for below, value in score.parts.items()}}
+
+
+def checked_weight(weight: object, field: str) -> float:
+    """Return the weight of a part of a reward. Raises ConfigError if it is not a finite number."""
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(f"{field}.weight", weight, "Must be a finite number.")
+    return float(weight)
 
 
 def _product(gate: Score, behind: Score | None) -> Score:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.combine.cache import CachedReward, identity
 from asyncrl.rewards import RewardInput, Score, build
-from asyncrl.rewards.cache import CachedReward, identity
 from tests.rewards.doubles import Fixed, Later, answer
 
 

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.combine.calls import give_up, settled
 from asyncrl.rewards.build import part
-from asyncrl.rewards.calls import give_up, settled
 from asyncrl.rewards.parameters import Count
 from asyncrl.rewards.reward import Result, RewardInput, Score, checked, close
 

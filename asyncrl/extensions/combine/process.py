@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
+from asyncrl.extensions.combine.calls import combined
 from asyncrl.rewards.build import part
-from asyncrl.rewards.calls import combined
 from asyncrl.rewards.reward import RewardInput, Score, close
 
 INTO: Mapping[str, Callable[[Sequence[float]], float]] = {
