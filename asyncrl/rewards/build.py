@@ -29,7 +29,6 @@ REGISTERED = {
     "choice": "asyncrl.rewards.matching:ChoiceMatch",
     "boxed": "asyncrl.rewards.matching:BoxedMatch",
     "format": "asyncrl.rewards.matching:FormatMatch",
-    "math": "asyncrl.rewards.math_reward:MathReward",
 }
 """Rewards of the core by name."""
 FORMS = "Must be a function (text, record), a class, a factory that takes its params by name, or a reward"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import EpisodeFailed
+from asyncrl.extensions.mathematics.math_reward import MathReward
 from asyncrl.rewards import Score
-from asyncrl.rewards.math_reward import MathReward
 from tests.rewards.doubles import answer
 
 

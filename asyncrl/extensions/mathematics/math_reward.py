@@ -16,7 +16,7 @@ Words are not mathematics: "pairs" equals "Paris" here, as a product of the same
 words.
 
 waits for     a free worker, then its verdict
-on a hang     the worker is killed (workers.py)
+on a hang     the worker is killed (asyncrl/child.py)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MathReward:
         """`seconds` is the CPU time for the gold answer and again for the answer. `command` replaces the worker in
         tests."""
         self._answer_key, self._seconds, self._deadline = answer_key, seconds, deadline
-        # -P: the script's folder holds modules with the names of standard modules (math, code)
+        # -P: no module of the script's folder can stand in for a package
         self._workers = WorkerPool(command or [sys.executable, "-P", str(WORKER), str(memory_mb)], workers)
 
     async def __call__(self, answer: RewardInput) -> Score:
