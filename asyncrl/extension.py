@@ -80,6 +80,18 @@ class Pilot(Protocol):
         ...
 
 
+class StepListener(Protocol):
+    """Receives the steps of a run, in the first trainer rank or in what takes batches without training."""
+
+    def write(self, record: Mapping[str, Any], batch: Batch) -> None:
+        """Take the record of a step, as in metrics.jsonl, and its batch. Must not block."""
+        ...
+
+    def close(self) -> bool:
+        """Send what is left. Return whether nothing of it runs any longer; otherwise the process ends at once."""
+        ...
+
+
 @dataclass(frozen=True)
 class OfferedTransport:
     """A transport of new weights (weights/transport.py)."""
@@ -342,6 +354,13 @@ class Extension:
         """Return the hooks on a trainer rank, whose networks hold the weights of the model folder."""
         return TrainerHooks()
 
+    def steps(
+        self, config: Config, run_dir: Path, model: Path, warn: Callable[[str, int], None], first: int | None
+    ) -> StepListener | None:
+        """Return what receives the steps of a run; None if nothing does. `model` is the folder with the tokenizer,
+        `warn` takes a text and a step, and `first` is the step with which a resumed run goes on."""
+        return None
+
     def rollout(self) -> RolloutHooks:
         """Return the hooks in the rollout process."""
         return RolloutHooks()
@@ -412,6 +431,14 @@ def sent(hooks: Iterable[TrainerHooks], weights: SentWeights) -> SentWeights:
     for one in hooks:
         weights = one.sent(weights)
     return weights
+
+
+def step_listeners(
+    config: Config, run_dir: Path, model: Path, warn: Callable[[str, int], None], first: int | None = None
+) -> list[StepListener]:
+    """Return what receives the steps of a run of all extensions."""
+    found = (one.steps(config, run_dir, model, warn, first) for one in active(config).values())
+    return [listener for listener in found if listener is not None]
 
 
 def engine_environment(config: Config) -> dict[str, str]:

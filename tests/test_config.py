@@ -854,7 +854,7 @@ def test_engines_that_run_already_may_be_all_there_are() -> None:
 def test_setting_that_is_gone_is_refused_with_its_reason(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a command as in a file of values: with the last commit that has it."""
     name, _, value = field.partition("=")
-    several = name == "metrics.sinks"
+    several = name == "sinks.names"
     with pytest.raises(ConfigError, match=LAST) as refused:
         load(tiny_values(**{name: [value] if several else value or 1}))
     assert refused.value.field == (f"{name}.0" if several else name)

@@ -48,7 +48,7 @@ SETTINGS = set(field_names()) | {
 }
 FREE = {name for name in SETTINGS if name.rsplit(".")[-1].endswith("params")} | {
     *("engine.server_args", "engine.request_fields", "teacher.server_args", "judge.server_args", "slurm.sbatch"),
-    *("eval.sets", "tasks", "task", "metrics.wandb", "metrics.mlflow"),
+    *("eval.sets", "tasks", "task", "sinks.wandb", "sinks.mlflow"),
 }
 """Settings whose keys are the user's own, or those of another program."""
 SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}

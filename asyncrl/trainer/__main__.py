@@ -26,7 +26,7 @@ platforms.here().prepare_trainer()  # must run before the first import of megatr
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from asyncrl import jsonl  # noqa: E402
+from asyncrl import extension, jsonl  # noqa: E402
 from asyncrl.checkpoints import manifest  # noqa: E402
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.config import Config, on_gpu, read  # noqa: E402
@@ -36,7 +36,6 @@ from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures, plan_figures  # noqa: E402
-from asyncrl.metrics.sinks import Sinks  # noqa: E402
 from asyncrl.network.addresses import MACHINE, PEER_FAILED, PLAN, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.observability.timeline import TimelineWriter  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
@@ -182,7 +181,7 @@ def _leave(log: StepLog, progress: Progress) -> None:
     dist.destroy_process_group()
     progress.end()
     if not closed:
-        os._exit(0)  # the packages of sinks would wait for their servers at the end of the process
+        os._exit(0)  # the listeners' threads would wait for their servers at the end of the process
 
 
 def _join(
@@ -296,19 +295,20 @@ def _log(
 ) -> StepLog:
     """Return the log of this rank. That of rank 0 also writes and sends the metrics."""
     written = recovered.written if recovered else manifest.read(resumed).version if resumed else 0
-    sinks, outputs = list[Callable[[dict[str, float]], None]](), None
+    sinks = list[Callable[[dict[str, float]], None]]()
+    listeners = list[extension.StepListener]()
     if parallel.is_first:
         warn = partial(_warn, run_dir)
         first = written + 1 if resumed or recovered else None
         sinks = [partial(jsonl.append, run_dir / "metrics.jsonl"), GapWatch(warn)]
-        outputs = Sinks(config, run_dir, addresses.model, warn, first)
+        listeners = extension.step_listeners(config, run_dir, addresses.model, warn, first)
     return StepLog(
         sinks,
         started_at=addresses.started_at,
         tasks=tuple(config.mixture),
         begins=begins,
         ended=timeline.phase,
-        outputs=outputs,
+        listeners=listeners,
         written=written,
     )
 

@@ -13,13 +13,14 @@ import pytest
 
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError
+from asyncrl.extension import active, step_listeners
+from asyncrl.extensions.sinks import sinks as module
+from asyncrl.extensions.sinks.extension import SinkLaunch
+from asyncrl.extensions.sinks.sinks import Sinks
 from asyncrl.jsonl import append
 from asyncrl.launch import checks
-from asyncrl.launch.checks import check_sinks
-from asyncrl.metrics import sinks as module
 from asyncrl.metrics.fields import STEP
 from asyncrl.metrics.record import StepLog
-from asyncrl.metrics.sinks import Sinks
 from tests.fakes import Clock, tiny_config, tiny_values
 from tests.metrics.steps import GROUPS, stepped
 
@@ -37,8 +38,8 @@ class Run:
         Tokenizer(WordLevel({f"word{number}": number for number in range(16)}, "word0")).save(
             str(folder / "tokenizer.json")
         )
-        self.sinks = Sinks(config, folder, folder, lambda text, step: self.warned.append(text), first)
-        self.log = StepLog([], started_at=time.time(), tasks=("length",), clock=self.clock, outputs=self.sinks)
+        self.sinks = Sinks(config, config.sinks, folder, folder, lambda text, step: self.warned.append(text), first)
+        self.log = StepLog([], started_at=time.time(), tasks=("length",), clock=self.clock, listeners=[self.sinks])
 
     def step(self, version: int) -> dict[str, Any]:
         return stepped(self.log, self.clock, version, GROUPS)
@@ -56,7 +57,7 @@ def test_each_sink_has_every_figure_the_evaluation_and_the_texts(
         monkeypatch.delenv(name, raising=False)
     wandb = {"project": "p", "mode": "offline", "api_key": {"env": "A_KEY"}}
     config = tiny_config(
-        **{"metrics.sinks": ["tensorboard", "wandb", "mlflow"], "metrics.episodes": 2, "metrics.wandb": wandb}
+        **{"sinks.names": ["tensorboard", "wandb", "mlflow"], "sinks.episodes": 2, "sinks.wandb": wandb}
     )
     run = Run(tmp_path, config)
     first = run.step(1)
@@ -136,7 +137,7 @@ def test_sink_that_fails_or_hangs_warns_once_and_delays_nothing(
 
     monkeypatch.setattr(module, "TensorBoard", Broken)
     monkeypatch.setattr(module, "MLflow", Hanging)
-    sinks = {"metrics.sinks": ["tensorboard", "mlflow"], "metrics.mlflow": {"tracking_uri": {"env": "A_KEY"}}}
+    sinks = {"sinks.names": ["tensorboard", "mlflow"], "sinks.mlflow": {"tracking_uri": {"env": "A_KEY"}}}
     run = Run(tmp_path, tiny_config(**sinks))
     began = time.monotonic()
     run.step(1)
@@ -147,26 +148,42 @@ def test_sink_that_fails_or_hangs_warns_once_and_delays_nothing(
     assert not run.sinks.close()
     assert time.monotonic() - began < 50  # MLflow needs longer
     assert sorted(run.warned) == [
-        "metrics.sinks=mlflow failed, and is tried again at each step: it is 3 calls behind",
-        "metrics.sinks=tensorboard failed, and is tried again at each step: OSError: No space left on device for ***",
+        "sinks.names=mlflow failed, and is tried again at each step: it is 3 calls behind",
+        "sinks.names=tensorboard failed, and is tried again at each step: OSError: No space left on device for ***",
     ]
 
 
 def test_settings_of_a_sink_that_is_off_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"metrics.wandb.project: got 'mine'. .*add it to metrics.sinks"):
-        tiny_config(**{"metrics.wandb": {"project": "mine"}})
+    with pytest.raises(ConfigError, match=r"sinks.wandb.project: got 'mine'. .*add it to sinks.names"):
+        tiny_config(**{"sinks.wandb": {"project": "mine"}})
 
 
 def test_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny_config(**{"metrics.sinks": ["tensorboard", "wandb"]})
-    check_sinks(config)
+    config = tiny_config(**{"sinks.names": ["tensorboard", "wandb"]})
+    launch = active(config)["sinks"].launch()
+    assert isinstance(launch, SinkLaunch)
+    launch.check_packages()
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "wandb" else os)
-    with pytest.raises(ConfigError, match=r"metrics\.sinks: got 'wandb'.*pip install 'asyncrl\[sinks\]' or remove it"):
-        check_sinks(config)
+    with pytest.raises(ConfigError, match=r"sinks\.names: got 'wandb'.*pip install 'asyncrl\[sinks\]' or remove it"):
+        launch.check_packages()
 
 
 def test_key_that_stands_in_the_settings_is_refused_without_being_shown() -> None:
-    values = tiny_values(**{"metrics.wandb": {"api_key": KEY}})
-    with pytest.raises(ConfigError, match=r"metrics\.wandb\.api_key") as refused:
+    values = tiny_values(**{"sinks.wandb": {"api_key": KEY}})
+    with pytest.raises(ConfigError, match=r"sinks\.wandb\.api_key") as refused:
         load(values)
     assert KEY not in str(refused.value)
+
+
+def test_finished_run_says_how_to_see_the_curves(tmp_path: Path) -> None:
+    config = tiny_config(**{"sinks.names": ["tensorboard", "mlflow"]})
+    offers = list(active(config)["sinks"].launch().offers(config, tmp_path))
+    assert offers == [("curves", f"tensorboard --logdir {tmp_path}/tb")], "no server of MLflow's, and no folder"
+    (tmp_path / "mlruns").mkdir()
+    assert [what for what, _ in active(config)["sinks"].launch().offers(config, tmp_path)] == ["curves", "curves"]
+
+
+def test_run_without_sinks_has_no_listener(tmp_path: Path) -> None:
+    none, some = (tiny_config(**{"sinks.names": names}) for names in ([], ["tensorboard"]))
+    found = [len(step_listeners(config, tmp_path, tmp_path, lambda text, step: None)) for config in (none, some)]
+    assert found == [0, 1]

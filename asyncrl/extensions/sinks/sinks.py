@@ -26,6 +26,7 @@ from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.config.secret_values import secrets
 from asyncrl.errors import visible
+from asyncrl.extensions.sinks.extension import SinkSettings
 from asyncrl.jsonl import Tail
 from asyncrl.schema import Batch
 
@@ -101,11 +102,12 @@ class TensorBoard:
 class Wandb:
     """Sink for Weights & Biases."""
 
-    def __init__(self, config: Config, run_dir: Path, run: str) -> None:
-        """Begin or resume the run. The package is imported here, because it takes seconds."""
+    def __init__(self, config: Config, arguments: Mapping[str, Any], run_dir: Path, run: str) -> None:
+        """Begin or resume the run with these arguments of wandb.init. The package is imported here, because it takes
+        seconds."""
         import wandb
 
-        given = dict(config.metrics.wandb)
+        given = dict(arguments)
         common = {"name": config.run.name, "resume": "allow", "config": json.loads(config.model_dump_json())}
         settings = wandb.Settings(console="off", disable_git=True, silent=True)
         if key := given.pop("api_key", None):
@@ -133,12 +135,14 @@ class Wandb:
 class MLflow:
     """Sink for MLflow."""
 
-    def __init__(self, config: Config, run_dir: Path, known: Callable[[Callable[[], str]], str]) -> None:
-        """Begin or resume the run. `known` returns the id of an earlier start, or what the function makes."""
+    def __init__(
+        self, config: Config, given: Mapping[str, Any], run_dir: Path, known: Callable[[Callable[[], str]], str]
+    ) -> None:
+        """Begin or resume the run with these settings. `known` returns the id of an earlier start, or what the function
+        makes."""
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # without it, MLflow refuses to write to a folder
         from mlflow import MlflowClient
 
-        given = config.metrics.mlflow
         uri = given.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or (run_dir / "mlruns").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
         name = str(given.get("experiment", "asyncrl"))
@@ -213,39 +217,43 @@ class BackgroundSink:
         self.failures += 1
         if not self._told:
             self._told = True
-            self._warn(f"metrics.sinks={self._name} failed, and is tried again at each step: {why}", self._step)
+            self._warn(f"sinks.names={self._name} failed, and is tried again at each step: {why}", self._step)
 
 
 class Sinks:
     """All sinks of a run."""
 
     def __init__(
-        self, config: Config, run_dir: Path, model: Path, warn: Callable[[str, int], None], first: int | None = None
+        self,
+        config: Config,
+        settings: SinkSettings,
+        run_dir: Path,
+        model: Path,
+        warn: Callable[[str, int], None],
+        first: int | None = None,
     ) -> None:
         """Start them. `model` is the folder with the tokenizer; `first` is the step with which a resumed run goes
         on."""
-        self._episodes, self._model, self._run_dir = config.metrics.episodes, model, run_dir
+        self._episodes, self._model, self._run_dir = settings.episodes, model, run_dir
         self._evaluations = Tail(run_dir / "eval.jsonl", new=first is not None)
         self._tokenizer: Tokenizer | None = None
         builds: dict[str, Callable[[], Sink]] = {
             "tensorboard": lambda: TensorBoard(run_dir / "tb", first),
-            "wandb": lambda: Wandb(config, run_dir, self._known("wandb", _new_id)),
-            "mlflow": lambda: MLflow(config, run_dir, partial(self._known, "mlflow")),
+            "wandb": lambda: Wandb(config, settings.wandb, run_dir, self._known("wandb", _new_id)),
+            "mlflow": lambda: MLflow(config, settings.mlflow, run_dir, partial(self._known, "mlflow")),
         }
         self._lock = threading.Lock()
-        keys = [str.__str__(key) for _, key in secrets(config.metrics)]
+        keys = [str.__str__(key) for _, key in secrets(settings)]
 
         def tell(text: str, step: int) -> None:
             for key in keys:
                 text = text.replace(key, "***")  # an address with a password may stand in an exception
             warn(text, step)
 
-        self._sinks = [BackgroundSink(name, builds[name], tell) for name in dict.fromkeys(config.metrics.sinks)]
+        self._sinks = [BackgroundSink(name, builds[name], tell) for name in dict.fromkeys(settings.names)]
 
     def write(self, record: Figures, batch: Batch) -> None:
         """Queue the record of a step, a few episodes of its batch, and the evaluations since the last call."""
-        if not self._sinks:
-            return
         step, lines = int(record["step"]), self._evaluations()
         sampled = _sampled(batch, step, self._episodes)
 
