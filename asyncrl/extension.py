@@ -315,6 +315,8 @@ class Extension:
     wrappers: ClassVar[Mapping[str, str]] = {}
     """Import paths of what wraps the task of a section (TaskConfig) that sets a field, by that field; called with the
     task and the section."""
+    hosting: ClassVar[str] = ""
+    """Import path of an EnvironmentHosts (envs/pool.py): processes that hold environments which block or may hang."""
     question: ClassVar[str] = ""
     """Import path of a function of a question and the chat template, which returns the question as the model is shown
     it."""
@@ -514,6 +516,12 @@ def wrapped(task: T, section: Any, field: str) -> T:
             made: T = load(kind.wrappers[field], f"task.{field}")(task, section)
             return made
     raise ConfigError(f"task.{field}", getattr(section, field), NOBODY)
+
+
+def hosting() -> Callable[[], Any] | None:
+    """Return the class of an extension for processes that hold environments; None if no extension has one."""
+    paths = [kind.hosting for kind in classes({}).values() if kind.hosting]
+    return load(paths[0], "extensions") if paths else None
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Process that hosts environments: python -m asyncrl.envs.host FD. The other side is asyncrl/envs/hosted.py.
+"""Process that hosts environments: python -m asyncrl.extensions.hosting.host FD. The other side is hosted.py.
 
 A frame is four bytes of length and msgpack: [number, environment, method, arguments] one way, [number, outcome, value]
 back. Each environment has a thread of its own, so that one that is slow stops no other.

@@ -20,8 +20,9 @@ import msgspec
 
 from asyncrl.child import ChildProcess, OutputTail, describe
 from asyncrl.envs.env import EnvSpec, Question, Step
-from asyncrl.envs.host import LENGTH, VALUE
+from asyncrl.envs.pool import PoolSettings
 from asyncrl.errors import EpisodeFailed
+from asyncrl.extensions.hosting.host import LENGTH, VALUE
 from asyncrl.schema import Message
 
 OVERSIZED = 16 << 20
@@ -53,7 +54,7 @@ class Host:
         ours, theirs = socket.socketpair()
         try:
             child = ChildProcess(
-                (sys.executable, "-m", "asyncrl.envs.host", str(theirs.fileno())),
+                (sys.executable, "-m", "asyncrl.extensions.hosting.host", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -197,6 +198,35 @@ class HostedEnv:
     async def _within_reset(self, method: str, *arguments: Any) -> Any:
         limit = "task.environments.reset_timeout"
         return await self._host.call(self._name, method, *arguments, seconds=self._reset_timeout, limit=limit)
+
+
+class HostProcesses:
+    """The host processes of one pool."""
+
+    def __init__(self) -> None:
+        self._hosts: list[Host] = []
+        self._starting = asyncio.Lock()
+
+    async def make(self, spec: EnvSpec, settings: PoolSettings) -> HostedEnv:
+        """Create an environment in a process that has room for it."""
+        host = await self._host(settings.per_process)
+        env = HostedEnv(host, reset_timeout=settings.reset_timeout, step_timeout=settings.step_timeout)
+        await env.make(spec)
+        return env
+
+    async def close(self) -> None:
+        """End all processes."""
+        await asyncio.gather(*(host.close() for host in self._hosts))
+
+    async def _host(self, most: int) -> Host:
+        """Return a host with fewer environments than these."""
+        async with self._starting:
+            self._hosts = [host for host in self._hosts if not host.gone]
+            for host in self._hosts:
+                if host.alive and host.living < most:
+                    return host
+            self._hosts.append(await Host.start())
+            return self._hosts[-1]
 
 
 def _checked(value: Any, kind: Any) -> Any:
