@@ -23,6 +23,7 @@ from asyncrl.config.batch_parts import check_traits
 from asyncrl.errors import RecordError
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
+from asyncrl.trainer import lora
 from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head
@@ -90,6 +91,12 @@ class Policy:
             return None
         with HFFolder(self.folder) as weights:
             return weights.digest()
+
+    def keep_base(self, run_dir: Path, resumed: Path | None) -> None:
+        """Keep what checkpoints do not hold of a base in a format of its own. `resumed` is the checkpoint of another
+        run that this one resumes."""
+        if base := lora.base_format(self.config.trainer.lora):
+            base.keep(run_dir, resumed.parent.parent if resumed else None, self.weights, self.parallel)
 
     def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""

@@ -18,7 +18,7 @@ from asyncrl.records.events import Scored, scored
 from asyncrl.records.reading import RECORDS, TRAINER, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.schema import Batch, Group, VersionSpan, encode, part_of
-from asyncrl.weights.publish import Staged
+from asyncrl.weights.publisher import Staged, StagedPublisher
 
 
 class ReplaySource:
@@ -68,27 +68,24 @@ class ReplaySource:
         return {"ledger": None}
 
 
-class NoEngines:
+class NoEngines(StagedPublisher):
     """Publisher for a run in which nothing generates."""
 
     def __init__(self, announce: Callable[[int], object], *, first: bool) -> None:
         """Set up the publisher. `first` is True on rank 0, which alone announces versions."""
-        self._announce, self._first = announce, first
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Announce the version without sending any weights."""
-        return self.complete(self.stage(version))
+        super().__init__()
+        self._announce = announce
+        self._first = first
 
     def stage(self, version: int) -> Staged:
         """Copy no weights."""
-        figures = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
-        return Staged(version, figures)
+        return Staged(version, dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0))
 
     def complete(self, staged: Staged) -> dict[str, float]:
         """Announce the version."""
         if self._first:
             self._announce(staged.version)
-        return staged.figures
+        return staged.metrics
 
 
 def later(batch: Batch, versions: int) -> Batch:
@@ -126,19 +123,24 @@ def _moved(span: VersionSpan, versions: int) -> VersionSpan:
 
 
 class ScoreWriter:
-    """Writes the scores, on rank 0. If writing fails, the run continues and warns once."""
+    """Writes the scores, if `enabled`: on rank 0 of a recorded run. If writing fails, the run continues and warns
+    once."""
 
-    def __init__(self, run_dir: Path, warn: Callable[[str, int], None]) -> None:
-        self._writer: Writer[Scored] = Writer(run_dir / RECORDS / TRAINER)
-        self._warn, self._warned = warn, False
+    def __init__(self, run_dir: Path, warn: Callable[[str, int], None], *, enabled: bool) -> None:
+        self._writer: Writer[Scored] | None = Writer(run_dir / RECORDS / TRAINER) if enabled else None
+        self._warn = warn
+        self._warned = False
 
-    def write(self, step: int, logprobs: Tensor) -> None:
+    def write(self, step: int, logprobs: Callable[[], Tensor]) -> None:
         """Write the log-probabilities of a batch's tokens, [N]."""
-        self._writer.write(scored(step, logprobs.tolist()))
+        if self._writer is None:
+            return
+        self._writer.write(scored(step, logprobs().tolist()))
         if self._writer.failed and not self._warned:
             self._warned = True
             self._warn(f"{self._writer.failed}. The run continues without it.", step)
 
     def close(self) -> None:
         """Flush and close the file."""
-        self._writer.close()
+        if self._writer:
+            self._writer.close()

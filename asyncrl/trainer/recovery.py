@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
@@ -26,11 +27,11 @@ from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import OUT_OF_MEMORY, RESTARTED
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
-from asyncrl.trainer.loop import VersionPublisher
 from asyncrl.weights.checksum import Checksums, differing, parse
+from asyncrl.weights.publisher import AroundPublisher, VersionPublisher
 
 UNSENT = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
-"""Figures of a version that is not published."""
+"""Metrics of a version that is not published."""
 
 
 def adapted(config: Config, run_dir: Path) -> tuple[Config, str]:
@@ -87,39 +88,69 @@ def find(run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, 
     return recovery[0]
 
 
+def find_start(
+    run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, parallel: Parallel, first: int
+) -> Start:
+    """Return where the trainers begin: after a checkpoint, of this run or of the one that it resumes, or at `first`.
+    Collective."""
+    recovered = find(run_dir, origin, source, fleet, parallel)
+    resumed = recovered.checkpoint if recovered else origin
+    return Start(manifest.read(resumed).version if resumed else first, resumed, recovered)
+
+
 def count() -> int:
     """Return how often these trainers were started again."""
     return int(os.environ.get("ASYNCRL_INCARNATION", "").removeprefix(RESTARTED) or 0)
 
 
-class CatchingUp:
+@dataclass(frozen=True)
+class Start:
+    """Where the trainers begin."""
+
+    version: int
+    checkpoint: Path | None
+    """None: they begin with the weights of the model folder."""
+    recovered: Recovery | None
+
+    @property
+    def written(self) -> int:
+        """Return the newest step in metrics.jsonl."""
+        return self.recovered.written if self.recovered else self.version if self.checkpoint else 0
+
+    def was_saved(self, version: int) -> bool:
+        """Return whether trainers that died went on from this version, so that a checkpoint was due then."""
+        return self.recovered is not None and version <= self.recovered.served
+
+
+class CatchingUp(AroundPublisher):
     """Publisher of trainers that start again, which publishes nothing before the version that the engines serve."""
 
     def __init__(
         self,
-        publisher: VersionPublisher,
+        inner: VersionPublisher,
         first: int,
         recovery: Recovery,
         fleet: Fleet,
-        verified: Callable[[], Checksums | None],
         tell: Callable[[str, int], None] | None,
     ) -> None:
-        """`first` is the version to begin with. `verified` returns the checksums of the weights that were published
-        last, if they were computed. `tell`, on rank 0 alone, gets what came of the recovery."""
-        self._publisher, self._recovery, self._fleet = publisher, recovery, fleet
-        self._first, self._verified, self._tell = first, verified, tell
+        """`first` is the version to begin with. `tell`, on rank 0 alone, gets what came of the recovery."""
+        super().__init__(inner)
+        self._first = first
+        self._recovery = recovery
+        self._fleet = fleet
+        self._tell = tell
 
     def publish(self, version: int) -> dict[str, float]:
         """Publish a version unless it is an earlier one than the engines serve."""
         if version != self._recovery.served or self._tell is None:
-            return self._publisher.publish(version) if version >= self._recovery.served else UNSENT
+            return super().publish(version) if version >= self._recovery.served else UNSENT
         held = self._held()
-        figures = self._publisher.publish(version)
+        metrics = super().publish(version)
         seconds = time.time() - self._recovery.began
         trained = f"{version - self._first} steps since version {self._first} were trained again"
         self._tell(f"the trainers go on after {seconds:.0f} s: {trained}; {self._compared(held)}", version)
         self._tell = None
-        return figures
+        return metrics
 
     def _held(self) -> Checksums | None:
         """Return the checksums of the weights that an engine holds, unless they may be parts of a version."""
@@ -132,7 +163,7 @@ class CatchingUp:
             return None
 
     def _compared(self, held: Checksums | None) -> str:
-        sent = self._verified()
+        sent = self.verified
         if held is None or sent is None:
             return "the weights were not compared"
         wrong = differing(sent, held)

@@ -44,7 +44,8 @@ from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import PREFIX, TENSORS, parsed
-from asyncrl.weights.publish import Publisher, from_first
+from asyncrl.weights.publish import from_first
+from asyncrl.weights.publisher import VersionPublisher
 from asyncrl.weights.tensor import handle, shared_memory
 
 Tensors = dict[str, Tensor]
@@ -149,11 +150,11 @@ class AdapterUpdate(Update):
 
     def label(self, version: int) -> None:
         """Load the adapters, then set the version."""
-        self._fleet.on_each(self._load)
+        self.fleet.on_each(self._load)
         super().label(version)
 
 
-class AdapterPublisher:
+class AdapterPublisher(VersionPublisher):
     """The publisher of one trainer rank. Only rank 0 holds adapters and controls the engines."""
 
     def __init__(
@@ -163,24 +164,31 @@ class AdapterPublisher:
         adapters: dict[str, Callable[[], Iterator[tuple[str, Tensor]]]],
         make: Callable[[str, Tensors], PublishedAdapter],
         settings: WeightsConfig,
-        dtype: torch.dtype,
         *,
         names: AdapterName,
         announce: Callable[[int], InUse],
-        base: Callable[[Update], Publisher] | None = None,
-        past: PastAdapters | None = None,
+        past: PastAdapters,
+        base: Callable[[Update], VersionPublisher] | None = None,
     ) -> None:
-        """`adapters` yield, by name, the tensors of this stage on exporting ranks; every rank iterates over them.
-        `make` keeps them under a name, in `dtype`, that of the engines. `announce` returns what is in use. `base` makes
-        the publisher of the base for engines that do not load it from the model folder. `past` is for past versions
-        that play roles."""
-        self._parallel, self._fleet, self._settings, self._dtype = parallel, fleet, settings, dtype
-        self._adapters, self._make, self._names, self._announce, self._past = adapters, make, names, announce, past
+        """`adapters` yield, by name, the tensors of this stage on exporting ranks, as the engines get them; every rank
+        iterates over them. `make` keeps them under a name. `announce` returns what is in use. `past` is for past
+        versions that play roles. `base` makes the publisher of the base for engines that do not load it from the model
+        folder."""
+        self._parallel = parallel
+        self._fleet = fleet
+        self._adapters = adapters
+        self._make = make
+        self._settings = settings
+        self._names = names
+        self._announce = announce
+        self._past = past
         self._update = AdapterUpdate(fleet, self._load)
-        self._base, self._sent = base(self._update) if base else None, False
+        self._base = base(self._update) if base else None
+        self._sent = False  # whether the base was
         self._live: dict[tuple[int, str], PublishedAdapter] = {}
         self._newest: int | None = None
-        self._verified_once = self._verify = False
+        self._verified_once = False
+        self._verify = False
 
     @torch.no_grad()
     def publish(self, version: int) -> dict[str, float]:
@@ -189,7 +197,11 @@ class AdapterPublisher:
         version that was published before is loaded only by engines that joined."""
         started = time.monotonic()
         first, new = self._newest is None, version != self._newest
-        tensors = {name: self._gathered(name) for name in self._adapters if new and self._names(version, name)}
+        tensors = {
+            name: gathered(read(), self._parallel)
+            for name, read in self._adapters.items()
+            if new and self._names(version, name)
+        }
         self._newest = version
         filled = time.monotonic()
         verified, held = 0.0, 0
@@ -210,8 +222,7 @@ class AdapterPublisher:
         if self._parallel.is_first:
             held = len(self._live)
             self._unload(self._announce(version))
-            if self._past:
-                self._past.prune(version)
+            self._past.prune(version)
         return {
             "fill": filled - started,
             "pause": 0.0,
@@ -221,18 +232,13 @@ class AdapterPublisher:
             "adapters": float(held),
         }
 
-    def _gathered(self, adapter: str) -> Tensors:
-        """Return the tensors of all stages on rank 0, as the engines get them."""
-        mine = ((name, tensor.to(self._dtype)) for name, tensor in self._adapters[adapter]())
-        return gathered(mine, self._parallel)
-
     def _keep(self, version: int, adapter: str, tensors: Tensors) -> float:
         """Keep a version of an adapter for the engines, and in the run folder if it will play a role later. Returns the
         seconds of comparing it with the tensors."""
         name = self._names(version, adapter)
         assert name is not None
         live = self._live[version, adapter] = self._make(name, tensors)
-        if self._past and version == self._newest:
+        if version == self._newest:
             self._past.write(version, adapter, tensors)
         started = time.monotonic()
         if self._verify:
@@ -242,9 +248,9 @@ class AdapterPublisher:
 
     def _reload(self, version: int) -> None:
         """Keep the past versions that play roles in a run that resumes at this version."""
-        for adapter, versions in self._past.needed(version).items() if self._past else ():
+        for adapter, versions in self._past.needed(version).items():
             for old in versions:
-                if self._past and old < version and self._names(old, adapter):
+                if old < version and self._names(old, adapter):
                     self._keep(old, adapter, self._past.read(old, adapter))
 
     def _load(self, url: str) -> Answer:
