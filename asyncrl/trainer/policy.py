@@ -104,6 +104,10 @@ class Policy:
         parts = {"policy": ShardedState(self.network, self.optimizer, read)}
         return {**parts, "critic": self._critic.sharded(read)} if self._critic else parts
 
+    def networks(self) -> list[Network]:
+        """Return the networks that are trained."""
+        return [self.network, *([self._critic.network] if self._critic else [])]
+
     def _held(self) -> HeldTensors:
         critic = self._critic.held() if self._critic else HeldTensors([], [], [])
         holders = [self._reference, self.network.vision]

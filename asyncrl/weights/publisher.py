@@ -48,6 +48,7 @@ class VersionPublisher(ABC):
 
     def finish(self) -> None:
         """Wait for a publish that works in the background. Raises its error."""
+        return  # most work in the loop
 
     def idle(self) -> bool:
         """Return whether no publish works in the background. Raises the error of one that failed."""
@@ -55,6 +56,7 @@ class VersionPublisher(ABC):
 
     def take_back(self) -> None:
         """Wait until no engine uses this rank's GPU. Called on every rank before a batch is trained."""
+        return  # most engines use others
 
     def training(self) -> AbstractContextManager[None]:
         """Have all that a batch's update needs on the device inside the block."""
