@@ -213,7 +213,6 @@ class DilatedTrainer(StagedPublisher):
     stopped = False
 
     def __init__(self, addresses: Addresses, config: Config, setting: Setting, fill: float, lengths: Lengths) -> None:
-        super().__init__()
         self._setting, self._fill, self._episodes = setting, fill, lengths.episodes()
         self._fleet = Fleet(addresses.engines, addresses.access, 30.0)
         self._update = Update(self._fleet, mode=config.weights.pause_mode)

@@ -37,7 +37,7 @@ from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_file  # noqa: E402
-from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
+from asyncrl.trainer.checkpoint import Checkpoints, Saving  # noqa: E402
 from asyncrl.trainer.colocated import wait_for_engines  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import ASKED, train  # noqa: E402
@@ -48,7 +48,6 @@ from asyncrl.trainer.publishers import build_publisher  # noqa: E402
 from asyncrl.trainer.rank import Rank, join  # noqa: E402
 from asyncrl.trainer.recordings import ReplaySource, ScoreWriter  # noqa: E402
 from asyncrl.trainer.recovery import Start, find_start  # noqa: E402
-from asyncrl.trainer.saving import Saving  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.weights.publisher import VersionPublisher  # noqa: E402
 

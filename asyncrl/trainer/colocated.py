@@ -25,10 +25,16 @@ from asyncrl.network.addresses import READY
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import wait_for_file
 from asyncrl.trainer.offload import DeviceMemory
-from asyncrl.weights.publisher import AroundPublisher, StagedPublisher
+from asyncrl.weights.publisher import StagedPublisher, VersionPublisher
 
 
-class Colocated(AroundPublisher):
+def free(memory: DeviceMemory) -> None:
+    """Free the GPUs of all ranks for the engines' caches, after every engine has received its weights."""
+    memory.offload(parameters=True)
+    dist.barrier()
+
+
+class Colocated(VersionPublisher):
     """The publisher of a rank whose GPU engines use, too. It begins with the GPU: the engines have released their
     memory."""
 
@@ -36,8 +42,7 @@ class Colocated(AroundPublisher):
         self, inner: StagedPublisher, memory: DeviceMemory, log: StepLog, release: Callable[[], None] = lambda: None
     ) -> None:
         """`release`, on rank 0, makes the rollout side hold requests back, and the engines release their memory."""
-        super().__init__(inner)
-        inner.sent = self._free
+        self._inner = inner
         self._memory = memory
         self._log = log
         self._release = release
@@ -64,7 +69,7 @@ class Colocated(AroundPublisher):
             self.take_back()
         self._memory.offload(parameters=False)  # after the start or a checkpoint was loaded
         self._memory.onload(everything=False)
-        sent = super().publish(version)
+        sent = self._inner.publish(version)
         self._ours = False
         return sent
 
@@ -75,11 +80,6 @@ class Colocated(AroundPublisher):
         self._memory.onload(everything=False)
         yield
         self.publish(version)
-
-    def _free(self) -> None:
-        """Free the GPUs of all ranks for the engines' caches, after every engine has received its weights."""
-        self._memory.offload(parameters=True)
-        dist.barrier()
 
 
 def wait_for_engines(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel) -> HandOver | None:

@@ -25,7 +25,7 @@ from asyncrl.metrics.record import StepLog
 from asyncrl.observability.timeline import TimelineWriter
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
-from asyncrl.trainer.colocated import Colocated
+from asyncrl.trainer.colocated import Colocated, free
 from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
@@ -63,21 +63,17 @@ def build_publisher(
     engines use the trainers' GPUs in turns."""
     config = rank.config
     builder = _Builder(rank, policy, fleet, source)
-    publisher: VersionPublisher
+    sender: StagedPublisher
     if names := adapter_names(config, rank.addresses.run_id):
-        publisher, why = builder.of_adapters(names)
+        sender, why = builder.of_adapters(names)
     else:
         sender, why = builder.of_weights(source, hand_over.update if hand_over else None)
-        publisher = sender
-        if config.cluster.takes_turns:
-            release = partial(_release, source, hand_over) if hand_over else lambda: None
-            publisher = Colocated(sender, policy.memory, log, release)
-        elif config.weights.overlap:
-            publisher = in_background(sender, rank.timeline, rank.parallel)
     if start.recovered:
-        tell = rank.warn if rank.parallel.is_first else None
-        publisher = CatchingUp(publisher, start.version, start.recovered, fleet, tell)
-    return publisher, why
+        sender = CatchingUp(sender, start, fleet, rank.warn if rank.parallel.is_first else lambda *_: None)
+    if config.cluster.takes_turns:
+        release = partial(_release, source, hand_over) if hand_over else lambda: None
+        return Colocated(sender, policy.memory, log, release), why
+    return in_background(sender, rank.timeline, rank.parallel) if config.weights.overlap else sender, why
 
 
 def in_background(publisher: StagedPublisher, timeline: TimelineWriter, parallel: Parallel) -> Background:
@@ -165,6 +161,7 @@ class _Builder:
             config.weights,
             rollout,
             host_group(rank.timeout) if config.weights.overlap else None,
+            sent=partial(free, policy.memory) if config.cluster.takes_turns else lambda: None,
         )
         publisher.prepare()
         return publisher, why

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,16 +44,14 @@ class Rank:
     progress: Progress
     begins: Callable[[str, int], None]
     """Marks the start of each part of a step."""
+    warn: Callable[[str, int], None]
+    """Warns on the console and in warnings.jsonl, of a version."""
     timeline: TimelineWriter
 
     @property
     def timeout(self) -> float:
         """Return the seconds that a collective may take."""
         return longest_wait(self.config) + TIMEOUT_MARGIN
-
-    def warn(self, text: str, version: int) -> None:
-        """Warn on the console and in warnings.jsonl."""
-        warn(self.run_dir, text, version)
 
 
 def join(run_dir: Path) -> Rank:
@@ -64,15 +63,12 @@ def join(run_dir: Path) -> Rank:
     progress, begins = watched(config, run_dir, longest + TIMEOUT_MARGIN / 2, gpu=gpu)
     parallel = initialize(config.trainer, gpu=gpu, seed=config.run.seed, timeout=longest + TIMEOUT_MARGIN)
     limit(config, gpu=gpu)
+    warn = partial(_warn, run_dir)
     if changed and parallel.is_first:
-        warn(run_dir, changed, 0)
-    timeline = TimelineWriter(
-        run_dir,
-        f"trainer {parallel.rank}",
-        lambda text: warn(run_dir, text, 0),
-        enabled=config.metrics.timeline,
-    )
-    return Rank(config, addresses, run_dir, parallel, progress, begins, timeline)
+        warn(changed, 0)
+    process = f"trainer {parallel.rank}"
+    timeline = TimelineWriter(run_dir, process, lambda text: warn(text, 0), enabled=config.metrics.timeline)
+    return Rank(config, addresses, run_dir, parallel, progress, begins, warn, timeline)
 
 
 def limit(config: Config, *, gpu: bool) -> None:
@@ -110,7 +106,6 @@ def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tupl
     return progress, begins
 
 
-def warn(run_dir: Path, text: str, version: int) -> None:
-    """Warn on the console and in warnings.jsonl."""
+def _warn(run_dir: Path, text: str, version: int) -> None:
     print(visible(text), file=sys.stderr, flush=True)
     jsonl.append(run_dir / "warnings.jsonl", {"version": version, "warning": text})

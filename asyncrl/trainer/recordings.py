@@ -73,7 +73,6 @@ class NoEngines(StagedPublisher):
 
     def __init__(self, announce: Callable[[int], object], *, first: bool) -> None:
         """Set up the publisher. `first` is True on rank 0, which alone announces versions."""
-        super().__init__()
         self._announce = announce
         self._first = first
 

@@ -28,7 +28,7 @@ from asyncrl.network.addresses import OUT_OF_MEMORY, RESTARTED
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.weights.checksum import Checksums, differing, parse
-from asyncrl.weights.publisher import AroundPublisher, VersionPublisher
+from asyncrl.weights.publisher import Staged, StagedPublisher
 
 UNSENT = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
 """Metrics of a version that is not published."""
@@ -122,37 +122,47 @@ class Start:
         return self.recovered is not None and version <= self.recovered.served
 
 
-class CatchingUp(AroundPublisher):
+class CatchingUp(StagedPublisher):
     """Publisher of trainers that start again, which publishes nothing before the version that the engines serve."""
 
-    def __init__(
-        self,
-        inner: VersionPublisher,
-        first: int,
-        recovery: Recovery,
-        fleet: Fleet,
-        tell: Callable[[str, int], None] | None,
-    ) -> None:
-        """`first` is the version to begin with. `tell`, on rank 0 alone, gets what came of the recovery."""
-        super().__init__(inner)
-        self._first = first
-        self._recovery = recovery
+    def __init__(self, inner: StagedPublisher, start: Start, fleet: Fleet, tell: Callable[[str, int], None]) -> None:
+        """`tell` gets what came of the recovery; on other ranks than 0 nobody listens."""
+        assert start.recovered
+        self._inner = inner
+        self._first = start.version
+        self._recovery = start.recovered
         self._fleet = fleet
         self._tell = tell
+        self._held: Checksums | None = None
+        self._told = False
 
-    def publish(self, version: int) -> dict[str, float]:
-        """Publish a version unless it is an earlier one than the engines serve."""
-        if version != self._recovery.served or self._tell is None:
-            return super().publish(version) if version >= self._recovery.served else UNSENT
-        held = self._held()
-        metrics = super().publish(version)
-        seconds = time.time() - self._recovery.began
-        trained = f"{version - self._first} steps since version {self._first} were trained again"
-        self._tell(f"the trainers go on after {seconds:.0f} s: {trained}; {self._compared(held)}", version)
-        self._tell = None
+    @property
+    def verified(self) -> Checksums | None:
+        """Return those of the inner publisher."""
+        return self._inner.verified
+
+    def stage(self, version: int) -> Staged:
+        """Stage a version, unless it is an earlier one than the engines serve."""
+        if version < self._recovery.served:
+            return Staged(version, UNSENT)
+        if not self._told:
+            self._held = self._checksums_held()
+        return self._inner.stage(version)
+
+    def complete(self, staged: Staged) -> dict[str, float]:
+        """Complete it, and tell of the first one."""
+        if staged.version < self._recovery.served:
+            return staged.metrics
+        metrics = self._inner.complete(staged)
+        if not self._told:
+            self._told = True
+            seconds = time.time() - self._recovery.began
+            trained = f"{staged.version - self._first} steps since version {self._first} were trained again"
+            compared = self._compared(self._held)
+            self._tell(f"the trainers go on after {seconds:.0f} s: {trained}; {compared}", staged.version)
         return metrics
 
-    def _held(self) -> Checksums | None:
+    def _checksums_held(self) -> Checksums | None:
         """Return the checksums of the weights that an engine holds, unless they may be parts of a version."""
         if self._recovery.updating or not self._fleet.serving:
             return None

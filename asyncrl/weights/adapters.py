@@ -22,6 +22,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import PREFIX, TENSORS, parsed
 from asyncrl.weights.publish import from_first
-from asyncrl.weights.publisher import VersionPublisher
+from asyncrl.weights.publisher import Staged, StagedPublisher, VersionPublisher
 from asyncrl.weights.tensor import handle, shared_memory
 
 Tensors = dict[str, Tensor]
@@ -154,7 +155,14 @@ class AdapterUpdate(Update):
         super().label(version)
 
 
-class AdapterPublisher(VersionPublisher):
+@dataclass(frozen=True)
+class StagedAdapters(Staged):
+    """The adapters of a version, by name."""
+
+    tensors: dict[str, Tensors] = field(default_factory=dict)
+
+
+class AdapterPublisher(StagedPublisher):
     """The publisher of one trainer rank. Only rank 0 holds adapters and controls the engines."""
 
     def __init__(
@@ -191,26 +199,36 @@ class AdapterPublisher(VersionPublisher):
         self._verify = False
 
     @torch.no_grad()
-    def publish(self, version: int) -> dict[str, float]:
-        """Publish a version of every adapter; runs on every rank. Returns the seconds of gathering and of verifying,
-        the bytes of the adapters, and the numbers of engines that serve and of adapters that they hold meanwhile. A
-        version that was published before is loaded only by engines that joined."""
+    def stage(self, version: int) -> StagedAdapters:
+        """Gather a version of every adapter on rank 0; runs on every rank. One that was published before is loaded only
+        by engines that joined."""
         started = time.monotonic()
-        first, new = self._newest is None, version != self._newest
         tensors = {
             name: gathered(read(), self._parallel)
             for name, read in self._adapters.items()
-            if new and self._names(version, name)
+            if version != self._newest and self._names(version, name)
         }
+        metrics = {
+            "fill": time.monotonic() - started,
+            "pause": 0.0,
+            "bytes": float(sum(tensor.nbytes for given in tensors.values() for tensor in given.values())),
+        }
+        return StagedAdapters(version, metrics, tensors=tensors)
+
+    @torch.no_grad()
+    def complete(self, staged: Staged) -> dict[str, float]:
+        """Let every engine load and serve a version; runs on every rank. Returns also the seconds of verifying, and the
+        numbers of engines that serve and of adapters that they hold meanwhile."""
+        assert isinstance(staged, StagedAdapters)
+        version, first = staged.version, self._newest is None
         self._newest = version
-        filled = time.monotonic()
         verified, held = 0.0, 0
         if self._parallel.is_first:
             self._fleet.reconcile()
             self._verify = self._verification_is_due(version)
             if first:
                 self._reload(version)
-            verified = sum(self._keep(version, name, given) for name, given in tensors.items())
+            verified = sum(self._keep(version, name, given) for name, given in staged.tensors.items())
         if self._base and from_first(bool(self._fleet.joining) or not self._sent):
             self._base.publish(version)
             self._sent = True
@@ -224,10 +242,8 @@ class AdapterPublisher(VersionPublisher):
             self._unload(self._announce(version))
             self._past.prune(version)
         return {
-            "fill": filled - started,
-            "pause": 0.0,
+            **staged.metrics,
             "verify": verified,
-            "bytes": float(sum(tensor.nbytes for given in tensors.values() for tensor in given.values())),
             "engines": float(len(self._fleet.serving)),
             "adapters": float(held),
         }

@@ -83,10 +83,10 @@ class Publisher(StagedPublisher):
         settings: WeightsConfig,
         rollout: RolloutSide,
         group: dist.ProcessGroup | None = None,
+        sent: Callable[[], None] = lambda: None,
     ) -> None:
         """`update` is the protocol by which rank 0 updates the fleet. `group` has all ranks, for collectives beside
-        those of training (weights.overlap)."""
-        super().__init__()
+        those of training (weights.overlap). `sent` is called on every rank before the engines continue."""
         self._parallel = parallel
         self._fleet = update.fleet
         self._update = update
@@ -96,6 +96,7 @@ class Publisher(StagedPublisher):
         self._settings = settings
         self._rollout = rollout
         self._group = group
+        self._sent = sent
         gpu = parallel.device.type == "cuda"
         self._full = not streams(settings, gpu=gpu) and not transport.ahead
         self._streams = not self._full and not transport.ahead
@@ -158,7 +159,7 @@ class Publisher(StagedPublisher):
                 verified = self._verify(staged.expected)
             if first:
                 self._update.label(staged.version)
-            self.sent()
+            self._sent()
         if first:
             self._rollout.announce(staged.version)
         return {

@@ -1,7 +1,9 @@
-"""Publishers bring versions to every engine. All have one protocol; some send, and others work around another one:
+"""Publishers bring versions to every engine. All have one protocol. Those that send do so in two parts, and others may
+work around them:
 
     Publisher (publish.py), AdapterPublisher (adapters.py), NoEngines (trainer/recordings.py)      send
-    Background (here), Colocated (trainer/colocated.py), CatchingUp (trainer/recovery.py)          around another
+    CatchingUp (trainer/recovery.py)                                                               leaves versions out
+    Background (here), Colocated (trainer/colocated.py)                                            say when, and where
 
 trainer/publishers.py builds the chain of a run.
 """
@@ -37,11 +39,6 @@ class RolloutSide(Protocol):
 class VersionPublisher(ABC):
     """Publisher of versions to every engine. What it does beside `publish` is nothing, unless it has to."""
 
-    @property
-    def verified(self) -> Checksums | None:
-        """Return the checksums of the last version that was verified; the same on every rank."""
-        return None
-
     @abstractmethod
     def publish(self, version: int) -> dict[str, float]:
         """Publish a version. Returns the seconds of each part, and the bytes sent."""
@@ -67,42 +64,6 @@ class VersionPublisher(ABC):
         return nullcontext()
 
 
-class AroundPublisher(VersionPublisher):
-    """A publisher around another, to which it leaves what it does not do itself."""
-
-    def __init__(self, inner: VersionPublisher) -> None:
-        self._inner = inner
-
-    @property
-    def verified(self) -> Checksums | None:
-        """Return those of the inner publisher."""
-        return self._inner.verified
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Publish a version by the inner publisher."""
-        return self._inner.publish(version)
-
-    def finish(self) -> None:
-        """Wait for the inner publisher."""
-        self._inner.finish()
-
-    def idle(self) -> bool:
-        """Return whether the inner publisher is idle."""
-        return self._inner.idle()
-
-    def take_back(self) -> None:
-        """Take back the GPU that the inner publisher gave to engines."""
-        self._inner.take_back()
-
-    def training(self) -> AbstractContextManager[None]:
-        """Return the block of the inner publisher."""
-        return self._inner.training()
-
-    def parameters(self, version: int) -> AbstractContextManager[None]:
-        """Return the block of the inner publisher."""
-        return self._inner.parameters(version)
-
-
 @dataclass(frozen=True)
 class Staged:
     """What the rest of a publish needs."""
@@ -115,9 +76,10 @@ class Staged:
 class StagedPublisher(VersionPublisher):
     """Publisher in two parts, of which only the first needs the trainer's weights."""
 
-    def __init__(self) -> None:
-        self.sent: Callable[[], None] = lambda: None
-        """Called on every rank when every engine has its weights, before the engines continue."""
+    @property
+    def verified(self) -> Checksums | None:
+        """Return the checksums of the last version that was verified; the same on every rank."""
+        return None
 
     def publish(self, version: int) -> dict[str, float]:
         """Publish a version; runs on every rank. Returns the seconds of filling, of verifying and of the pause, the
@@ -142,7 +104,7 @@ class _Flight:
     result: Future[dict[str, float]] = field(default_factory=Future)
 
 
-class Background(AroundPublisher):
+class Background(VersionPublisher):
     """Publication of a version while the trainer trains the next batch (weights.overlap).
 
         in the training loop       wait for the publish in flight; stage the version (publish.py)
@@ -162,8 +124,7 @@ class Background(AroundPublisher):
     ) -> None:
         """`ended` is called with a span's name, its batch, and the wall-clock times of a publish in the background;
         `failed` in the thread, with its error."""
-        super().__init__(inner)
-        self._staged = inner
+        self._inner = inner
         self._ended = ended
         self._failed = failed
         self._flight: _Flight | None = None
@@ -173,7 +134,7 @@ class Background(AroundPublisher):
         """Stage a version, after the publish in flight, and complete it in the background. Returns the seconds of
         staging, and the other metrics of the publish that ended last, with its seconds in the background."""
         self.finish()
-        staged = self._staged.stage(version)
+        staged = self._inner.stage(version)
         self._flight = flight = _Flight(version)
         threading.Thread(target=self._complete, args=(staged, flight), name="publish", daemon=True).start()
         return {**staged.metrics, **self._metrics, "fill": staged.metrics["fill"]}
@@ -195,7 +156,7 @@ class Background(AroundPublisher):
 
     def _complete(self, staged: Staged, flight: _Flight) -> None:
         try:
-            metrics = self._staged.complete(staged)
+            metrics = self._inner.complete(staged)
         except BaseException as error:  # noqa: BLE001  the training loop raises it
             flight.result.set_exception(error)
             self._failed(error)

@@ -20,7 +20,6 @@ class Parts(StagedPublisher):
     """Publisher whose background part ends when a version is let go."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.events: list[str] = []
         self.go: dict[int, threading.Event] = {version: threading.Event() for version in range(1, 5)}
         self.error: BaseException | None = None
