@@ -31,7 +31,7 @@ from asyncrl.checkpoints.torch_dist import METADATA, write_frame
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, RecordError
 from asyncrl.metrics.record import StepLog
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import Parallel, from_all, from_first
 from asyncrl.trainer import recovery, sharded
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
@@ -137,11 +137,7 @@ class Checkpoints:
         for name, part in self._policy.sharded().items():
             self._staged[name] = StagedCopy(list(part.written()))
         mine = sum(staged.nbytes for staged in self._staged.values())
-        sizes = [mine]
-        if self._group:
-            sizes = [0] * dist.get_world_size()
-            dist.all_gather_object(sizes, mine, self._group)
-        self._size = sum(sizes)
+        self._size = sum(from_all(mine, self._group))
 
     def _room_for(self, version: int) -> str | None:
         """Create an empty folder, or return the reason why that is impossible."""
@@ -163,10 +159,7 @@ class Checkpoints:
 
     def _from_first(self, ask: Callable[[], str | None]) -> str | None:
         """Return rank 0's answer on every rank."""
-        answer = [ask() if self._parallel.is_first else None]
-        if self._group:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        return answer[0]
+        return from_first(ask() if self._parallel.is_first else None, self._group)
 
     def _fail(self, version: int, problem: str) -> None:
         self.failed += 1
@@ -181,11 +174,8 @@ class Checkpoints:
             found: dict[str, FileEntry] | str = self._write_mine(work, folder)
         except (CheckpointException, OSError, RuntimeError) as error:
             found = _told(error)
-        everyone: list[Any] = [found]
         try:
-            if self._group:
-                everyone = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, found, self._group)
+            everyone: list[Any] = from_all(found, self._group)
             problems = [one for one in everyone if isinstance(one, str)]
             work.problem = problems[0] if problems else self._from_first(lambda: self._commit(work, folder, everyone))
         except (OSError, RuntimeError) as error:

@@ -70,16 +70,7 @@ class Critic:
 
     def values(self, groups: Groups, table: TokenTable) -> Tensor:
         """Return the values of all tokens under the current weights, [N]."""
-        seen = TokenAccumulator(table.num_tokens, self._parallel)
-
-        def visit(head: Head, pack: Pack) -> Tensor:
-            values = head.values(pack)
-            seen.note(pack.table_rows, values=values)
-            return values.sum()
-
-        self.network.score(self.network.packs(groups), visit)
-        columns, _ = seen.gather(("values",))
-        return columns["values"]
+        return self.network.column(groups, table.num_tokens, Head.values)
 
     def train(self, groups: Groups, table: TrainingTable, returns: Tensor) -> dict[str, float]:
         """Take one optimizer step towards `returns` [N], on all tokens with a nonzero weight. `table` holds the values

@@ -32,6 +32,7 @@ from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
+from asyncrl.trainer.token_accumulator import TokenAccumulator
 from asyncrl.trainer.vision import ImageEncoder
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.names import ADAPTER
@@ -206,6 +207,19 @@ class Network:
     def score(self, packs: list[Pack], visit: Visit) -> None:
         """Run the packs without gradient."""
         self._run(packs, visit, forward_only=True)
+
+    def column(self, groups: Groups, num_tokens: int, visit: Visit) -> Tensor:
+        """Return what `visit` returns for the tokens of these groups, without gradient, [N] on the CPU."""
+        seen = TokenAccumulator(num_tokens, self._parallel)
+
+        def note(head: Head, pack: Pack) -> Tensor:
+            values = visit(head, pack)
+            seen.note(pack.table_rows, values=values)
+            return values.sum()
+
+        self.score(self.packs(groups), note)
+        columns, _ = seen.gather(("values",))
+        return columns["values"]
 
     @contextmanager
     def base(self) -> Iterator[None]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from asyncrl import extension
 from asyncrl.algo.advantage import ADVANTAGES, gae_raw
 from asyncrl.algo.loss import LOSSES
-from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.shaping import shaped, trainable
 from asyncrl.algo.table import TokenTable, TrainingTable, build_table
@@ -26,7 +25,6 @@ from asyncrl.schema import Batch, Group
 from asyncrl.trainer import lora
 from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.critic import Critic
-from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
@@ -306,16 +304,8 @@ class Policy:
 
     def _score(self, groups: Groups, table: TokenTable, temperature: float | None = None) -> Tensor:
         """Return the log-probabilities under the current weights, [N], at the sampling temperature or another one."""
-        seen = TokenAccumulator(table.num_tokens, self.parallel)
-
-        def visit(head: Head, pack: Pack) -> Tensor:
-            logprobs, _ = head.score(pack, temperature or self._temperature)
-            seen.note(pack.table_rows, logprobs=logprobs)
-            return logprobs.sum()
-
-        self.network.score(self.network.packs(groups), visit)
-        columns, _ = seen.gather(("logprobs",))
-        return columns["logprobs"]
+        used = temperature or self._temperature
+        return self.network.column(groups, table.num_tokens, lambda head, pack: head.score(pack, used)[0])
 
     # -- the reference -------------------------------------------------------------------------------------
 

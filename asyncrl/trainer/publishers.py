@@ -17,7 +17,7 @@ from torch import Tensor
 from asyncrl import extension
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import on_gpu
-from asyncrl.engine.adapters import AdapterName, InUse, adapter_names
+from asyncrl.engine.adapters import AdapterName, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.hand_over import HandOver
 from asyncrl.engine.update import Update
@@ -37,17 +37,6 @@ from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.publish import Outgoing, Publisher, build_transport
 from asyncrl.weights.publisher import Background, RolloutSide, StagedPublisher, VersionPublisher
-
-
-class Unheard:
-    """The rollout side of what is published beside a version: nobody hears of it."""
-
-    def hold(self) -> None:
-        """Do nothing."""
-
-    def announce(self, version: int) -> InUse:
-        """Do nothing; no adapter is in use."""
-        return InUse([], {})
 
 
 def build_publisher(
@@ -167,7 +156,7 @@ class _Builder:
         return publisher, why
 
     def _base(self, update: Update) -> StagedPublisher:
-        return self.of_weights(Unheard(), update, base=True)[0]
+        return self.of_weights(RolloutSide(), update, base=True)[0]
 
     def _adapter(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Yield an adapter's tensors as the engines get them."""

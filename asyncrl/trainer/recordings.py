@@ -5,24 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
 from asyncrl.config import ReplayConfig
-from asyncrl.engine.adapters import InUse
 from asyncrl.errors import RecordError
 from asyncrl.imports import load
 from asyncrl.records.events import Scored, scored
 from asyncrl.records.reading import RECORDS, TRAINER, Recording
 from asyncrl.records.writer import Writer
-from asyncrl.schema import Batch, Group, VersionSpan, encode, part_of
+from asyncrl.schema import Batch, Group, Turn, VersionSpan, encode, part_of
+from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.weights.publisher import Staged, StagedPublisher
 
 
-class ReplaySource:
-    """Batch source that reads a recording, with the interface of RolloutClient."""
+class ReplaySource(BatchSource):
+    """Batch source that reads a recording."""
 
     def __init__(self, replay: ReplayConfig) -> None:
         self._recording = Recording(replay.folder)
@@ -48,31 +47,12 @@ class ReplaySource:
         taken = Batch(recorded.version, groups[start:end], recorded.rollout if last else {}, last)
         return encode(later(taken, version - recorded.version))
 
-    def hold(self) -> None:
-        """Do nothing: no generation is running."""
-
-    def announce(self, version: int) -> InUse:
-        """Do nothing: nobody listens, and no adapter is in use."""
-        return InUse([], {})
-
-    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
-        """Return no results: there is no engine."""
-        return []
-
-    def snapshot(self, version: int) -> bytes:
-        """Return nothing: there is no rollout side."""
-        return b""
-
-    def status(self) -> dict[str, Any]:
-        """Return a status without a ledger."""
-        return {"ledger": None}
-
 
 class NoEngines(StagedPublisher):
     """Publisher for a run in which nothing generates."""
 
     def __init__(self, announce: Callable[[int], object], *, first: bool) -> None:
-        """Set up the publisher. `first` is True on rank 0, which alone announces versions."""
+        """`first` is True on rank 0, which alone announces versions."""
         self._announce = announce
         self._first = first
 
@@ -92,33 +72,19 @@ def later(batch: Batch, versions: int) -> Batch:
     if not versions:
         return batch
 
-    def moved(group: Group) -> Group:
-        return msgspec.structs.replace(
-            group,
-            trajectories=[
-                msgspec.structs.replace(
-                    trajectory,
-                    turns=[
-                        msgspec.structs.replace(
-                            turn,
-                            completion=msgspec.structs.replace(
-                                turn.completion, versions=[_moved(span, versions) for span in turn.completion.versions]
-                            ),
-                        )
-                        for turn in trajectory.turns
-                    ],
-                )
-                for trajectory in group.trajectories
-            ],
-        )
+    def moved(turn: Turn) -> Turn:
+        spans = [
+            VersionSpan(span.version + versions, span.start, span.end, span.inferred)
+            for span in turn.completion.versions
+        ]
+        return replace(turn, completion=replace(turn.completion, versions=spans))
 
-    return msgspec.structs.replace(
-        batch, version=batch.version + versions, groups=[moved(group) for group in batch.groups]
-    )
+    def moved_group(group: Group) -> Group:
+        played = [replace(one, turns=[moved(turn) for turn in one.turns]) for one in group.trajectories]
+        return replace(group, trajectories=played)
 
-
-def _moved(span: VersionSpan, versions: int) -> VersionSpan:
-    return VersionSpan(span.version + versions, span.start, span.end, span.inferred)
+    groups = [moved_group(group) for group in batch.groups]
+    return replace(batch, version=batch.version + versions, groups=groups)
 
 
 class ScoreWriter:

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config
@@ -25,7 +23,7 @@ from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import OUT_OF_MEMORY, RESTARTED
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import Parallel, from_first
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.weights.checksum import Checksums, differing, parse
 from asyncrl.weights.publisher import Staged, StagedPublisher
@@ -71,21 +69,19 @@ def find(run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, 
     of a run. `origin` is the checkpoint that the run itself resumed from. Collective."""
     if not os.environ.get("ASYNCRL_INCARNATION"):
         return None
-    recovery: list[Any] = [None]
+    recovery = None
     if parallel.is_first:
         newest = CheckpointStore(run_dir).newest(lambda text: print(f"asyncrl: {text}", flush=True))
         fleet.inherit()
         status, lines = source.status(), Tail(run_dir / "metrics.jsonl")()
-        recovery[0] = Recovery(
+        recovery = Recovery(
             checkpoint=newest[0] if newest else origin,
             served=status["version"],
             written=max((int(line["version"]) for line in lines), default=0),
             updating=bool(status["held"]),
             began=float(os.environ["ASYNCRL_DIED_AT"]),
         )
-    if dist.is_initialized():
-        dist.broadcast_object_list(recovery, src=0)
-    return recovery[0]
+    return from_first(recovery)
 
 
 def find_start(

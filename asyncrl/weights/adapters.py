@@ -36,7 +36,7 @@ from asyncrl.engine.adapters import AdapterName, InUse
 from asyncrl.engine.fleet import Answer, Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import Parallel, from_first
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
 from asyncrl.weights.export import gathered
@@ -45,7 +45,6 @@ from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import PREFIX, TENSORS, parsed
-from asyncrl.weights.publish import from_first
 from asyncrl.weights.publisher import Staged, StagedPublisher, VersionPublisher
 from asyncrl.weights.tensor import handle, shared_memory
 

@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
 from asyncrl.imports import load
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import Parallel, from_all, from_first
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, SentWeights, differing, merge, parse
 from asyncrl.weights.choice import choose
@@ -54,7 +54,6 @@ from asyncrl.weights.publisher import RolloutSide, Staged, StagedPublisher
 from asyncrl.weights.tensor import TensorTransport
 from asyncrl.weights.transport import Transport
 
-T = TypeVar("T")
 NAMED = 8
 """Number of differing tensors that a message names."""
 
@@ -177,17 +176,15 @@ class Publisher(StagedPublisher):
         if self._parallel.is_first:
             self._fleet.reconcile()
             self._transport.start(version)
-        if _world() > 1:
-            engines: list[Any] = [self._fleet.serving, self._fleet.joining, self._fleet.changes]
-            dist.broadcast_object_list(engines, src=0)
-            if not self._parallel.is_first:
-                self._fleet.adopt(*engines)
-                if self._parallel.exports:
-                    self._transport.start(version)
+        engines = from_first((self._fleet.serving, self._fleet.joining, self._fleet.changes))
+        if not self._parallel.is_first:
+            self._fleet.adopt(*engines)
+            if self._parallel.exports:
+                self._transport.start(version)
 
     def _agree(self) -> None:
         """Wait for every rank; engines that one rank lost are lost to all."""
-        for lost in _from_all(self._fleet.lost, self._group):
+        for lost in from_all(self._fleet.lost, self._group):
             self._lose(lost)
 
     def _lose(self, lost: dict[str, str]) -> None:
@@ -284,7 +281,7 @@ class Publisher(StagedPublisher):
         """Compare every engine's own checksums with those of the weights that were sent, and lose engines that differ.
         Returns the seconds that it took."""
         started = time.monotonic()
-        whole = merge([stage for stage in _from_all(expected.result(), self._group) if stage])
+        whole = merge([stage for stage in from_all(expected.result(), self._group) if stage])
         self._verified = whole
         if self._parallel.is_first:
             asked = {"action": "checksum", "selector": "target"}  # a draft model changes no token
@@ -298,28 +295,6 @@ class Publisher(StagedPublisher):
                     names = ", ".join(wrong[:NAMED]) + more
                     self._fleet.lose(url, f"{url} holds other weights than were sent (weights.verify): {names}")
         return time.monotonic() - started
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return every rank's value; waits for all ranks."""
-    if _world() == 1:
-        return [mine]
-    found: list[Any] = [None] * _world()
-    dist.all_gather_object(found, mine, group)
-    return found
-
-
-def from_first(mine: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Return rank 0's value."""
-    if _world() == 1:
-        return mine
-    word = [mine]
-    dist.broadcast_object_list(word, 0, group)
-    return word[0]
 
 
 def build_transport(

@@ -17,23 +17,23 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from asyncrl.engine.adapters import InUse
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums
 
 SPAN = "publish_background"
 
 
-class RolloutSide(Protocol):
-    """What a publisher tells the process that plays."""
+class RolloutSide:
+    """What a publisher tells the process that plays. This one is nobody: nothing is generated, or it hears of it
+    otherwise."""
 
     def hold(self) -> None:
         """Hold back new requests, because the weights are about to change."""
-        ...
 
-    def announce(self, version: int) -> object:
-        """Announce that every engine serves `version`."""
-        ...
+    def announce(self, version: int) -> InUse:
+        """Announce that every engine serves `version`. Returns which adapters are in use."""
+        return InUse([], {})
 
 
 class VersionPublisher(ABC):
