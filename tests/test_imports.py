@@ -71,7 +71,7 @@ ALLOWED = {
     },
     "algo": {"config", "settings"},
     "weights": {"config", "engine", "models"},
-    "trainer": {"config", "algo", "engine", "weights", "records", "checkpoints", "models"},
+    "trainer": {"config", "algo", "engine", "weights", "records", "checkpoints", "models", "observability"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
@@ -90,6 +90,7 @@ ONLY = {
     ("engine", "observability"): {"observability.intervals"},
     ("launch", "observability"): {"observability.timeline"},
     ("envs", "observability"): {"observability.intervals"},
+    ("trainer", "observability"): {"observability.timeline"},
     ("trainer", "models"): {"models.architectures", "models.vision"},
     ("weights", "models"): {"models.vision"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.update"},
