@@ -83,6 +83,6 @@ class GroupPlayer:
 def _images(prompt: Prompt, played: Sequence[Trajectory], sessions: Sequence[GenerationSession]) -> dict[str, bytes]:
     """Return every image of a group once, by name."""
     used = {name for one in played for turn in one.turns for name in turn.images}
-    sent = (png for session in sessions for exchange in session.exchanges for png in exchange.images) if used else ()
+    sent = (png for session in sessions for request in session.requests for png in request.images) if used else ()
     found = {image_name(png): png for png in (*prompt.images, *sent)}
     return {name: found[name] for name in sorted(used | {image_name(png) for png in prompt.images})}

@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from asyncrl.config import Config
-from asyncrl.engine.adapters import AdapterUse, InUse
+from asyncrl.engine.adapters import AdapterUse, InUse, adapter_names
 from asyncrl.engine.inflight import EngineStats
-from asyncrl.engine.partial_completion import Purpose
-from asyncrl.engine.roles import RoleAdapters
+from asyncrl.engine.request import Purpose
+from asyncrl.engine.session import RoleAdapters
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.extensions.processes import wire
 from asyncrl.extensions.processes.remote import RemoteSession, WorkerConnection
@@ -65,9 +65,8 @@ class EpisodeWorkers:
         self.figures = EngineStats()
         self.ahead = RenderedAhead(self._render, config.rollout.batch_groups)
         self.adapters = _AllAdapters(config, self._connections)
-        self.roles = RoleAdapters(
-            config.agents, cast(Any, self), versions=config.serves_adapters, per=config.rollout.adapter_per
-        )
+        names = adapter_names(config, run.addresses.run_id)
+        self.roles = RoleAdapters(config.agents, cast(Any, self), names, config.rollout.adapter_per)
 
     async def serve(self) -> None:
         """Take the processes that connect, until cancelled. Raises the error of a process that ends the run."""
