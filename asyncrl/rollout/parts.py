@@ -212,7 +212,7 @@ def _client(
         temperature=config.rollout.temperature,
         stop_token_ids=model.stop,
         retry_timeout=config.engine.retry_timeout,
-        # the stock server cannot unload an adapter after a request with several samples (engine/unloading.py)
+        # the stock server cannot unload an adapter after a request with several samples (engine/sglang_hooks.py)
         coalesce=config.rollout.coalesce and not (config.serves_adapters and addresses.attached),
         spread=config.rollout.spread_siblings if several else False,
         cache_key=config.rollout.cache_key,
