@@ -46,12 +46,11 @@ from asyncrl.records.writer import Writer
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
 from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.parts import PlayingParts
-from asyncrl.rollout.player import EpisodePlayer
+from asyncrl.rollout.player import EpisodePlayer, GroupPlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, question_of, render
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import FailureReporter, RolloutRun

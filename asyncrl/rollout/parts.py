@@ -27,11 +27,9 @@ from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.agent import Agent, agents, close_all, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempts, played_here
-from asyncrl.rollout.group_player import GroupPlayer, PlaysGroups
-from asyncrl.rollout.player import EpisodePlayer, Sums, means
-from asyncrl.rollout.prompts import Ahead, load_tokenizer, stop_tokens
+from asyncrl.rollout.player import EpisodePlayer, GroupPlayer, PlaysGroups, Sums, means
+from asyncrl.rollout.prompts import Ahead, load_tokenizer, stop_tokens, vision_of
 from asyncrl.rollout.reporters import FailureReporter, Warn
-from asyncrl.rollout.vision import vision_of
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import rewards
 

@@ -18,9 +18,9 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
-from asyncrl.rollout.group_player import LOST, PlaysGroups
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import ConcurrencyLimiter
+from asyncrl.rollout.player import LOST, PlaysGroups
 from asyncrl.schema import Group, Prompt
 
 

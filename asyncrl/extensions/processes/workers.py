@@ -35,8 +35,7 @@ from asyncrl.extensions.processes.rendering import RenderedAhead
 from asyncrl.network.tls import signed
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.evaluation import Attempt
-from asyncrl.rollout.group_player import LOST
-from asyncrl.rollout.player import Sums, add, means
+from asyncrl.rollout.player import LOST, Sums, add, means
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import EncodedGroup, Group, Prompt, Trajectory
 
@@ -122,7 +121,7 @@ class EpisodeWorkers:
     # -- as what plays -------------------------------------------------------------------------------------
 
     async def play(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Any]) -> tuple[Group, bool | str]:
-        """Play a group in the process with the fewest episodes (rollout/group_player.py), and if that is lost, in
+        """Play a group in the process with the fewest episodes (rollout/player.py), and if that is lost, in
         another one."""
         try:
             answer = await self._outlived(ticket, prompt, sessions)
