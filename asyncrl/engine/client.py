@@ -316,7 +316,9 @@ class GenerationClient:
 
     async def _finish(self, request: Request) -> None:
         """Complete an answer, after requesting continuations until nothing is missing."""
-        session, token_ids, parts = request.session, request.context, request.parts
+        session = request.session
+        token_ids = request.context
+        parts = request.parts
         patience = _Patience(self._settings.retry_timeout)
         shape = self._settings.routing if request.purpose == "training" else None
         routed = ExpertRoutingAssembler(shape, parts[0])

@@ -95,7 +95,10 @@ class PartialAnswer:
 
         Somebody restarted the engine, and the weights that generated the tokens are unknown.
         """
-        self.token_ids, self.logprobs, self.last, self._ended = [], [], None, None
+        self.token_ids = []
+        self.logprobs = []
+        self.last = None
+        self._ended = None
         self.broken = "the engine has no weights of this run"
 
     @classmethod

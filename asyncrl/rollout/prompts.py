@@ -86,10 +86,14 @@ class Prompts:
         """`tell` receives a message about questions that are left out. `vision` is that of a model that reads
         images. `ahead` renders questions without images elsewhere."""
         self._vision, self._ahead = vision, Ahead() if vision or ahead is None else ahead
-        self._tasks, self._template, self._tell = tasks, template, tell
+        self._tasks = tasks
+        self._template = template
+        self._tell = tell
         self._refuses = config.rollout.overlong_prompts == "refuse"
         self.left_out: Counter[str] = Counter()  # overlong questions of endless tasks
-        self._questions, self._seed, self._field = config.eval.questions, config.run.seed, config.field_of
+        self._questions = config.eval.questions
+        self._seed = config.run.seed
+        self._field = config.field_of
         self._longest = model_length - config.rollout.max_new_tokens
         self._serial = 0
         self._drawn: Counter[str] = Counter()

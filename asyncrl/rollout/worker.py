@@ -47,8 +47,13 @@ class Worker:
         group_sizes: Mapping[str, int],
     ) -> None:
         """`group_sizes` is keyed by task."""
-        self._groups, self._client, self._player, self._mixer = groups, client, player, mixer
-        self._limiter, self._patience, self._group_sizes = limiter, patience, group_sizes
+        self._groups = groups
+        self._client = client
+        self._player = player
+        self._mixer = mixer
+        self._limiter = limiter
+        self._patience = patience
+        self._group_sizes = group_sizes
         self._failures_in_a_row = self._rejections_in_a_row = 0
         self._first_failure: EpisodeFailed | None = None  # of those in a row
         self._playing: dict[Ticket, asyncio.Task[None]] = {}
