@@ -229,7 +229,7 @@ def watched(config: Config, run_dir: Path, longest: float, *, gpu: bool) -> tupl
 def _overlapped(publisher: VersionPublisher, timeline: TimelineWriter, parallel: Parallel) -> OverlappedPublisher:
     """Return a publisher that works in the background. If it fails on another rank than 0, whose loop raises the error
     while it waits for a batch, that rank ends, because it may be waiting for rank 0 in a collective."""
-    assert isinstance(publisher, Publisher | NoEngines)  # adapters are refused by config/overlap.py
+    assert isinstance(publisher, Publisher | NoEngines)  # adapters are refused by config/rules.py
 
     def leave(error: BaseException) -> None:
         if not parallel.is_first:
