@@ -81,7 +81,7 @@ ONLY = {
     ("rollout", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "rollout"): {"rollout.agent"},
-    ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
+    ("launch", "models"): {"models.catalog", "models.architectures", "models.families", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads"),
         *("engine.session", "engine.request", "engine.stream"),
@@ -91,8 +91,8 @@ ONLY = {
     ("launch", "observability"): {"observability.timeline"},
     ("envs", "observability"): {"observability.intervals"},
     ("trainer", "observability"): {"observability.timeline"},
-    ("trainer", "models"): {"models.architectures", "models.vision"},
-    ("weights", "models"): {"models.vision"},
+    ("trainer", "models"): {"models.architectures", "models.families", "models.vision"},
+    ("weights", "models"): {"models.vision", "models.families", "models.family", "models.parts", "models"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.update"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}
