@@ -277,14 +277,6 @@ def _fleets(config: Config) -> Iterator[tuple[str, TrainerConfig | EngineConfig 
             yield name, section, section.started * section.ranks
 
 
-def check_sinks(config: Config) -> None:
-    """Refuse sinks whose package is not installed."""
-    for name in config.metrics.sinks:
-        if not installed(name):
-            remedy = f"The package {name} is not installed: pip install 'asyncrl[sinks]' or remove it."
-            raise ConfigError("metrics.sinks", name, remedy)
-
-
 def check_request_fields(config: Config) -> None:
     """Refuse fields of requests that SGLang does not know, and would ignore. They are read from its source, since its
     import takes seconds."""
@@ -311,11 +303,10 @@ def installed(package: str) -> bool:
 
 
 def check_files(config: Config) -> list[object]:
-    """Refuse tasks, rewards and agents that cannot be built, sinks without their package, and a missing chat template.
+    """Refuse tasks, rewards and agents that cannot be built, and a missing chat template.
     Return the parts that they announce to extensions."""
     from asyncrl.rollout.agent import agents  # imports a web server
 
-    check_sinks(config)
     check_request_fields(config)
     with announced() as parts:
         built = tasks.build_all(config)
