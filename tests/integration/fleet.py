@@ -218,6 +218,13 @@ def reloaded(model: Path, tensors: dict[str, torch.Tensor], folder: Path) -> tor
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+def logprobs(model: torch.nn.Module, answer: list[int]) -> torch.Tensor:
+    """Return the log-probabilities of an answer's tokens, computed by transformers."""
+    with torch.no_grad():
+        every = model(torch.tensor([PROMPT + answer])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    return every.gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
 def whole(found: Completion) -> None:
     """Check that an answer is complete: it ended as the model or the limit requires, and every token has its
     log-probability."""
