@@ -164,8 +164,8 @@ class PartialAnswer:
             return self._ended
         reason = self.last.finish_reason if self.last else None
         if reason is None or reason.type not in ("stop", "length"):
-            told = f"{reason.type!r} ({reason.message})" if reason else self.broken
-            raise EngineError(f"the engine ended a request with {told}")
+            end = f"{reason.type!r} ({reason.message})" if reason else self.broken
+            raise EngineError(f"the engine ended a request with {end}")
         return reason.type
 
     def spans(self) -> list[VersionSpan]:
@@ -182,11 +182,11 @@ class PartialAnswer:
             return [VersionSpan(self.asked_at, 0, len(self.token_ids))]
         if self.broken is not None:
             return [VersionSpan(self.asked_at, 0, len(self.token_ids), inferred=True)]
-        told = self.last.weight_versions if self.last else None
-        if told is None:
+        reported = self.last.weight_versions if self.last else None
+        if reported is None:
             raise EngineError("the engine reports no weight_versions: SGLang 0.5.19 or newer is needed")
-        own = len(self.token_ids) if self._ended else max((span.end for span in told), default=0)
-        return [VersionSpan(int(one.version), one.start, min(one.end, own)) for one in told if one.start < own]
+        own = len(self.token_ids) if self._ended else max((span.end for span in reported), default=0)
+        return [VersionSpan(int(one.version), one.start, min(one.end, own)) for one in reported if one.start < own]
 
 
 @dataclass(eq=False)

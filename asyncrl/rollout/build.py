@@ -141,8 +141,9 @@ class RolloutParts:
         if resumed:
             prompts.go_on(resumed.cursor)
             mixer.restore(resumed.mixer)
-            for ticket, name, sessions in groups.restore(resumed.service):
-                outstanding.append((ticket, prompts.again(name.uid, name.task, name.index), sessions))
+            for group in groups.restore(resumed.service):
+                name = group.prompt
+                outstanding.append((group.ticket, prompts.again(name.uid, name.task, name.index), group.siblings))
         return cls(
             run=run,
             hooks=hooks,

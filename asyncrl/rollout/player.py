@@ -73,13 +73,13 @@ class EpisodePlayer:
         async def score(trajectory: Trajectory) -> Trajectory:
             texts = [self._template.decode(turn.completion.token_ids) for turn in trajectory.turns]
             answer, reward = RewardInput(texts[-1], texts, prompt.question, trajectory), self._rewards[prompt.task]
-            found = await self._tried(session, lambda: self._scorer.score(reward, answer))
-            for name, part in found.parts.items():
+            result = await self._tried(session, lambda: self._scorer.score(reward, answer))
+            for name, part in result.parts.items():
                 self._parts.setdefault(name, []).append(part)
             turns = list(trajectory.turns)
-            for place, more in enumerate(found.turns):
+            for place, more in enumerate(result.turns):
                 turns[place] = msgspec.structs.replace(turns[place], reward=turns[place].reward + more)
-            return Trajectory(turns, found.reward)
+            return Trajectory(turns, result.reward)
 
         annotate: list[Annotate] = []
         if session.purpose == "training":
@@ -122,11 +122,9 @@ class PlaysGroups(Protocol):
     ) -> tuple[Group, bool | str]:
         """Return the group, and whether it may be trained or the reason why not (rollout.accept). Raises
         EpisodeFailed, which has been reported."""
-        ...
 
     def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
         """Make `play` end soon, as cancelled or failed. `playing` is the task that waits for it."""
-        ...
 
 
 class GroupPlayer:
