@@ -71,7 +71,7 @@ ALLOWED = {
     },
     "algo": {"config", "settings"},
     "weights": {"config", "engine", "models"},
-    "trainer": {"config", "algo", "engine", "weights", "records", "checkpoints", "models"},
+    "trainer": {"config", "algo", "engine", "weights", "records", "checkpoints", "models", "observability"},
 }
 # Within a package, where only some modules are meant.
 ONLY = {
@@ -81,7 +81,7 @@ ONLY = {
     ("rollout", "checkpoints"): {"checkpoints.manifest", "checkpoints.store"},
     ("launch", "weights"): {"weights.choice", "weights.peft_config"},
     ("launch", "rollout"): {"rollout.agent"},
-    ("launch", "models"): {"models.catalog", "models.architectures", "models", "models.vision"},
+    ("launch", "models"): {"models.catalog", "models.architectures", "models.families", "models", "models.vision"},
     ("rollout", "engine"): {
         *("engine.adapters", "engine.client", "engine.inflight", "engine.router", "engine.loads"),
         *("engine.session", "engine.request", "engine.stream"),
@@ -90,8 +90,9 @@ ONLY = {
     ("engine", "observability"): {"observability.intervals"},
     ("launch", "observability"): {"observability.timeline"},
     ("envs", "observability"): {"observability.intervals"},
-    ("trainer", "models"): {"models.architectures", "models.vision"},
-    ("weights", "models"): {"models.vision"},
+    ("trainer", "observability"): {"observability.timeline"},
+    ("trainer", "models"): {"models.architectures", "models.families", "models.vision"},
+    ("weights", "models"): {"models.vision", "models.families", "models.family", "models.parts", "models"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.update"},
 }
 HEAVY = {"algo": {"megatron", "sglang", "httpx", "transformers"}, "config": {"torch", "hydra", "omegaconf"}}

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, cache_tokens
-from asyncrl.config.adapters import adapter_targets, engine_slots
+from asyncrl.config.lora import adapter_targets, engine_slots
 from asyncrl.engine import warmup
 from asyncrl.parallel import EngineParallel
 from asyncrl.platforms import chosen

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
-from asyncrl.config.server_args import draft_room
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.request import StopStrings
@@ -211,7 +210,7 @@ def _client(
         routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
         replicas=replicas,
         seed=config.run.seed if config.deterministic else None,
-        context=min(context, model.cache - draft_room(config.engine) if model.cache else context),
+        context=min(context, model.cache - config.engine.draft_room if model.cache else context),
         vocabulary=int(model.hf["vocab_size"]),
         names=adapter_names(config, addresses.run_id),
         adapter_per=config.rollout.adapter_per,
