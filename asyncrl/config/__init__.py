@@ -184,9 +184,10 @@ class Config(Section):
             raise ConfigError("resume", self.resume, f"{what} always starts from the beginning: remove this setting.")
         if self.checkpoint.every and self.mode == "rollout_only":
             raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
+        transports = extension.offered("transports", self.extensions)
         for field, value, names in (
-            ("weights.transport", self.weights.transport, [*TRANSPORTS, *extension.transports(self.extensions)]),
-            ("trainer.lora.base", self.trainer.lora.base, ["none", *extension.bases()]),
+            ("weights.transport", self.weights.transport, [*TRANSPORTS, *transports]),
+            ("trainer.lora.base", self.trainer.lora.base, ["none", *extension.offered("bases")]),
         ):
             if value not in names:
                 raise ConfigError(field, value, f"Must be one of {', '.join(names)}.")
@@ -199,7 +200,7 @@ class Config(Section):
         check_roles(self)
         check_adapters(self)
         self._check_tasks()
-        launchers = ["local", *extension.clusters(self.extensions)]
+        launchers = ["local", *extension.offered("clusters", self.extensions)]
         if self.cluster.launcher not in launchers:
             remedy = f"No extension that is installed has this cluster: choose one of {launchers}."
             raise ConfigError("cluster.launcher", self.cluster.launcher, remedy)
@@ -301,7 +302,7 @@ class Config(Section):
     @property
     def transport(self) -> extension.OfferedTransport | None:
         """Return the extension's transport that the run uses; None for one of the core."""
-        return extension.transports(self.extensions).get(self.weights.transport)
+        return extension.offered("transports", self.extensions).get(self.weights.transport)
 
     @property
     def sends_files(self) -> bool:

@@ -52,7 +52,7 @@ class FunctionReward:
 
 def registered() -> dict[str, str]:
     """Return the import paths of rewards by name: those of the core and of extensions."""
-    return REGISTERED | extension.rewards()
+    return REGISTERED | extension.offered("rewards")
 
 
 def build(use: str, params: Mapping[str, Any] | None = None, field: str = "reward") -> Reward:

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from asyncrl import extension
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.extension import question_functions
 from asyncrl.images import ImageRefused
 from asyncrl.images.decoder import Vision
 from asyncrl.images.parts import images_in, without_images
@@ -300,7 +300,7 @@ def question_of(task: Task, template: Template, index: int, field: str) -> Quest
     """Return question `index` of the task that this setting configures, as a model with this chat template is shown
     it."""
     question = ask(task, index, field)
-    for function in question_functions():
+    for function in extension.loaded("question"):
         question = function(question, template)
     return question
 

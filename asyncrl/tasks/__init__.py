@@ -74,7 +74,7 @@ def build(config: TaskConfig) -> Task:
 
 
 def _without_tools(config: TaskConfig) -> Task:
-    kinds = KINDS | extension.tasks()
+    kinds = KINDS | extension.offered("tasks")
     if config.kind in kinds:
         task: Task = load(kinds[config.kind], "task.kind")(config)
         return task

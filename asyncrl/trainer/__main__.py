@@ -35,8 +35,8 @@ from asyncrl.engine.hand_over import HandOver  # noqa: E402
 from asyncrl.errors import PeerFailed, visible  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.gap import GapWatch  # noqa: E402
-from asyncrl.metrics.record import StepLog, accuracies, machine_figures, plan_figures  # noqa: E402
-from asyncrl.network.addresses import MACHINE, PEER_FAILED, PLAN, READY, STOP, STOPPED, Addresses  # noqa: E402
+from asyncrl.metrics.record import StepLog, accuracies, dtype_figures  # noqa: E402
+from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED, Addresses  # noqa: E402
 from asyncrl.observability.timeline import TimelineWriter  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
@@ -325,10 +325,9 @@ def _tell_the_end(config: Config, run_dir: Path, source: BatchSource, log: StepL
         lines = (run_dir / "eval.jsonl").read_text().splitlines()
         accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
     figures = log.summary(config.run.reward_window)
-    machine = json.loads((run_dir / MACHINE).read_text())
-    plan, overlap = run_dir / PLAN, config.weights.overlap
-    planned = plan_figures(json.loads(plan.read_text()), figures, overlap=overlap) if plan.exists() else {}
-    told = {**machine_figures(machine, figures), **planned}
+    told = dtype_figures(json.loads((run_dir / MACHINE).read_text()))
+    for one in extension.active(config).values():
+        told |= one.summary(config, run_dir, figures)
     summary = {**facts, **figures, **accuracy, **told, "ledger": source.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
 
