@@ -133,6 +133,10 @@ class LaunchHooks:
         Megatron's arguments, `gpus` is the number of each machine."""
         return iter(())
 
+    def layers_held(self, config: Config) -> int | None:
+        """Return the number of layers whose activations are on the device of a trainer at a time; None for all."""
+        return None
+
     def check_gpu(self, config: Config, gpu: str) -> Iterator[ConfigError]:
         """Yield every problem with an engine on a GPU of this name."""
         return iter(())
@@ -434,6 +438,12 @@ def linear_bytes(config: Config) -> int | None:
     """Return the bytes of an element of the linear maps in the engines; None for those of engine.dtype."""
     found = (one.engine().linear_bytes(config) for one in active(config).values())
     return next((size for size in found if size is not None), None)
+
+
+def layers_held(config: Config) -> int | None:
+    """Return the number of layers whose activations are on the device of a trainer at a time; None for all."""
+    found = (one.launch().layers_held(config) for one in active(config).values())
+    return next((layers for layers in found if layers is not None), None)
 
 
 def sent(hooks: Iterable[TrainerHooks], weights: SentWeights) -> SentWeights:

@@ -51,6 +51,7 @@ def moved(module: str) -> str | None:
 
 _SLURM = ("submit", "time", "requeues", "sbatch", "setup", "srun", "container")
 MOVED_SETTINGS = {
+    "trainer.activation_offload": "offload.activations",
     "engine.quantization": "quantized.format",
     "algo.distillation": "distill",
     "tracing": "observe",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -26,6 +26,9 @@ from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import help
 from asyncrl.launch.own_file import with_own_file
 from asyncrl.removed import removal
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
 
 
 class FurtherConfs(SearchPathPlugin):
@@ -77,6 +80,14 @@ def defaults() -> dict[str, Any]:
         composed = hydra.compose("train")
     found: Any = OmegaConf.to_container(composed, resolve=True)
     return found
+
+
+def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
+    """Validate the settings of each run, and return them with its arguments. Raises ConfigError."""
+    from asyncrl import config  # imports pydantic, so only when there are settings to validate
+    from asyncrl.launch import replay
+
+    return [(config.load(replay.settings(one.values, one.overrides, defaults)), one.overrides) for one in composed]
 
 
 def algorithm_overrides(words: Sequence[str]) -> list[str]:

@@ -13,8 +13,7 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Extension
-from asyncrl.launch import run
-from asyncrl.launch.compose import compose
+from asyncrl.launch.compose import compose, load
 from asyncrl.launch.main import CONF, main
 from asyncrl.launch.replay import check_vocabulary, differences
 from asyncrl.models import catalog
@@ -38,7 +37,7 @@ def recorded(folder: Path, prompt: list[int] | None = None, **changes: Any) -> P
 
 def replayed(monkeypatch: pytest.MonkeyPatch, source: Path, *arguments: str) -> Config:
     monkeypatch.setattr(sys, "argv", ["asyncrl-train", "mode=replay", f"replay.from={source}", *arguments])
-    ((config, _),) = run.load(compose(CONF))
+    ((config, _),) = load(compose(CONF))
     return config
 
 

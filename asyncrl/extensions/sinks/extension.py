@@ -24,7 +24,7 @@ SINKS = ("tensorboard", "wandb", "mlflow")
 class SinkSettings(Section):
     """Where metrics are sent besides the files of the run folder (asyncrl/extensions/sinks/README.md)."""
 
-    names: list[Literal["tensorboard", "wandb", "mlflow"]] = ["tensorboard"]  # noqa: RUF012
+    names: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(default=["tensorboard"])
     """Where the metrics of each step, held-out accuracies and sampled episodes are also sent. tensorboard: event files
     in tb/; wandb: Weights & Biases; mlflow: a tracking server, or a folder."""
     episodes: Natural = 4

@@ -13,14 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 
+from asyncrl.config import Config
+from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.hand_over import HandOver
 from asyncrl.metrics.record import StepLog
-from asyncrl.schema import Batch
-from asyncrl.trainer.loop import VersionPublisher
+from asyncrl.network.addresses import READY
+from asyncrl.parallel import Parallel
+from asyncrl.trainer.batch_source import wait_for_file
 from asyncrl.trainer.offload import DeviceMemory
+from asyncrl.weights.publisher import StagedPublisher, VersionPublisher
 
 
 def free(memory: DeviceMemory) -> None:
@@ -29,37 +34,33 @@ def free(memory: DeviceMemory) -> None:
     dist.barrier()
 
 
-class Turns:
-    """The turns of one trainer rank, which begins with one: the engines have released their memory. Only rank 0 has a
-    hand-over. `hold` makes the rollout side hold requests back."""
+class Colocated(VersionPublisher):
+    """The publisher of a rank whose GPU engines use, too. It begins with the GPU: the engines have released their
+    memory."""
 
     def __init__(
-        self,
-        hand_over: HandOver | None,
-        memory: DeviceMemory,
-        publisher: VersionPublisher,
-        log: StepLog,
-        hold: Callable[[], None],
+        self, inner: StagedPublisher, memory: DeviceMemory, log: StepLog, release: Callable[[], None] = lambda: None
     ) -> None:
-        self._hand_over, self._memory, self._publisher = hand_over, memory, publisher
-        self._log, self._hold = log, hold
+        """`release`, on rank 0, makes the rollout side hold requests back, and the engines release their memory."""
+        self._inner = inner
+        self._memory = memory
+        self._log = log
+        self._release = release
         self._ours = True
 
     def take_back(self) -> None:
         """Wait until no engine uses the GPUs."""
         with self._log.span("release"):
-            if self._hand_over:
-                self._hold()
-                self._hand_over.give()
+            self._release()
             dist.barrier()
         self._ours = True
 
-    def update(self, update: Callable[[Batch], dict[str, float]], batch: Batch) -> dict[str, float]:
-        """Take the optimizer steps of a batch. Afterwards only the parameters are on the device."""
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Have everything on the device inside the block, and afterwards only the parameters."""
         self._memory.onload(everything=True)
-        figures = update(batch)
+        yield
         self._memory.offload(parameters=False)
-        return figures
 
     def publish(self, version: int) -> dict[str, float]:
         """Publish a version, and give the GPUs back to the engines. Without a batch before it, as after all engines
@@ -68,14 +69,30 @@ class Turns:
             self.take_back()
         self._memory.offload(parameters=False)  # after the start or a checkpoint was loaded
         self._memory.onload(everything=False)
-        sent = self._publisher.publish(version)
+        sent = self._inner.publish(version)
         self._ours = False
         return sent
 
     @contextmanager
     def parameters(self, version: int) -> Iterator[None]:
-        """Have the parameters on the device in this block, between two turns; then publish the version again."""
+        """Have the parameters on the device inside the block, between two batches; then publish the version again."""
         self.take_back()
         self._memory.onload(everything=False)
         yield
         self.publish(version)
+
+
+def wait_for_engines(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel) -> HandOver | None:
+    """Wait for engines that use the trainers' GPUs: they have measured the memory, so that this rank may use its GPU.
+    Return, on rank 0, the hand-over of those that do so in turns, which have released their memory."""
+    if not config.cluster.shares_gpus:
+        return None
+    hand_over = None
+    if parallel.is_first:
+        timeout = config.engine.start_timeout
+        wait_for_file(run_dir / READY, timeout, "the engines")
+        if config.cluster.takes_turns:
+            hand_over = HandOver(fleet, mode=config.weights.pause_mode, start_timeout=timeout, folder=run_dir)
+            hand_over.give()
+    dist.barrier()
+    return hand_over

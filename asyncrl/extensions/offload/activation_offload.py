@@ -1,4 +1,4 @@
-"""Offload of activations to host memory between forward and backward (trainer.activation_offload).
+"""Offload of activations to host memory between forward and backward (offload.activations).
 
 What autograd saves in a layer is copied to pinned host memory while the next layer runs, and is freed at the end of
 that. Backward brings back a layer while it works on the one after. A rank thus holds the activations of two layers,

@@ -1,52 +1,27 @@
-"""Assembly of completions from the streaming chunks of a sample and from the continuations of an interrupted one."""
+"""A request of an episode, and its answer: put together from the streaming chunks of a sample, and from the
+continuations of an interrupted one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
-
-import msgspec
+from typing import TYPE_CHECKING, Literal
 
 from asyncrl.config.roles import POLICY
+from asyncrl.engine.stream import PASSING, ChunkMeta, StreamChunk
 from asyncrl.errors import EngineError
 from asyncrl.images import image_name
+from asyncrl.observability import intervals
+from asyncrl.observability.intervals import PREFILL, Ongoing
 from asyncrl.schema import Completion, VersionSpan
+
+if TYPE_CHECKING:
+    from asyncrl.engine.session import GenerationSession
 
 Purpose = Literal["training", "evaluation", "past"]
 """Purpose under which tokens are counted; past: tokens of roles that past versions play, in training."""
-
-
-class _Span(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _FinishReason(msgspec.Struct):
-    type: str
-    message: str | None = None
-    status_code: int | None = None  # set when the engine refused the request
-
-
-class _Meta(msgspec.Struct):
-    finish_reason: _FinishReason | None = None
-    output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
-    weight_versions: list[_Span] | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    queue_time: float | None = None  # seconds in the engine's queue, if the engine measures (--enable-metrics)
-    routed_experts: bytes | None = None  # base64 on the wire; only the last chunk has them
-
-
-class StreamChunk(msgspec.Struct):
-    """One streaming chunk: a server-sent event of /generate."""
-
-    output_ids: list[int] = []
-    meta_info: _Meta = msgspec.field(default_factory=_Meta)
-    index: int = 0
-    error: dict | None = None
 
 
 class StopStrings:
@@ -55,7 +30,8 @@ class StopStrings:
 
     def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         """`decode` returns the text of tokens, special tokens included."""
-        self._texts, self._decode = texts, decode
+        self._texts = texts
+        self._decode = decode
         self._most = max((len(text.encode()) for text in texts), default=0)  # tokens that a text may take
 
     def __bool__(self) -> bool:
@@ -77,23 +53,20 @@ class StopStrings:
         return any(one in text for one in self._texts)
 
 
-decode_piece = msgspec.json.Decoder(StreamChunk).decode
-
-
 @dataclass
-class PartialCompletion:
+class PartialAnswer:
     """The part of an answer that one request returned. Every engine served version `asked_at` when it was sent."""
 
     asked_at: int
     routed_from: int = 0  # position of the first token whose experts were requested
+    adapter: bool = False  # whether an adapter of version `asked_at` generates every token
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    last: _Meta | None = None
+    last: ChunkMeta | None = None
     broken: str | None = None
     """Reason why the stream ended before its last chunk. The versions come with that chunk, so they are inferred."""
     _ended: str | None = None
     _spans: list[VersionSpan] | None = None
-    adapter: bool = False  # whether an adapter of version `asked_at` generates every token
     received: int = 0  # tokens that arrived, including those after a stop string
 
     def add(self, piece: StreamChunk) -> int:
@@ -122,20 +95,22 @@ class PartialCompletion:
 
         Somebody restarted the engine, and the weights that generated the tokens are unknown.
         """
-        self.token_ids, self.logprobs, self.last, self._ended = [], [], None, None
+        self.token_ids = []
+        self.logprobs = []
+        self.last = None
+        self._ended = None
         self.broken = "the engine has no weights of this run"
 
     @classmethod
-    def recalled(cls, completion: Completion, routed_from: int) -> PartialCompletion:
-        """Restore a partial completion from the saved state of a run."""
+    def recalled(cls, completion: Completion, routed_from: int) -> PartialAnswer:
+        """Restore the part of an answer from the saved state of a run."""
         asked_at = completion.versions[0].version if completion.versions else 0
-        broken = "the run was resumed"
         return cls(
             asked_at,
             routed_from,
-            list(completion.token_ids),
-            list(completion.logprobs),
-            broken=broken,
+            token_ids=list(completion.token_ids),
+            logprobs=list(completion.logprobs),
+            broken="the run was resumed",
             _spans=completion.versions,
         )
 
@@ -214,31 +189,27 @@ class PartialCompletion:
         return [VersionSpan(int(one.version), one.start, min(one.end, own)) for one in told if one.start < own]
 
 
-PASSING = frozenset({408, 429, 500, 502, 503, 504})
-"""HTTP status codes of requests that may succeed later or elsewhere. Any other error is the request's own fault."""
-
-
-def joined(parts: list[PartialCompletion]) -> Completion:
-    """Join an answer and its continuations into one completion. Raises EngineError when it is not complete."""
-    return _joined(parts, parts[-1].finish_reason)
-
-
 @dataclass(eq=False)
-class Exchange:
-    """One request of an episode and the answer received so far."""
+class Request:
+    """One request of an episode, and what has come of its answer. It may take several requests to engines."""
 
+    session: GenerationSession
     context: list[int]
     limit: int  # tokens
     seed: int | None = None
-    adapter: int | None = None  # version of its adapter, if versions are adapters
     role: str = ""
-    name: str = POLICY  # its adapter
-    past: bool = False  # whether a past version plays the role
     purpose: Purpose = "training"
     images: Sequence[bytes] = ()  # in the order of their placeholders in the context
     added: int = 0  # tokens that the images take beyond their placeholders
-    parts: list[PartialCompletion] = field(default_factory=list)  # ended parts, complete or interrupted
-    live: PartialCompletion | None = None  # the part that is streaming now
+    name: str = POLICY  # its adapter
+    adapter: int | None = None  # version of its adapter, if versions are adapters
+    lora: str | None = None  # name of that version in the engines; None is the base
+    past: bool = False  # whether a past version plays the role
+    parts: list[PartialAnswer] = field(default_factory=list)  # ended parts, complete or interrupted
+    live: PartialAnswer | None = None  # the part that is streaming now
+    answered: bool = False  # whether the request to an engine has ended that is meant now
+    doing: Ongoing | None = None
+    future: asyncio.Future[Completion] | None = None  # what the agent waits for
     completion: Completion | None = None  # set once the answer is complete
 
     @property
@@ -252,6 +223,33 @@ class Exchange:
         """Names of the images in the context."""
         return [image_name(png) for png in self.images]
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the answer in the parts that have ended."""
+        return [token for part in self.parts for token in part.token_ids]
+
+    def begin(self) -> None:
+        """Record that a request is sent to an engine."""
+        self.session.activity.requests += 1
+        self.doing = self.session.activity.begin(PREFILL, self.role)
+
+    def end(self, outcome: str, changed: Mapping[int, float], answer: PartialAnswer | None = None) -> None:
+        """Record that it has ended, unless that is recorded. `changed` says when the engines got each version."""
+        if self.doing is None:
+            return
+        spans = [(span.version, span.end - span.start) for span in answer.spans()] if answer else []
+        queued = (answer.last.queue_time if answer and answer.last else None) or 0.0
+        ended = intervals.request(self.doing, time.time(), spans or [(-1, 1)], changed, queued=queued, outcome=outcome)
+        self.session.activity.close(self.doing, ended)
+        self.doing = None
+
+    def complete(self, completion: Completion) -> None:
+        """Give the agent its completion, unless it has been cancelled."""
+        self.completion = completion
+        self.parts = []
+        if self.future and not self.future.done():
+            self.future.set_result(completion)
+
     def so_far(self) -> Completion:
         """Return the completion, or the partial one with an empty finish reason.
 
@@ -264,10 +262,11 @@ class Exchange:
             under_way = replace(self.live, token_ids=list(self.live.token_ids), logprobs=list(self.live.logprobs))
             under_way.stop_at("it is under way")
             parts.append(under_way)
-        return _joined(parts, "")
+        return joined(parts, "")
 
 
-def _joined(parts: list[PartialCompletion], reason: str) -> Completion:
+def joined(parts: list[PartialAnswer], reason: str) -> Completion:
+    """Join an answer and its continuations into one completion. Raises EngineError when they do not fit together."""
     token_ids: list[int] = []
     logprobs: list[float] = []
     spans: list[VersionSpan] = []
