@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
 from asyncrl.settings import Section
+from asyncrl.user_code import load
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -198,8 +198,8 @@ class EngineHooks:
         return None
 
     def install(self, argv: Sequence[str]) -> None:
-        """Patch SGLang's modules when they are imported (importing.after_import). Called in every process of an engine,
-        before it imports sglang. `argv` is the command line, all that the process knows of the run."""
+        """Patch SGLang's modules when they are imported (import_hooks.after_import). Called in every process of an
+        engine, before it imports sglang. `argv` is the command line, all that the process knows of the run."""
 
 
 class TrainerHooks:

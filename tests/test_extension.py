@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl import extension, imports
+from asyncrl import extension, user_code
 from asyncrl.config import Config, TaskConfig, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.launch import leftovers
@@ -124,7 +124,7 @@ def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorde
 )
 def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one(old: str, new: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"set {new}.")):
-        imports.load(old, "agent")
+        user_code.load(old, "agent")
 
 
 class Wrapping(extension.Extension):

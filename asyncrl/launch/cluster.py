@@ -9,12 +9,12 @@ from typing import Protocol
 
 from asyncrl.config import Config
 from asyncrl.extension import offered
-from asyncrl.imports import load
 from asyncrl.launch.machine import count_gpus, this_node
 from asyncrl.launch.placement import Node, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.preflight.facts import MachineFacts, this_machine
 from asyncrl.launch.preflight.versions import installed
+from asyncrl.user_code import load
 
 OWN_PORTS = 2
 """Number of ports per machine that are reserved for the preflight: the last ones, which placement does not use."""

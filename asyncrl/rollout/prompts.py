@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.images import ImageRefused, ImageTokens, fitted_size
 from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
 from asyncrl.images.parts import images_in, without_images
-from asyncrl.importing import imported_without
+from asyncrl.import_hooks import imported_without
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Prompt, Template
 from asyncrl.tasks import Question, Task, ask

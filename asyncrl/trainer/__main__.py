@@ -5,7 +5,7 @@ Connects the policy, the batch source, the publisher, the checkpoints and the lo
 
 from __future__ import annotations
 
-from asyncrl import importing
+from asyncrl import import_hooks
 
 # isort: split
 import json
@@ -53,7 +53,7 @@ from asyncrl.weights.publisher import VersionPublisher  # noqa: E402
 
 def main(run_dir: Path) -> None:
     """Train one run on this rank."""
-    importing.done()
+    import_hooks.done()
     rank = join(run_dir)
     config, addresses, parallel = rank.config, rank.addresses, rank.parallel
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)

@@ -43,8 +43,8 @@ from asyncrl.config.lora import LoraConfig
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError
 from asyncrl.extension import offered
-from asyncrl.imports import load
 from asyncrl.parallel import Parallel, from_all
+from asyncrl.user_code import load
 from asyncrl.weights.layouts import QKV, ROW, Dims, of_rank
 from asyncrl.weights.names import module_of
 from asyncrl.weights.reshard import LinearShard, Resharder
