@@ -172,7 +172,7 @@ class Config(Section):
     @property
     def transport(self) -> extension.OfferedTransport | None:
         """Return the extension's transport that the run uses; None for one of the core."""
-        return extension.transports(self.extensions).get(self.weights.transport)
+        return extension.offered("transports", self.extensions).get(self.weights.transport)
 
     @property
     def sends_files(self) -> bool:

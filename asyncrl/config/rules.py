@@ -103,12 +103,12 @@ def _modes(config: Config) -> Iterator[Rule]:
 
 def _names(config: Config) -> Iterator[Rule]:
     """Yield the rules of names that extensions add to."""
-    transports = [*TRANSPORTS, *extension.transports(config.extensions)]
+    transports = [*TRANSPORTS, *extension.offered("transports", config.extensions)]
     why = f"Must be one of {', '.join(transports)}."
     yield "weights.transport", config.weights.transport not in transports, why
-    bases = ["none", *extension.bases()]
+    bases = ["none", *extension.offered("bases")]
     yield "trainer.lora.base", config.trainer.lora.base not in bases, f"Must be one of {', '.join(bases)}."
-    launchers = ["local", *extension.clusters(config.extensions)]
+    launchers = ["local", *extension.offered("clusters", config.extensions)]
     why = f"No extension that is installed has this cluster: choose one of {launchers}."
     yield "cluster.launcher", config.cluster.launcher not in launchers, why
 

@@ -13,13 +13,13 @@ from asyncrl import tasks
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extension import active
-from asyncrl.imports import announced
 from asyncrl.launch.engine_shape import check_shape
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.families import family_of
 from asyncrl.models.vision import deepstack, image_shape
 from asyncrl.platforms import without_gpu
 from asyncrl.tasks.scores import rewards
+from asyncrl.user_code import announced
 from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
 

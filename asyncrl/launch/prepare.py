@@ -44,7 +44,7 @@ class Preparation:
         self.key = run_key(config)
         self.hooks = [one.launch() for one in active(config).values()]
         self.announced: list[object] = []
-        """What tasks, rewards and agents announced for the checks of extensions (imports.announce)."""
+        """What tasks, rewards and agents announced for the checks of extensions (user_code.announce)."""
         self.nodes: Sequence[Node] = ()
         self._placement: Placement | None = None
         self.folders: dict[str, Path] = {}

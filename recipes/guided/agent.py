@@ -28,7 +28,7 @@ from asyncrl.agents.playing import (
 from asyncrl.envs.env import Question, awaited
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
+from asyncrl.user_code import load
 from asyncrl.schema import Generate, Message, Prompt, Trajectory
 
 Guide = Callable[[Question, list[Message]], str | Awaitable[str]]

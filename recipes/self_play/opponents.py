@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.imports import load
+from asyncrl.user_code import load
 from asyncrl.schema import Message
 
 if TYPE_CHECKING:

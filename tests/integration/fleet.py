@@ -39,7 +39,7 @@ from asyncrl.schema import Completion
 from tests.integration.publisher import publish
 
 PROMPT, EOS = [12, 1, 2, 3, 11], 10
-OF_EXTENSIONS = tuple(extension.transports({}))
+OF_EXTENSIONS = tuple(extension.offered("transports"))
 """Transports of extensions that are there, which go through the tests of all transports."""
 EVERY_WAY = ("tensor", "distributed", "disk", *OF_EXTENSIONS)
 LOADER = tuple(f"weights.transport={name}" for name in OF_EXTENSIONS[-1:])

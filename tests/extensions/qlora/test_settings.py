@@ -13,7 +13,7 @@ from asyncrl.platforms import here
 here().prepare_trainer()
 
 from asyncrl.errors import ConfigError  # noqa: E402
-from asyncrl.extension import bases  # noqa: E402
+from asyncrl.extension import offered  # noqa: E402
 from asyncrl.extensions.qlora.packed import quantize  # noqa: E402
 from asyncrl.extensions.qlora.stored import QuantizedBase  # noqa: E402
 from asyncrl.launch import layers  # noqa: E402
@@ -62,5 +62,5 @@ def test_only_megatrons_own_layers_compute_with_it(monkeypatch: pytest.MonkeyPat
 def test_planned_bytes_are_those_of_codes_and_scales(kind: Any) -> None:
     lora = tiny_config(**BASE | {"trainer.lora.base": kind}).trainer.lora
     weight = torch.randn(128, 256)
-    assert quantize(weight, kind).nbytes == weight.numel() * bases()[kind].bytes
+    assert quantize(weight, kind).nbytes == weight.numel() * offered("bases")[kind].bytes
     assert isinstance(base_format(lora), QuantizedBase)

@@ -61,7 +61,7 @@ def test_setting_that_does_not_fit_is_refused(changes: dict[str, Any], field: st
 
 
 def test_no_transport_of_an_extension_carries_codes() -> None:
-    for name in extension.transports({}):
+    for name in extension.offered("transports"):
         with pytest.raises(ConfigError, match=r"set auto or disk, or quantized\.format=int8_simulated"):
             tiny_config(**{FIELD: "int8", "engine.dtype": "bfloat16", "weights.transport": name})
         tiny_config(**{FIELD: "int8_simulated", "weights.transport": name})

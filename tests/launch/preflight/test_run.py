@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from asyncrl.config import load
 from asyncrl.errors import LaunchError
 from asyncrl.extension import Extension, LaunchHooks
-from asyncrl.imports import announce
 from asyncrl.launch.cluster import Cluster, cluster_of
 from asyncrl.launch.main import main
 from asyncrl.launch.placement import Placement
@@ -31,6 +30,7 @@ from asyncrl.launch.preflight.weights import packed
 from asyncrl.launch.prepare import Preparation
 from asyncrl.models import catalog
 from asyncrl.rollout.questions import look
+from asyncrl.user_code import announce
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import Machines, compose_values, tiny_config, with_scorer
 from tests.forks import forked
