@@ -70,6 +70,9 @@ def _check_serving(config: Config, hf: dict[str, Any]) -> None:
     of = family_of(hf)
     for found, remedy in of.serving.unsupported(hf):
         raise ConfigError("model.path", found, remedy)
+    if hf.get("quantization_config"):
+        remedy = "Trainers read FP8, but engines would keep it: asyncrl-convert dequantize FOLDER OUT, and set OUT."
+        raise ConfigError("model.path", "quantization_config", remedy)
     context = int(config.engine.server_args.get("context_length") or hf.get("max_position_embeddings", 0))
     longest = of.serving.longest(hf)
     if longest and context > longest:
