@@ -18,7 +18,7 @@ REST_SECONDS = 5.0
 
 
 async def pause(number: int, *, first: float = FIRST_DELAY, longest: float = LONGEST_DELAY) -> None:
-    """Wait before another attempt. `number` counts the earlier pauses. The first one takes at most `first` seconds, each
+    """Wait before another attempt. `number` counts the earlier pauses. The first takes at most `first` seconds, each
     further one up to twice as long as that before it, and none more than `longest`."""
     delay = min(longest, first * 2 ** min(number, 16))
     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
