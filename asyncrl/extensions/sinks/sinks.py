@@ -108,7 +108,7 @@ class Wandb:
         import wandb
 
         given = dict(arguments)
-        common = {"project": "asyncrl", "name": config.run.name, "resume": "allow"}
+        common: dict[str, Any] = {"project": "asyncrl", "name": config.run.name, "resume": "allow"}
         common |= {"config": json.loads(config.model_dump_json())}
         settings = wandb.Settings(console="off", disable_git=True, silent=True)
         if key := given.pop("api_key", None):
