@@ -48,6 +48,13 @@ START = 400.0
 """Time limit for engines to start in seconds: many times what they take on an idle machine."""
 
 
+def logprobs(model: torch.nn.Module, answer: list[int]) -> torch.Tensor:
+    """Return the log-probabilities of an answer's tokens, computed by transformers."""
+    with torch.no_grad():
+        every = model(torch.tensor([PROMPT + answer])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    return every.gather(1, torch.tensor(answer)[:, None])[:, 0]
+
+
 class Engines:
     """Started processes by name, which tests may kill and start again."""
 

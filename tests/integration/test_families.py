@@ -25,9 +25,8 @@ from tests.integration.families import (
     launch,
     written,
 )
-from tests.integration.fleet import ask, engines, reloaded, settings
+from tests.integration.fleet import ask, engines, logprobs, reloaded, settings
 from tests.integration.publisher import SeededWeights, make, publish
-from tests.integration.test_engine_shapes import logprobs
 
 pytestmark = pytest.mark.integration
 
