@@ -10,11 +10,10 @@ from typing import Protocol
 from asyncrl.config import Config
 from asyncrl.extension import clusters
 from asyncrl.imports import load
-from asyncrl.launch.machine import count_gpus, this_node
+from asyncrl.launch.checks.versions import installed
+from asyncrl.launch.machine import MachineFacts, count_gpus, this_machine, this_node
 from asyncrl.launch.placement import Node, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.preflight.facts import MachineFacts, this_machine
-from asyncrl.launch.preflight.versions import installed
 
 OWN_PORTS = 2
 """Number of ports per machine that are reserved for the preflight: the last ones, which placement does not use."""

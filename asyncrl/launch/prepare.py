@@ -15,14 +15,15 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Planned, active, first
 from asyncrl.launch import layers, precision, resume
-from asyncrl.launch.attached import attached_dtype, check_attached, run_key
-from asyncrl.launch.checks import check_devices, check_files, check_model, check_platforms
+from asyncrl.launch.checks.engines import attached_dtype, check_attached, check_generations, run_key
+from asyncrl.launch.checks.machines import check_devices, check_platforms
+from asyncrl.launch.checks.model import check_model
+from asyncrl.launch.checks.model_files import Weight
+from asyncrl.launch.checks.tasks import check_files
 from asyncrl.launch.cluster import Cluster
-from asyncrl.launch.generations import check_generations
+from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.placement import Node, Placement, imagined, job_size, place
 from asyncrl.launch.precision import Precision
-from asyncrl.launch.preflight.facts import MachineFacts
-from asyncrl.launch.preflight.model_files import Weight
 from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.resume import Resume
 from asyncrl.models import catalog

@@ -17,7 +17,7 @@ from asyncrl.config import Config, rules
 from asyncrl.config.rules import Rule, require
 from asyncrl.config.running import TRANSPORTS
 from asyncrl.errors import ConfigError
-from asyncrl.launch.engine_shape import check_shape
+from asyncrl.launch.checks.model import check_shape
 from tests.fakes import JOB, tiny_config
 
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
@@ -49,7 +49,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "_group_sizes": [{"algo.advantage": "grpo"}],
     "_extensions": [{}],
     "_signal": [{"algo.advantage": "none"}],
-    "engine_shape": [
+    "_shape": [
         base | {"engine.tensor_parallel": 2, f"engine.{size}_parallel": 2}
         for base in ({}, LORA)
         for size in ("expert", "data", "pipeline")
@@ -94,7 +94,7 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
         *({"task.kind": "hf", "task.dataset": "d", "task.train_split": split} for split in ("test", None)),
         FILE,
     ],
-    "engine_shape": [{"algo.routing_replay": "R3"}],
+    "_shape": [{"algo.routing_replay": "R3"}],
     "auto_plan": [{**JOB, "cluster.trainer_nodes": 1}],
 }
 """Settings by subject that break rules whose cause is in other fields than the one that they name."""
@@ -151,10 +151,11 @@ class Rules:
 
     def _instead(self, module: str) -> Any:
         def note(section: Any, found: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
-            inside = module.startswith("asyncrl.config")
-            subject = getattr(found, "__name__", "") if inside else module.rpartition(".")[2]
-            self.note(subject, sys._getframe(1).f_lineno, prefix, found)
-            if not inside:
+            subject = getattr(found, "__name__", "")
+            self.note(
+                subject if subject in BASES else module.rpartition(".")[2], sys._getframe(1).f_lineno, prefix, found
+            )
+            if not module.startswith("asyncrl.config"):
                 raise Recorded
 
         return note
@@ -162,7 +163,7 @@ class Rules:
 
 def with_rules() -> list[str]:
     """Return the modules that state rules."""
-    states = re.compile(r"config\.rules import require$|def require\(section", re.MULTILINE)
+    states = re.compile(r"config\.rules import (Rule, )?require$|def require\(section", re.MULTILINE)
     files = [file for file in ROOT.rglob("*.py") if states.search(file.read_text())]
     return [".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__") for file in files]
 
@@ -208,7 +209,7 @@ def outside(module: str, config: Config | None) -> None:
     """Run the checks of a module that looks at more than the configuration."""
     if config is None:
         return
-    if module == "engine_shape":
+    if module == "_shape":
         for hf, experts in ((LLAMA, 0), (SEEING, 3)):
             with suppress(Recorded):
                 check_shape(config, hf, experts)

@@ -14,8 +14,8 @@ import pytest
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError
 from asyncrl.jsonl import append
-from asyncrl.launch import checks
-from asyncrl.launch.checks import check_sinks
+from asyncrl.launch.checks import tasks as checks
+from asyncrl.launch.checks.tasks import check_sinks
 from asyncrl.metrics import sinks as module
 from asyncrl.metrics.fields import STEP
 from asyncrl.metrics.record import StepLog

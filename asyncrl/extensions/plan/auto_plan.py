@@ -29,8 +29,8 @@ from asyncrl.extensions.plan.model_splits import HARDWARE
 from asyncrl.extensions.plan.report import overrides, report
 from asyncrl.extensions.plan.search import NEAR, Choices, GpuSplit, in_play, search
 from asyncrl.launch import precision
+from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, imagined, place
-from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.resume import origins
 from asyncrl.network.addresses import PLAN

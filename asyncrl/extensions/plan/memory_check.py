@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.extensions.plan.memory import away, turns
+from asyncrl.launch.checks.findings import Finding, error, ok, warning
+from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.placement import Placement, Seat
-from asyncrl.launch.preflight.facts import MachineFacts
-from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
 CERTAIN = 0.5
 """Fraction of the estimated activations that is certainly needed; the rest only leads to a warning."""

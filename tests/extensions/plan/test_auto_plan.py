@@ -15,8 +15,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.extensions.plan import auto_plan
 from asyncrl.extensions.plan.auto_plan import Devices, RunPlan, applied, devices_of, kept, make, recorded
 from asyncrl.extensions.plan.cli import main
+from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, imagined, place
-from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.metrics.console import planned_line
 from asyncrl.metrics.fields import SUMMARY_PLAN
 from asyncrl.metrics.record import plan_figures

@@ -17,7 +17,7 @@ from asyncrl.extension import bases  # noqa: E402
 from asyncrl.extensions.qlora.packed import quantize  # noqa: E402
 from asyncrl.extensions.qlora.stored import QuantizedBase  # noqa: E402
 from asyncrl.launch import layers  # noqa: E402
-from asyncrl.launch.checks import check_model  # noqa: E402
+from asyncrl.launch.checks.model import check_model  # noqa: E402
 from asyncrl.trainer.lora import base_format  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 

@@ -1,16 +1,29 @@
-"""Checks of engines that are already running (engine.urls): the arguments they must have been started with."""
+"""Checks of engines: those that run already (engine.urls), fields of requests, kinds of GPUs, and the transport of new
+weights to them."""
 
 from __future__ import annotations
 
+import ast
+import difflib
 import os
 import secrets
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from asyncrl.config import Config
+from asyncrl.config import Config, on_gpu
+from asyncrl.config.lora import resident_adapters
 from asyncrl.engine.server import adapter_args
 from asyncrl.errors import ConfigError
+from asyncrl.extension import active
+from asyncrl.launch.checks.findings import Finding, error, ok
+from asyncrl.launch.checks.model_files import BYTES, Weight
+from asyncrl.launch.machine import MachineFacts
+from asyncrl.launch.placement import Node, Placement, Seat
+from asyncrl.weights.choice import choose
 
 KEY = "ASYNCRL_API_KEY"
 FIELD = "engine.urls"
@@ -92,3 +105,70 @@ def _ask(url: str, path: str, key: str) -> dict[str, Any]:
         raise ConfigError(FIELD, url, f"It answers {response.status_code} to {path}: is it SGLang?")
     told: dict[str, Any] = response.json()
     return told
+
+
+def check_request_fields(config: Config) -> None:
+    """Refuse fields of requests that SGLang does not know, and would ignore. They are read from its source, since its
+    import takes seconds."""
+    spec = find_spec("sglang") if config.engine.request_fields else None
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        tree = ast.parse(Path(folder, "srt/managers/io_struct.py").read_text())
+        (known,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "GenerateReqInput")
+        names = [ast.unparse(one.target) for one in known.body if isinstance(one, ast.AnnAssign)]
+        for name, value in config.engine.request_fields.items():
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                remedy = "Requests to SGLang's /generate have no such field" + (
+                    f": did you mean {near[0]}?" if near else "."
+                )
+                raise ConfigError(f"engine.request_fields.{name}", value, remedy)
+
+
+def check_generations(
+    config: Config, seats: Iterable[Seat], nodes: Sequence[Node], machines: Sequence[MachineFacts]
+) -> None:
+    """Refuse settings with which an engine dies at its start, or at its second version, on the GPUs of its seats.
+    `machines` has what is known of `nodes`, in their order. Raises ConfigError."""
+    known = {node.name: machine for node, machine in zip(nodes, machines, strict=False)}
+    placed = [(known[seat.node.name], seat.visible.split(",")) for seat in seats if seat.node.name in known]
+    for gpu in sorted({one.name for machine, visible in placed for one in machine.visible(visible)}):
+        for extension in active(config).values():
+            for problem in extension.launch().check_gpu(config, gpu):
+                raise problem
+
+
+def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], gpus: int) -> list[Finding]:
+    """Report the transport, the reason for it, and the size of a publish. `gpus` is per machine, as in
+    addresses.json."""
+    if config.mode != "train" or not placement.trainers:
+        return []
+    engines, gpu = (*placement.urls()["engines"], *config.engine.urls), on_gpu(config.trainer, gpus)
+    hosts = {seat.node.address for seat in placement.trainers}
+    try:
+        host = hosts.pop() if len(hosts) == 1 else ""  # as weights/publish.py receives it
+        shared, gpu = config.cluster.shares_gpus, gpu and not config.serves_adapters
+        chosen, why = choose(config.weights.transport, engines, host, gpu=gpu, shared=shared)
+    except ConfigError as problem:
+        return [error(problem.field, str(problem.value), problem.remedy)]
+    if config.serves_adapters:
+        carried = "adapters in shared memory" if chosen == "tensor" else "adapters as PEFT folders"
+        text = f"{carried}: {why}; at most {resident_adapters(config)} in each engine"
+        return [ok("weights.transport", text)]
+    item = BYTES[config.trainer.dtype]
+    sizes = [one.elements * item for one in weights]
+    count = len(packed(sizes, config.weights.bucket_mb << 20))
+    text = f"{chosen}: {why}; {sum(sizes) / 1e9:.3g} GB per publish, in about {count} bucket(s)"
+    return [ok("weights.transport", text)]
+
+
+def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
+    """Return the bytes and the number of tensors of each bucket, in order, as weights/bucket.py plans them. A larger
+    tensor gets a bucket of its own."""
+    found: list[tuple[int, int]] = []
+    for size in sizes:
+        filled, count = found[-1] if found else (limit, 0)
+        if not found or filled + size > limit:
+            found.append((size, 1))
+        else:
+            found[-1] = (filled + size, count + 1)
+    return found

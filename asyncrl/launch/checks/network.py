@@ -8,12 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config import Config
+from asyncrl.launch.checks.findings import Finding, error, ok
+from asyncrl.launch.checks.node_programs import AllReduce, Reach, parse
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Node, Placement
-from asyncrl.launch.preflight.allreduce import AllReduce
-from asyncrl.launch.preflight.findings import Finding, error, ok
-from asyncrl.launch.preflight.node_report import parse
-from asyncrl.launch.preflight.reach import Reach
 
 REACH_SECONDS, SUM_SECONDS = 30.0, 60.0
 """Deadlines on the machines, once the programs have been started there."""
@@ -114,3 +113,19 @@ def check_allreduce(told: AllReduce, answers: Mapping[str, Mapping[str, Any]]) -
     slowest = max(float(answers[name]["seconds"]) for name in told.names)
     text = f"4 MiB over {told.backend} between {len(told.names)} machines in {slowest * 1000:.1f} ms ({used})"
     return [ok("all-reduce", text)]
+
+
+def check_shared(
+    config: Config, missing: Mapping[str, Sequence[str]], folder: str, models: Mapping[str, str]
+) -> list[Finding]:
+    """Check that all machines see the run folder, the folder of published files, and the model folders.
+    `models` maps model folders to their settings; `missing` maps each machine to the folders that it does not see."""
+    found = []
+    for machine, paths in sorted(missing.items()):
+        for path in paths:
+            files = config.sends_files or config.serves_adapters
+            by_files = path == folder and files
+            field = models.get(path) or ("weights.folder" if by_files else "run.dir")
+            text = f"on {machine}, {path} is not the folder that the first machine sees"
+            found.append(error(field, text, "Choose a folder on a file system that all machines of the job share."))
+    return found

@@ -18,23 +18,22 @@ from asyncrl.config import load
 from asyncrl.errors import LaunchError
 from asyncrl.extension import Extension, LaunchHooks
 from asyncrl.imports import announce
+from asyncrl.launch.checks import network, versions
+from asyncrl.launch.checks.engines import packed
+from asyncrl.launch.checks.findings import Finding, error, failed
+from asyncrl.launch.checks.model_files import INDEX, read_model
+from asyncrl.launch.checks.node_programs import AllReduce, Reach
+from asyncrl.launch.checks.run import preflight, require
 from asyncrl.launch.cluster import Cluster, cluster_of
 from asyncrl.launch.main import main
 from asyncrl.launch.placement import Placement
-from asyncrl.launch.preflight import network, versions
-from asyncrl.launch.preflight.allreduce import AllReduce
-from asyncrl.launch.preflight.findings import Finding, error, failed
-from asyncrl.launch.preflight.model_files import INDEX, read_model
-from asyncrl.launch.preflight.reach import Reach
-from asyncrl.launch.preflight.run import preflight, require
-from asyncrl.launch.preflight.weights import packed
 from asyncrl.launch.prepare import Preparation
 from asyncrl.models import catalog
 from asyncrl.rollout.questions import look
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import Machines, compose_values, tiny_config, with_scorer
 from tests.forks import forked
-from tests.launch.preflight.worlds import TENSORS, found, job, machine, nodes, write_model, write_shard
+from tests.launch.checks.worlds import TENSORS, found, job, machine, nodes, write_model, write_shard
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
