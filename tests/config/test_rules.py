@@ -107,6 +107,7 @@ EVERYWHERE: list[dict[str, Any]] = [
 ]
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "tie_word_embeddings": True}
+DENSE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1, "mlp_only_layers": [0]}
 SEEING: dict[str, Any] = {
     "architectures": ["SomeForConditionalGeneration"],
     "num_hidden_layers": 1,
@@ -210,7 +211,7 @@ def outside(module: str, config: Config | None) -> None:
     if config is None:
         return
     if module == "_shape":
-        for hf, experts in ((LLAMA, 0), (SEEING, 3)):
+        for hf, experts in ((LLAMA, 0), (SEEING, 3), (DENSE, 4)):
             with suppress(Recorded):
                 check_shape(config, hf, experts)
     if module == "auto_plan":

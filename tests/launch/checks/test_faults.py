@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from asyncrl.launch.checks.weights import check_shared, check_sync
 
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.launch.checks.engines import check_sync
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.checks.machines import check_gpus, check_idle
 from asyncrl.launch.checks.model_files import Weight, check_model_files, read_model
-from asyncrl.launch.checks.network import check_allreduce, check_ports, check_reach
+from asyncrl.launch.checks.network import check_allreduce, check_ports, check_reach, check_shared
 from asyncrl.launch.checks.node_programs import AllReduce, Reach
 from asyncrl.launch.checks.versions import check_gpu_engines, check_gpu_trainers, check_versions, pinned
 from asyncrl.launch.placement import place
