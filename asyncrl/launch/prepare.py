@@ -14,7 +14,7 @@ from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Planned, active, first
-from asyncrl.launch import layers, precision, resume
+from asyncrl.launch import precision, resume
 from asyncrl.launch.checks.engines import attached_dtype, check_attached, check_generations, run_key
 from asyncrl.launch.checks.machines import check_devices, check_platforms
 from asyncrl.launch.checks.model import check_model
@@ -181,7 +181,7 @@ class Preparation:
         models = {part: measurable[role] for part, role in roles.items() if role in measurable}
         before = self.origin.manifest.config if self.origin else precision.recorded(self.config, self.run_dir)
         attached = attached_dtype(self.config, self.key)
-        config = layers.resolve(self.config, self.gpus, before)
+        config = precision.resolve_layers(self.config, self.gpus, before)
         if "model" in self.hf:
             config, self.lora = choose_lora(config, self.hf["model"], self.gpus)
         self.chosen = precision.resolve(
