@@ -34,7 +34,7 @@ from asyncrl.config.running import (
 )
 from asyncrl.config.secret_values import Parameters, secrets
 from asyncrl.config.tasks import EvalConfig, TaskConfig
-from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
+from asyncrl.config.training import ModelConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.removed import MOVED_SETTINGS, removal
 from asyncrl.settings import Name, Section
@@ -43,14 +43,10 @@ __all__ = [
     "AgentsConfig",
     "AlgoConfig",
     "AuxiliaryModelConfig",
-    "CheckpointConfig",
     "ClusterConfig",
     "Config",
     "EngineConfig",
     "EvalConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "OptimizerConfig",
     "PastConfig",
     "ReplayConfig",
     "RolloutConfig",

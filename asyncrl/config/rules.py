@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from asyncrl import extension
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
@@ -12,29 +12,10 @@ from asyncrl.algo.loss import LOSSES, LossTraits
 from asyncrl.config.lora import LINEARS, adapter_targets, resident_adapters
 from asyncrl.config.roles import POLICY
 from asyncrl.config.running import TRANSPORTS, USABLE
-from asyncrl.errors import ConfigError
-from asyncrl.settings import Choice, Section
+from asyncrl.settings import Choice, Rule, require, value_of
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-
-Rule = tuple[str, bool, str] | tuple[str, Any, bool, str]
-"""Field, whether its value breaks the rule, and the remedy. To show another value than the field's, it comes second."""
-
-
-def require(section: Section, rules: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
-    """Raise ConfigError for the first rule that is broken. `otherwise` is appended to its remedy, and `prefix` goes
-    before its field, which is one of `section`."""
-    for field, *shown, broken, remedy in rules:
-        if broken:
-            value = shown[0] if shown else _value(section, field)
-            raise ConfigError(f"{prefix}{field}", value, f"{remedy}{otherwise}")
-
-
-def _value(section: Any, field: str) -> Any:
-    for name in field.split("."):
-        section = section.get(name) if isinstance(section, dict) else getattr(section, name)
-    return section.name if isinstance(section, Choice) else section
 
 
 def check_settings(config: Config) -> None:
@@ -420,7 +401,7 @@ def _extensions(config: Config) -> Iterator[Rule]:
     yield "algo.kl.reference", config.algo.kl.reference not in references, why
     served = {field for one in active for field in one.serves}
     for field in ("replay.schedule", "replay.compare"):
-        yield field, bool(_value(config, field)) and field not in served, extension.NOBODY
+        yield field, bool(value_of(config, field)) and field not in served, extension.NOBODY
 
 
 def _signal(config: Config) -> Iterator[Rule]:

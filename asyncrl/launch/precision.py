@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, on_gpu
-from asyncrl.config.rules import Rule, require
 from asyncrl.errors import LaunchError
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Placement, Seat
 from asyncrl.launch.resume import origins
 from asyncrl.platforms import DTYPES, Rates, without_gpu
+from asyncrl.settings import Rule, require
 
 AUTO = "auto"
 SLOW = 1.5

@@ -19,10 +19,11 @@ from asyncrl.algo.samples import build_samples
 from asyncrl.algo.shaping import shaped, trainable
 from asyncrl.algo.table import TokenTable, TrainingTable, build_table
 from asyncrl.config import Config
-from asyncrl.config.rules import require, traits_rules
+from asyncrl.config.rules import traits_rules
 from asyncrl.errors import RecordError
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
+from asyncrl.settings import require
 from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head

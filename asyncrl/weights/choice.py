@@ -8,9 +8,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.config import Config, on_gpu
-from asyncrl.config.rules import adapter_rules, require
+from asyncrl.config.rules import adapter_rules
 from asyncrl.errors import ConfigError
 from asyncrl.extension import active
+from asyncrl.settings import require
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 DENSE = (

@@ -8,8 +8,9 @@ import pytest
 
 from asyncrl.algo.advantage import AdvantageTraits
 from asyncrl.algo.loss import LossTraits
-from asyncrl.config.rules import require, traits_rules
+from asyncrl.config.rules import traits_rules
 from asyncrl.errors import ConfigError
+from asyncrl.settings import require
 from tests.fakes import reusing, tiny_config
 
 PARTS = {"rollout.batch_groups": 4, "trainer.batch_parts": 4}

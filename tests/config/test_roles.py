@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from asyncrl.config import Config
 from asyncrl.config.lora import resident_adapters
 from asyncrl.config.roles import PastConfig
-from asyncrl.config.rules import require
 from asyncrl.engine.adapters import AdapterUse
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.model import _roles
+from asyncrl.settings import require
 from tests.fakes import tiny_config
 
 OVERLAP = {"trainer.overlap_grad_reduce": True, "trainer.data_parallel": 2}

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from asyncrl.config import Config, TrainerConfig
-from asyncrl.config.rules import Rule, require
 from asyncrl.errors import ConfigError
 from asyncrl.extension import active
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.vision import deepstack, image_shape
+from asyncrl.settings import Rule, require
 from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
 

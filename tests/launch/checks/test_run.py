@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import load
-from asyncrl.errors import LaunchError
+from asyncrl.config import Config, load
+from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extension import Extension, LaunchHooks
 from asyncrl.imports import announce
 from asyncrl.launch.checks import network, versions
@@ -69,6 +69,10 @@ class Checking(Extension):
 
 
 class CheckingHooks(LaunchHooks):
+    def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
+        if gpus:
+            yield ConfigError("gpus", gpus, "Use none.")
+
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         yield error("servers", f"{prepared.announced} on {len(prepared.nodes)} machine", "Start them.")
 
@@ -108,6 +112,13 @@ def test_an_extension_checks_what_a_task_announces_and_keeps_its_own(tmp_path: P
     assert (tmp_path / "run" / "servers.json").read_text() == '["engine", "trainer"]'
     announce("nobody listens")
     assert prepared.announced == ["a server"]
+
+
+def test_an_extension_checks_the_model_with_the_number_of_gpus_that_the_run_has(tmp_path: Path) -> None:
+    extensions = {"checking": f"{__name__}:Checking"}
+    for gpus in (0, 8):
+        findings = found(job(extensions=extensions, **{"cluster.gpus": gpus, "cluster.nodes": 2}), tmp_path)
+        assert ("gpus" in findings) == (gpus > 0)
 
 
 LONG = [{"prompt": "1" * (70 if row % 10 == 3 else 1 + row % 9), "answer": "1"} for row in range(40)]
