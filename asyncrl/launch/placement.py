@@ -88,7 +88,8 @@ class _Room:
     """The unassigned GPUs and ports of a node."""
 
     def __init__(self, node: Node, cluster: ClusterConfig) -> None:
-        self.node, self._scheme = node, "https" if cluster.tls else "http"
+        self.node = node
+        self._scheme = "https" if cluster.tls else "http"
         self.free = list(range(len(node.gpus)))
         self._ports: Iterator[int] = iter(node.ports)
 

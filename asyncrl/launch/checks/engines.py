@@ -39,13 +39,13 @@ def check_attached(config: Config, key: str) -> None:
     """Query each attached engine, unless the run is a replay. Raises ConfigError if one does not answer, rejects the
     API key, or was started with other arguments."""
     for url in config.engine.urls if config.mode != "replay" else ():
-        told = _ask(url, "/server_info", key)
+        info = _ask(url, "/server_info", key)
         for name, wanted in wanted_of(config).items():
-            if told.get(name) != wanted:
+            if info.get(name) != wanted:
                 values = [] if wanted is True or wanted is None else wanted if isinstance(wanted, list) else [wanted]
                 flag = " ".join([f"--{name.replace('_', '-')}", *map(str, values)])
                 how = "without" if wanted is None else "with"
-                raise ConfigError(FIELD, url, f"Its {name} is {told.get(name)!r}: start it {how} {flag}.")
+                raise ConfigError(FIELD, url, f"Its {name} is {info.get(name)!r}: start it {how} {flag}.")
         version = str(_ask(url, "/model_info", key).get("weight_version"))
         if config.mode == "rollout_only" and not version.isdigit():  # nobody will assign another version
             remedy = f"Its weight_version is {version!r}, which is not a number: start it with --weight-version 0."
@@ -78,7 +78,7 @@ def wanted_of(config: Config) -> dict[str, Any]:
         "tp_size": engine.tensor_parallel,
         "incremental_streaming_output": True,
         **({"disable_overlap_schedule": True} if overlaps else {}),
-        **({**shape, **replicated, "speculative_algorithm": None} if publishes else {}),  # as in checks.py
+        **({**shape, **replicated, "speculative_algorithm": None} if publishes else {}),  # as in checks/model.py
         **({"custom_weight_loader": [config.weight_loader]} if config.weight_loader else {}),
         **_adapters_of(config),
         **({"enable_return_routed_experts": True} if config.algo.routing_replay == "R3" else {}),
@@ -103,8 +103,8 @@ def _ask(url: str, path: str, key: str) -> dict[str, Any]:
         raise ConfigError(FIELD, url, remedy)
     if response.status_code != 200:
         raise ConfigError(FIELD, url, f"It answers {response.status_code} to {path}: is it SGLang?")
-    told: dict[str, Any] = response.json()
-    return told
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 def check_request_fields(config: Config) -> None:

@@ -225,30 +225,35 @@ class AllReduce(NodeProgram):
         os._exit(0)  # the process group of a failed collective may never shut down
 
 
-def _sum(told: AllReduce, me: str) -> float:
+def _sum(program: AllReduce, me: str) -> float:
     """Return the seconds of the second sum; the first also sets up the connections. Raises ValueError for a wrong
     sum."""
     import torch  # imported before the deadline starts: on a slow file system it may take long
     import torch.distributed as dist
 
-    end_after(told.seconds + GRACE_SECONDS, {"node": me, "problem": f"it did not finish within {told.seconds:.0f} s"})
-    rank = told.names.index(me)
-    left = timedelta(seconds=told.seconds)
+    end_after(
+        program.seconds + GRACE_SECONDS, {"node": me, "problem": f"it did not finish within {program.seconds:.0f} s"}
+    )
+    rank = program.names.index(me)
+    left = timedelta(seconds=program.seconds)
     stores.bind()
     dist.init_process_group(
-        told.backend,
-        init_method=f"tcp://{told.address}:{told.port}",
+        program.backend,
+        init_method=f"tcp://{program.address}:{program.port}",
         rank=rank,
-        world_size=len(told.names),
+        world_size=len(program.names),
         timeout=left,
     )
-    device = torch.device("cuda", 0) if told.backend == "nccl" else torch.device("cpu")
+    device = torch.device("cuda", 0) if program.backend == "nccl" else torch.device("cpu")
     seconds = 0.0
     for _ in range(2):
         numbers = torch.full((NUMBERS,), float(rank + 1), device=device)
         began = time.monotonic()
         dist.all_reduce(numbers)
-        found, right = float(numbers[0]), sum(range(1, len(told.names) + 1))  # reading the value waits for the device
+        found, right = (
+            float(numbers[0]),
+            sum(range(1, len(program.names) + 1)),
+        )  # reading the value waits for the device
         seconds = time.monotonic() - began
         if found != right:
             raise ValueError(f"the sum is {found} instead of {right}")
@@ -256,5 +261,5 @@ def _sum(told: AllReduce, me: str) -> float:
 
 
 if __name__ == "__main__":
-    program: type[Reach] | type[AllReduce] = {"Reach": Reach, "AllReduce": AllReduce}[sys.argv[1]]
-    program(**json.loads(sys.argv[2])).run()
+    kind: type[Reach] | type[AllReduce] = {"Reach": Reach, "AllReduce": AllReduce}[sys.argv[1]]
+    kind(**json.loads(sys.argv[2])).run()
