@@ -223,7 +223,7 @@ def traits_rules(config: Config, advantage: AdvantageTraits, loss: LossTraits) -
     in_parts = config.trainer.batch_parts > 1
     why = f"It needs the whole batch. {WHOLE}"
     yield "algo.advantage", in_parts and (advantage.whole_batch or advantage.critic), why
-    yield "algo.loss", in_parts and loss.selection, f"Its choice of tokens needs the whole batch. {WHOLE}"
+    yield "algo.loss", in_parts and loss.selection is not None, f"Its choice of tokens needs the whole batch. {WHOLE}"
 
 
 def _overlap(config: Config) -> Iterator[Rule]:
