@@ -20,7 +20,7 @@ from typing import Any
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch.cluster import Cluster
-from asyncrl.launch.placement import Placement, Seat
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.resume import origins
 from asyncrl.platforms import DTYPES, Rates, without_gpu
 from asyncrl.settings import Rule, require
@@ -227,11 +227,8 @@ def _shape(hf: dict[str, Any]) -> str:
 def _machines(placement: Placement, part: str) -> list[str]:
     """Return the machines of a part. Attached engines cannot be probed, so the trainers' machines stand in for
     theirs."""
-    seats: Iterable[Seat] = {
-        "trainer": placement.trainers,
-        "engine": [seat for engine in placement.engines for seat in engine] or placement.trainers,
-        **placement.frozen,
-    }.get(part) or [placement.rollout]
+    placed = {"trainer": placement.trainers, **placement.fleets}.get(part)
+    seats = placed or (placement.trainers if part == "engine" else []) or [placement.rollout]
     return list(dict.fromkeys(seat.node.name for seat in seats))
 
 

@@ -129,8 +129,7 @@ class Preparation:
             check_devices(self.config, self.gpus)
         check_platforms(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
-        seats = [seat for seats in self._placement.engines for seat in seats]
-        check_generations(self.config, seats, self.nodes, self.machines if self.gpus else ())
+        check_generations(self.config, self._placement.fleets["engine"], self.nodes, self.machines if self.gpus else ())
 
     @property
     def imagined(self) -> bool:

@@ -68,11 +68,7 @@ def check_memory(
 ) -> list[Finding]:
     """Check every role against its GPUs, and every machine against its processes. `needs` is by role, `machines` by
     node name. Unknown memory sizes are not compared."""
-    ranks = {
-        "trainer": placement.trainers,
-        "engine": [seat for seats in placement.engines for seat in seats],
-        **placement.frozen,
-    }
+    ranks = {"trainer": placement.trainers, **placement.fleets}
     found = []
     for role, need in needs.items():
         if ranks[role]:

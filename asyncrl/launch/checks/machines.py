@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError, LaunchError
@@ -18,9 +19,7 @@ ON_THE_SAME = "Or let engines use the trainers' GPUs: set cluster.placement=shar
 
 def check_idle(nodes: Sequence[Node], placement: Placement) -> list[Finding]:
     """Warn of machines and GPUs of a job to which no process is assigned."""
-    engines = [seat for seats in placement.engines for seat in seats]
-    frozen = [seat for seats in placement.frozen.values() for seat in seats]
-    seats = (placement.router, placement.rollout, *frozen, *placement.trainers, *engines)
+    seats = (placement.router, placement.rollout, *placement.trainers, *chain(*placement.fleets.values()))
     found = []
     for node in nodes:
         used = {place for seat in seats if seat.node.name == node.name for place in seat.gpus}

@@ -107,9 +107,8 @@ def _on_machines(prepared: Preparation) -> Iterator[Finding]:
 def _gpu_software(config: Config, prepared: Preparation, known: Mapping[str, MachineFacts]) -> Iterator[Finding]:
     """Check the packages and the compiler that only parts on GPUs need, on the machines of these parts."""
     placed, pins = prepared.placement, pinned(gpu=True)
-    seats_of = {"engine": [seat for seats in placed.engines for seat in seats], **placed.frozen}
     on_gpus = [name for name, section in config.fleets.items() if on_gpu(section, prepared.gpus)]
-    serving = dict.fromkeys(seat.node.name for name in on_gpus for seat in seats_of.get(name, ()))
+    serving = dict.fromkeys(seat.node.name for name in on_gpus for seat in placed.fleets.get(name, ()))
     yield from check_gpu_engines([known[name] for name in serving if name in known], pins)
     if on_gpu(config.trainer, prepared.gpus) and "model" in prepared.weights:
         training = dict.fromkeys(seat.node.name for seat in placed.trainers)
