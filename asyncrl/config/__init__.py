@@ -294,7 +294,7 @@ def _explained(error: ValidationError, prefix: str = "") -> ConfigError:
         field = prefix + ".".join(str(part) for part in item["loc"])
         value = None if item["type"] == "missing" else item["input"]
         named = ".".join(part for part in item["loc"] if isinstance(part, str))  # without places in a list
-        remedy = removal(named, value) or REMEDIES.get(item["type"], item["msg"] + ".")
+        remedy = removal(prefix + named, value) or REMEDIES.get(item["type"], item["msg"] + ".")
         problems.append(ConfigError(field, value, remedy))
     first, *others = problems
     remedy = "\n".join([first.remedy, *map(str, others)])

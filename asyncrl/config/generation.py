@@ -69,7 +69,7 @@ class EngineConfig(Section):
     SGLang measures it, or 16,384 on a CPU."""
     memory_fraction: Part | None
     """Fraction of the whole memory of each of its GPUs that an engine fills with weights and KV cache, whatever others
-    use (engine/gpu_share.py); its CUDA graphs and activations come on top. Unset: what SGLang chooses
+    use (engine/sglang_hooks.py); its CUDA graphs and activations come on top. Unset: what SGLang chooses
     (mem_fraction_static), or 0.4 with cluster.placement=shared, where trainers get the rest up to 0.9. Without meaning
     on CPUs."""
     max_running_requests: Count

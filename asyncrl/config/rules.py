@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -21,8 +20,23 @@ if TYPE_CHECKING:
 def check_settings(config: Config) -> None:
     """Refuse settings that exclude each other, also by the rules of extensions. Raises ConfigError."""
     for rules in (
-        *(_lengths, _modes, _names, _evaluation, _elastic, _server_args, _speculation, _host_caches, _batch_parts),
-        *(_overlap, _shared_gpus, _turns, _roles, adapter_rules, _tasks, _group_sizes, _extensions),
+        _lengths,
+        _modes,
+        _names,
+        _evaluation,
+        _elastic,
+        _server_args,
+        _speculation,
+        _host_caches,
+        _batch_parts,
+        _overlap,
+        _shared_gpus,
+        _turns,
+        _roles,
+        adapter_rules,
+        _tasks,
+        _group_sizes,
+        _extensions,
     ):
         require(config, rules(config))
     for one in extension.active(config).values():
@@ -361,23 +375,8 @@ ALONE = tuple(name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)
 
 def _tasks(config: Config) -> Iterator[Rule]:
     """Yield the rules of where questions come from."""
-    for name, task in config.mixture.items():
-        field = config.field_of(name)
-        why = (
-            f"{task.name} is a public test set: evaluate with it, by +task@eval.sets.{task.name}={task.name}, "
-            "and train on other questions (task=file, gsm_symbolic, programs)."
-        )
-        yield f"{field}.kind", task.kind == "benchmark", why
-        why = (
-            "Training on a test set makes it useless for evaluation: name another split, and set eval_split, "
-            "or add it as a set of eval.sets."
-        )
-        tests = re.search(r"(^|\W)test", task.train_split or "", re.IGNORECASE)
-        yield f"{field}.train_split", task.kind == "hf" and bool(tests), why
     for name, task in (config.mixture | config.eval.sets).items():
         field = config.field_of(name)
-        no_split = not (task.train_split or task.eval_split)
-        yield f"{field}.train_split", None, task.kind == "hf" and no_split, "Name a split of the dataset, as train."
         no_file = task.train_file is None and not (name in config.eval.sets and task.eval_file is not None)
         why = "task.kind=file needs the path of a .jsonl or .parquet file."
         yield f"{field}.train_file", task.kind == "file" and no_file, why

@@ -115,15 +115,16 @@ def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *
         **chosen(gpu=gpu).engine_arguments,
         **section.server_args,
     }
-    return [sys.executable, "-m", "asyncrl.engine.serve", *_flags(arguments)]
+    return [sys.executable, "-m", "asyncrl.engine.serve", *flags(arguments)]
 
 
-def _flags(arguments: dict[str, Any]) -> list[str]:
-    flags: list[str] = []
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """Return arguments as a command line has them. Those that are None or False are left out."""
+    found: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
-            flags.append(flag)
+            found.append(flag)
         elif value is not False and value is not None:
-            flags += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
-    return flags
+            found += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+    return found

@@ -11,13 +11,11 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.config.rules import adapter_rules
 from asyncrl.errors import ConfigError
 from asyncrl.extension import active
+from asyncrl.models.families import FAMILIES
 from asyncrl.settings import require
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-DENSE = (
-    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
-)
+DENSE = tuple(name for name, family in FAMILIES.items() if family.serving.adapters)
 """Architectures whose adapters the engines serve. Adapters of experts and of latent attention were not tried."""
 
 

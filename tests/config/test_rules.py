@@ -106,11 +106,12 @@ EVERYWHERE: list[dict[str, Any]] = [
     {"deterministic": True, "rollout.max_staleness": 0},
 ]
 
-LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "tie_word_embeddings": True}
-DENSE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1, "mlp_only_layers": [0]}
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **HEADS, "tie_word_embeddings": True}
+OF_TRANSFORMERS: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"], **HEADS, "num_key_value_heads": 1}
 SEEING: dict[str, Any] = {
-    "architectures": ["SomeForConditionalGeneration"],
-    "num_hidden_layers": 1,
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    **HEADS,
     "vision_config": {},
 }
 
@@ -213,7 +214,7 @@ def outside(module: str, config: Config | None) -> None:
     if config is None:
         return
     if module == "_shape":
-        for hf, experts in ((LLAMA, 0), (SEEING, 3), (DENSE, 4)):
+        for hf, experts in ((LLAMA, 0), (SEEING, 3), (OF_TRANSFORMERS, 0)):
             with suppress(Recorded):
                 check_shape(config, hf, experts)
     if module == "auto_plan":

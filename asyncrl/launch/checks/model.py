@@ -10,12 +10,13 @@ from asyncrl.config import Config, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.extension import active
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
+from asyncrl.models.families import FAMILIES, family_of
 from asyncrl.models.vision import deepstack, image_shape
 from asyncrl.settings import Rule, require
 from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
 
-REPLICATED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+REPLICATED = tuple(name for name, family in FAMILIES.items() if family.serving.replicates)
 """Families whose attention SGLang 0.5.21 can replicate within an engine; others divide their heads over all ranks."""
 
 
@@ -27,6 +28,7 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
     experts = family.get("num_moe_experts", 0)
+    require(config, _serving(config, hf))
     check_shape(config, hf, experts)
     for rules in (
         _roles(config, hf),
@@ -63,6 +65,22 @@ def _heads(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
         yield f"{field}.tensor_parallel", degree, degree not in allowed, why
 
 
+def _serving(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of what engines or adapters cannot do with models of this family."""
+    of = family_of(hf)
+    for unsupported, why in of.serving.unsupported(hf):
+        yield "model.path", unsupported, True, why
+    context = int(config.engine.server_args.get("context_length") or hf.get("max_position_embeddings", 0))
+    longest = of.serving.longest(hf) or context
+    why = (
+        f"SGLang computes another function than transformers from position {longest} on: set "
+        f"+engine.server_args.context_length={longest}."
+    )
+    yield "engine.server_args.context_length", context, context > longest, why
+    why = f"Adapters of {of.architecture} are not supported, because its files hold fused layers: set null."
+    yield "trainer.lora.rank", config.trainer.lora.rank is not None and not of.adapters, why
+
+
 def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
     """Refuse engines of a shape that SGLang cannot give this model, or in which it cannot do what the run needs."""
     require(config, _shape(config, hf, experts))
@@ -71,11 +89,7 @@ def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
 def _shape(config: Config, hf: dict[str, Any], experts: int) -> Iterator[Rule]:
     """Yield the rules of an engine of several groups of experts, replicas of attention, or pipeline stages."""
     engine, family, layers = config.engine, hf["architectures"][0], hf["num_hidden_layers"]
-    tied, adapters = hf.get("tie_word_embeddings", False), config.serves_adapters
-    # SGLang's qwen3_moe.py builds experts in every layer and silently drops the weights of dense ones
-    dense = hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
-    why = "SGLang does not support its dense layers: use another model."
-    yield "model.path", "Qwen3-MoE with dense layers", family == "Qwen3MoeForCausalLM" and dense, why
+    tied, adapters, serving = hf.get("tie_word_embeddings", False), config.serves_adapters, family_of(hf).serving
     if engine.expert_parallel > 1:
         field = "engine.expert_parallel"
         yield field, not experts, "The model has no routed experts: set it to 1."
@@ -87,13 +101,18 @@ def _shape(config: Config, hf: dict[str, Any], experts: int) -> Iterator[Rule]:
         yield field, family not in REPLICATED, why
         yield field, adapters, "Adapters in engines were tried with one replica alone: set 1."
         yield field, tied, "A tied output layer was not tried with several replicas: set 1."
+    if engine.tensor_parallel > 1:
+        kv_heads = hf.get("num_key_value_heads") or hf["num_attention_heads"]
+        why = f"SGLang, which runs transformers' {family}, cannot divide {kv_heads} key-value heads: lower it."
+        yield "engine.tensor_parallel", not serving.fuses and kv_heads % engine.tensor_parallel > 0, why
     if engine.pipeline_parallel > 1:
         field = "engine.pipeline_parallel"
+        yield field, not serving.stages, f"SGLang has no stages of {family}: set 1."
         sees = image_shape(hf) is not None
         yield field, sees, "SGLang's stages of models with images were not tried: set 1."
         yield field, adapters, "Adapters in engines were tried with one stage alone: set 1."
-        why = "SGLang's Llama has no tied output layer on the last stage: set 1."
-        yield field, family == "LlamaForCausalLM" and tied, why
+        why = f"SGLang's {family} has no tied output layer on the last stage: set 1."
+        yield field, tied and not serving.tied_stages, why
         yield field, layers < engine.pipeline_parallel, f"There are only {layers} layers: lower it."
         pauses = config.mode == "train" and config.weights.pause_mode not in ("abort", "drain")
         why = "SGLang does not pause the steps that are between stages: set weights.pause_mode=abort or drain."
@@ -194,8 +213,9 @@ def _routing(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
     if replay == "none":
         return
     yield field, routing_shape(hf) is None, "The model has no routed experts: set none."
-    mixtral = hf["architectures"][0] == "MixtralForCausalLM"
-    yield field, replay == "R3" and mixtral, "SGLang's Mixtral does not report its experts: set R2 or none."
+    unreported = replay == "R3" and not family_of(hf).serving.reports_experts
+    name = hf["architectures"][0].removesuffix("ForCausalLM")
+    yield field, unreported, f"SGLang's {name} does not report its experts: set R2 or none."
 
 
 def _vision(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:

@@ -24,11 +24,10 @@ LAST_LINES = 5
 
 
 def check_files(config: Config) -> list[object]:
-    """Refuse tasks, rewards and agents that cannot be built, sinks without their package, and a missing chat template.
-    Return the parts that they announce to extensions."""
+    """Refuse tasks, rewards and agents that cannot be built, and a missing chat template. Return the parts that they
+    announce to extensions."""
     from asyncrl.rollout.agent import agents  # imports a web server
 
-    check_sinks(config)
     check_request_fields(config)
     with announced() as parts:
         built = tasks.build_all(config)
@@ -39,14 +38,6 @@ def check_files(config: Config) -> list[object]:
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")
     return parts
-
-
-def check_sinks(config: Config) -> None:
-    """Refuse sinks whose package is not installed."""
-    for name in config.metrics.sinks:
-        if not installed(name):
-            remedy = f"The package {name} is not installed: pip install 'asyncrl[sinks]' or remove it."
-            raise ConfigError("metrics.sinks", name, remedy)
 
 
 def installed(package: str) -> bool:
