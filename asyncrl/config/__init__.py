@@ -249,10 +249,10 @@ def under_new_names(recorded: dict[str, Any]) -> dict[str, Any]:
     it had left unset."""
     found = deepcopy(recorded)
     for removed in REMOVED:
-        *above, name = removed.split(".")
-        section = reduce(lambda values, key: values.get(key) or {}, above, found)
-        if name in section and _is_unset(section[name]):
-            del section[name]
+        *above, last = removed.split(".")
+        inside: dict[str, Any] = reduce(lambda values, key: values.get(key) or {}, above, found)
+        if last in inside and _is_unset(inside[last]):
+            del inside[last]
     for old, new in MOVED_SETTINGS.items():
         section, _, field = old.partition(".")
         into, _, name = new.partition(".")

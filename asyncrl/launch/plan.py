@@ -201,8 +201,8 @@ def engines(
             name = f"engine-{label}{number}"
             spec = _engine(f"{name}.{place}" if place else name, full, env, config, config.engine, addresses, seat)
             together = name if len(seats) > 1 else ""
-            hears = {"watch": ""} if place else {"url": seat.url}  # the first one answers
-            specs.append(replace(spec, together=together, shares=turns, **hears))
+            url, watch = ("", "") if place else (seat.url, spec.watch)  # the first one answers
+            specs.append(replace(spec, together=together, shares=turns, url=url, watch=watch))
     return _changed(config, addresses, run_dir, specs)
 
 
