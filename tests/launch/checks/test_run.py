@@ -31,7 +31,7 @@ from asyncrl.launch.prepare import Preparation
 from asyncrl.models import catalog
 from asyncrl.rollout.questions import look
 from asyncrl.weights.bucket import plan_buckets
-from tests.fakes import Machines, compose_values, tiny_config, with_scorer
+from tests.fakes import JOB, Machines, compose_values, tiny_config, with_scorer
 from tests.forks import forked
 from tests.launch.checks.worlds import TENSORS, found, job, machine, nodes, write_model, write_shard
 
@@ -115,7 +115,7 @@ def test_an_extension_checks_what_a_task_announces_and_keeps_its_own(tmp_path: P
 
 
 def test_an_extension_checks_the_model_with_the_number_of_gpus_that_the_run_has(tmp_path: Path) -> None:
-    extensions = {"checking": f"{__name__}:Checking"}
+    extensions = {**JOB["extensions"], "checking": f"{__name__}:Checking"}
     for gpus in (0, 8):
         findings = found(job(extensions=extensions, **{"cluster.gpus": gpus, "cluster.nodes": 2}), tmp_path)
         assert ("gpus" in findings) == (gpus > 0)
