@@ -33,7 +33,7 @@ def check_settings(config: Config) -> None:
         _shared_gpus,
         _turns,
         _roles,
-        adapter_rules,
+        _adapters,
         _tasks,
         _group_sizes,
         _extensions,
@@ -228,10 +228,15 @@ def _batch_parts(config: Config) -> Iterator[Rule]:
     yield "cluster.placement", config.cluster.takes_turns, why
     why = f"Timing decides which groups a part consists of. {WHOLE}"
     yield "deterministic", config.deterministic and config.mode == "train", why
-    yield from traits_rules(config, ADVANTAGES.traits(algo.advantage), LOSSES.traits(algo.loss))
+    yield from _traits(config, ADVANTAGES.traits(algo.advantage), LOSSES.traits(algo.loss))
 
 
-def traits_rules(config: Config, advantage: AdvantageTraits, loss: LossTraits) -> Iterator[Rule]:
+def check_traits(config: Config, advantage: AdvantageTraits, loss: LossTraits) -> None:
+    """Refuse an estimator or a loss that needs the whole batch, if it comes in parts. Raises ConfigError."""
+    require(config, _traits(config, advantage, loss))
+
+
+def _traits(config: Config, advantage: AdvantageTraits, loss: LossTraits) -> Iterator[Rule]:
     """Yield the rules of an estimator and a loss that see a batch in parts. The traits of a user's own function are
     known to the trainer only."""
     in_parts = config.trainer.batch_parts > 1
@@ -345,7 +350,12 @@ def _roles(config: Config) -> Iterator[Rule]:
     yield "trainer.overlap_grad_reduce", overlaps, why
 
 
-def adapter_rules(config: Config) -> Iterator[Rule]:
+def check_adapters(config: Config) -> None:
+    """Refuse settings that do not fit adapters in the engines. Raises ConfigError."""
+    require(config, _adapters(config))
+
+
+def _adapters(config: Config) -> Iterator[Rule]:
     """Yield the rules of engines that serve adapters."""
     if not (config.serves_adapters or (config.agents.need_versions and config.mode == "train")):
         return

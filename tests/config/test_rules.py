@@ -42,7 +42,7 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "_shared_gpus": [{"cluster.placement": "shared"}],
     "_turns": [{"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"}],
     "_roles": [ROLES],
-    "adapter_rules": [
+    "_adapters": [
         *(LORA, {**LORA, "trainer.lora.targets": ["q_a_proj"]}, {**LORA, "trainer.lora.targets": ["q_proj"]}),
     ],
     "_tasks": [{}],
@@ -115,8 +115,8 @@ SEEING: dict[str, Any] = {
     "vision_config": {},
 }
 
-APART = {"algorithm", "training", "precision", "policy", "choice"}
-"""Modules with limits of one section, whose tests break them, and users of the rules of others."""
+APART = {"algorithm", "training", "precision"}
+"""Modules with limits of one section, or rules of what is resolved, whose tests break them."""
 Place = tuple[str, int, str, int]
 """A rule: its subject, the line that requires it, its field, and which of the rules of this field."""
 
