@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from asyncrl.algo.table import LossRows, TokenTable
     from asyncrl.config import AuxiliaryModelConfig, Config
     from asyncrl.engine.stream import Headers
+    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement, Seat
     from asyncrl.launch.plan import ProcessSpec
-    from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record

@@ -20,9 +20,8 @@ from asyncrl import extension, user_code
 from asyncrl.config import Config, TaskConfig, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.launch import leftovers
-from asyncrl.launch.attached import wanted_of
-from asyncrl.launch.checks import check_model
-from asyncrl.launch.generations import check_generations
+from asyncrl.launch.checks.engines import check_generations, wanted_of
+from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.plan import plan
 from asyncrl.models.catalog import resolve
@@ -34,7 +33,7 @@ from asyncrl.tasks import Task, build, build_all
 from asyncrl.weights.choice import choose_lora
 from asyncrl.weights.publish import build_transport
 from tests.fakes import FakeTemplate, addresses, compose_values, tiny_config, tiny_values
-from tests.launch.preflight.worlds import machine, nodes, placed
+from tests.launch.checks.worlds import machine, nodes, placed
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
 CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from asyncrl.extension import shipped
-from asyncrl.launch.preflight.versions import pinned
+from asyncrl.launch.checks.versions import pinned
 
 PLAYER = "asyncrl.extensions.processes.episodes"
 PLAYS = "processes" in shipped()

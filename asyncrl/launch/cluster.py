@@ -9,11 +9,10 @@ from typing import Protocol
 
 from asyncrl.config import Config
 from asyncrl.extension import offered
-from asyncrl.launch.machine import count_gpus, this_node
+from asyncrl.launch.checks.versions import installed
+from asyncrl.launch.machine import MachineFacts, count_gpus, this_machine, this_node
 from asyncrl.launch.placement import Node, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.preflight.facts import MachineFacts, this_machine
-from asyncrl.launch.preflight.versions import installed
 from asyncrl.user_code import load
 
 OWN_PORTS = 2

@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.settings import NonNegative, Positive, Section, Share
 
 if TYPE_CHECKING:
-    from asyncrl.launch.preflight.findings import Finding
+    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.prepare import Preparation
 
 
@@ -77,7 +77,7 @@ class DistillHooks(extension.LaunchHooks):
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Report a teacher that cannot score the policy."""
         from asyncrl.extensions.distill.tokens import FIELD, check
-        from asyncrl.launch.preflight.findings import refused
+        from asyncrl.launch.checks.findings import refused
 
         return iter(refused(lambda: check(prepared), FIELD))
 

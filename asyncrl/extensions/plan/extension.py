@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from asyncrl.config import Config
     from asyncrl.extensions.plan.estimate import Estimate
+    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement
-    from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
 
@@ -33,7 +33,7 @@ class PlanHooks(extension.LaunchHooks):
         """Estimate the duration of the run, and check memory and disks."""
         from asyncrl.extensions.plan import preflight
         from asyncrl.extensions.plan.forecast import in_words
-        from asyncrl.launch.preflight.findings import ok, refused
+        from asyncrl.launch.checks.findings import ok, refused
 
         self._checked = True
         models = preflight.models_of(prepared)

@@ -17,8 +17,8 @@ from asyncrl.extensions.plan.auto_plan import Devices, RunPlan, applied, devices
 from asyncrl.extensions.plan.cli import main
 from asyncrl.extensions.plan.extension import Plans
 from asyncrl.extensions.plan.summary import plan_figures, planned_line
+from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, imagined, place
-from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.models import catalog
 from asyncrl.platforms import Rates
 from scripts import sizes

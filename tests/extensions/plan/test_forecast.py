@@ -13,9 +13,9 @@ from asyncrl.extensions.plan import forecast
 from asyncrl.extensions.plan.estimate import Estimate
 from asyncrl.extensions.plan.extension import PlanHooks, Plans
 from asyncrl.extensions.plan.summary import estimate_figures
+from asyncrl.launch.checks.model_files import read_model
 from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.precision import DtypeChoice, Precision
-from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.launch.prepare import Preparation
 from asyncrl.metrics.fields import SUMMARY_MACHINE
 from asyncrl.metrics.record import dtype_figures

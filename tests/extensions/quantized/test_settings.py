@@ -12,7 +12,7 @@ from asyncrl import extension
 from asyncrl.config import Config, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.quantized.fits import FIELD
-from asyncrl.launch.checks import check_model
+from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.replay import differing
 from asyncrl.removed import removal
 from asyncrl.weights.choice import choose_lora

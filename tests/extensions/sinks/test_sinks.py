@@ -20,7 +20,7 @@ from asyncrl.extensions.sinks import sinks as module
 from asyncrl.extensions.sinks.extension import SinkLaunch
 from asyncrl.extensions.sinks.sinks import Sinks
 from asyncrl.jsonl import append
-from asyncrl.launch import checks
+from asyncrl.launch.checks import tasks as checks
 from asyncrl.metrics.fields import STEP
 from asyncrl.metrics.record import StepLog
 from tests.fakes import Clock, tiny_config, tiny_values
