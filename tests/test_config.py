@@ -22,7 +22,9 @@ from asyncrl import config as module
 from asyncrl.algo.loss import LOSSES
 from asyncrl.config import load, read, under_new_names
 from asyncrl.errors import CompositionError, ConfigError
-from asyncrl.launch.checks import check_devices, check_model, check_request_fields
+from asyncrl.launch.checks.engines import check_request_fields
+from asyncrl.launch.checks.machines import check_devices
+from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.compose import compose
 from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
@@ -925,3 +927,11 @@ def test_launcher_that_no_extension_has_is_refused_with_those_there_are() -> Non
         tiny_config(**{**JOB, "cluster.launcher": "fleet"})
     assert refused.value.field == "cluster.launcher"
     assert tiny_config(**JOB).cluster.launcher == "machines"
+
+
+def test_removed_setting_that_an_earlier_run_left_unset_does_not_keep_it_from_going_on() -> None:
+    megatron: dict[str, Any] = {"transformer": {"apply_rope_fusion": None}, "ddp": {}}
+    before: dict[str, Any] = {"trainer": {"megatron": megatron, "mtp": None}, "mode": "train"}
+    assert under_new_names(before) == {"trainer": {"megatron": {"ddp": {}}}, "mode": "train"}
+    megatron["transformer"]["apply_rope_fusion"] = True
+    assert under_new_names(before)["trainer"]["megatron"]["transformer"] == {"apply_rope_fusion": True}

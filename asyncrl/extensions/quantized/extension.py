@@ -108,6 +108,11 @@ class Quantized(Extension):
 
     Settings = QuantizedSettings
     settings: QuantizedSettings
+    metrics = {  # noqa: RUF012
+        "quantization/error": "norm of the error of the quantized weights that this rank sent, relative to that of the "
+        "weights",
+    }
+    """Except for adapters, whose base is quantized once."""
 
     def check(self, config: Config) -> Iterator[ConfigError]:
         """Refuse settings that do not fit quantized engines."""

@@ -12,7 +12,7 @@ from asyncrl import extension
 from asyncrl.config import Config, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.quantized.fits import FIELD
-from asyncrl.launch.checks import check_model
+from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.replay import differing
 from asyncrl.removed import removal
 from asyncrl.weights.choice import choose_lora
@@ -62,7 +62,7 @@ def test_setting_that_does_not_fit_is_refused(changes: dict[str, Any], field: st
 
 
 def test_no_transport_of_an_extension_carries_codes() -> None:
-    for name in extension.transports({}):
+    for name in extension.offered("transports"):
         with pytest.raises(ConfigError, match=r"set auto or disk, or quantized\.format=int8_simulated"):
             tiny_config(**{FIELD: "int8", "engine.dtype": "bfloat16", "weights.transport": name})
         tiny_config(**{FIELD: "int8_simulated", "weights.transport": name})
