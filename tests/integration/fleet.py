@@ -23,9 +23,8 @@ from safetensors.torch import save_file
 
 from asyncrl import extension
 from asyncrl.config import Config, load
-from asyncrl.engine.client import ClientSettings, GenerationClient
+from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.router import RouterWorkers, wait_until_ready
-from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.machine import this_node
 from asyncrl.launch.main import CONF
@@ -177,14 +176,15 @@ def settings(config: Config, **weights: object) -> Config:
 def client(fleet: Engines, **changes: object) -> GenerationClient:
     values = {
         "run": "w",
+        "access": fleet.addresses.access,
         "max_new_tokens": 48,
         "temperature": 1.0,
         "stop_token_ids": [EOS],
+        "timeout": 60.0,
         "retry_timeout": 30.0,
         "coalesce": False,
     }
-    http = GenerateEndpoint(fleet.addresses.router, fleet.addresses.access, 60.0)
-    return GenerationClient(http, ClientSettings(**{**values, **changes}))  # type: ignore[arg-type]
+    return GenerationClient(fleet.addresses.router, **{**values, **changes})  # type: ignore[arg-type]
 
 
 def answers_across_publishes(
@@ -223,13 +223,6 @@ def reloaded(model: Path, tensors: dict[str, torch.Tensor], folder: Path) -> tor
     shutil.copy(model / "config.json", folder)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-
-def logprobs(model: torch.nn.Module, answer: list[int]) -> torch.Tensor:
-    """Return the log-probabilities of an answer's tokens, computed by transformers."""
-    with torch.no_grad():
-        every = model(torch.tensor([PROMPT + answer])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    return every.gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
 def whole(found: Completion) -> None:
