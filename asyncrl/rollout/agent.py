@@ -18,9 +18,9 @@ from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.config import Config
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import AsyncRLError, ConfigError, raised_by
-from asyncrl.imports import check_arguments, load, made
 from asyncrl.schema import Generate, Prompt, Trajectory
 from asyncrl.tasks import Task
+from asyncrl.user_code import check_arguments, load, made
 
 T = TypeVar("T")
 Played = Trajectory | float | None

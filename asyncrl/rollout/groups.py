@@ -21,7 +21,6 @@ from typing import Any
 from asyncrl.config import RolloutConfig
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
-from asyncrl.imports import load
 from asyncrl.records.events import Adjusted, Admitted, PartTaken, Published, Saved, Taken
 from asyncrl.rollout.audit import Audit
 from asyncrl.rollout.buffer import CohortBuffer
@@ -32,6 +31,7 @@ from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.snapshot import GroupsState, Outstanding, PromptName, SiblingSnapshot
 from asyncrl.rollout.timelines import COMMITTED, Timelines
 from asyncrl.schema import Batch, Group, Prompt, part_of
+from asyncrl.user_code import load
 
 CHECK_SECONDS = 5.0
 """The ledger is checked at every batch and version, and in between when a group ends, but at most once per this

@@ -19,7 +19,6 @@ from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks, active
 from asyncrl.images.decoder import Vision
-from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
@@ -31,6 +30,7 @@ from asyncrl.rollout.prompts import Ahead, load_tokenizer, stop_tokens, vision_o
 from asyncrl.rollout.reporters import FailureReporter, Warn
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import rewards
+from asyncrl.user_code import load
 
 OTHER_FILES = 256
 """Open files of a process besides the connections of its episodes."""

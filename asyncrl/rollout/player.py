@@ -8,7 +8,7 @@ on a hang     the episode's timeouts end it
 from __future__ import annotations
 
 import asyncio
-import random
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -22,6 +22,7 @@ from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.extension import PlayerHooks
 from asyncrl.images import image_name
 from asyncrl.observability.intervals import RETRY
+from asyncrl.retries import pause
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.cohorts import Ticket
@@ -103,7 +104,7 @@ class EpisodePlayer:
                 self._retried[failed.reason] += 1
                 self._failures.tell(failed.reason, f"{session.group}, which is retried,", failed)
                 with session.activity.spent(RETRY, failed.reason):
-                    await asyncio.sleep(RETRY_DELAY * random.uniform(0.5, 1.0) * 2 ** (self._retries - left))
+                    await pause(self._retries - left, first=RETRY_DELAY, longest=math.inf)
         raise AssertionError("the last attempt always returns or raises")
 
     def take_sums(self) -> Sums:

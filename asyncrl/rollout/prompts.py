@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from asyncrl import extension
 from asyncrl.config import Config
 from asyncrl.config.generation import ImagesConfig
 from asyncrl.errors import ConfigError
-from asyncrl.extension import question_functions
 from asyncrl.images import ImageRefused, ImageTokens, fitted_size
 from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
 from asyncrl.images.parts import images_in, without_images
-from asyncrl.importing import imported_without
+from asyncrl.import_hooks import imported_without
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Prompt, Template
 from asyncrl.tasks import Question, Task, ask
@@ -310,7 +310,7 @@ def question_of(task: Task, template: Template, index: int, field: str) -> Quest
     """Return question `index` of the task that this setting configures, as a model with this chat template is shown
     it."""
     question = ask(task, index, field)
-    for function in question_functions():
+    for function in extension.loaded("question"):
         question = function(question, template)
     return question
 
