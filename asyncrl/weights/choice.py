@@ -14,8 +14,11 @@ from asyncrl.extension import active
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 DENSE = (
-    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
 )
 """Architectures whose adapters the engines serve. Adapters of experts and of latent attention were not tried."""
 

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from asyncrl.config import WeightsConfig
 from asyncrl.engine.adapters import InUse
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums
 
@@ -93,6 +94,12 @@ class StagedPublisher(VersionPublisher):
     @abstractmethod
     def complete(self, staged: Staged) -> dict[str, float]:
         """Do the rest, in any thread. Returns the metrics of the whole publish."""
+
+
+def verifies(settings: WeightsConfig, version: int, *, unproven: bool) -> bool:
+    """Return whether a version is verified: if some engine has never proved its weights, and every so often."""
+    every = settings.verify_every
+    return settings.verify and bool(unproven or (every and version % every == 0))
 
 
 @dataclass(frozen=True)

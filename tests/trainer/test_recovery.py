@@ -35,7 +35,7 @@ class Sent(StagedPublisher):
 
 def test_nothing_is_published_before_the_version_that_the_engines_serve() -> None:
     sent, told = Sent(), list[str]()
-    recovery = Recovery(None, served=5, written=5, updating=True, began=0.0)
+    recovery = Recovery(served=5, written=5, updating=True, began=0.0)
     catching_up = CatchingUp(sent, Start(3, None, recovery), None, lambda text, _: told.append(text))  # type: ignore[arg-type]
     figures = [catching_up.publish(version) for version in (3, 4, 5, 6)]
     assert sent.versions == [5, 6]
