@@ -115,7 +115,7 @@ NIGHTLY = (
     "tests/extensions/install/test_bundle.py::test_plan_of_the_gpu_benchmark",
     # each case waits out a limit
     "tests/launch/test_stalls.py::test_run_ends_and_says_what_each_was_doing[",
-    "tests/rewards/test_math_reward.py::test_no_answer_holds_it_up_or_fails_the_episode",
+    "tests/extensions/mathematics/test_math_reward.py::test_no_answer_holds_it_up_or_fails_the_episode",
 )
 STRUCTURE = (
     "tests/test_imports.py::",

@@ -24,14 +24,13 @@ platforms.here().prepare_trainer()  # must run before the first import of megatr
 
 import torch.distributed as dist  # noqa: E402
 
-from asyncrl import jsonl  # noqa: E402
+from asyncrl import extension, jsonl  # noqa: E402
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.engine.fleet import build_fleet  # noqa: E402
 from asyncrl.errors import PeerFailed  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, machine_figures, plan_figures  # noqa: E402
-from asyncrl.metrics.sinks import Sinks  # noqa: E402
 from asyncrl.network.addresses import MACHINE, PEER_FAILED, PLAN, READY, STOP, STOPPED  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
@@ -111,18 +110,19 @@ def _source(rank: Rank) -> tuple[BatchSource, int, int | None]:
 def _log(rank: Rank, start: Start) -> StepLog:
     """Return the log of this rank. That of rank 0 also writes and sends the metrics."""
     config, run_dir = rank.config, rank.run_dir
-    sinks, outputs = list[Callable[[dict[str, float]], None]](), None
+    sinks = list[Callable[[dict[str, float]], None]]()
+    listeners = list[extension.StepListener]()
     if rank.parallel.is_first:
         first = start.written + 1 if start.checkpoint or start.recovered else None
         sinks = [partial(jsonl.append, run_dir / "metrics.jsonl"), GapWatch(rank.warn)]
-        outputs = Sinks(config, run_dir, rank.addresses.model, rank.warn, first)
+        listeners = extension.step_listeners(config, run_dir, rank.addresses.model, rank.warn, first)
     return StepLog(
         sinks,
         started_at=rank.addresses.started_at,
         tasks=tuple(config.mixture),
         begins=rank.begins,
         ended=rank.timeline.phase,
-        outputs=outputs,
+        listeners=listeners,
         written=start.written,
     )
 
@@ -204,7 +204,7 @@ def _leave(log: StepLog, progress: Progress) -> None:
     dist.destroy_process_group()
     progress.end()
     if not closed:
-        os._exit(0)  # the packages of sinks would wait for their servers at the end of the process
+        os._exit(0)  # the listeners' threads would wait for their servers at the end of the process
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.config.adapters import LINEARS
+from asyncrl.config.lora import LINEARS
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import InUse, adapter_names
 from asyncrl.engine.fleet import Fleet

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from asyncrl.config.adapters import resident_adapters
+from asyncrl.config.lora import resident_adapters
 from asyncrl.config.roles import POLICY, PastConfig
 from asyncrl.engine.adapters import AdapterUse, InUse, adapter_names
 from asyncrl.engine.fleet import Fleet

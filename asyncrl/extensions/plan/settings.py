@@ -6,8 +6,7 @@ import math
 from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
-from asyncrl.config.adapters import engine_slots
-from asyncrl.config.lora import LoraConfig
+from asyncrl.config.lora import LoraConfig, engine_slots
 from asyncrl.extension import bases, layers_held
 from asyncrl.extensions.plan.activations import Recompute, Training
 from asyncrl.extensions.plan.adapters import Adapters
