@@ -116,8 +116,10 @@ class Start:
 class CatchingUp(StagedPublisher):
     """Publisher of trainers that start again, which publishes nothing before the version that the engines serve."""
 
-    def __init__(self, inner: StagedPublisher, start: Start, fleet: Fleet, tell: Callable[[str, int], None]) -> None:
-        """`tell` gets what came of the recovery; on other ranks than 0 nobody listens."""
+    def __init__(
+        self, inner: StagedPublisher, start: Start, fleet: Fleet, tell: Callable[[str, int], None] | None
+    ) -> None:
+        """`tell`, on rank 0 alone, gets what came of the recovery."""
         assert start.recovered
         self._inner = inner
         self._first = start.version
@@ -125,7 +127,6 @@ class CatchingUp(StagedPublisher):
         self._fleet = fleet
         self._tell = tell
         self._held: Checksums | None = None
-        self._told = False
 
     @property
     def verified(self) -> Checksums | None:
@@ -136,7 +137,7 @@ class CatchingUp(StagedPublisher):
         """Stage a version, unless it is an earlier one than the engines serve."""
         if version < self._recovery.served:
             return Staged(version, UNSENT)
-        if not self._told:
+        if self._tell and version == self._recovery.served:
             self._held = self._checksums_held()
         return self._inner.stage(version)
 
@@ -145,12 +146,12 @@ class CatchingUp(StagedPublisher):
         if staged.version < self._recovery.served:
             return staged.metrics
         metrics = self._inner.complete(staged)
-        if not self._told:
-            self._told = True
+        if self._tell and staged.version == self._recovery.served:
             seconds = time.time() - self._recovery.began
             trained = f"{staged.version - self._first} steps since version {self._first} were trained again"
             compared = self._compared(self._held)
             self._tell(f"the trainers go on after {seconds:.0f} s: {trained}; {compared}", staged.version)
+            self._tell = None
         return metrics
 
     def _checksums_held(self) -> Checksums | None:
