@@ -17,10 +17,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from asyncrl.config import WeightsConfig
 from asyncrl.engine.adapters import InUse
-from asyncrl.weights.checksum import Checksums, ExpectedChecksums
+
+if TYPE_CHECKING:  # batch sources have a rollout side, also where nothing needs torch (trainer/rollout_only.py)
+    from asyncrl.weights.checksum import Checksums, ExpectedChecksums
 
 SPAN = "publish_background"
 
