@@ -27,8 +27,8 @@ ALL_FILES = FILES + EXTENSION_FILES + RECIPE_FILES
 RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extension", "extensions"}
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
-    *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "imports", "routing", "leases"),
-    *("importing", "network", "progress", "child", "images", "removed", "extension", "platforms"),
+    *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "user_code", "routing", "leases"),
+    *("import_hooks", "network", "progress", "child", "images", "removed", "extension", "platforms"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -41,11 +41,11 @@ ALLOWED = {
     "parallel": set(),
     "jsonl": {"errors"},
     "child": set(),
-    "importing": set(),
+    "import_hooks": set(),
     "network": {"errors"},
     "leases": set(),
     "progress": {"leases"},
-    "imports": {"errors", "removed"},
+    "user_code": {"errors", "removed"},
     "routing": set(),
     "settings": set(),
     "config": {"errors", "settings", "algo"},
