@@ -58,7 +58,7 @@ def build_publisher(
     else:
         sender, why = builder.of_weights(source, hand_over.update if hand_over else None)
     if start.recovered:
-        sender = CatchingUp(sender, start, fleet, rank.warn if rank.parallel.is_first else lambda *_: None)
+        sender = CatchingUp(sender, start, fleet, rank.warn if rank.parallel.is_first else None)
     if config.cluster.takes_turns:
         release = partial(_release, source, hand_over) if hand_over else lambda: None
         return Colocated(sender, policy.memory, log, release), why
