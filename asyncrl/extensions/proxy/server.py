@@ -5,7 +5,9 @@
     POST /v1/reward {"reward": x, "turn": k}       reward of the answer whose choice has this `turn`
 
 The API key identifies the episode: `Authorization: Bearer SECRET-SESSION`. All keys of a proxy have the same SECRET, so
-that the key of an episode that has ended (410) can be told from one that was never issued (401).
+that the key of an episode that has ended (410) can be told from one that was never issued (401). A client that serves
+several episodes has the SECRET alone, and names the episode in a header: `X-Session-ID: SESSION`, or SESSION.ROLE for
+one of several actors in an episode.
 
 waits for     request bodies and engines, until the client disconnects or the episode ends, which cancels the request.
               The proxy needs no deadlines, because episodes have them (rollout/episode.py)
@@ -62,7 +64,8 @@ class Proxy:
         """
         self._host, self._port = host, port
         self._tool_format = tool_calls.known(tool_format, "agent_params.tool_format")
-        self._secret = secrets.token_urlsafe(12)
+        self.secret = secrets.token_urlsafe(12)
+        """Key of clients that serve several episodes."""
         self._sessions: dict[str, ProxySession] = {}
         self._server: SignalFreeServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -110,7 +113,7 @@ class Proxy:
         self.start()
         if self._serving and self._serving.done():
             raise AsyncRLError("the proxy's server has ended") from self._serving.exception()
-        made = ProxySession(generate, tool_format=self._tool_format, figures=self.figures, secret=self._secret)
+        made = ProxySession(generate, tool_format=self._tool_format, figures=self.figures, secret=self.secret)
         self._sessions[made.key] = made
         try:
             async with made:
@@ -133,7 +136,7 @@ class Proxy:
     def _route(self, handle: Handle) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
-                return await _while_wanted(self._of(request), request, handle)
+                return await _while_wanted(*self._of(request), request, handle)
             except ApiError as refused:
                 self.figures.refused += refused.status in (400, 413)
                 return _refusal(refused)
@@ -142,18 +145,22 @@ class Proxy:
 
         return endpoint
 
-    def _of(self, request: Request) -> ProxySession:
-        """Return the session of a request. Raises ApiError (401 or 410)."""
+    def _of(self, request: Request) -> tuple[ProxySession, str]:
+        """Return the session of a request, and the role. Raises ApiError (401 or 410)."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and (session := self._sessions.get(key.strip())):
-            return session
-        if key.strip().startswith(f"{self._secret}-"):
+        key, role = key.strip(), ""
+        if key == self.secret:
+            name, _, role = request.headers.get("x-session-id", "").partition(".")
+            key = f"{key}-{name}"
+        if scheme.lower() == "bearer" and (session := self._sessions.get(key)):
+            return session, role
+        if key.startswith(f"{self.secret}-"):
             raise gone()
         raise ApiError(401, "the proxy does not know this API key: use the one that the episode received")
 
     async def _bug(self, request: Request, error: Exception) -> Response:
         """Fail the session after a bug in the proxy, so that the run ends with it instead of blaming the agent."""
-        self._of(request).fail(AsyncRLError(f"a bug in the proxy: {error!r}"))
+        self._of(request)[0].fail(AsyncRLError(f"a bug in the proxy: {error!r}"))
         return _refusal(ApiError(500, f"a bug in the proxy: {error!r}"))
 
 
@@ -179,7 +186,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-async def _while_wanted(session: ProxySession, request: Request, handle: Handle) -> Response:
+async def _while_wanted(session: ProxySession, role: str, request: Request, handle: Handle) -> Response:
     """Handle a request, and cancel it when its client disconnects. Raises ApiError, or ClientDisconnect."""
     watching: asyncio.Task[None] | None = None
     left = False
@@ -192,7 +199,7 @@ async def _while_wanted(session: ProxySession, request: Request, handle: Handle)
         task.cancel()
 
     try:
-        with session.call() as task:
+        with session.call(role) as task:
             body = await _body(request) if request.method == "POST" else {}
             watching = asyncio.create_task(watch(task))
             return await handle(session, body)

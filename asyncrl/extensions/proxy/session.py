@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -51,8 +51,9 @@ class ProxySession:
     """Session of one episode."""
 
     def __init__(self, generate: Generate, *, tool_format: str, figures: ProxyStats, secret: str = "") -> None:
-        """Create a session. Its API key begins with `secret`."""
-        self.key = f"{secret}-{secrets.token_urlsafe(24)}"
+        """Create a session. Its API key is `secret` and its name."""
+        self.name = secrets.token_hex(16)
+        self.key = f"{secret}-{self.name}"
         self.closed = False
         self._generate, self._tool_format, self._figures = generate, tool_format, figures
         self._chats, self._texts = ChatHistories(), TextHistories()
@@ -61,7 +62,7 @@ class ProxySession:
         self._images: dict[str, bytes] = {}  # of the answered requests, by name
         self._rewards = Rewards()
         self._full = False
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._calls: dict[asyncio.Task[Any], str] = {}  # open requests with their roles
         self._fault: AsyncRLError | None = None
         self._scope = asyncio.timeout(None)
 
@@ -88,14 +89,15 @@ class ProxySession:
             call.cancel()
 
     @contextmanager
-    def call(self) -> Iterator[asyncio.Task[Any]]:
+    def call(self, role: str = "") -> Iterator[asyncio.Task[Any]]:
         """Track the current task as one request, and yield it, so that it can be cancelled when its client disconnects.
+        `role` names the actor that makes it, in an episode with several.
 
         Raises ApiError (410) when the episode ends first.
         """
         task = asyncio.current_task()
         assert task is not None
-        self._calls.add(task)
+        self._calls[task] = role
         try:
             yield task
         except asyncio.CancelledError:
@@ -104,7 +106,7 @@ class ProxySession:
                 raise
             raise gone() from None
         finally:
-            self._calls.discard(task)
+            del self._calls[task]
 
     def fail(self, error: AsyncRLError) -> None:
         """End the episode with this error, which its block raises."""
@@ -124,7 +126,7 @@ class ProxySession:
         wanted = self._wanted(body, "chat")
         sent = messages.read_all(body.get("messages"))
         tools = body.get("tools") or []
-        keys, tools_key = [message.key for message in sent], messages.tools_key(tools)
+        keys, tools_key = [message.key for message in sent], self._role.encode() + messages.tools_key(tools)
         known, length = self._chats.find(tools_key, keys)
         new = [message.rendered for message in sent[length:]]
         images = [*self._seen(known), *await self._read(new)]
@@ -172,13 +174,27 @@ class ProxySession:
         """Posted reward of the episode, or None."""
         return self._rewards.episode
 
-    def trajectory(self, prompt_ids: list[int], reward: float | None, images: Sequence[bytes] = ()) -> Trajectory:
-        """Return all answers as a trajectory, with the rewards of turns. Raises EpisodeFailed when there are none."""
-        if not self._answered:
-            raise EpisodeFailed("agent_error", "it made no request to the model")
+    def trajectory(
+        self,
+        prompt_ids: list[int],
+        reward: float | None,
+        images: Sequence[bytes] = (),
+        roles: Container[str] | None = None,
+    ) -> Trajectory:
+        """Return all answers as a trajectory, or those of some roles, with the rewards of turns. Raises EpisodeFailed
+        when there are none."""
         in_order = sorted(self._answered, key=lambda answer: answer[0])
+        in_order = [one for one in in_order if roles is None or one[1].role in roles]
+        if not in_order:
+            raise EpisodeFailed("agent_error", "it made no request to the model")
         turns = link(prompt_ids, [asked for _, asked in in_order], [image_name(png) for png in images])
         return Trajectory(self._rewards.given(turns, [asked for _, asked in self._answered]), reward)
+
+    @property
+    def _role(self) -> str:
+        """Role of the actor whose request the current task is."""
+        task = asyncio.current_task()
+        return self._calls.get(task, "") if task else ""
 
     # -- tokens --------------------------------------------------------------------------------------------
 
@@ -211,7 +227,8 @@ class ProxySession:
     ) -> list[tuple[int, CompletedRequest]]:
         """Generate the answers and return each with the number of its turn. Raises ApiError (503) when engines fail."""
         numbers = [next(self._serial) for _ in range(wanted.choices)]
-        calls = [self._generate(context, max_new_tokens=wanted.limit, images=images) for _ in numbers]
+        role = self._role
+        calls = [self._generate(context, max_new_tokens=wanted.limit, role=role, images=images) for _ in numbers]
         answered, names = [], [image_name(png) for png in images]
         self._images |= zip(names, images, strict=True)
         for number, completion in zip(numbers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
@@ -223,7 +240,7 @@ class ProxySession:
                 raise ApiError(400, f"the request is refused: {completion}", param=field)
             if isinstance(completion, BaseException):
                 raise completion
-            answered.append((number, CompletedRequest(context, completion, images=names)))
+            answered.append((number, CompletedRequest(context, completion, role, names)))
         self._look_at_room([asked.completion for _, asked in answered], len(context))
         first = len(self._answered)
         self._answered += answered
