@@ -277,8 +277,8 @@ STEP_OVERLONG = {
 # The same file, if rewards have parts (Score.parts); <part> is the name of a part
 STEP_BY_PART = {"reward/part/<part>": "mean of the part over the answers that were scored since the previous step"}
 
-# The same file, if environments measure their episodes; <metric> is what such a measure is called
-STEP_BY_METRIC = {"episodes/metric/<metric>": "mean of the measure over the episodes that ended since the previous step"}
+# The same file, if environments measure their episodes; <metric> is the name of a measure
+STEP_BY_METRIC = {"episodes/metric/<metric>": "mean of the measure over the episodes since the previous step"}
 
 # The same file, if agents use OpenAI's API; counts since the start of the run
 STEP_PROXY = {

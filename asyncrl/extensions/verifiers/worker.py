@@ -55,8 +55,8 @@ def configured(given: dict[str, Any]) -> Any:
 
     What a user does not name is never a paid service, nor a harness that runs code of the model.
     """
+    named = {part for _, part in _parts("", given["env"]) if isinstance(part, str)}  # before defaults are filled in
     config = resolve_env_config(given["env"])
-    named = {part for _, part in _parts("", given["env"]) if isinstance(part, str)}
     agents = agent_config_fields(config).items()
     config = config.model_copy(update={name: _agent(name, one, config.taskset.id, named) for name, one in agents})
     _without_retries("args", config)
