@@ -287,6 +287,7 @@ STEP_PROXY = {
     "one beyond the first of an episode costs an extra sample, caused by an edited history",
     "proxy/refused": "number of requests that were refused because they asked for something that would spoil training",
     "proxy/abandoned": "number of requests whose agent or episode ended before the answer",
+    "proxy/malformed": "number of tool calls that could not be read, and stayed in the text of the answer",
 }
 
 # eval.jsonl: one object per evaluation and set; the sets of one evaluation follow each other

@@ -25,13 +25,12 @@ from jinja2 import TemplateError
 
 from asyncrl.agents.linking import CompletedRequest, link
 from asyncrl.errors import AsyncRLError, EpisodeFailed, PromptRefused
-from asyncrl.extensions.proxy import messages
+from asyncrl.extensions.proxy import messages, parsing
 from asyncrl.extensions.proxy.answers import ApiResponse, ResponseChoice
 from asyncrl.extensions.proxy.fields import Body, RequestOptions, Route, read
 from asyncrl.extensions.proxy.histories import ChatHistories, TextHistories
 from asyncrl.extensions.proxy.messages import ApiError, bad_field
 from asyncrl.extensions.proxy.rewards import Rewards
-from asyncrl.extensions.tools import calls as tool_calls
 from asyncrl.images import ImageRefused, image_name
 from asyncrl.images.parts import images_in
 from asyncrl.schema import Completion, Generate, Message, Template, Trajectory
@@ -45,17 +44,21 @@ class ProxyStats:
     contexts_begun: int = 0  # of these, answers that continue no earlier answer of their session
     refused: int = 0  # requests refused because of their content
     abandoned: int = 0  # requests whose client disconnected or whose episode ended first
+    malformed: int = 0  # tool calls that could not be read, and stayed in the text
 
 
 class ProxySession:
     """Session of one episode."""
 
-    def __init__(self, generate: Generate, *, tool_format: str, figures: ProxyStats, secret: str = "") -> None:
+    def __init__(
+        self, generate: Generate, *, tool_format: str, figures: ProxyStats, secret: str = "", reasoning: bool = False
+    ) -> None:
         """Create a session. Its API key is `secret` and its name."""
         self.name = secrets.token_hex(16)
         self.key = f"{secret}-{self.name}"
         self.closed = False
         self._generate, self._tool_format, self._figures = generate, tool_format, figures
+        self._reasoning = reasoning
         self._chats, self._texts = ChatHistories(), TextHistories()
         self._serial = itertools.count()
         self._answered: list[tuple[int, CompletedRequest]] = []  # with the numbers of their requests
@@ -125,22 +128,28 @@ class ProxySession:
         """Answer POST /v1/chat/completions. Raises ApiError."""
         wanted = self._wanted(body, "chat")
         sent = messages.read_all(body.get("messages"))
-        tools = body.get("tools") or []
+        tools, choice = body.get("tools") or [], body.get("tool_choice") or "auto"
         keys, tools_key = [message.key for message in sent], self._role.encode() + messages.tools_key(tools)
         known, length = self._chats.find(tools_key, keys)
         new = [message.rendered for message in sent[length:]]
         images = [*self._seen(known), *await self._read(new)]
-        context = self._render(new, tools, known)
+        begins = parsing.forced(choice, tools, self._tool_format)
+        context = [*self._render(new, tools, known), *(self.template.encode(begins) if begins else ())]
         asked = await self._ask(context, wanted, images, begins=known is None)
         choices = []
         for turn, one in asked:
-            text, calls = self.template.decode(one.completion.token_ids), list[tool_calls.ToolCall]()
-            if tools and body.get("tool_choice") != "none":
+            written = self.template.decode(one.completion.token_ids)
+            text, stop = wanted.cut(begins + written)
+            thought, rest = messages.without_thoughts(text) if self._reasoning else ("", text)
+            read = parsing.Parsed(rest)
+            if tools and choice != "none":
                 before = sum(message.calls for message in sent)
-                text, calls = tool_calls.parse(text, self._tool_format, before=before)
-            said = messages.assistant(text, calls)
-            self._chats.keep(tools_key, [*keys, messages.read(said).key], one)
-            choices.append(ResponseChoice(turn, one.completion, said))
+                read = parsing.parse(rest, self._tool_format, tools, before=before)
+            said = messages.assistant(read.text, read.calls) | ({"reasoning_content": thought} if thought else {})
+            if begins + written == text + (stop or ""):  # else more was written than the client has read
+                self._chats.keep(tools_key, [*keys, messages.read(said).key], one)
+            self._figures.malformed += len(read.malformed)
+            choices.append(ResponseChoice(turn, one.completion, said, stop, read.malformed))
         return ApiResponse(wanted, context, choices)
 
     async def complete(self, body: Body) -> ApiResponse:
@@ -159,10 +168,10 @@ class ProxySession:
             raise bad_field("prompt", prompt, "Must be one text, or the token ids of one.")
         choices = []
         for turn, one in await self._ask(context, wanted, self._seen(known), begins=known is None):
-            text = self.template.decode(one.completion.token_ids)
-            if isinstance(prompt, str):
+            text, stop = wanted.cut(written := self.template.decode(one.completion.token_ids))
+            if isinstance(prompt, str) and written == text + (stop or ""):
                 self._texts.keep(prompt + text, one)
-            choices.append(ResponseChoice(turn, one.completion, {"role": "assistant", "content": text}))
+            choices.append(ResponseChoice(turn, one.completion, {"role": "assistant", "content": text}, stop))
         return ApiResponse(wanted, context, choices)
 
     def take_reward(self, body: Body) -> None:

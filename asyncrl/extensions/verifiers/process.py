@@ -211,7 +211,7 @@ class Running:
                 waiting.set_exception(EpisodeFailed(self._ended.reason, self._ended.detail))
 
 
-class Worker:
+class RestartedWorker:
     """The worker of one environment in this process, which is started again when it has died."""
 
     def __init__(self, launch: Launch, keys: list[str]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.proxy.agents import ThroughTheProxy
-from asyncrl.extensions.verifiers.process import Launch, Worker
+from asyncrl.extensions.verifiers.process import Launch, RestartedWorker
 from asyncrl.extensions.verifiers.verdict import Verdict, judged
 from asyncrl.imports import announce, check_arguments
 from asyncrl.schema import Generate, Prompt, Trajectory
@@ -104,7 +104,7 @@ class EpisodesElsewhere(ThroughTheProxy):
 
     def __init__(self, how: Launch, keys: list[str], tool_format: str) -> None:
         super().__init__(tool_format, "127.0.0.1", 0)
-        self._worker = Worker(how, keys)
+        self._worker = RestartedWorker(how, keys)
 
     async def start(self) -> None:
         """Start the proxy and the worker. Raises ConfigError."""

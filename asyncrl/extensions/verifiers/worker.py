@@ -42,7 +42,7 @@ def send(message: dict[str, Any]) -> None:
     WIRE.write(json.dumps(message) + "\n")
 
 
-class Refused(Exception):
+class RefusedSetting(Exception):
     """Raised for a setting that cannot be trained with, or that costs money and was not named."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
@@ -51,7 +51,7 @@ class Refused(Exception):
 
 
 def configured(given: dict[str, Any]) -> Any:
-    """Return the environment's configuration. Raises Refused.
+    """Return the environment's configuration. Raises RefusedSetting.
 
     What a user does not name is never a paid service, nor a harness that runs code of the model.
     """
@@ -63,10 +63,10 @@ def configured(given: dict[str, Any]) -> Any:
     for field, part in _parts("args", config):
         if isinstance(part, BaseClientConfig) and part.api_key_var == PAID_KEY and PAID_KEY not in named:
             remedy = "This is prime's paid endpoint: set base_url and api_key_var, or name PRIME_API_KEY to pay for it."
-            raise Refused(f"{field}.api_key_var", PAID_KEY, remedy)
+            raise RefusedSetting(f"{field}.api_key_var", PAID_KEY, remedy)
         if isinstance(part, vf.PrimeConfig) and "prime" not in named:
             remedy = "This is prime's paid service: choose another type, or name prime to pay for it."
-            raise Refused(f"{field}.type", "prime", remedy)
+            raise RefusedSetting(f"{field}.type", "prime", remedy)
     return config
 
 
@@ -74,7 +74,7 @@ def _agent(name: str, agent: Any, taskset: str, named: set[str]) -> Any:
     _without_retries(f"args.{name}", agent)
     if agent.sampling and (drawn := agent.sampling.model_dump(exclude_unset=True)):
         remedy = "Remove it: answers are drawn with rollout.temperature, since the trainer could not repeat another."
-        raise Refused(f"args.{name}.sampling", drawn, remedy)
+        raise RefusedSetting(f"args.{name}.sampling", drawn, remedy)
     changes: dict[str, Any] = {}
     if agent.runtime.type == "prime" and "prime" not in named:
         changes["runtime"] = vf.SubprocessConfig()
@@ -86,7 +86,7 @@ def _agent(name: str, agent: Any, taskset: str, named: set[str]) -> Any:
 def _without_retries(field: str, config: Any) -> None:
     if config.retries.max_retries or config.retries.rules:
         remedy = "Remove it: asyncrl plays a failed episode again itself (rollout.retries), and counts what is lost."
-        raise Refused(f"{field}.retries", config.retries.model_dump(), remedy)
+        raise RefusedSetting(f"{field}.retries", config.retries.model_dump(), remedy)
 
 
 def _parts(field: str, value: object) -> Iterator[tuple[str, object]]:
@@ -122,7 +122,7 @@ def errors_of(part: Any) -> list[dict[str, Any]]:
     ]
 
 
-class Player:
+class HubPlayer:
     """Plays the episodes of one environment."""
 
     def __init__(self, env: Any, agents: list[str], tasks: list[Any], url: str) -> None:
@@ -168,7 +168,7 @@ async def serve(lines: asyncio.StreamReader) -> None:
     given = json.loads(await lines.readline())
     try:
         config = configured(given)
-    except Refused as refused:
+    except RefusedSetting as refused:
         send({"refused": refused.told})
         return
     env = load_environment(config)
@@ -182,7 +182,7 @@ async def serve(lines: asyncio.StreamReader) -> None:
         return
     async with env.serving():
         send(ready)
-        player = Player(env, agents, tasks, given["url"])
+        player = HubPlayer(env, agents, tasks, given["url"])
         while line := await lines.readline():
             player.take(line)
 
