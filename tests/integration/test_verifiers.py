@@ -1,4 +1,5 @@
-"""An environment of verifiers on the real engine: it is learned, and resumed after a kill with the same tasks alone."""
+"""An environment of verifiers on the real engine: it is learned, resumed after a kill with the same tasks alone, and
+its faults cost their episodes and never become a reward."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.extensions.verifiers.playing import VENV, real
-from tests.integration.books import balanced
+from tests.integration.books import balanced, groups_of
 from tests.integration.running import finish, lines, nothing_is_left, run, start, wait_for_step
 
 pytestmark = [pytest.mark.integration, real]
@@ -46,5 +47,26 @@ def test_a_run_goes_on_after_a_kill_and_not_with_other_tasks(tmp_path: Path) -> 
     steps = run(run_dir, *DIGITS)
     assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
     assert len(lines(run_dir / "eval.jsonl")) >= 1
+    balanced(run_dir)
+    nothing_is_left(run_dir)
+
+
+def test_a_thousand_episodes_with_faults_of_every_kind_have_no_false_zero(tmp_path: Path) -> None:
+    """In every fifth task a stage hangs or fails, a reward is not a number, or the worker dies; others give 1."""
+    run_dir = tmp_path / "run"
+    taskset = "taskset: {size: 600, every: 5}, agent: {timeout: {setup: 1, scoring: 1, finalize: 1}}"
+    steps = run(
+        run_dir,
+        *("task=verifiers", "task.name=toy_faulty", f"task.params.venv={VENV}", f"task.params.args={{{taskset}}}"),
+        *("rollout.batch_groups=8", "rollout.group_size=4", "run.max_steps=32", "eval.questions=0", "record=true"),
+        *("rollout.retries=1", "rollout.max_failures=1000", "rollout.max_staleness=4"),
+    )
+    trained = [one.reward for group in groups_of(run_dir) for one in group.trajectories]
+    reasons = {name.rpartition("/")[2]: n for name, n in steps[-1].items() if name.startswith("groups/rejected/")}
+    print(f"{len(trained)} episodes with a reward, {trained.count(0.0)} of them 0; groups rejected: {reasons}")
+    assert len(trained) >= 1000
+    assert reasons.keys() >= {f"environment_{how}" for how in ("died", "error", "garbage", "timeout")}
+    fine = [one for one in trained if one == 1.0]
+    assert len(fine) > 0.8 * len(trained), "zeros are those of the two tasks that earn them"
     balanced(run_dir)
     nothing_is_left(run_dir)

@@ -38,7 +38,7 @@ def python(name: str) -> Path:
     """Return its interpreter. Raises ConfigError if there is none."""
     found = folder(name) / "bin" / "python"
     if not found.exists():
-        remedy = f"It is not installed: asyncrl-envs install {name} --from PACKAGE_OR_FOLDER"
+        remedy = f"Set task.name to an environment. To install it: asyncrl-envs install {name} --from PACKAGE_OR_FOLDER"
         raise ConfigError("task.params.venv", str(folder(name)), remedy)
     return found
 

@@ -15,7 +15,7 @@ import os
 import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,31 +36,37 @@ PAID = ("PRIME_", "MODAL_", "E2B_")
 
 @dataclass(frozen=True)
 class Launch:
-    """How a worker is started."""
+    """How a worker is started: task.name, and task.params."""
 
     env: str
-    """The environment: task.name."""
-    venv: str
-    args: Mapping[str, Any]
-    select: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] | None = None
+    """verifiers' own configuration of the environment: taskset, agents by name, timeout, ..."""
+    venv: str | None = None
+    """Virtual environment (asyncrl-envs), by default that of the environment's name."""
+    select: Mapping[str, Any] | None = None
+    """verifiers' choice of tasks: include, exclude, shuffle, seed, skip, limit."""
     most: int = 1000
-    timeout: float = 300.0
+    """Number of tasks of an endless environment."""
+    start_timeout: float = 300.0
+    """Seconds until the worker must be ready."""
+    tool_format: str = "hermes"
+    """How the model writes tool calls (extensions/proxy/parsing.py)."""
 
     def argv(self) -> list[str]:
         """Return the command. Raises ConfigError if the virtual environment is not there."""
-        return [str(envs.python(self.venv)), str(HERE / "worker.py")]
+        return [str(envs.python(self.venv or self.env)), str(HERE / "worker.py")]
 
     def first_line(self, url: str | None) -> bytes:
         """Return what the worker reads first. It may hold keys, so it is no argument."""
-        args = dict(self.args)
-        taskset = {"id": self.env, **args.pop("taskset", {})}
-        told = {"env": {"taskset": taskset, **args}, "select": dict(self.select), "most": self.most, "url": url}
+        args = dict(self.args or {})
+        env = {**args, "taskset": {"id": self.env, **args.get("taskset", {})}}
+        told = {"env": env, "select": dict(self.select or {}), "most": self.most, "url": url}
         return json.dumps(told).encode() + b"\n"
 
     def environment(self, secret: str = "") -> dict[str, str]:
         """Return the worker's environment, with no secrets of the run but that of the proxy, and the run's id, by which
         the launcher finds what is left."""
-        named = json.dumps(dict(self.args))
+        named = json.dumps(dict(self.args or {}))
         hidden = ("ASYNCRL_", "PYTHON", *(begin for begin in PAID if begin not in named))
         found = {name: value for name, value in os.environ.items() if not name.startswith(hidden) or name == RUN_ID}
         direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
@@ -79,8 +85,12 @@ class Launch:
             raise ConfigError(f"task.params.{refused['field']}", refused["value"], refused["remedy"])
         found: dict[str, Any] = told["ready"]
         if not found["tasks"]:
-            raise ConfigError("task.params.select", dict(self.select), f"It leaves no task of {self.env}.")
+            raise ConfigError("task.params.select", self.select, f"It leaves no task of {self.env}.")
         return found
+
+    def late(self) -> ConfigError:
+        """Return the error of a worker that is not ready in time."""
+        return ConfigError("task.params.start_timeout", self.start_timeout, "Its worker was not ready by then.")
 
     def tasks(self) -> dict[str, Any]:
         """Ask a worker of its own for the agents and tasks of the environment. Raises ConfigError."""
@@ -90,11 +100,11 @@ class Launch:
                 input=self.first_line(None),
                 env=self.environment(),
                 capture_output=True,
-                timeout=self.timeout,
+                timeout=self.start_timeout,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ConfigError("task.params.start_timeout", self.timeout, "Its worker was not ready by then.") from None
+            raise self.late() from None
         said = "\n".join(done.stderr.decode(errors="replace").splitlines()[-LAST_LINES:])
         return self.ready(done.stdout, said[-LAST_CHARACTERS:])
 
@@ -133,13 +143,12 @@ class Running:
             worker._stdin.write(launch.first_line(url))
             lines = lines_of(await child.reader())
             try:
-                async with asyncio.timeout(launch.timeout):
+                async with asyncio.timeout(launch.start_timeout):
                     first = await anext(lines, b"")
                     if not first:
                         await worker._printed.ended
             except TimeoutError:
-                remedy = "Its worker was not ready by then."
-                raise ConfigError("task.params.start_timeout", launch.timeout, remedy) from None
+                raise launch.late() from None
             told = launch.ready(first, worker._said())
             if [task["key"] for task in told["tasks"]] != keys:
                 remedy = "Its tasks are others each time that it is loaded: give its taskset a seed."

@@ -51,38 +51,18 @@ FIGURES = Figures()
 """Those of this process, which the hooks of the extension report."""
 
 
-def launch(
-    name: str,
-    *,
-    args: Mapping[str, Any] | None = None,
-    venv: str | None = None,
-    select: Mapping[str, Any] | None = None,
-    most: int = 1000,
-    start_timeout: float = 300.0,
-    tool_format: str = "hermes",
-) -> tuple[Launch, str]:
-    """Return how the worker is started, and the format of tool calls, from task.params.
-
-    args: verifiers' own configuration of the environment: taskset, agents by name, timeout, ...
-    venv: virtual environment (asyncrl-envs), by default that of the environment's name
-    select: verifiers' choice of tasks: include, exclude, shuffle, seed, skip, limit
-    most: number of tasks of an endless environment
-    """
-    return Launch(name, venv or name, args or {}, select or {}, most, start_timeout), tool_format
-
-
 class Verifiers(Task):
-    """Task of one environment. `task.name` is its module, and the parameters are those of `launch`."""
+    """Task of one environment. `task.name` is its module, and the parameters are the fields of Launch (process.py)."""
 
     def __init__(self, config: TaskConfig) -> None:
-        check_arguments(launch, config.params, "task.params", "task.kind=verifiers", config.name)
-        how, tool_format = launch(config.name, **config.params)
+        check_arguments(Launch, config.params, "task.params", "task.kind=verifiers", config.name)
+        how = Launch(config.name, **config.params)
         told = how.tasks()
         self.section = config
         self.keys: list[str] = [task["key"] for task in told["tasks"]]
         """SHA-256 of each task."""
         self._tasks: list[dict[str, Any]] = told["tasks"]
-        self.agent = EpisodesElsewhere(how, self.keys, tool_format)
+        self.agent = EpisodesElsewhere(how, self.keys)
         """Plays the episodes."""
         announce(self)
 
@@ -102,8 +82,8 @@ class Verifiers(Task):
 class EpisodesElsewhere(ThroughTheProxy):
     """Agent whose episodes a worker plays."""
 
-    def __init__(self, how: Launch, keys: list[str], tool_format: str) -> None:
-        super().__init__(tool_format, "127.0.0.1", 0)
+    def __init__(self, how: Launch, keys: list[str]) -> None:
+        super().__init__(how.tool_format, "127.0.0.1", 0)
         self._worker = RestartedWorker(how, keys)
 
     async def start(self) -> None:

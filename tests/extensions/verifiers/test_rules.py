@@ -56,11 +56,11 @@ def test_worker_has_no_secret_of_the_run_nor_the_key_of_a_service_that_was_not_n
     given = {"ASYNCRL_TEACHER_API_KEY": "t", "ASYNCRL_RUN_ID": "r", "PRIME_API_KEY": "p", "E2B_KEY": "e", "OTHER": "o"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    found = Launch("m", "m", {}).environment("s")
+    found = Launch("m").environment("s")
     assert {name: found.get(name) for name in given} == {**dict.fromkeys(given), "ASYNCRL_RUN_ID": "r", "OTHER": "o"}
     assert found["ASYNCRL_PROXY_API_KEY"] == "s"
     judge = {"taskset": {"task": {"judges": [{"id": "rubric", "api_key_var": "PRIME_API_KEY"}]}}}
-    assert Launch("m", "m", judge).environment()["PRIME_API_KEY"] == "p"
+    assert Launch("m", judge).environment()["PRIME_API_KEY"] == "p"
 
 
 # --- resume -------------------------------------------------------------------------------------------------

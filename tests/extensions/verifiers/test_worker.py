@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.agents.linking import check
 from asyncrl.errors import ConfigError, EngineError, EpisodeFailed
+from asyncrl.extensions.verifiers.process import Launch
 from asyncrl.extensions.verifiers.task import FIGURES, EpisodesElsewhere, Verifiers
 from asyncrl.rewards.reward import RewardInput
 from asyncrl.rollout.episode import EpisodeTimeouts
@@ -229,6 +230,12 @@ def test_worker_that_cannot_play_refuses_the_run(taskset: dict[str, Any], told: 
     else:
         with pytest.raises(ConfigError, match=r"task\.params\.select: .* leaves no task"):
             fake([])
+
+
+@pytest.mark.usefixtures("fakes")
+def test_worker_that_is_not_ready_in_time_is_ended() -> None:
+    with pytest.raises(ConfigError, match=r"task\.params\.start_timeout: got 0\.5"):
+        Launch("fake", {"taskset": {"sleeps": 1000}}, start_timeout=0.5).tasks()
 
 
 @pytest.mark.usefixtures("fakes")

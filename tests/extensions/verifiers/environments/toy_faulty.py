@@ -47,13 +47,24 @@ class FaultyTask(vf.Task[FaultyData]):
             raise ValueError("no judge")
         if self.data.how == "reward hangs":
             await asyncio.sleep(1000)
-        return float("nan") if self.data.how == "nan" else 0.0
+        return {"nan": float("nan"), "fine": 1.0}.get(self.data.how, 0.0)
 
 
-class FaultyTaskset(vf.Taskset[FaultyTask, vf.TasksetConfig]):
-    """One task for each failure."""
+class FaultyConfig(vf.TasksetConfig):
+    """Number of tasks, and of which each how many-th fails, if not all do."""
+
+    size: int = len(HOWS)
+    every: int = 1
+
+
+class FaultyTaskset(vf.Taskset[FaultyTask, FaultyConfig]):
+    """One task for each failure, in turn, between tasks with the reward 1."""
 
     def load(self):
         """Yield the tasks."""
-        for how in HOWS:
-            yield FaultyTask(FaultyData(name=how, prompt="012", how=how), self.config.task)
+        for number in range(self.config.size):
+            turn, rest = divmod(number, self.config.every)
+            how = "fine" if rest else HOWS[turn % len(HOWS)]
+            yield FaultyTask(
+                FaultyData(name=f"{how}#{number}" if rest else how, prompt="012", how=how), self.config.task
+            )
