@@ -157,7 +157,10 @@ def events(answer: ApiResponse, body: Body) -> bytes:
     """Return the answer as the events of a stream."""
     numbers, told = itertools.count(), whole(answer, body)
     begun = told | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    found = [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
+    found: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": begun}),
+        ("response.in_progress", {"response": begun}),
+    ]
     for index, item in enumerate(told["output"]):
         at = {"output_index": index, "item_id": item["id"]}
         found.append(("response.output_item.added", {"output_index": index, "item": _begun(item)}))
@@ -184,6 +187,10 @@ def events(answer: ApiResponse, body: Body) -> bytes:
 
 
 def _begun(item: dict[str, Any]) -> dict[str, Any]:
-    empty = {"message": {"content": []}, "function_call": {"arguments": ""}, "reasoning": {"content": []}}
+    empty: dict[str, dict[str, Any]] = {
+        "message": {"content": []},
+        "function_call": {"arguments": ""},
+        "reasoning": {"content": []},
+    }
     status = {} if item["type"] == "reasoning" else {"status": "in_progress"}
     return item | empty[item["type"]] | status

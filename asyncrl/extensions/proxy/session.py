@@ -168,8 +168,8 @@ class ProxySession:
             raise bad_field("prompt", prompt, "Must be one text, or the token ids of one.")
         choices = []
         for turn, one in await self._ask(context, wanted, self._seen(known), begins=known is None):
-            text, stop = wanted.cut(written := self.template.decode(one.completion.token_ids))
-            if isinstance(prompt, str) and written == text + (stop or ""):
+            text, stop = wanted.cut(said := self.template.decode(one.completion.token_ids))
+            if isinstance(prompt, str) and said == text + (stop or ""):
                 self._texts.keep(prompt + text, one)
             choices.append(ResponseChoice(turn, one.completion, {"role": "assistant", "content": text}, stop))
         return ApiResponse(wanted, context, choices)

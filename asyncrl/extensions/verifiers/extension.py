@@ -11,7 +11,7 @@ from asyncrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-    from asyncrl.launch.preflight.findings import Finding
+    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
 
@@ -24,7 +24,7 @@ class VerifiersLaunch(extension.LaunchHooks):
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Report whether they are the same."""
-        from asyncrl.launch.preflight.findings import ok, refused, warning
+        from asyncrl.launch.checks.findings import ok, refused, warning
 
         if not prepared.origin or not (now := keys(prepared)):
             return
@@ -91,6 +91,8 @@ class VerifiersTasks(extension.Extension):
     """Environments of verifiers."""
 
     tasks = {"verifiers": "asyncrl.extensions.verifiers.task:Verifiers"}  # noqa: RUF012
+
+    metrics = {"episodes/metric/<metric>": "mean of the rubric's metric over the episodes since the previous step"}  # noqa: RUF012
 
     def check(self, config: Config) -> Iterator[ConfigError]:
         """Yield what is set although the environment decides it."""

@@ -24,7 +24,7 @@ from asyncrl.imports import announce, check_arguments
 from asyncrl.schema import Generate, Prompt, Trajectory
 from asyncrl.tasks import Question, Task
 
-UNSET = {"agent": None, "agent_params": {}, "system": None, "shots": 0, "tools": [], "reward": None}
+UNSET: dict[str, Any] = {"agent": None, "agent_params": {}, "system": None, "shots": 0, "tools": [], "reward": None}
 """Settings of a task that the environment decides itself."""
 
 
