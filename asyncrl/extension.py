@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asyncrl.rollout.reporters import RolloutRun
     from asyncrl.rollout.server import RolloutServer
     from asyncrl.schema import Batch, Group, Prompt, Trajectory
+    from asyncrl.trainer.batch_source import GivenBatches
     from asyncrl.trainer.microbatches import Groups
     from asyncrl.trainer.policy import Policy
     from asyncrl.weights.checksum import SentWeights
@@ -101,6 +102,15 @@ class OfferedBase:
     """Import path of its class (trainer/lora.py, BaseFormat), which is created with the name."""
     bytes: float
     """Bytes of an element, with its share of what it needs beside."""
+
+
+@dataclass(frozen=True)
+class OfferedMode:
+    """A value of the setting `mode` beside those of the core."""
+
+    program: str = ""
+    """Module that is run as python -m MODULE RUN_DIR in place of the rollout process, and asks the engines; nothing is
+    trained, and the run ends with it. Empty: trainers run without engines, on the batches of TrainerHooks.batches."""
 
 
 class LaunchHooks:
@@ -193,6 +203,10 @@ class TrainerHooks:
         """Return what the publisher sends to the engines in place of these weights."""
         return weights
 
+    def batches(self) -> GivenBatches | None:
+        """Return the batches of a run in a mode of this extension that trains without engines; None in other modes."""
+        return None
+
     def before_update(self, batch: Batch) -> Sequence[Group]:
         """Return groups that are trained beside those of the batch, in the same steps."""
         return ()
@@ -266,6 +280,10 @@ class PlayerHooks:
         """Return what makes headers of every request to an engine; None if no request needs any."""
         return None
 
+    def sampling(self, config: Config) -> Mapping[str, Any]:
+        """Return further sampling parameters of every request of a mode of this extension, which trains nothing."""
+        return {}
+
     async def start(self, timeout: float) -> None:
         """Wait for what episodes need, for this many seconds. Raises DeadlineExceeded."""
 
@@ -297,6 +315,8 @@ class Extension:
     """Formats of the frozen base by their name in trainer.lora.base."""
     clusters: ClassVar[Mapping[str, str]] = {}
     """Import paths of subclasses of launch.cluster.Cluster by their name in cluster.launcher."""
+    modes: ClassVar[Mapping[str, OfferedMode]] = {}
+    """Further values of the setting `mode`, by name."""
     trains: ClassVar[bool] = True
     """Whether its settings can change what is trained. Those that cannot are not taken from a recorded run by a replay,
     and may differ when a run is resumed."""
@@ -458,6 +478,11 @@ def clusters(named: Mapping[str, str]) -> dict[str, str]:
     """Return the import paths of clusters by their name in cluster.launcher, also of the extensions that the setting
     names."""
     return {name: path for kind in classes(named).values() for name, path in kind.clusters.items()}
+
+
+def modes(named: Mapping[str, str]) -> dict[str, OfferedMode]:
+    """Return the modes of all extensions by name."""
+    return {name: one for kind in classes(named).values() for name, one in kind.modes.items()}
 
 
 def apart(named: Mapping[str, str]) -> set[str]:

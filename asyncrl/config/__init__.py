@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ConfigDict, ValidationError, model_validator
 
@@ -76,6 +76,8 @@ __all__ = [
 ]
 
 
+MODES = ("train", "rollout_only", "replay")
+"""Values of `mode` without extensions."""
 ALONE = tuple(name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)).alone)
 """Advantage estimators that work without siblings in a group; turn_loo compares the forks of an episode."""
 
@@ -85,10 +87,11 @@ class Config(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    mode: Literal["train", "rollout_only", "replay"]
+    mode: str
     """train: engines generate and trainers train. rollout_only: only engines run, with their initial weights, and their
     output is recorded. replay: only trainers run and train the batches of a recording in its order. The same batches
-    give bitwise identical weights; a different algorithm can be tested on the same data."""
+    give bitwise identical weights; a different algorithm can be tested on the same data. Extensions have further
+    modes."""
     record: bool
     """Record all groups, and every event that determines the order of the run, in records/ of the run folder."""
     deterministic: bool
@@ -142,6 +145,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
+        for field, value, names in (
+            ("mode", self.mode, [*MODES, *extension.modes(self.extensions)]),
+            ("weights.transport", self.weights.transport, [*TRANSPORTS, *extension.transports(self.extensions)]),
+            ("trainer.lora.base", self.trainer.lora.base, ["none", *extension.bases()]),
+        ):
+            if value not in names:
+                raise ConfigError(field, value, f"Must be one of {', '.join(names)}.")
         bound, lead = self.rollout.max_staleness, self.rollout.effective_lead
         if lead > bound:
             raise ConfigError(
@@ -168,7 +178,7 @@ class Config(Section):
                 optimizer.warmup_steps,
                 f"Must be below the end of the decay ({decay_steps}).",
             )
-        if self.deterministic and self.rollout.max_staleness and self.mode != "replay":
+        if self.deterministic and self.rollout.max_staleness and self.generates:
             raise ConfigError(
                 "rollout.max_staleness",
                 self.rollout.max_staleness,
@@ -183,14 +193,9 @@ class Config(Section):
         if self.resume is not None and (self.mode == "rollout_only" or self.replay.schedule):
             what = "mode=rollout_only" if self.mode == "rollout_only" else "replay.schedule"
             raise ConfigError("resume", self.resume, f"{what} always starts from the beginning: remove this setting.")
-        if self.checkpoint.every and self.mode == "rollout_only":
-            raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
-        for field, value, names in (
-            ("weights.transport", self.weights.transport, [*TRANSPORTS, *extension.transports(self.extensions)]),
-            ("trainer.lora.base", self.trainer.lora.base, ["none", *extension.bases()]),
-        ):
-            if value not in names:
-                raise ConfigError(field, value, f"Must be one of {', '.join(names)}.")
+        if self.checkpoint.every and not self.trains:
+            remedy = f"mode={self.mode} trains nothing: remove it."
+            raise ConfigError("checkpoint.every", self.checkpoint.every, remedy)
         self._check_sets()
         self._check_elastic()
         check_server_args(self)
@@ -283,6 +288,21 @@ class Config(Section):
         """Return the models that are not trained and have engines of their own, by role: the name of the section."""
         extra = (self.model_extra or {}).items()
         return {name: section for name, section in extra if isinstance(section, AuxiliaryModelConfig)}
+
+    @property
+    def program(self) -> str:
+        """Return the module that asks the engines in place of the rollout process, in a mode of an extension."""
+        return "" if self.mode in MODES else extension.modes(self.extensions)[self.mode].program
+
+    @property
+    def trains(self) -> bool:
+        """Return whether trainers run."""
+        return self.mode != "rollout_only" and not self.program
+
+    @property
+    def generates(self) -> bool:
+        """Return whether engines run."""
+        return self.mode in ("train", "rollout_only") or bool(self.program)
 
     @property
     def fleets(self) -> dict[str, EngineConfig | AuxiliaryModelConfig]:

@@ -26,7 +26,7 @@ def _rules(config: Config) -> list[Rule]:
     return [
         (
             "mode",
-            config.mode == "rollout_only",
+            not config.trains,
             "No weights are published without a trainer (weights.overlap): set mode=train",
         ),
         (

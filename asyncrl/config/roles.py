@@ -91,7 +91,7 @@ def check_roles(config: Config) -> None:
         if role.past and any(one.past not in (None, role.past) for one in others):
             remedy = f"Other roles play past versions of {role.adapter} with other settings: make them equal."
             raise ConfigError(field, role.past.model_dump(), remedy)
-    if config.mode == "rollout_only" or not agents.need_versions:
+    if not config.trains or not agents.need_versions:
         return
     require(config, _rules(config))
 

@@ -76,7 +76,7 @@ def check_server_args(config: Config) -> None:
     """Refuse arguments of engines for which there are settings, those with which an engine cannot load or prove new
     weights, and those that do not fit other settings. Raises ConfigError."""
     require(config, _rules(config))
-    if config.mode != "replay":
+    if config.generates:
         require(config, _speculation_rules(config))
         require(config, _cache_rules(config))
 

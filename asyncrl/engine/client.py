@@ -68,6 +68,7 @@ class GenerationClient:
         cache_key: CacheKey = "version",
         pause_mode: str = "in_place",
         fields: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
         routing: RoutingShape | None = None,
         replicas: int = 1,
         seed: int | None = None,
@@ -96,6 +97,7 @@ class GenerationClient:
         vision: how the model reads images, if it does
         http: replaces aiohttp's session
         stop: texts that end an answer; samples then share no request, because each is aborted by itself
+        sampling: further sampling parameters of every request, in a run that trains nothing
         headers, requests: make further headers and the names of requests (engine/inflight.py)
         """
         self._http = GenerateEndpoint(router, access, timeout, http)
@@ -104,7 +106,12 @@ class GenerationClient:
         self.inflight = InFlight(
             self._http,
             run,
-            {"stop_token_ids": stop_token_ids, "skip_special_tokens": False, **_without_placeholders(vision)},
+            {
+                **(sampling or {}),
+                "stop_token_ids": stop_token_ids,
+                "skip_special_tokens": False,
+                **_without_placeholders(vision),
+            },
             cache_key=cache_key,
             pause_mode=pause_mode,
             fields=dict(fields or {}),

@@ -27,16 +27,16 @@ def resolve(config: Config, gpus: int, before: dict[str, Any] | None = None) -> 
         layers = before.get("trainer", {}).get("layers", LOCAL)  # runs without this setting had the local ones
     problem, quantized = _problem(on_gpu(trainer, gpus)), trainer.lora.base != "none"
     if layers == AUTO:
-        layers = LOCAL if problem or quantized or config.mode == "rollout_only" else TRANSFORMER_ENGINE
-    elif layers == TRANSFORMER_ENGINE and problem and config.mode != "rollout_only":
+        layers = LOCAL if problem or quantized or not config.trains else TRANSFORMER_ENGINE
+    elif layers == TRANSFORMER_ENGINE and problem and config.trains:
         raise ConfigError("trainer.layers", layers, f"{problem}, or set local.")
     elif layers == TRANSFORMER_ENGINE and quantized:
         remedy = "Megatron's own layers alone compute with a quantized base (trainer.lora.base): set local."
         raise ConfigError("trainer.layers", layers, remedy)
-    if trainer.fp8 and layers == LOCAL and config.mode != "rollout_only":
+    if trainer.fp8 and layers == LOCAL and config.trains:
         remedy = f"Only layers of TransformerEngine have it ({problem or 'trainer.layers=local'}): set fp8=null."
         raise ConfigError("trainer.fp8", trainer.fp8.format, remedy)
-    if trainer.optimizer.moments_dtype != "float32" and problem and config.mode != "rollout_only":
+    if trainer.optimizer.moments_dtype != "float32" and problem and config.trains:
         remedy = f"Only TransformerEngine's FusedAdam has such moments, and {problem}, or set float32."
         raise ConfigError("trainer.optimizer.moments_dtype", trainer.optimizer.moments_dtype, remedy)
     return config.model_copy(update={"trainer": trainer.model_copy(update={"layers": layers})})

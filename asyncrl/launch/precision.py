@@ -60,8 +60,8 @@ class Precision:
 def used(config: Config, models: Mapping[str, Any]) -> list[str]:
     """Return the parts that this run starts and whose model is known. `models` maps parts to the contents of
     config.json."""
-    parts = ["trainer"] if config.mode != "rollout_only" else []
-    parts += ["engine"] if config.mode != "replay" else []
+    parts = ["trainer"] if config.trains else []
+    parts += ["engine"] if config.generates else []
     parts += [role for role, section in config.frozen.items() if section.started]
     return [part for part in parts if part in models]
 

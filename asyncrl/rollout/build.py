@@ -187,7 +187,7 @@ class RolloutParts:
         """Wait until the engines of the policy can answer. What fits their caches may be less than the
         context."""
         config, addresses = self.run.config, self.run.addresses
-        timeout, attached = config.engine.start_timeout, config.mode == "rollout_only"
+        timeout, attached = config.engine.start_timeout, not config.trains
 
         def tell(text: str) -> None:
             self.server.starting = text

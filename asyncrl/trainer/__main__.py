@@ -43,7 +43,7 @@ from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import checkpoint, lora, recovery  # noqa: E402
-from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_file  # noqa: E402
+from asyncrl.trainer.batch_source import BatchSource, GivenBatches, RolloutClient, wait_for_file  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
 from asyncrl.trainer.loop import ASKED, VersionPublisher, train  # noqa: E402
@@ -85,7 +85,7 @@ def main(run_dir: Path) -> None:
     if config.checkpoint.every and (base := lora.base_format(config.trainer.lora)):
         origin = addresses.resume.parent.parent if addresses.resume else None
         base.keep(run_dir, origin, policy.weights, parallel)
-    recorded = ReplaySource(config.replay) if config.mode == "replay" else None
+    recorded = ReplaySource(config.replay) if config.mode == "replay" else policy.batches()
     source = _source(config, addresses, recorded)
     first, end = (recorded.first, recorded.end) if recorded else (0, None)
     build = PublisherBuilder(config, addresses, run_dir, parallel, policy, fleet, source, timeout)
@@ -254,7 +254,7 @@ def _hand_over(config: Config, run_dir: Path, fleet: Fleet, parallel: Parallel) 
     return hand_over
 
 
-def _source(config: Config, addresses: Addresses, recorded: ReplaySource | None) -> BatchSource:
+def _source(config: Config, addresses: Addresses, recorded: GivenBatches | None) -> BatchSource:
     """Return the source of batches: the rollout process, unless recorded batches are trained without one."""
     if recorded and not config.replay.schedule:
         return recorded

@@ -51,6 +51,37 @@ class BatchSource(Protocol):
         ...
 
 
+class GivenBatches:
+    """Base class of batches that nobody has to generate: a source without a rollout side."""
+
+    def __init__(self, first: int, end: int | None) -> None:
+        """`first` is the version to start from, `end` the one after the last batch; None if there is no last one."""
+        self.first, self.end = first, end
+
+    def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
+        """Return the encoded batch that turns `version` into the next, or its part number `part` of `parts`."""
+        raise NotImplementedError
+
+    def hold(self) -> None:
+        """Do nothing: no generation is running."""
+
+    def announce(self, version: int) -> InUse:
+        """Do nothing: nobody listens, and no adapter is in use."""
+        return InUse([], {})
+
+    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
+        """Return no results: there is no engine."""
+        return []
+
+    def snapshot(self, version: int) -> bytes:
+        """Return nothing: there is no rollout side."""
+        return b""
+
+    def status(self) -> dict[str, Any]:
+        """Return a status without a ledger."""
+        return {"ledger": None}
+
+
 class RolloutClient:
     """HTTP client of the rollout server, used by rank 0."""
 

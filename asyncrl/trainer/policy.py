@@ -24,6 +24,7 @@ from asyncrl.errors import RecordError
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
 from asyncrl.trainer.batch_parts import BatchParts
+from asyncrl.trainer.batch_source import GivenBatches
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
@@ -74,6 +75,10 @@ class Policy:
     def sent(self) -> SentWeights:
         """Return the weights that engines get, as extensions change them."""
         return extension.sent(self._hooks.values(), self.weights)
+
+    def batches(self) -> GivenBatches | None:
+        """Return the batches of a mode of an extension; None if this run generates its own, or replays others."""
+        return next((found for hooks in self._hooks.values() if (found := hooks.batches())), None)
 
     @property
     def started(self) -> Tensor:

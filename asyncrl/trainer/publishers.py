@@ -48,9 +48,9 @@ class PublisherBuilder:
     def publisher(self, update: Update | None) -> tuple[VersionPublisher, str]:
         """Return the publisher and the reason for its choice of transport. `update` is the protocol of engines that
         share their GPUs with trainers, on rank 0."""
-        if self.config.mode == "replay":
+        if not self.config.generates:
             publisher = NoEngines(self.source.announce, first=self.parallel.is_first)
-            return publisher, "none (mode=replay)"
+            return publisher, f"none (mode={self.config.mode})"
         if names := adapter_names(self.config, self.addresses.run_id):
             return self._of_adapters(names)
         (merged,) = self.config.adapters

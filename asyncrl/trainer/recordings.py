@@ -5,24 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from asyncrl.config import ReplayConfig
-from asyncrl.engine.adapters import InUse
 from asyncrl.errors import RecordError
 from asyncrl.imports import load
 from asyncrl.records.events import Scored, scored
 from asyncrl.records.reading import RECORDS, TRAINER, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.schema import Batch, Group, VersionSpan, encode, part_of
+from asyncrl.trainer.batch_source import GivenBatches
 from asyncrl.weights.publish import Staged
 
 
-class ReplaySource:
-    """Batch source that reads a recording, with the interface of RolloutClient."""
+class ReplaySource(GivenBatches):
+    """Batches of a recording."""
 
     def __init__(self, replay: ReplayConfig) -> None:
         self._recording = Recording(replay.folder)
@@ -33,8 +32,7 @@ class ReplaySource:
         if missing := sorted(set(range(first, last + 1)) - set(steps)):
             raise RecordError(f"{self._recording.folder} holds batches {steps[0]} to {steps[-1]}, and no {missing[0]}")
         self._steps = list(range(first, last + 1)) * replay.loop
-        self.first, self.end = first, first + len(self._steps)
-        """Version to start from, and the version after the last batch."""
+        super().__init__(first, first + len(self._steps))
 
     def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
         """Return the batch of this version, or a part of it. Versions are shifted so that a batch that is trained again
@@ -47,25 +45,6 @@ class ReplaySource:
         last = part + 1 == parts
         taken = Batch(recorded.version, groups[start:end], recorded.rollout if last else {}, last)
         return encode(later(taken, version - recorded.version))
-
-    def hold(self) -> None:
-        """Do nothing: no generation is running."""
-
-    def announce(self, version: int) -> InUse:
-        """Do nothing: nobody listens, and no adapter is in use."""
-        return InUse([], {})
-
-    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
-        """Return no results: there is no engine."""
-        return []
-
-    def snapshot(self, version: int) -> bytes:
-        """Return nothing: there is no rollout side."""
-        return b""
-
-    def status(self) -> dict[str, Any]:
-        """Return a status without a ledger."""
-        return {"ledger": None}
 
 
 class NoEngines:
