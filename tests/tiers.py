@@ -31,6 +31,7 @@ DAILY = (
     "dilated",
     # refusals, checks, programs beside a run
     "isolation",
+    "evaluate::test_killed",
     "preflight",
     "tutorials",
     "prometheus",

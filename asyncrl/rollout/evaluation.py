@@ -61,7 +61,7 @@ class Evaluations:
         timelines: Timelines | None = None,
     ) -> None:
         """`write` receives every line. Without evaluation sets there is nothing to do."""
-        self._attempts, self._client, self._tasks, self._sets = attempts, client, tasks, sets
+        self._attempts, self._client, self.tasks, self.sets = attempts, client, tasks, sets
         self._settings, self._write, self._timelines = settings, write, timelines or Timelines()
         self._room = asyncio.Semaphore(settings.max_running)
         self._serial = itertools.count()
@@ -77,7 +77,7 @@ class Evaluations:
         if self._running and self._running.done():
             self._running.result()  # its error ends the run here, not at its very end
             self._running = None
-        if not self._sets or not self._settings.every or version % self._settings.every:
+        if not self.sets or not self._settings.every or version % self._settings.every:
             return
         if self._running:
             self._skipped += 1
@@ -109,19 +109,19 @@ class Evaluations:
         with self._client.roles.newest() as adapter:
             async with asyncio.TaskGroup() as group:
                 asked = {
-                    name: [group.create_task(self._ask(prompt, adapter)) for prompt in prompts]
-                    for name, prompts in self._sets.items()
+                    name: [group.create_task(self.ask(prompt, adapter)) for prompt in prompts]
+                    for name, prompts in self.sets.items()
                 }
         seconds = time.monotonic() - started
         lines = []
         for name, tasks in asked.items():
-            figures = summarize(name, [task.result() for task in tasks], self._tasks[name].correct)
+            figures = summarize(name, [task.result() for task in tasks], self.tasks[name].correct)
             lines.append({**figures, "skipped": self._skipped, "time/eval": seconds})
         for line in lines:
             self._write(line)
         return lines
 
-    async def _ask(self, prompt: Prompt, adapter: int | None) -> QuestionAttempts:
+    async def ask(self, prompt: Prompt, adapter: int | None = None) -> QuestionAttempts:
         """Return all answers to one question. They share an engine, and the sampled ones share a request."""
         async with self._room:
             name = f"e{next(self._serial):010d}"
