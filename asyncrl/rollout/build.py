@@ -13,7 +13,6 @@ from pathlib import Path
 from asyncrl import extension, importing
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config
-from asyncrl.config.server_args import draft_room
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.engine.session import GenerationSession
@@ -198,7 +197,7 @@ class RolloutParts:
 
         await wait_until_ready(addresses, timeout, attached=attached, tell=tell)
         for engine in await self.loads.ask() if self.model.cache is None else ():
-            self.playing.client.narrow(int(engine.longest) - draft_room(config.engine))
+            self.playing.client.narrow(int(engine.longest) - config.engine.draft_room)
 
     async def close(self) -> None:
         """End everything, in an order in which what is left can still be recorded and sent."""

@@ -1,10 +1,9 @@
 """Held-out evaluation: the rollout engines answer questions that training never draws, concurrently with training.
 
 Evaluation holds no ticket, and its tokens are counted separately. Weights may change while it runs; its lines name the
-versions that answered. With weights.lora=versions it keeps the adapters that it began with, and
-past versions that play roles are the newest ones. At most `eval.max_running`
-questions are in flight. That bounds the evaluation requests queued ahead of training requests in an engine; engines
-serve both first come, first served, so that neither starves.
+versions that answered. With weights.lora=versions it keeps the adapters that it began with, and past versions that play
+roles are the newest ones. At most `eval.max_running` questions are in flight. That bounds the evaluation requests
+queued ahead of training requests in an engine; engines serve both first come, first served, so that neither starves.
 
 waits for     the answers (the client's deadlines), and a free place under eval.max_running
 unblocked by  every question that is answered; the last evaluation of a run has the trainer's deadline
@@ -17,7 +16,6 @@ import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -36,15 +34,7 @@ Attempts = Callable[[Prompt, Sequence[GenerationSession]], Awaitable[Sequence["A
 Line = dict[str, Any]
 """One line of eval.jsonl: one set in one evaluation."""
 Attempt = Trajectory | AsyncRLError
-"""A finished episode, or the error that ended it."""
-
-
-@dataclass(frozen=True)
-class QuestionAttempts:
-    """All attempts at one question."""
-
-    greedy: Attempt
-    sampled: Sequence[Attempt]
+"""A finished episode, or the error that ended it. Of the attempts at a question the first one is greedy."""
 
 
 class Evaluations:
@@ -61,8 +51,13 @@ class Evaluations:
         timelines: Timelines | None = None,
     ) -> None:
         """`write` receives every line. Without evaluation sets there is nothing to do."""
-        self._attempts, self._client, self.tasks, self.sets = attempts, client, tasks, sets
-        self._settings, self._write, self._timelines = settings, write, timelines or Timelines()
+        self._attempts = attempts
+        self._client = client
+        self.tasks = tasks
+        self.sets = sets
+        self._settings = settings
+        self._write = write
+        self._timelines = timelines or Timelines()
         self._room = asyncio.Semaphore(settings.max_running)
         self._serial = itertools.count()
         self._running: asyncio.Task[list[Line]] | None = None
@@ -121,7 +116,7 @@ class Evaluations:
             self._write(line)
         return lines
 
-    async def ask(self, prompt: Prompt, adapter: int | None = None) -> QuestionAttempts:
+    async def ask(self, prompt: Prompt, adapter: int | None = None) -> Sequence[Attempt]:
         """Return all answers to one question. They share an engine, and the sampled ones share a request."""
         async with self._room:
             name = f"e{next(self._serial):010d}"
@@ -139,8 +134,7 @@ class Evaluations:
             ]
             played = await self._attempts(prompt, sessions)
         self._timelines.evaluated(name, prompt, sessions, played)
-        greedy, *sampled = played
-        return QuestionAttempts(greedy, sampled)
+        return played
 
 
 def played_here(play: Play) -> Attempts:
@@ -160,12 +154,12 @@ def played_here(play: Play) -> Attempts:
     return attempts
 
 
-def summarize(name: str, answers: Sequence[QuestionAttempts], correct: Callable[[float], bool]) -> Line:
+def summarize(name: str, questions: Sequence[Sequence[Attempt]], correct: Callable[[float], bool]) -> Line:
     """Return the figures of one set. Failed attempts are counted and left out. Raises AsyncRLError when no greedy one
     is left."""
-    attempts = [attempt for one in answers for attempt in (one.greedy, *one.sampled)]
+    attempts = [attempt for question in questions for attempt in question]
     failures = [attempt for attempt in attempts if not isinstance(attempt, Trajectory)]
-    greedy = _played(one.greedy for one in answers)
+    greedy = _played(question[0] for question in questions)
     if not greedy:
         raise AsyncRLError(f"evaluation: no question of {name} could be answered; the last failed with: {failures[-1]}")
     versions = [span.version for one in _played(attempts) for turn in one.turns for span in turn.completion.versions]
@@ -173,12 +167,12 @@ def summarize(name: str, answers: Sequence[QuestionAttempts], correct: Callable[
         "set": name,
         "version_min": min(versions),
         "version_max": max(versions),
-        "questions": len(answers),
+        "questions": len(questions),
         "failed": len(failures),
         "accuracy": fmean(correct(one.total) for one in greedy),
         "reward/mean": fmean(one.total for one in greedy),
         "tokens/mean": fmean(one.num_tokens for one in greedy),
-        **_pass_at_powers([[correct(one.total) for one in _played(a.sampled)] for a in answers]),
+        **_pass_at_powers([[correct(one.total) for one in _played(question[1:])] for question in questions]),
     }
 
 

@@ -92,9 +92,13 @@ class RolloutServer:
     ) -> None:
         """`journal` keeps batches for trainers that start again; `drain` makes a hold wait for the requests in flight;
         `save` encodes a snapshot that includes the state."""
-        self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
+        self._groups = groups
+        self._inflight = inflight
+        self._evaluations = evaluations
         self._journal = journal
-        self._api_key, self._drain, self._save = api_key, drain, save
+        self._api_key = api_key
+        self._drain = drain
+        self._save = save
         self.starting = ""
         """What the start waits for; empty once rollouts run."""
         self.more: list[Route] = []

@@ -9,9 +9,10 @@ on failure    requests are retried until their deadline while the server does no
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import msgspec
@@ -19,70 +20,32 @@ import msgspec
 from asyncrl.engine.adapters import InUse
 from asyncrl.errors import DeadlineExceeded, PeerFailed
 from asyncrl.network.addresses import Access
+from asyncrl.weights.publisher import RolloutSide
 
 
-class BatchSource(Protocol):
-    """Source of batches, which is also told which versions are served."""
+class BatchSource(RolloutSide, ABC):
+    """Source of batches, which is also told which versions are served. It has no rollout side, unless a subclass
+    does."""
 
+    @abstractmethod
     def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
         """Return the encoded batch that turns `version` into the next, or its part number `part` of `parts`; nothing if
         `interrupt` returns True."""
-        ...
-
-    def hold(self) -> None:
-        """Hold back new requests, because the weights are about to change."""
-        ...
-
-    def announce(self, version: int) -> InUse:
-        """Announce that every engine serves `version`. Returns which adapters are in use."""
-        ...
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
         """Evaluate on the held-out questions now. Returns one line of eval.jsonl per set."""
-        ...
-
-    def snapshot(self, version: int) -> bytes:
-        """Return the state of the rollout side between this version and its batch, or nothing if there is no rollout
-        side."""
-        ...
-
-    def status(self) -> dict[str, Any]:
-        """Return the ledger, and what the rollout side waits for."""
-        ...
-
-
-class GivenBatches:
-    """Base class of batches that nobody has to generate: a source without a rollout side."""
-
-    def __init__(self, first: int, end: int | None) -> None:
-        """`first` is the version to start from, `end` the one after the last batch; None if there is no last one."""
-        self.first, self.end = first, end
-
-    def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
-        """Return the encoded batch that turns `version` into the next, or its part number `part` of `parts`."""
-        raise NotImplementedError
-
-    def hold(self) -> None:
-        """Do nothing: no generation is running."""
-
-    def announce(self, version: int) -> InUse:
-        """Do nothing: nobody listens, and no adapter is in use."""
-        return InUse([], {})
-
-    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
-        """Return no results: there is no engine."""
         return []
 
     def snapshot(self, version: int) -> bytes:
-        """Return nothing: there is no rollout side."""
+        """Return the state of the rollout side between this version and its batch."""
         return b""
 
     def status(self) -> dict[str, Any]:
-        """Return a status without a ledger."""
+        """Return the ledger, and what the rollout side waits for."""
         return {"ledger": None}
 
 
-class RolloutClient:
+class RolloutClient(BatchSource):
     """HTTP client of the rollout server, used by rank 0."""
 
     def __init__(self, url: str, access: Access, batch_timeout: float) -> None:

@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
         one = policy.Policy(config, folder / "model", where)
         given = one.batches()
         assert given
-        data = [given.batch(0, interrupt=lambda: False) if where.is_first else b""]
+        data = [given[0].batch(0, interrupt=lambda: False) if where.is_first else b""]
         dist.broadcast_object_list(data, src=0)
         parts = in_parts(decode_batch(data[0]), config.trainer.batch_parts)
         figures = [one.update(part) for part in parts][-1]

@@ -14,6 +14,7 @@ import hashlib
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from asyncrl.network.addresses import STOP, STOPPED
 from asyncrl.progress import failing
 from asyncrl.rollout.__main__ import main
 from asyncrl.rollout.build import RolloutParts
-from asyncrl.rollout.evaluation import Attempt, QuestionAttempts
+from asyncrl.rollout.evaluation import Attempt
 from asyncrl.schema import Prompt, Trajectory
 
 RECONCILE_SECONDS = 2.0
@@ -114,9 +115,9 @@ def identity(prompt: Prompt) -> str:
     return hashed.hexdigest()[:16]
 
 
-def told(name: str, prompt: Prompt, attempts: QuestionAttempts, parts: RolloutParts) -> dict[str, Any]:
+def told(name: str, prompt: Prompt, attempts: Sequence[Attempt], parts: RolloutParts) -> dict[str, Any]:
     """Return what is kept of one question."""
-    greedy, *samples = (_told(one, name, parts) for one in (attempts.greedy, *attempts.sampled))
+    greedy, *samples = (_told(one, name, parts) for one in attempts)
     return {"set": name, "index": prompt.index, "question": identity(prompt), "greedy": greedy, "samples": samples}
 
 

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.extension import TrainerHooks
 from asyncrl.extensions.sft.rows import ChatRows, Trained, born
 from asyncrl.schema import Batch, Group, Trajectory, encode, part_of
-from asyncrl.trainer.batch_source import GivenBatches
+from asyncrl.trainer.batch_source import BatchSource
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -111,11 +111,10 @@ class Conversations:
         return Group("", 0, first.observation, [Trajectory(turns, 0.0)], self._task.name)
 
 
-class SftBatches(GivenBatches):
-    """The batches of mode=sft; `rows` are those of a version."""
+class SftBatches(BatchSource):
+    """The batches of mode=sft. `groups` makes groups of the rows of a version."""
 
-    def __init__(self, end: int, order: RowOrder, groups: Callable[[list[int], int], list[Group]]) -> None:
-        super().__init__(0, end)
+    def __init__(self, order: RowOrder, groups: Callable[[list[int], int], list[Group]]) -> None:
         self._order, self._groups = order, groups
 
     def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
@@ -154,9 +153,9 @@ class Sft(TrainerHooks):
         if policy.parallel.is_first:  # which alone makes batches
             self._conversations.read(range(first, size))
 
-    def batches(self) -> GivenBatches:
-        """Return the batches."""
-        return SftBatches(self._end, self._order, self._conversations.groups)
+    def batches(self) -> tuple[BatchSource, int | None]:
+        """Return the batches, and the version after the last."""
+        return SftBatches(self._order, self._conversations.groups), self._end
 
     def loss(self, losses: Tensor, logprobs: Tensor, rows: LossRows) -> Tensor:
         """Return the negative log-likelihood of each token, in place of the losses."""

@@ -61,7 +61,7 @@ def test_requests_carry_what_cuts_the_distribution(mode: str) -> None:
     )
     where = addresses(model=resolve(config.model.path))
     playing = PlayingParts.build(config, where, ModelParts.load(config, where), build_all(config), lambda *_: None)
-    sent = playing.client.inflight._sampling
+    sent = playing.client._settings.sampling
     assert (sent["top_p"], sent["top_k"]) == (0.9, 20)
 
 
