@@ -13,7 +13,7 @@ class StopRule:
     because all have the same statistics."""
 
     def __init__(self, run: RunConfig, end: int | None = None) -> None:
-        """Set up the rule. `end` is the version after the last of batches that are given; if it is set, nothing else ends
+        """Set up the rule. `end` is the version after the last batch, where all are given; then nothing else ends
         the run."""
         self._run, self._end = run, end
         self._rewards: deque[float] = deque(maxlen=run.reward_window)

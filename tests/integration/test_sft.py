@@ -135,6 +135,7 @@ def settings(folder: Path) -> list[str]:
         "trainer.dtype=float32",
         "trainer.optimizer.lr=1e-3",
         "trainer.optimizer.schedule=cosine",
+        "trainer.optimizer.decay_steps=40",
         "sft.epochs=4",
         "checkpoint.every=5",
         "resume=auto",

@@ -68,7 +68,7 @@ def values(question: Record) -> dict[str, float]:
     pass@k                      the unbiased estimate for k = 1, 2, 4, ... and for all samples
     majority@n                  whether the most frequent final answer is right; the mean over several such
     """
-    found = {}
+    found: dict[str, float] = {}
     if "reward" in (greedy := question["greedy"]):
         found |= {"accuracy": float(greedy["correct"]), "reward": float(greedy["reward"])}
     samples = [one for one in question["samples"] if "reward" in one]

@@ -30,7 +30,6 @@ from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
 from asyncrl.schema import Completion, Message, Trajectory, Turn, VersionSpan
 from asyncrl.tasks import Question
 from asyncrl.tasks.files import FileTask, rows_of_file
-from asyncrl.tasks.hf import HfTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,15 +37,22 @@ if TYPE_CHECKING:
 ASSISTANT = "assistant"
 
 
-class ChatRows(HfTask):
-    """Rows of files, or of a dataset if `task.dataset` is set."""
+class ChatRows(FileTask):
+    """Rows of files, or of splits of a dataset if `task.dataset` is set."""
 
     def __init__(self, config: TaskConfig) -> None:
-        self.SOURCES = HfTask.SOURCES if config.dataset else FileTask.SOURCES  # type: ignore[misc]
+        self.SOURCES = ("eval_split", "train_split") if config.dataset else FileTask.SOURCES
         super().__init__(config)
 
     def _read(self, field: str, source: str) -> list[dict[str, Any]]:
-        return super()._read(field, source) if self._config.dataset else rows_of_file(field, source)
+        if (name := self._config.dataset) is None:
+            return rows_of_file(field, source)
+        try:
+            from asyncrl.extensions.datasets.hf import HfTask
+        except ModuleNotFoundError:
+            remedy = "It needs the extension `datasets`, which is not installed: set task.train_file."
+            raise ConfigError("task.dataset", name, remedy) from None
+        return HfTask._read(self, field, source)  # type: ignore[arg-type]
 
     def _check(self, row: dict[str, Any], where: str) -> None:
         """Raise ConfigError for a row that is no conversation with an answer at its end."""

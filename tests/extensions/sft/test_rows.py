@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "<e>"])
-    write_tokenizer(folder, json.loads(tokenizer.to_str()), THINKING, {"eos_token": "<e>", "bos_token": "<s>"}, 512)
+    write_tokenizer(folder, tokenizer.to_str(), THINKING, {"eos_token": "<e>", "bos_token": "<s>"}, 512)
     return folder
 
 
