@@ -49,14 +49,15 @@ def test_killed_evaluation_goes_on_and_asks_every_question_once(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     run_dir, stubs = tmp_path / "run", "tests.integration.stub_run"
-    with start(run_dir, *EVALUATE, module=stubs) as launcher:
+    own = [*EVALUATE, "cluster.tls=false", "weights.timeout=5"]
+    with start(run_dir, *own, module=stubs) as launcher:
         wait_until(lambda: len(answers(run_dir)) >= 5, launcher, run_dir, "five answers")
         launcher.kill()  # its children die with it
         launcher.wait()
     before = answers(run_dir)
     with (run_dir / "answers.jsonl").open("a") as file:
         file.write('{"set": "copy3", "quest')  # as if it had been killed while it wrote
-    with start(run_dir, *EVALUATE, module=stubs) as launcher:
+    with start(run_dir, *own, module=stubs) as launcher:
         wait_until(lambda: len(answers(run_dir)) >= len(before) + 3, launcher, run_dir, "three more")
         os.kill(processes_of(launcher, run_dir)["engine-1"], signal.SIGKILL)
         code, text = finish(launcher, run_dir)
@@ -70,7 +71,7 @@ def test_killed_evaluation_goes_on_and_asks_every_question_once(
     assert results["figures"]["accuracy"]["questions"] == QUESTIONS
     assert results["failed"] == 0
     nothing_is_left(run_dir)
-    with start(run_dir, *EVALUATE, module=stubs) as launcher:  # once more: nothing is asked
+    with start(run_dir, *own, module=stubs) as launcher:  # once more: nothing is asked
         assert finish(launcher, run_dir)[0] == 0
     assert "is complete: every question was asked" in output(run_dir)
 
