@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,3 +80,25 @@ def test_answers_under_other_settings_are_not_gone_on_with(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"eval: .*answers\.jsonl were given with .*'samples': 4"):
         notes(other)
     assert notes(tiny_config(**EVALUATE, **{"eval.samples": 8})) == []  # a fresh run, whose folder is emptied
+
+
+def test_engines_load_the_model_with_the_adapter_in_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert = pytest.importorskip("asyncrl.extensions.convert.adapters")
+    merged: list[tuple[Path, ...]] = []
+
+    def merge(base: Path, adapter: Path, out: Path, *, limit: int) -> None:
+        merged.append((base, adapter))
+        out.mkdir()
+
+    monkeypatch.setattr(convert, "merge", merge)
+    config = tiny_config(**EVALUATE, evaluate={"adapter": "/runs/a/hf"})
+    for _ in range(2):  # a resumed run has the merged model already
+        prepared: Any = SimpleNamespace(config=config, run_dir=tmp_path, folders={"model": Path("/models/base")})
+        EvaluateLaunch().begins(prepared)
+        assert prepared.folders == {"model": tmp_path / "merged-model"}
+    assert merged == [(Path("/models/base"), Path("/runs/a/hf"))]
+    monkeypatch.setitem(sys.modules, "asyncrl.extensions.convert.adapters", None)
+    with pytest.raises(ConfigError, match=r"evaluate\.adapter: .*needs the extension `convert`"):
+        EvaluateLaunch().begins(prepared)
