@@ -92,8 +92,7 @@ def _check(config: Config, resume: Resume) -> None:
     if not config.generates:
         return
     if manifest.ROLLOUT not in resume.manifest.files:
-        problem = "has no rollout state, because a run without engines wrote it: use it in one (mode=replay)"
-        raise RecordError(f"{resume.folder} {problem}")
+        raise RecordError(f"{resume.folder} has no rollout state, because no engines ran: use it with mode=replay")
     then = Config.model_validate(under_new_names(resume.manifest.config))
     for field in MUST_STAY:
         section, name = field.split(".")
