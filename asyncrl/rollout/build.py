@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl import extension, importing
+from asyncrl import extension, import_hooks
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.engine.session import GenerationSession
 from asyncrl.extension import RolloutHooks
-from asyncrl.imports import load
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.records.events import Began, Event
 from asyncrl.records.reading import RECORDS
@@ -42,6 +41,7 @@ from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
+from asyncrl.user_code import load
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class RolloutParts:
         """Build all of them. What has been built is not running yet."""
         rollout = config.rollout
         model = ModelParts.load(config, addresses)
-        importing.done()
+        import_hooks.done()
         reporter = RunReporter(run_dir, lambda: playing.client.inflight.version)
         run = RolloutRun(config, addresses, run_dir, reporter.warn)
         tasks = build_all(config)
@@ -140,8 +140,9 @@ class RolloutParts:
         if resumed:
             prompts.go_on(resumed.cursor)
             mixer.restore(resumed.mixer)
-            for ticket, name, sessions in groups.restore(resumed.service):
-                outstanding.append((ticket, prompts.again(name.uid, name.task, name.index), sessions))
+            for group in groups.restore(resumed.service):
+                name = group.prompt
+                outstanding.append((group.ticket, prompts.again(name.uid, name.task, name.index), group.siblings))
         return cls(
             run=run,
             hooks=hooks,

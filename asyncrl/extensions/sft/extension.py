@@ -28,6 +28,10 @@ class Sft(extension.Extension):
 
     Settings = SftSettings
     modes = {MODE: extension.OfferedMode()}  # noqa: RUF012
+    metrics = {  # noqa: RUF012
+        "sft/epoch": "number of times that every row has been trained",
+        "sft/held_out": "mean loss of the tokens of the rows that are held out",
+    }
     tasks = {KIND: "asyncrl.extensions.sft.rows:ChatRows"}  # noqa: RUF012
 
     @property

@@ -1,22 +1,25 @@
-"""Check of the requested GPUs against those that the machines report. Pure."""
+"""Checks of the machines and GPUs that a run asks for against those that there are."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
+from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, TrainerConfig, on_gpu
+from asyncrl.errors import ConfigError, LaunchError
+from asyncrl.launch.checks.findings import Finding, error, ok, warning
+from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.placement import Node, Placement
-from asyncrl.launch.preflight.facts import MachineFacts
-from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+from asyncrl.platforms import without_gpu
 
 SHOWN = 4
 """Number of machines that a finding names."""
+ON_THE_SAME = "Or let engines use the trainers' GPUs: set cluster.placement=shared, or colocated (docs/parallelism.md)."
 
 
 def check_idle(nodes: Sequence[Node], placement: Placement) -> list[Finding]:
     """Warn of machines and GPUs of a job to which no process is assigned."""
-    engines = [seat for seats in placement.engines for seat in seats]
-    frozen = [seat for seats in placement.frozen.values() for seat in seats]
-    seats = (placement.router, placement.rollout, *frozen, *placement.trainers, *engines)
+    seats = (placement.router, placement.rollout, *placement.trainers, *chain(*placement.fleets.values()))
     found = []
     for node in nodes:
         used = {place for seat in seats if seat.node.name == node.name for place in seat.gpus}
@@ -65,3 +68,48 @@ def check_gpus(nodes: Sequence[Node], machines: Sequence[MachineFacts]) -> list[
 
 def _named(machine: MachineFacts) -> str:
     return machine.name or "this machine"
+
+
+def check_platforms(config: Config, gpus: int) -> None:
+    """Refuse parts without GPUs if no extension has a platform for them, and engines with what their platform lacks."""
+    for name, section, _ in _fleets(config):
+        if on_gpu(section, gpus):
+            continue
+        try:
+            platform = without_gpu()
+        except LaunchError as error:
+            raise ConfigError(f"{name}.device", section.device, str(error)) from None
+        if name == "engine":
+            platform.check_engine(config.engine)
+
+
+def check_devices(config: Config, gpus: int) -> None:
+    """Refuse more GPU ranks than GPUs; on CPU any number of processes may share the cores."""
+    wanted = 0
+    for name, section, ranks in _fleets(config):
+        if section.device == "cuda" and gpus == 0:
+            raise ConfigError(f"{name}.device", "cuda", "This machine has no visible GPU: use cpu or auto.")
+        wanted += ranks if on_gpu(section, gpus) else 0
+    if config.cluster.shares_gpus and on_gpu(config.engine, gpus):
+        wanted -= config.engine.started * config.engine.ranks  # they use the trainers'
+    if wanted > gpus:
+        raise ConfigError(
+            "trainer × engine ranks",
+            wanted,
+            f"The machine has {gpus} GPUs: lower trainer.tensor_parallel, pipeline_parallel, context_parallel or "
+            f"data_parallel ({config.trainer.world_size} ranks), or engine.count × engine.tensor_parallel"
+            + "".join(
+                f", or {role}.count × {role}.tensor_parallel" for role, one in config.frozen.items() if one.started
+            )
+            + (f". {ON_THE_SAME}" if config.mode == "train" and not config.cluster.shares_gpus else "."),
+        )
+
+
+def _fleets(config: Config) -> Iterator[tuple[str, TrainerConfig | EngineConfig | AuxiliaryModelConfig, int]]:
+    """Yield name and section of each part of which this run starts ranks, and their number."""
+    trains, generates = config.trains, config.generates
+    if trains:
+        yield "trainer", config.trainer, config.trainer.world_size
+    for name, section in config.fleets.items() if generates else ():
+        if section.started:
+            yield name, section, section.started * section.ranks
