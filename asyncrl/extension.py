@@ -518,8 +518,8 @@ def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
 
 
 def offered(table: str, named: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what extensions offer in a table of their classes (tasks, rewards, bases, transports, clusters, modes), by name:
-    those that need not be named, and with `named` also those that the setting names."""
+    """Return what extensions offer in a table of their classes (tasks, rewards, bases, transports, clusters, modes), by
+    name: those that need not be named, and with `named` also those that the setting names."""
     return {name: one for kind in classes(named or {}).values() for name, one in getattr(kind, table).items()}
 
 
