@@ -162,18 +162,22 @@ class RolloutParts:
             outstanding=outstanding,
         )
 
+    async def begin(self, working: asyncio.TaskGroup) -> None:
+        """Wait until episodes can be played. What goes on meanwhile and afterwards are tasks of `working`."""
+        working.create_task(self.status.follow())
+        working.create_task(self.playing.serve())
+        await self._engines_ready()
+        self.server.starting = "the agents and environments to start"
+        await self.playing.start()
+        self.server.starting = ""
+        (self.run.run_dir / READY).touch()
+        self.observer.ready(self.run.addresses.started_at)
+
     async def roll_out(self) -> None:
         """Wait for the engines, and play until cancelled."""
         config, addresses, inflight = self.run.config, self.run.addresses, self.playing.client.inflight
         async with asyncio.TaskGroup() as working:
-            working.create_task(self.status.follow())
-            working.create_task(self.playing.serve())
-            await self._engines_ready()
-            self.server.starting = "the agents and environments to start"
-            await self.playing.start()
-            self.server.starting = ""
-            (self.run.run_dir / READY).touch()
-            self.observer.ready(addresses.started_at)
+            await self.begin(working)
             if _trainer_sends_first(config, addresses):
                 await self.groups.released()
             if self.resumed is None:
@@ -187,7 +191,7 @@ class RolloutParts:
         """Wait until the engines of the policy can answer. What fits their caches may be less than the
         context."""
         config, addresses = self.run.config, self.run.addresses
-        timeout, attached = config.engine.start_timeout, config.mode == "rollout_only"
+        timeout, attached = config.engine.start_timeout, not config.trains
 
         def tell(text: str) -> None:
             self.server.starting = text

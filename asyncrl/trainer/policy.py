@@ -24,6 +24,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
 from asyncrl.trainer import lora
 from asyncrl.trainer.batch_parts import BatchParts
+from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
@@ -76,6 +77,11 @@ class Policy:
     def sent(self) -> SentWeights:
         """Return the weights that engines get, as extensions change them."""
         return extension.sent(self._hooks.values(), self.weights)
+
+    def batches(self) -> tuple[BatchSource, int | None] | None:
+        """Return the batches of a mode of an extension and the version after the last; None if this run generates its
+        own, or replays others."""
+        return next((found for hooks in self._hooks.values() if (found := hooks.batches())), None)
 
     @property
     def started(self) -> Tensor:
