@@ -55,6 +55,7 @@ MOVED_SETTINGS = {
     "algo.distillation": "distill",
     "tracing": "observe",
     "rollout.processes": "processes.count",
+    "cluster.on_trainer_death": "cluster.on_death",
     **{f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")},
 }
 """New names of settings, and of whole sections, that moved to the section of an extension."""

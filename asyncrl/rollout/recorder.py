@@ -75,9 +75,9 @@ class Recorder:
         """Record that every engine serves a version."""
         self.write(Published(version, time.time(), asdict(ledger)))
 
-    def saved(self, version: int) -> None:
-        """Record that the state at this instant goes into a checkpoint."""
-        self.write(Saved(version))
+    def saved(self, version: int, number: int) -> None:
+        """Record that the state at this instant goes into a checkpoint, or with this number into the journal."""
+        self.write(Saved(version, number))
 
     def flush(self) -> None:
         """Wait until all events would survive the death of this process. Call this from a thread."""

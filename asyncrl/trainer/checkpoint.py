@@ -30,8 +30,9 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import METADATA, write_frame
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, RecordError
+from asyncrl.network.addresses import times_restarted
 from asyncrl.parallel import Parallel
-from asyncrl.trainer import recovery, sharded
+from asyncrl.trainer import sharded
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.sharded import StagedCopy
 
@@ -121,7 +122,7 @@ class Checkpoints:
         """Return the statistics for summary.json."""
         if not self._settings.every:
             return {}
-        return {"checkpoint/last": self.last, "checkpoint/failed": self.failed, "recoveries": recovery.count()}
+        return {"checkpoint/last": self.last, "checkpoint/failed": self.failed, "recoveries": times_restarted()}
 
     # -- in the training loop ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
-from asyncrl.network.addresses import OUT_OF_MEMORY, RESTARTED
+from asyncrl.network.addresses import OUT_OF_MEMORY, times_restarted
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.loop import VersionPublisher
@@ -68,7 +68,7 @@ class Recovery:
 def find(run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, parallel: Parallel) -> Recovery | None:
     """Return the recovery of trainers that were started again, after the fleet was taken over; None for the first ones
     of a run. `origin` is the checkpoint that the run itself resumed from. Collective."""
-    if not os.environ.get("ASYNCRL_INCARNATION"):
+    if not times_restarted():
         return None
     recovery: list[Any] = [None]
     if parallel.is_first:
@@ -85,11 +85,6 @@ def find(run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, 
     if dist.is_initialized():
         dist.broadcast_object_list(recovery, src=0)
     return recovery[0]
-
-
-def count() -> int:
-    """Return how often these trainers were started again."""
-    return int(os.environ.get("ASYNCRL_INCARNATION", "").removeprefix(RESTARTED) or 0)
 
 
 class CatchingUp:

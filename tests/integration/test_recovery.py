@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 EVERY = 4
 RECOVERS = [one for one in RUN if not one.startswith(("checkpoint", "cluster"))]
-RECOVERS += [f"checkpoint.every={EVERY}", "cluster.on_trainer_death=recover"]
+RECOVERS += [f"checkpoint.every={EVERY}", "cluster.on_death=recover"]
 """Settings of a run whose trainers start again."""
 
 

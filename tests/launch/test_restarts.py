@@ -20,7 +20,7 @@ from asyncrl.observability.timeline import ProcessSpan, TimelineReader
 from asyncrl.progress import begin_file, end_file, failing, failures
 from tests.launch.preflight.worlds import ENGINE, ROUTER
 
-TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True)
+TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True, recovers=True)
 
 
 class Router:
@@ -244,7 +244,7 @@ def test_trainers_recover_twice_at_a_step_and_thrice_in_ten(run_dir: Path) -> No
     trained(run_dir, 15)  # ten steps after the first two
     die(policy)
     assert policy.recoveries() == [
-        f"trainers had started again after step {step}: trainer-0, killed by SIGKILL" for step in (5, 5, 9, 15)
+        f"had recovered after step {step}: trainer-0, killed by SIGKILL" for step in (5, 5, 9, 15)
     ]
 
 

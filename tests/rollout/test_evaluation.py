@@ -41,7 +41,7 @@ class Site:
             dict.fromkeys(names, LengthTask()),
             sets,
             settings,
-            self.lines.append,
+            self.lines.extend,
             Timelines([self.records.append]),
         )
 
