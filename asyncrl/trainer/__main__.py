@@ -329,7 +329,9 @@ def _tell_the_end(config: Config, run_dir: Path, source: BatchSource, log: StepL
     plan, overlap = run_dir / PLAN, config.weights.overlap
     planned = plan_figures(json.loads(plan.read_text()), figures, overlap=overlap) if plan.exists() else {}
     told = {**machine_figures(machine, figures), **planned}
-    summary = {**facts, **figures, **accuracy, **told, "ledger": source.status()["ledger"]}
+    status = source.status()
+    recoveries = {"recoveries": facts["recoveries"] + status["restarts"]}
+    summary = {**facts, **recoveries, **figures, **accuracy, **told, "ledger": status["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
 
 

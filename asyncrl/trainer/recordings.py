@@ -65,7 +65,7 @@ class ReplaySource:
 
     def status(self) -> dict[str, Any]:
         """Return a status without a ledger."""
-        return {"ledger": None}
+        return {"ledger": None, "restarts": 0}
 
 
 class NoEngines:
