@@ -80,6 +80,18 @@ class Pilot(Protocol):
         ...
 
 
+class StepListener(Protocol):
+    """Receives the steps of a run, in the first trainer rank or in what takes batches without training."""
+
+    def write(self, record: Mapping[str, Any], batch: Batch) -> None:
+        """Take the record of a step, as in metrics.jsonl, and its batch. Must not block."""
+        ...
+
+    def close(self) -> bool:
+        """Send what is left. Return whether nothing of it runs any longer; otherwise the process ends at once."""
+        ...
+
+
 @dataclass(frozen=True)
 class OfferedTransport:
     """A transport of new weights (weights/transport.py)."""
@@ -120,6 +132,10 @@ class LaunchHooks:
         """Yield every problem of this extension with the model. `model` holds the fields of its config.json and of
         Megatron's arguments, `gpus` is the number of each machine."""
         return iter(())
+
+    def layers_held(self, config: Config) -> int | None:
+        """Return the number of layers whose activations are on the device of a trainer at a time; None for all."""
+        return None
 
     def check_gpu(self, config: Config, gpu: str) -> Iterator[ConfigError]:
         """Yield every problem with an engine on a GPU of this name."""
@@ -303,6 +319,8 @@ class Extension:
     wrappers: ClassVar[Mapping[str, str]] = {}
     """Import paths of what wraps the task of a section (TaskConfig) that sets a field, by that field; called with the
     task and the section."""
+    hosting: ClassVar[str] = ""
+    """Import path of an EnvironmentHosts (envs/pool.py): processes that hold environments which block or may hang."""
     question: ClassVar[str] = ""
     """Import path of a function of a question and the chat template, which returns the question as the model is shown
     it."""
@@ -341,6 +359,13 @@ class Extension:
     def trainer(self, policy: Policy) -> TrainerHooks:
         """Return the hooks on a trainer rank, whose networks hold the weights of the model folder."""
         return TrainerHooks()
+
+    def steps(
+        self, config: Config, run_dir: Path, model: Path, warn: Callable[[str, int], None], first: int | None
+    ) -> StepListener | None:
+        """Return what receives the steps of a run; None if nothing does. `model` is the folder with the tokenizer,
+        `warn` takes a text and a step, and `first` is the step with which a resumed run goes on."""
+        return None
 
     def rollout(self) -> RolloutHooks:
         """Return the hooks in the rollout process."""
@@ -407,11 +432,25 @@ def linear_bytes(config: Config) -> int | None:
     return next((size for size in found if size is not None), None)
 
 
+def layers_held(config: Config) -> int | None:
+    """Return the number of layers whose activations are on the device of a trainer at a time; None for all."""
+    found = (one.launch().layers_held(config) for one in active(config).values())
+    return next((layers for layers in found if layers is not None), None)
+
+
 def sent(hooks: Iterable[TrainerHooks], weights: SentWeights) -> SentWeights:
     """Return what the publisher sends in place of these weights: what each extension makes of the one before."""
     for one in hooks:
         weights = one.sent(weights)
     return weights
+
+
+def step_listeners(
+    config: Config, run_dir: Path, model: Path, warn: Callable[[str, int], None], first: int | None = None
+) -> list[StepListener]:
+    """Return what receives the steps of a run of all extensions."""
+    found = (one.steps(config, run_dir, model, warn, first) for one in active(config).values())
+    return [listener for listener in found if listener is not None]
 
 
 def engine_environment(config: Config) -> dict[str, str]:
@@ -487,6 +526,12 @@ def wrapped(task: T, section: Any, field: str) -> T:
             made: T = load(kind.wrappers[field], f"task.{field}")(task, section)
             return made
     raise ConfigError(f"task.{field}", getattr(section, field), NOBODY)
+
+
+def hosting() -> Callable[[], Any] | None:
+    """Return the class of an extension for processes that hold environments; None if no extension has one."""
+    paths = [kind.hosting for kind in classes({}).values() if kind.hosting]
+    return load(paths[0], "extensions") if paths else None
 
 
 @cache

@@ -1,13 +1,16 @@
-"""Position of a trainer rank in the parallel layout. `trainer/parallel.py` gets it from Megatron."""
+"""Position of a trainer rank in the parallel layout, which `trainer/parallel.py` gets from Megatron, and the exchange
+of objects between ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -133,3 +136,25 @@ class Parallel:
         It is also the first rank of its expert group.
         """
         return self.dp_rank == 0 and self.cp_rank == 0 and self.tp_rank == 0
+
+
+def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's value; waits for all ranks."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def from_first(value: T, group: dist.ProcessGroup | None = None) -> T:
+    """Return rank 0's value, on every rank."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    values: list[Any] = [value]
+    dist.broadcast_object_list(values, 0, group)
+    return values[0]

@@ -24,7 +24,7 @@ REMOVED = {
     "engine.decode_count": _DUTIES,
     "engine.transfer_backend": _DUTIES,
     "trainer.token_dispatcher=hybridep": "HybridEP was never executed; deepep is the dispatcher with kernels",
-    "metrics.sinks=trackio": _TRACKIO,
+    "sinks.names=trackio": _TRACKIO,
     "metrics.trackio": _TRACKIO,
     "cluster.lend": "loans of the trainers' GPUs gained 0 to 34 % in simulation, and none ran on a GPU",
     "algo.replay_groups": _RECIPE,
@@ -51,11 +51,14 @@ def moved(module: str) -> str | None:
 
 _SLURM = ("submit", "time", "requeues", "sbatch", "setup", "srun", "container")
 MOVED_SETTINGS = {
+    "trainer.activation_offload": "offload.activations",
     "engine.quantization": "quantized.format",
     "algo.distillation": "distill",
     "tracing": "observe",
     "rollout.processes": "processes.count",
     "cluster.on_trainer_death": "cluster.on_death",
+    "metrics.sinks": "sinks.names",
+    **{f"metrics.{name}": f"sinks.{name}" for name in ("episodes", "wandb", "mlflow")},
     **{f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")},
 }
 """New names of settings, and of whole sections, that moved to the section of an extension."""

@@ -98,6 +98,26 @@ class Completion(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"version spans {self.versions} do not cover {len(self.token_ids)} tokens")
 
 
+class Exchange(msgspec.Struct, frozen=True, array_like=True):
+    """One request of an episode and its completion. The finish reason of a partial completion is empty."""
+
+    context: list[int]
+    completion: Completion
+    role: str = ""
+    images: list[str] = []
+    """Names of the images in the context."""
+
+    @property
+    def version(self) -> int | None:
+        """Version of its first token, if it has one."""
+        versions = self.completion.versions
+        return versions[0].version if versions else None
+
+    def follows(self, ids: list[int], images: Sequence[str]) -> bool:
+        """Return whether the context begins with these tokens, and its images with these."""
+        return self.context[: len(ids)] == ids and self.images[: len(images)] == list(images)
+
+
 Message = dict[str, Any]
 """Chat message in the form of chat templates and the OpenAI API: role, content, and tool_calls if there are any."""
 

@@ -301,7 +301,7 @@ def measure(settings: list[str]) -> dict[str, float]:
             "-m",
             "asyncrl.launch.main",
             f"run.dir={run_dir}",
-            "metrics.sinks=[]",
+            "sinks.names=[]",
             *settings,
         ]
         done = subprocess.run(command, capture_output=True, text=True)

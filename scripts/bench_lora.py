@@ -191,7 +191,8 @@ def published(way: str, quick: bool) -> dict[str, float]:
     import torch
 
     from asyncrl.engine.adapters import InUse, adapter_names
-    from asyncrl.engine.client import GenerationClient
+    from asyncrl.engine.client import ClientSettings, GenerationClient
+    from asyncrl.engine.stream import GenerateEndpoint
     from tests.integration import adapters, publisher
     from tests.integration.fleet import engines
 
@@ -206,16 +207,16 @@ def published(way: str, quick: bool) -> dict[str, float]:
         async def play() -> dict[str, float]:
             loop = asyncio.get_running_loop()
             client = GenerationClient(
-                addresses.router,
-                run="bench",
-                access=addresses.access,
-                max_new_tokens=48,
-                temperature=1.0,
-                stop_token_ids=[],
-                timeout=120.0,
-                retry_timeout=60.0,
-                coalesce=False,
-                names=adapter_names(config, "bench"),
+                GenerateEndpoint(addresses.router, addresses.access, 120.0),
+                ClientSettings(
+                    run="bench",
+                    max_new_tokens=48,
+                    temperature=1.0,
+                    stop_token_ids=[],
+                    retry_timeout=60.0,
+                    coalesce=False,
+                    names=adapter_names(config, "bench"),
+                ),
             )
 
             async def announced(version: int) -> InUse:

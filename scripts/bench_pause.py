@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.engine.client import GenerationClient  # noqa: E402
+from asyncrl.engine.client import ClientSettings, GenerationClient  # noqa: E402
+from asyncrl.engine.stream import GenerateEndpoint  # noqa: E402
 from asyncrl.schema import Completion  # noqa: E402
 from scripts import machine  # noqa: E402
 from tests.integration.fleet import Engines, engines  # noqa: E402
@@ -108,17 +109,17 @@ async def measured(
     publisher = make(config, fleet.addresses, weights, Path(fleet.folder))
     publish(publisher, first)
     client = GenerationClient(
-        fleet.addresses.router,
-        run=f"{mode}-{key}",
-        access=fleet.addresses.access,
-        max_new_tokens=TOKENS,
-        temperature=1.0,
-        stop_token_ids=[],
-        timeout=120.0,
-        retry_timeout=60.0,
-        coalesce=True,
-        cache_key=key,
-        pause_mode=mode,
+        GenerateEndpoint(fleet.addresses.router, fleet.addresses.access, 120.0),
+        ClientSettings(
+            run=f"{mode}-{key}",
+            max_new_tokens=TOKENS,
+            temperature=1.0,
+            stop_token_ids=[],
+            retry_timeout=60.0,
+            coalesce=True,
+            cache_key=key,
+            pause_mode=mode,
+        ),
     )
     client.inflight.release(first)
     heard, stop = Heard(), asyncio.Event()

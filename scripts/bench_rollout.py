@@ -31,7 +31,8 @@ from rich.table import Table
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from asyncrl.engine.client import GenerationClient  # noqa: E402
+from asyncrl.engine.client import ClientSettings, GenerationClient  # noqa: E402
+from asyncrl.engine.stream import GenerateEndpoint  # noqa: E402
 from asyncrl.network.addresses import Access  # noqa: E402
 from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
@@ -73,15 +74,15 @@ def stub(*, tokens: int, interval: int, pace: float, host: str = "127.0.0.1") ->
 def client(url: str, tokens: int) -> GenerationClient:
     """Return a client configured as in the rollout process."""
     return GenerationClient(
-        url,
-        run="bench",
-        access=Access("key"),
-        max_new_tokens=tokens,
-        temperature=1.0,
-        stop_token_ids=[0],
-        timeout=600.0,
-        retry_timeout=60.0,
-        coalesce=True,
+        GenerateEndpoint(url, Access("key"), 600.0),
+        ClientSettings(
+            run="bench",
+            max_new_tokens=tokens,
+            temperature=1.0,
+            stop_token_ids=[0],
+            retry_timeout=60.0,
+            coalesce=True,
+        ),
     )
 
 

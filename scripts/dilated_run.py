@@ -49,8 +49,7 @@ from asyncrl.schema import Batch, decode_batch  # noqa: E402
 from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
-from asyncrl.weights.overlap import OverlappedPublisher  # noqa: E402
-from asyncrl.weights.publish import Staged  # noqa: E402
+from asyncrl.weights.publisher import Background, Staged, StagedPublisher  # noqa: E402
 from scripts.slow_tools import REJECTED, VARIABLE, accepted  # noqa: E402
 from scripts.stub_engine import number_of  # noqa: E402
 
@@ -207,7 +206,7 @@ def _tasks(config: Config) -> dict[str, tasks.Task]:
     return {name: tasks.build(task) for name, task in config.mixture.items()}
 
 
-class DilatedTrainer:
+class DilatedTrainer(StagedPublisher):
     """The real training loop around updates that sleep. A publish has the steps of asyncrl/weights/publish.py, but only
     the version's number is sent."""
 
@@ -226,10 +225,9 @@ class DilatedTrainer:
     def run(self, steps: int, warm: int) -> Measured:
         """Train `warm` + `steps` batches, and measure the latter."""
         log, stop = StepLog([], started_at=time.time()), StopRule(self._run, end=warm + steps)
-        overlapped = OverlappedPublisher(self) if self._setting.overlap else None
-        train(self._update_weights, self, overlapped or self, log, stop, save=lambda version: None)
-        if overlapped:
-            overlapped.finish()
+        publisher = Background(self) if self._setting.overlap else self
+        train(self._update_weights, self, publisher, log, stop, save=lambda version: None)
+        publisher.finish()
         retried = self._source.status()["ledger"]["events"]["retried"]
         self._fleet.close()
         self._source._http.close()
@@ -273,10 +271,6 @@ class DilatedTrainer:
         trained, self._tokens = self._tokens, 0
         return {"tokens/trained": trained}
 
-    def publish(self, version: int) -> dict[str, float]:
-        """Publish a version while the trainer waits."""
-        return self.complete(self.stage(version))
-
     def stage(self, version: int) -> Staged:
         """Fill the buckets."""
         time.sleep(self._fill)
@@ -293,4 +287,4 @@ class DilatedTrainer:
             time.sleep(max(0.0, pause.began + self._setting.pause - time.monotonic()))
         self._source.announce(staged.version)
         self._publishing = False
-        return {**staged.figures, "pause": pause.seconds, "verify": 0.0}
+        return {**staged.metrics, "pause": pause.seconds, "verify": 0.0}

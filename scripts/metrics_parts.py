@@ -22,7 +22,7 @@ from asyncrl import jsonl
 from asyncrl.config import read
 from asyncrl.engine.loads import SCRAPE_SECONDS
 from asyncrl.extensions.observe.exposition import PrometheusMetrics
-from asyncrl.metrics.sinks import Sinks
+from asyncrl.extensions.sinks.sinks import Sinks
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability import timeline
 from asyncrl.schema import Batch, Completion, Group, Trajectory, Turn, VersionSpan
@@ -56,7 +56,8 @@ def measure(run: Path, spent: float) -> dict[str, float]:
 
 def _sinks(run: Path, addresses: Addresses, rows: list[dict[str, Any]]) -> None:
     warned: list[str] = []
-    sinks = Sinks(read(run), run, addresses.model, lambda text, step: warned.append(text))
+    config = read(run)
+    sinks = Sinks(config, config.sinks, run, addresses.model, lambda text, step: warned.append(text))
     for row in rows:
         answer = Completion([1] * 200, [-1.0] * 200, [VersionSpan(0, 0, 200)], "stop")
         group = Group("g", 0, [1] * 100, [Trajectory([Turn([], answer)], 1.0)] * 8, "task")

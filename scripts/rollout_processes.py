@@ -30,7 +30,8 @@ from asyncrl import extension
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.extensions.processes import wire
 from asyncrl.extensions.processes.episodes import EpisodeWorker, play_until_closed
 from asyncrl.extensions.processes.workers import EpisodeWorkers
@@ -45,12 +46,11 @@ from asyncrl.records.writer import Writer
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
 from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.parts import PlayingParts
-from asyncrl.rollout.player import EpisodePlayer
+from asyncrl.rollout.player import EpisodePlayer, GroupPlayer
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, question_of, render
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import FailureReporter, RolloutRun
@@ -82,7 +82,8 @@ def parts(engine: str, tokens: int, coalesce: bool, requests: str = "") -> Playi
     """Return what plays, as the rollout side puts it together."""
     settings: Any = {"max_new_tokens": tokens, "temperature": 1.0, "stop_token_ids": [0], "requests": requests}
     client = GenerationClient(
-        engine, run="bench", access=Access(KEY), timeout=600.0, retry_timeout=60.0, coalesce=coalesce, **settings
+        GenerateEndpoint(engine, Access(KEY), 600.0),
+        ClientSettings(run="bench", retry_timeout=60.0, coalesce=coalesce, **settings),
     )
     template: Any = Free()
     failures = FailureReporter(lambda text, _: print(text, file=sys.stderr))

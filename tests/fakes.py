@@ -26,9 +26,10 @@ from pydantic import Field
 from asyncrl import config as configuration
 from asyncrl.config import AuxiliaryModelConfig, Config
 from asyncrl.engine.adapters import AdapterUse
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import GenerationSession
+from asyncrl.engine.stream import GenerateEndpoint, no_headers
 from asyncrl.extension import Extension
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.compose import algorithm_overrides, find_further_confs
@@ -297,16 +298,16 @@ class FakeEngine:
         """The real client in front of this engine."""
         settings: dict[str, Any] = {
             "run": "run0",
-            "access": Access("key0"),
             "max_new_tokens": 8,
             "temperature": 1.0,
             "stop_token_ids": [10],
-            "timeout": 5.0,
             "retry_timeout": 0.02,
             "coalesce": True,
-            "http": FakeHttp(self.handle),
         }
-        return GenerationClient("http://router", **(settings | changes))
+        http = changes.pop("http", FakeHttp(self.handle))
+        endpoint = GenerateEndpoint("http://router", Access("key0"), changes.pop("timeout", 5.0), http)
+        headers = changes.pop("headers", no_headers)
+        return GenerationClient(endpoint, ClientSettings(**(settings | changes)), headers)
 
 
 def echo(tokens: int = 3, **meta: Any) -> Callable[[dict[str, Any]], bytes]:

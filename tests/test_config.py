@@ -28,7 +28,6 @@ from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
 from asyncrl.removed import LAST, MOVED_SETTINGS, REMOVED
 from asyncrl.settings import Choice, Section
-from asyncrl.tasks.benchmarks import SETS as BENCHMARKS
 from tests.fakes import JOB, OPTIONS, compose_values, missing, tiny_config, tiny_values
 
 EXPERIMENTS = sorted(name for group, name in OPTIONS if group == "experiment")
@@ -149,25 +148,6 @@ def test_experiment_for_a_model_of_the_users_has_no_other_in_its_place(name: str
         load(compose_values(f"experiment={name}", "model.path=/models/m"))
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_no_experiment_trains_on_a_public_test_set(name: str) -> None:
-    config = load(compose_values(f"experiment={name}", *missing(name)))
-    assert not {task.name for task in config.mixture.values()} & BENCHMARKS.keys()
-    assert all(task.kind != "benchmark" for task in config.mixture.values())
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_public_test_sets_are_for_evaluation(name: str) -> None:
-    values = compose_values("experiment=tiny")
-    task = {**values["task"], "kind": "benchmark", "name": name, "params": {}, "reward": "number"}
-    values["eval"] |= {"questions": 1, "sets": {name: task}}
-    assert load(values).eval_sets[name].name == name
-    for trained, field in (({"task": task}, "task.kind"), ({"tasks": {"one": task}}, "tasks.one.kind")):
-        with pytest.raises(ConfigError, match=f"{name} is a public test set: evaluate with it") as caught:
-            load({**compose_values("experiment=tiny"), **trained})
-        assert caught.value.field == field
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_task_composes_and_is_valid(name: str) -> None:
     load(compose_values(f"task={name}"))
@@ -180,10 +160,10 @@ def test_every_option_of_every_group_is_in_some_composition() -> None:
         ("task", "own"): ["task.kind=my_module:Mine"],
         ("model", "folder"): ["model.path=/models/m"],
     }
-    sets = {("task", name) for name in BENCHMARKS}
+    sets = {option for option in options if "kind: benchmark" in OPTIONS[option].read_text()}
     for group, option in sorted(options - {("task", "base")} - sets):  # the base lacks a kind and a name
         load(compose_values(f"{group}={option}", *extra.get((group, option), [])))
-    for _, option in sorted(sets & options):
+    for _, option in sorted(sets):
         load(compose_values(f"+task@eval.sets.{option}={option}"))
 
 
@@ -874,7 +854,7 @@ def test_engines_that_run_already_may_be_all_there_are() -> None:
 def test_setting_that_is_gone_is_refused_with_its_reason(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a command as in a file of values: with the last commit that has it."""
     name, _, value = field.partition("=")
-    several = name == "metrics.sinks"
+    several = name == "sinks.names"
     with pytest.raises(ConfigError, match=LAST) as refused:
         load(tiny_values(**{name: [value] if several else value or 1}))
     assert refused.value.field == (f"{name}.0" if several else name)

@@ -12,9 +12,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from asyncrl.config import Config, load
-from asyncrl.config.secret_values import FREE, Secret, closed, opened, secrets
+from asyncrl.config.secret_values import FREE, Parameters, Secret, closed, free_fields, opened, secrets
 from asyncrl.errors import ConfigError
 from asyncrl.launch.compose import plain
 from asyncrl.launch.main import CONF
@@ -121,3 +122,12 @@ def test_every_field_of_parameters_is_known_to_the_composition() -> None:
                 found.add(name)
     options = {"server_args", "sbatch"}  # of commands, which all can read
     assert found - options == set(FREE)
+
+
+class Section(BaseModel):
+    headers: Parameters
+    label: str
+
+
+def test_fields_of_parameters_in_the_sections_of_extensions_are_known_too() -> None:
+    assert free_fields([Section]) == {"headers"}

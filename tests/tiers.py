@@ -82,7 +82,7 @@ DAILY = (
     "variants::test_overlapped_communication_changes_no_bit_of_figures_and_weights[dp2",
     "variants::test_a_critic",
     "variants::test_an_optimizer_whose_states_leave_the_device_trains_the_same_bits[float32",
-    "variants::test_activations_in_host_memory_change_no_bit[single",
+    "activation_offload::test_activations_in_host_memory_change_no_bit[single",
     "algorithms",
     "distillation",
     "offload::test_offload_between_updates_changes_no_bit[dense-1",
@@ -116,7 +116,7 @@ NIGHTLY = (
     "tests/extensions/install/test_bundle.py::test_plan_of_the_gpu_benchmark",
     # each case waits out a limit
     "tests/launch/test_stalls.py::test_run_ends_and_says_what_each_was_doing[",
-    "tests/rewards/test_math_reward.py::test_no_answer_holds_it_up_or_fails_the_episode",
+    "tests/extensions/mathematics/test_math_reward.py::test_no_answer_holds_it_up_or_fails_the_episode",
 )
 STRUCTURE = (
     "tests/test_imports.py::",

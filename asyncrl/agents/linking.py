@@ -15,22 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.schema import Completion, Trajectory, Turn
-
-
-@dataclass(frozen=True)
-class CompletedRequest:
-    """One request of an agent and its completion."""
-
-    context: list[int]
-    completion: Completion
-    role: str = ""
-    images: Sequence[str] = ()
-    """Names of the images in the context."""
-
-    def follows(self, ids: list[int], images: Sequence[str]) -> bool:
-        """Return whether the context begins with these tokens, and its images with these."""
-        return self.context[: len(ids)] == ids and list(self.images[: len(images)]) == list(images)
+from asyncrl.schema import Exchange, Trajectory, Turn
 
 
 @dataclass
@@ -41,7 +26,7 @@ class _Sample:
     turns: list[Turn] = field(default_factory=list)
 
 
-def link(prompt_ids: list[int], asked: Sequence[CompletedRequest], prompt_images: Sequence[str] = ()) -> list[Turn]:
+def link(prompt_ids: list[int], asked: Sequence[Exchange], prompt_images: Sequence[str] = ()) -> list[Turn]:
     """Return the turns of all requests, sample after sample; `asked` is in the order of the requests."""
     samples: list[_Sample] = []
     for one in asked:
@@ -65,7 +50,7 @@ def link(prompt_ids: list[int], asked: Sequence[CompletedRequest], prompt_images
 def check(
     trajectory: Trajectory,
     prompt_ids: list[int],
-    asked: Sequence[CompletedRequest],
+    asked: Sequence[Exchange],
     prompt_images: Sequence[str] = (),
 ) -> None:
     """Check that engines generated every turn in exactly the context that the trajectory states, and each turn once.
@@ -86,13 +71,13 @@ def check(
                 raise ValueError(f"turn {place} holds tokens that no engine wrote for it, or that another turn holds")
             if found.context != ids:
                 raise ValueError(f"turn {place} follows other tokens than the engine read ({_difference(ids, found)})")
-            if list(found.images) != images:
+            if found.images != images:
                 raise ValueError(f"turn {place} follows other images than the engine read: Turn.images lists them")
             left.remove(found)
             ids += turn.completion.token_ids
 
 
-def _difference(ids: list[int], found: CompletedRequest) -> str:
+def _difference(ids: list[int], found: Exchange) -> str:
     same = next((i for i, (a, b) in enumerate(zip(ids, found.context, strict=False)) if a != b), None)
     if same is None:
         return f"{len(ids)} in the place of {len(found.context)}"

@@ -8,29 +8,22 @@ default is written twice. `asyncrl-train --help` prints the docstrings below.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, ValidationError, model_validator
 
 from asyncrl import extension
-from asyncrl.algo.advantage import ADVANTAGES
-from asyncrl.config.adapters import check_adapters
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
-from asyncrl.config.batch_parts import check_batch_parts
-from asyncrl.config.colocated import check_colocated
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
     EngineConfig,
     RolloutConfig,
 )
-from asyncrl.config.overlap import check_overlap
-from asyncrl.config.roles import AgentsConfig, PastConfig, check_roles
-from asyncrl.config.rules import Rule, require
+from asyncrl.config.roles import AgentsConfig, PastConfig
+from asyncrl.config.rules import check_settings
 from asyncrl.config.running import (
     ENGINE_FRACTION,
-    TRANSPORTS,
     USABLE,
     CheckpointConfig,
     ClusterConfig,
@@ -40,12 +33,11 @@ from asyncrl.config.running import (
     WeightsConfig,
 )
 from asyncrl.config.secret_values import Parameters, secrets
-from asyncrl.config.server_args import check_server_args
 from asyncrl.config.tasks import EvalConfig, TaskConfig
 from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.removed import MOVED_SETTINGS, removal
-from asyncrl.settings import Choice, Name, Section
+from asyncrl.settings import Name, Section
 
 __all__ = [
     "AgentsConfig",
@@ -74,10 +66,6 @@ __all__ = [
     "streams",
     "under_new_names",
 ]
-
-
-ALONE = tuple(name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)).alone)
-"""Advantage estimators that work without siblings in a group; turn_loo compares the forks of an episode."""
 
 
 class Config(Section):
@@ -142,141 +130,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Config:
-        bound, lead = self.rollout.max_staleness, self.rollout.effective_lead
-        if lead > bound:
-            raise ConfigError(
-                "rollout.lead",
-                lead,
-                f"Must not exceed rollout.max_staleness ({bound}): lower it, or leave it unset.",
-            )
-        buffer, longest = self.algo.shaping.overlong_buffer, self.rollout.max_new_tokens
-        if buffer is not None and buffer > longest:
-            raise ConfigError(
-                "algo.shaping.overlong_buffer", buffer, f"Must not exceed rollout.max_new_tokens ({longest})."
-            )
-        optimizer = self.trainer.optimizer
-        if optimizer.min_lr > optimizer.lr:
-            raise ConfigError(
-                "trainer.optimizer.min_lr",
-                optimizer.min_lr,
-                f"Must not exceed trainer.optimizer.lr ({optimizer.lr}).",
-            )
-        decay_steps = optimizer.decay_steps or self.run.max_steps
-        if optimizer.schedule != "constant" and optimizer.warmup_steps >= decay_steps:
-            raise ConfigError(
-                "trainer.optimizer.warmup_steps",
-                optimizer.warmup_steps,
-                f"Must be below the end of the decay ({decay_steps}).",
-            )
-        if self.deterministic and self.rollout.max_staleness and self.mode != "replay":
-            raise ConfigError(
-                "rollout.max_staleness",
-                self.rollout.max_staleness,
-                "With deterministic=true, weights must not change while engines generate: set 0, or record an "
-                "asynchronous run (record=true) and replay it.",
-            )
-        if self.mode == "rollout_only" and not self.record:
-            raise ConfigError("record", False, "mode=rollout_only produces nothing but a recording: set record=true.")
-        if (self.mode == "replay") != (self.replay.source is not None):
-            remedy = "replay.from names the run to replay: set mode=replay and replay.from=FOLDER together."
-            raise ConfigError("replay.from", self.replay.source, remedy)
-        if self.resume is not None and (self.mode == "rollout_only" or self.replay.schedule):
-            what = "mode=rollout_only" if self.mode == "rollout_only" else "replay.schedule"
-            raise ConfigError("resume", self.resume, f"{what} always starts from the beginning: remove this setting.")
-        if self.checkpoint.every and self.mode == "rollout_only":
-            raise ConfigError("checkpoint.every", self.checkpoint.every, "mode=rollout_only trains nothing: remove it.")
-        for field, value, names in (
-            ("weights.transport", self.weights.transport, [*TRANSPORTS, *extension.transports(self.extensions)]),
-            ("trainer.lora.base", self.trainer.lora.base, ["none", *extension.bases()]),
-        ):
-            if value not in names:
-                raise ConfigError(field, value, f"Must be one of {', '.join(names)}.")
-        self._check_sets()
-        self._check_elastic()
-        check_server_args(self)
-        check_batch_parts(self)
-        check_overlap(self)
-        check_colocated(self)
-        check_roles(self)
-        check_adapters(self)
-        self._check_tasks()
-        launchers = ["local", *extension.clusters(self.extensions)]
-        if self.cluster.launcher not in launchers:
-            remedy = f"No extension that is installed has this cluster: choose one of {launchers}."
-            raise ConfigError("cluster.launcher", self.cluster.launcher, remedy)
-        self._check_extensions()
+        check_settings(self)
         return self
-
-    def _check_tasks(self) -> None:
-        for name, task in self.mixture.items():
-            if task.kind == "benchmark":
-                remedy = (
-                    f"{task.name} is a public test set: evaluate with it, by +task@eval.sets.{task.name}={task.name}, "
-                    "and train on other questions (task=file, gsm_symbolic, programs)."
-                )
-                raise ConfigError(f"{self.field_of(name)}.kind", "benchmark", remedy)
-            if task.kind == "hf" and re.search(r"(^|\W)test", task.train_split or "", re.IGNORECASE):
-                remedy = (
-                    "Training on a test set makes it useless for evaluation: name another split, and set eval_split, "
-                    "or add it as a set of eval.sets."
-                )
-                raise ConfigError(f"{self.field_of(name)}.train_split", task.train_split, remedy)
-        for name, task in (self.mixture | self.eval.sets).items():
-            asked = task.eval_file if name in self.eval.sets else None
-            if task.kind == "hf" and not (task.train_split or task.eval_split):
-                raise ConfigError(f"{self.field_of(name)}.train_split", None, "Name a split of the dataset, as train.")
-            if task.kind == "file" and task.train_file is None and asked is None:
-                field = f"{self.field_of(name)}.train_file"
-                raise ConfigError(field, None, "task.kind=file needs the path of a .jsonl or .parquet file.")
-        sizes = {f"{self.field_of(name)}.group_size": task.group_size for name, task in self.mixture.items()}
-        for field, size in {"rollout.group_size": self.rollout.group_size, **sizes}.items():
-            advantage = self.algo.advantage
-            if size == 1 and not advantage.is_own and advantage.name not in ALONE:
-                remedy = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
-                raise ConfigError(field, 1, remedy)
-
-    def _check_extensions(self) -> None:
-        active, named = extension.active(self).values(), self.algo.kl.reference
-        references = ["weights", *(name for one in active for name in one.references)]
-        if named not in references:
-            remedy = f"No extension that is installed has this reference: choose one of {references}."
-            raise ConfigError("algo.kl.reference", named, remedy)
-        served = {field for one in active for field in one.serves}
-        needed = {"replay.schedule": self.replay.schedule, "replay.compare": self.replay.compare}
-        for field, asked_for in needed.items():
-            if asked_for and field not in served:
-                raise ConfigError(field, asked_for, extension.NOBODY)
-        for problem in (problem for one in active for problem in one.check(self)):
-            raise problem
-        if self.algo.advantage.name == "none" and not any(one.signal for one in active):
-            remedy = (
-                "Nothing would be learned: choose another estimator, or an extension's own signal, as distillation."
-            )
-            raise ConfigError("algo.advantage", "none", remedy)
-
-    def _check_sets(self) -> None:
-        if self.eval.sets and not self.eval.questions:
-            raise ConfigError(
-                "eval.questions", 0, f"The sets {sorted(self.eval.sets)} would get no questions: raise it."
-            )
-        if twice := sorted(self.eval.sets.keys() & self.mixture.keys()):
-            raise ConfigError(
-                "eval.sets", twice[0], "A task has this name and its own held-out questions: choose another name."
-            )
-
-    def _check_elastic(self) -> None:
-        if self.cluster.elastic == "off":
-            return
-        least, most = self.cluster.min_engines, self.cluster.max_engines
-        count = self.engine.started + len(self.engine.urls)
-        rules: list[Rule] = [
-            ("mode", self.mode != "train", "Only a run that trains can be elastic"),
-            ("cluster.placement", self.cluster.shares_gpus, "The engines' GPUs are those of the trainers"),
-            ("metrics.timeline", not self.metrics.timeline, "Decisions need the lengths of episodes: set true"),
-            ("cluster.min_engines", least > count, f"The run starts with {count} engines: lower it"),
-            ("cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it"),
-        ]
-        require(self, rules, ", or set cluster.elastic=off.")
 
     @property
     def frozen(self) -> dict[str, AuxiliaryModelConfig]:
@@ -431,7 +286,7 @@ def _explained(error: ValidationError, prefix: str = "") -> ConfigError:
         field = prefix + ".".join(str(part) for part in item["loc"])
         value = None if item["type"] == "missing" else item["input"]
         named = ".".join(part for part in item["loc"] if isinstance(part, str))  # without places in a list
-        remedy = removal(named, value) or REMEDIES.get(item["type"], item["msg"] + ".")
+        remedy = removal(prefix + named, value) or REMEDIES.get(item["type"], item["msg"] + ".")
         problems.append(ConfigError(field, value, remedy))
     first, *others = problems
     remedy = "\n".join([first.remedy, *map(str, others)])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from asyncrl.config.secret_values import Parameters
-from asyncrl.config.server_args import ServerArgs
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
 from asyncrl.settings import Count, Dtype, Million, Natural, Part, Positive, Section
@@ -24,6 +23,20 @@ OWN_FIELDS = {
     ),
 }
 """Fields of requests that engine.request_fields cannot set, and why."""
+
+
+def _with_underscores(arguments: dict[str, Any]) -> dict[str, Any]:
+    named = {name.replace("-", "_"): value for name, value in arguments.items()}
+    if len(named) < len(arguments):
+        twice = next(name for name in arguments if "-" in name and name.replace("-", "_") in arguments)
+        raise ConfigError("server_args", twice, "It is there with underscores, too: remove one of the two.")
+    return named
+
+
+ServerArgs = Annotated[dict[str, Any], AfterValidator(_with_underscores)]
+"""Arguments of SGLang by name, with underscores whichever way they were given; true for a bare flag."""
+MOST_DRAFTS = 24
+"""Largest number of tokens in a step of speculative decoding, where SGLang chooses it."""
 
 
 class EngineConfig(Section):
@@ -56,7 +69,7 @@ class EngineConfig(Section):
     SGLang measures it, or 16,384 on a CPU."""
     memory_fraction: Part | None
     """Fraction of the whole memory of each of its GPUs that an engine fills with weights and KV cache, whatever others
-    use (engine/gpu_share.py); its CUDA graphs and activations come on top. Unset: what SGLang chooses
+    use (engine/sglang_hooks.py); its CUDA graphs and activations come on top. Unset: what SGLang chooses
     (mem_fraction_static), or 0.4 with cluster.placement=shared, where trainers get the rest up to 0.9. Without meaning
     on CPUs."""
     max_running_requests: Count
@@ -115,6 +128,17 @@ class EngineConfig(Section):
     def started(self) -> int:
         """Return the number of engines that the launcher starts."""
         return self.count
+
+    @property
+    def speculates(self) -> bool:
+        """Return whether the engines decode speculatively."""
+        return self.server_args.get("speculative_algorithm") is not None
+
+    @property
+    def draft_room(self) -> int:
+        """Return how many tokens a request needs in the KV cache beyond its own. SGLang allocates twice what a step of
+        speculative decoding may add (mem_cache/allocation_sizing.py)."""
+        return 2 * (self.server_args.get("speculative_num_draft_tokens") or MOST_DRAFTS) if self.speculates else 0
 
     @property
     def parallel(self) -> EngineParallel:

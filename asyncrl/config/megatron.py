@@ -138,7 +138,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("transformer_impl", "moe_grouped_gemm"), "trainer.layers"),
     **dict.fromkeys(("fp8", "fp8_recipe"), "trainer.fp8"),
-    **dict.fromkeys(("cpu_offloading", "fine_grained_activation_offloading"), "trainer.activation_offload"),
+    **dict.fromkeys(("cpu_offloading", "fine_grained_activation_offloading"), "offload.activations"),
     **dict.fromkeys(("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"), "trainer.token_dispatcher"),
     "moe_enable_routing_replay": "algo.routing_replay",
     "deterministic_mode": "deterministic",

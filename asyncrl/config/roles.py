@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from asyncrl.config.rules import Rule, require
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Name, Section
-
-if TYPE_CHECKING:
-    from asyncrl.config import Config
 
 POLICY = "policy"
 """The adapter of roles that agents.roles does not name."""
@@ -75,46 +69,3 @@ class AgentsConfig(Section):
             remedy = f"The agent plays the role {role!r}, which has no adapter: set +agents.roles.NAME.adapter=ADAPTER."
             raise ConfigError("agents.roles", sorted(self.roles), remedy)
         return POLICY
-
-
-def check_roles(config: Config) -> None:
-    """Refuse roles whose adapters cannot be trained or served. Raises ConfigError."""
-    agents = config.agents
-    for name, role in agents.roles.items():
-        field, others = (
-            f"agents.roles.{name}.past",
-            [one for one in agents.roles.values() if one.adapter == role.adapter],
-        )
-        if role.past and role.adapter != POLICY and all(one.past for one in others):
-            remedy = f"No role trains the adapter {role.adapter}: name one, or set another agents.roles.{name}.adapter."
-            raise ConfigError(field, role.past.model_dump(), remedy)
-        if role.past and any(one.past not in (None, role.past) for one in others):
-            remedy = f"Other roles play past versions of {role.adapter} with other settings: make them equal."
-            raise ConfigError(field, role.past.model_dump(), remedy)
-    if config.mode == "rollout_only" or not agents.need_versions:
-        return
-    require(config, _rules(config))
-
-
-def _rules(config: Config) -> list[Rule]:
-    """Return each rule of several adapters as field, whether its value breaks it, and the remedy."""
-    rank, lora = config.trainer.lora.rank, config.weights.lora
-    return [
-        ("trainer.lora.rank", rank is None, "Roles have LoRA adapters (agents.roles): set a rank."),
-        (
-            "weights.lora",
-            lora == "merged",
-            "Engines hold one set of merged weights, but roles have several adapters or past versions (agents.roles): "
-            "set weights.lora=versions.",
-        ),
-        (
-            "cluster.placement",
-            config.cluster.takes_turns,
-            "An engine that releases its memory loses the adapters of roles (agents.roles): set separate.",
-        ),
-        (
-            "trainer.overlap_grad_reduce",
-            config.trainer.overlap_grad_reduce and len(config.adapters) > 1,
-            "The gradients of several adapters (agents.roles) are reduced after the passes of the last: set false.",
-        ),
-    ]

@@ -1,12 +1,21 @@
-"""Rules between settings, as the checks of this package state them."""
+"""Rules between settings, by subject. What concerns one section alone is a limit of its class."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
+from asyncrl import extension
+from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
+from asyncrl.algo.loss import LOSSES, LossTraits
+from asyncrl.config.lora import LINEARS, adapter_targets, resident_adapters
+from asyncrl.config.roles import POLICY
+from asyncrl.config.running import TRANSPORTS, USABLE
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Choice, Section
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
 
 Rule = tuple[str, bool, str] | tuple[str, Any, bool, str]
 """Field, whether its value breaks the rule, and the remedy. To show another value than the field's, it comes second."""
@@ -25,3 +34,396 @@ def _value(section: Any, field: str) -> Any:
     for name in field.split("."):
         section = section.get(name) if isinstance(section, dict) else getattr(section, name)
     return section.name if isinstance(section, Choice) else section
+
+
+def check_settings(config: Config) -> None:
+    """Refuse settings that exclude each other, also by the rules of extensions. Raises ConfigError."""
+    for rules in (
+        _lengths,
+        _modes,
+        _names,
+        _evaluation,
+        _elastic,
+        _server_args,
+        _speculation,
+        _host_caches,
+        _batch_parts,
+        _overlap,
+        _shared_gpus,
+        _turns,
+        _roles,
+        adapter_rules,
+        _tasks,
+        _group_sizes,
+        _extensions,
+    ):
+        require(config, rules(config))
+    for one in extension.active(config).values():
+        for problem in one.check(config):
+            raise problem
+    require(config, _signal(config))
+
+
+def _lengths(config: Config) -> Iterator[Rule]:
+    """Yield the rules of numbers that bound each other."""
+    bound, lead = config.rollout.max_staleness, config.rollout.effective_lead
+    why = f"Must not exceed rollout.max_staleness ({bound}): lower it, or leave it unset."
+    yield "rollout.lead", lead, lead > bound, why
+    buffer, longest = config.algo.shaping.overlong_buffer, config.rollout.max_new_tokens
+    why = f"Must not exceed rollout.max_new_tokens ({longest})."
+    yield "algo.shaping.overlong_buffer", (buffer or 0) > longest, why
+    optimizer = config.trainer.optimizer
+    why = f"Must not exceed trainer.optimizer.lr ({optimizer.lr})."
+    yield "trainer.optimizer.min_lr", optimizer.min_lr > optimizer.lr, why
+    last = optimizer.decay_steps or config.run.max_steps
+    decays = optimizer.schedule != "constant"
+    why = f"Must be below the end of the decay ({last})."
+    yield "trainer.optimizer.warmup_steps", decays and optimizer.warmup_steps >= last, why
+
+
+def _modes(config: Config) -> Iterator[Rule]:
+    """Yield the rules of what a run does as a whole."""
+    generates_only, replays = config.mode == "rollout_only", config.mode == "replay"
+    why = (
+        "With deterministic=true, weights must not change while engines generate: set 0, or record an asynchronous run "
+        "(record=true) and replay it."
+    )
+    yield "rollout.max_staleness", config.deterministic and bool(config.rollout.max_staleness) and not replays, why
+    why = "mode=rollout_only produces nothing but a recording: set record=true."
+    yield "record", generates_only and not config.record, why
+    source = config.replay.source
+    why = "replay.from names the run to replay: set mode=replay and replay.from=FOLDER together."
+    yield "replay.from", source, replays != (source is not None), why
+    what = "mode=rollout_only" if generates_only else "replay.schedule"
+    why = f"{what} always starts from the beginning: remove this setting."
+    yield "resume", config.resume is not None and (generates_only or config.replay.schedule), why
+    why = "mode=rollout_only trains nothing: remove it."
+    yield "checkpoint.every", bool(config.checkpoint.every) and generates_only, why
+
+
+def _names(config: Config) -> Iterator[Rule]:
+    """Yield the rules of names that extensions add to."""
+    transports = [*TRANSPORTS, *extension.transports(config.extensions)]
+    why = f"Must be one of {', '.join(transports)}."
+    yield "weights.transport", config.weights.transport not in transports, why
+    bases = ["none", *extension.bases()]
+    yield "trainer.lora.base", config.trainer.lora.base not in bases, f"Must be one of {', '.join(bases)}."
+    launchers = ["local", *extension.clusters(config.extensions)]
+    why = f"No extension that is installed has this cluster: choose one of {launchers}."
+    yield "cluster.launcher", config.cluster.launcher not in launchers, why
+
+
+def _evaluation(config: Config) -> Iterator[Rule]:
+    """Yield the rules of evaluation sets."""
+    sets = config.eval.sets
+    why = f"The sets {sorted(sets)} would get no questions: raise it."
+    yield "eval.questions", bool(sets) and not config.eval.questions, why
+    twice = sorted(sets.keys() & config.mixture.keys())
+    why = "A task has this name and its own held-out questions: choose another name."
+    yield "eval.sets", twice[0] if twice else "", bool(twice), why
+
+
+def _elastic(config: Config) -> Iterator[Rule]:
+    """Yield the rules of a run whose number of engines changes."""
+    if config.cluster.elastic == "off":
+        return
+    off = ", or set cluster.elastic=off."
+    least, most = config.cluster.min_engines, config.cluster.max_engines
+    count = config.engine.started + len(config.engine.urls)
+    yield "mode", config.mode != "train", f"Only a run that trains can be elastic{off}"
+    yield "cluster.placement", config.cluster.shares_gpus, f"The engines' GPUs are those of the trainers{off}"
+    why = f"Decisions need the lengths of episodes: set true{off}"
+    yield "metrics.timeline", not config.metrics.timeline, why
+    yield "cluster.min_engines", least > count, f"The run starts with {count} engines: lower it{off}"
+    yield "cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it{off}"
+
+
+# -- engines ---------------------------------------------------------------------------------------------------
+
+INSTEAD = {
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "tensor_parallel"),
+    **dict.fromkeys(("ep_size", "expert_parallel_size", "ep"), "expert_parallel"),
+    **dict.fromkeys(("dp_size", "data_parallel_size", "dp", "enable_dp_attention"), "data_parallel"),
+    **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pp"), "pipeline_parallel"),
+    **dict.fromkeys(("enable_hierarchical_cache", "hicache_size"), "hicache"),
+    "mem_fraction_static": "memory_fraction",
+}
+"""Settings in place of SGLang's arguments. Placement, publishes and the other checks follow from them."""
+CANNOT_LOAD = {
+    "quantization": "remove it.",
+    "torchao_config": "remove it.",
+    "moe_runner_backend": "remove it (the engines use triton's).",
+}
+"""Arguments with which SGLang 0.5.21 rewrites weights after it has loaded them, so that no version can follow. Experts
+that run on FlashInfer's kernels, its default on Blackwell, are permuted in memory (layers/quantization/unquant.py)."""
+CANNOT_VERIFY = (
+    *("moe_a2a_backend", "moe_dp_size", "moe_data_parallel_size", "enable_dp_lm_head", "enable_eplb"),
+    *("attn_cp_size", "attention_context_parallel_size", "moe_dense_tp_size", "dwdp_size"),
+    *("init_expert_location", "ep_num_redundant_experts", "disable_shared_experts_fusion"),
+    *("enforce_shared_experts_fusion", "enable_two_batch_overlap", "enable_single_batch_overlap"),
+)
+"""Arguments with which SGLang cuts or joins weights in other ways than weights/engine_layout.py, so that every engine
+would fail the comparison of checksums. SGLang's own loaders cut the tensors of a publish as they cut those of a
+folder."""
+OFF = (None, False, 0, 1, "0", "1", "none", "trivial", "triton")
+"""Values that leave an argument of these at what the project knows."""
+THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+"""Arguments that trade the model's distribution for accepted drafts. With 1.0, the default, it is kept."""
+
+
+def _server_args(config: Config) -> Iterator[Rule]:
+    """Yield the rules of SGLang's own arguments: those that a run sets itself or cannot do with, and those with which
+    an engine cannot load or prove new weights."""
+    for name, value in config.engine.server_args.items():
+        field, is_on = f"engine.server_args.{name}", value is True or value not in OFF
+        yield field, name in INSTEAD, f"Set engine.{INSTEAD.get(name)} instead."
+        apart = name == "disaggregation_mode" and value not in (None, "null")
+        yield field, apart, "Every engine of a run both prefills and decodes: remove it."
+        if config.mode != "train":
+            continue
+        why = f"SGLang cannot load new weights with it: {CANNOT_LOAD.get(name)}"
+        yield field, name in CANNOT_LOAD and is_on, why
+        why = "The engines would answer with random weights until the first publish: remove it."
+        yield field, name == "load_format" and value == "dummy", why
+        why = "SGLang cuts weights in a way that weights.verify does not know: remove it, or set weights.verify=false."
+        yield field, name in CANNOT_VERIFY and is_on and config.weights.verify, why
+
+
+def _speculation(config: Config) -> Iterator[Rule]:
+    """Yield the rules of speculative decoding, with which tokens or their experts would silently be wrong."""
+    if config.mode == "replay" or not config.engine.speculates:
+        return
+    off, arguments = "remove engine.server_args.speculative_algorithm", config.engine.server_args
+    why = f"How many tokens are computed at once depends on the drafts, and so do their last bits: {off}."
+    yield "deterministic", config.deterministic, why
+    why = f"SGLang moves accepted drafts in the KV cache without their experts, and lacks room for them: {off}."
+    yield "algo.routing_replay", config.algo.routing_replay == "R3", why
+    for name in THRESHOLDS:
+        why = "Tokens would not be the model's: remove it."
+        yield f"engine.server_args.{name}", arguments.get(name, 1.0) != 1.0, why
+    why = "The engine would load the policy's files into its draft model: set auto, tensor or distributed."
+    yield "weights.transport", config.sends_files and arguments["speculative_algorithm"] != "NGRAM", why
+
+
+def _host_caches(config: Config) -> Iterator[Rule]:
+    """Yield the rules of HiCache, which would keep the caches of old weights for long."""
+    if config.mode == "replay":
+        return
+    storage, flushes = config.engine.server_args.get("hicache_storage_backend"), config.weights.pause_mode != "in_place"
+    why = "It keeps prefix caches beyond the run and beyond their weights: remove it."
+    yield "engine.server_args.hicache_storage_backend", storage is not None, why
+    if config.engine.hicache is None:
+        return
+    why = "A group's later turns would find caches of old weights in host memory (engine.hicache): set version."
+    yield "rollout.cache_key", config.rollout.cache_key == "group" and not flushes, why
+    off, replay = "unset engine.hicache", config.algo.routing_replay
+    yield "deterministic", config.deterministic, f"It needs whole prefills: {off}."
+    why = f"SGLang forgets which experts a token had when its cache moves to host memory: {off}, or set none or R2."
+    yield "algo.routing_replay", replay == "R3", why
+    why = f"Host caches of engines that release their memory were not tried: {off}."
+    yield "cluster.placement", config.cluster.takes_turns, why
+
+
+# -- batches and publishes that overlap with other work ----------------------------------------------------------
+
+WHOLE = "Change it, or set trainer.batch_parts=1."
+
+
+def _batch_parts(config: Config) -> Iterator[Rule]:
+    """Yield the rules of a batch that is trained before it is complete."""
+    parts, groups, algo = config.trainer.batch_parts, config.rollout.batch_groups, config.algo
+    if parts == 1:
+        return
+    why = f"A batch has rollout.batch_groups={groups} groups: set at most {groups}."
+    yield "trainer.batch_parts", parts > groups, why
+    yield "algo.mini_batches", algo.mini_batches > 1, f"Parts are accumulated into a single step. {WHOLE}"
+    yield "algo.epochs", algo.epochs > 1, f"Parts are accumulated into a single step. {WHOLE}"
+    yield "algo.shaping.normalize", algo.shaping.normalize, f"It needs the whole batch. {WHOLE}"
+    adapters = list(config.adapters)
+    yield "agents.roles", adapters, len(adapters) > 1, f"Every adapter has its own denominator. {WHOLE}"
+    why = f"What is dropped is decided when a batch is complete. {WHOLE}"
+    yield "rollout.over_age", config.rollout.over_age == "drop", why
+    why = f"Engines stand still while trainers work, so that no group would become ready. {WHOLE}"
+    yield "cluster.placement", config.cluster.takes_turns, why
+    why = f"Timing decides which groups a part consists of. {WHOLE}"
+    yield "deterministic", config.deterministic and config.mode == "train", why
+    yield from traits_rules(config, ADVANTAGES.traits(algo.advantage), LOSSES.traits(algo.loss))
+
+
+def traits_rules(config: Config, advantage: AdvantageTraits, loss: LossTraits) -> Iterator[Rule]:
+    """Yield the rules of an estimator and a loss that see a batch in parts. The traits of a user's own function are
+    known to the trainer only."""
+    in_parts = config.trainer.batch_parts > 1
+    why = f"It needs the whole batch. {WHOLE}"
+    yield "algo.advantage", in_parts and (advantage.whole_batch or advantage.critic), why
+    yield "algo.loss", in_parts and bool(loss.selection), f"Its choice of tokens needs the whole batch. {WHOLE}"
+
+
+def _overlap(config: Config) -> Iterator[Rule]:
+    """Yield the rules of a version that is published while the next batch is trained."""
+    weights, rollout = config.weights, config.rollout
+    if not weights.overlap:
+        return
+    off = ", or set weights.overlap=false."
+    why = f"No weights are published without a trainer (weights.overlap): set mode=train{off}"
+    yield "mode", config.mode == "rollout_only", why
+    why = f"Trainers cannot use the GPUs while engines load (weights.overlap): set separate{off}"
+    yield "cluster.placement", config.cluster.takes_turns, why
+    adapters = config.mode == "train" and (config.serves_adapters or config.agents.need_versions)
+    why = f"Adapters as versions of their own are published without a pause (weights.overlap): set merged{off}"
+    yield "weights.lora", adapters, why
+    why = f"The weights must be copied before the trainer changes them (weights.overlap): set full or auto{off}"
+    yield "weights.staging", weights.staging == "stream", why
+    field, lead = "rollout.lead" if rollout.max_staleness else "rollout.max_staleness", rollout.effective_lead
+    why = f"The next batch is admitted only after the publish (weights.overlap): set at least 1{off}"
+    yield field, lead, lead < 1, why
+
+
+# -- engines and trainers on the same GPUs -------------------------------------------------------------------------
+
+TURNS = "cluster.placement=colocated"
+NO_TURNS = ("disaggregation_mode", "weight_cache_mode", "enable_memory_saver", "speculative_algorithm")
+"""SGLang settings with which an engine cannot release its memory and take it back, or that the run itself sets."""
+
+
+def _shared_gpus(config: Config) -> Iterator[Rule]:
+    """Yield the rules of both placements on the same GPUs."""
+    if not config.cluster.shares_gpus:
+        return
+    placed, room = f"cluster.placement={config.cluster.placement}", config.trainer_fraction
+    why = f"mode={config.mode} has no GPUs to share: set separate."
+    yield "cluster.placement", config.mode != "train", why
+    why = f"NCCL refuses two ranks on one GPU ({placed}): set auto, tensor or disk."
+    yield "weights.transport", config.weights.transport == "distributed", why
+    why = f"With {placed} engines share the GPUs of this run's trainers, so that it must start them: remove them."
+    yield "engine.urls", bool(config.engine.urls), why
+    device = config.trainer.device
+    why = f"With {placed} engines and trainers share their devices: set it to trainer.device ({device})."
+    yield "engine.device", config.engine.device != device, why
+    why = f"With {placed} the trainers get what is left of {USABLE}: set less."
+    yield "engine.memory_fraction", room is not None and room <= 0, why
+
+
+def _turns(config: Config) -> Iterator[Rule]:
+    """Yield the rules of engines and trainers that take turns."""
+    if not config.cluster.takes_turns:
+        return
+    why = (
+        f"With {TURNS} an engine gives up its KV cache, and SGLang releases memory only while no request runs: set "
+        "retract (requests are prefilled again), abort or drain."
+    )
+    yield "weights.pause_mode", config.weights.pause_mode == "in_place", why
+    why = f"With {TURNS} only the checksums show that every released tensor was sent again: set true."
+    yield "weights.verify", not config.weights.verify, why
+    why = (
+        f"With {TURNS} engines stand still while trainers work, so that more would only age the samples: set 0 "
+        "(synchronous) or 1 (one step off)."
+    )
+    yield "rollout.max_staleness", config.rollout.max_staleness > 1, why
+    why = f"{TURNS} moves the optimizer's states away by itself, with everything else: set false."
+    yield "trainer.optimizer.offload", config.trainer.optimizer.offload, why
+    for name in NO_TURNS:
+        why = f"SGLang cannot take turns ({TURNS}) with it: remove it."
+        yield f"engine.server_args.{name}", config.engine.server_args.get(name) is not None, why
+
+
+# -- adapters and their roles ----------------------------------------------------------------------------------
+
+NEEDS = (("q_proj", "v_proj"), ("v_proj", "q_proj"), ("k_proj", "q_proj"), ("up_proj", "gate_proj"))
+"""Projections, each with another one without which SGLang (0.5.21, lora/lora.py) refuses or ignores it."""
+MOST_RESIDENT = 32
+"""Maximum number of resident adapters: an engine holds memory for the largest of them that many times."""
+VERSIONS = "weights.lora=versions"
+
+
+def _roles(config: Config) -> Iterator[Rule]:
+    """Yield the rules of roles whose adapters must be trained and served."""
+    roles = config.agents.roles
+    for name, role in roles.items():
+        if role.past is None:
+            continue
+        field, shown = f"agents.roles.{name}.past", role.past.model_dump()
+        others = [one for one in roles.values() if one.adapter == role.adapter]
+        why = f"No role trains the adapter {role.adapter}: name one, or set another agents.roles.{name}.adapter."
+        yield field, shown, role.adapter != POLICY and all(one.past for one in others), why
+        why = f"Other roles play past versions of {role.adapter} with other settings: make them equal."
+        yield field, shown, any(one.past not in (None, role.past) for one in others), why
+    if config.mode == "rollout_only" or not config.agents.need_versions:
+        return
+    why = "Roles have LoRA adapters (agents.roles): set a rank."
+    yield "trainer.lora.rank", config.trainer.lora.rank is None, why
+    why = (
+        "Engines hold one set of merged weights, but roles have several adapters or past versions (agents.roles): "
+        "set weights.lora=versions."
+    )
+    yield "weights.lora", config.weights.lora == "merged", why
+    why = "An engine that releases its memory loses the adapters of roles (agents.roles): set separate."
+    yield "cluster.placement", config.cluster.takes_turns, why
+    overlaps = config.trainer.overlap_grad_reduce and len(config.adapters) > 1
+    why = "The gradients of several adapters (agents.roles) are reduced after the passes of the last: set false."
+    yield "trainer.overlap_grad_reduce", overlaps, why
+
+
+def adapter_rules(config: Config) -> Iterator[Rule]:
+    """Yield the rules of engines that serve adapters."""
+    if not (config.serves_adapters or (config.agents.need_versions and config.mode == "train")):
+        return
+    targets, resident = set(adapter_targets(config.trainer.lora)), resident_adapters(config)
+    otherwise = "remove agents.roles" if config.agents.need_versions else "set weights.lora=merged"
+    why = f"With {VERSIONS} adapters travel through shared memory or as files: set auto, tensor or disk."
+    yield "weights.transport", config.weights.transport not in ("auto", "tensor", "disk"), why
+    why = f"An engine that releases its memory loses its adapters ({VERSIONS}): {otherwise}."
+    yield "cluster.placement", config.cluster.takes_turns, why
+    why = f"With {VERSIONS} engines serve adapters of {', '.join(LINEARS)}: choose among them, or {otherwise}."
+    yield "trainer.lora.targets", not targets <= set(LINEARS), why
+    why = (
+        "SGLang fuses projections and takes no k_proj without q_proj, no q_proj without v_proj, and no up_proj without "
+        f"gate_proj ({VERSIONS}): add them, or {otherwise}."
+    )
+    lacks = any(needed not in targets for present, needed in NEEDS if present in targets)
+    yield "trainer.lora.targets", lacks, why
+    why = f"Engines would hold {resident} adapters, more than {MOST_RESIDENT} ({VERSIONS}): lower it, or {otherwise}."
+    yield "rollout.max_staleness", resident > MOST_RESIDENT, why
+
+
+# -- tasks and extensions --------------------------------------------------------------------------------------
+
+ALONE = tuple(name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)).alone)
+"""Advantage estimators that work without siblings in a group; turn_loo compares the forks of an episode."""
+
+
+def _tasks(config: Config) -> Iterator[Rule]:
+    """Yield the rules of where questions come from."""
+    for name, task in (config.mixture | config.eval.sets).items():
+        field = config.field_of(name)
+        no_file = task.train_file is None and not (name in config.eval.sets and task.eval_file is not None)
+        why = "task.kind=file needs the path of a .jsonl or .parquet file."
+        yield f"{field}.train_file", task.kind == "file" and no_file, why
+
+
+def _group_sizes(config: Config) -> Iterator[Rule]:
+    """Yield the rule of estimators that compare the samples of a group."""
+    advantage = config.algo.advantage
+    compares = not advantage.is_own and advantage.name not in ALONE
+    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
+    yield "rollout.group_size", compares and config.rollout.group_size == 1, why
+    for name, task in config.mixture.items():
+        yield f"{config.field_of(name)}.group_size", compares and task.group_size == 1, why
+
+
+def _extensions(config: Config) -> Iterator[Rule]:
+    """Yield the rules of what only an extension can do."""
+    active = extension.active(config).values()
+    references = ["weights", *(name for one in active for name in one.references)]
+    why = f"No extension that is installed has this reference: choose one of {references}."
+    yield "algo.kl.reference", config.algo.kl.reference not in references, why
+    served = {field for one in active for field in one.serves}
+    for field in ("replay.schedule", "replay.compare"):
+        yield field, bool(_value(config, field)) and field not in served, extension.NOBODY
+
+
+def _signal(config: Config) -> Iterator[Rule]:
+    """Yield the rule of a run that must learn from something."""
+    learns = any(one.signal for one in extension.active(config).values())
+    why = "Nothing would be learned: choose another estimator, or an extension's own signal, as distillation."
+    yield "algo.advantage", config.algo.advantage.name == "none" and not learns, why

@@ -7,7 +7,6 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.secret_values import Parameters, Secret
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Natural, Positive, Section, Share
 
@@ -243,45 +242,13 @@ class ClusterConfig(Section):
         return self
 
 
-SINKS = ("tensorboard", "wandb", "mlflow")
-
-
 class MetricsConfig(Section):
     """Metric outputs in addition to metrics.jsonl and summary.json, which are always written: docs/operations.md."""
 
     console: bool
     """Show the progress of the run on the terminal: a live table, or one line per step where the output is no
     terminal."""
-    sinks: list[Literal["tensorboard", "wandb", "mlflow"]]
-    """Where the metrics of each step, held-out accuracies and sampled episodes are also sent. tensorboard: event files
-    in tb/; wandb: Weights & Biases; mlflow: a tracking server, or a folder."""
-    episodes: Natural
-    """Number of episodes of each batch, chosen at random, whose texts the sinks receive."""
-    wandb: Parameters
-    """Arguments of wandb.init, such as project, entity, tags and mode=offline, and api_key; unset: the environment
-    variable WANDB_API_KEY."""
-    mlflow: Parameters
-    """experiment: name of the experiment; tracking_uri: address of the server; unset: the environment variable
-    MLFLOW_TRACKING_URI, or mlruns/ in the run folder. Credentials are MLflow's environment variables."""
     timeline: bool
     """Record in timeline/ what every episode and process did, and when (docs/operations.md)."""
     timeline_share: Share
     """Share of the groups whose timelines are recorded and traced; which ones they are depends on their uids alone."""
-
-    @model_validator(mode="after")
-    def _keys_are_secret(self) -> MetricsConfig:
-        for sink in SINKS[1:]:
-            for name, value in getattr(self, sink).items():
-                if name in ("api_key", "token", "password") and not isinstance(value, Secret):
-                    remedy = "It would be written to config.json: export it as a variable, and set ${oc.env:VARIABLE}."
-                    raise ConfigError(f"metrics.{sink}.{name}", "a plain text", remedy)
-        return self
-
-    @model_validator(mode="after")
-    def _sinks_are_on(self) -> MetricsConfig:
-        for sink in SINKS[1:]:
-            for name, value in getattr(self, sink).items() if sink not in self.sinks else ():
-                if value != "asyncrl":  # the defaults of conf/metrics
-                    remedy = f"Nothing is sent to {sink}: add it to metrics.sinks, or remove this."
-                    raise ConfigError(f"metrics.{sink}.{name}", value, remedy)
-        return self

@@ -10,11 +10,11 @@ Each process that reads the configuration takes the value from its own environme
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from string import Template
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, PlainSerializer
 
 REFERENCE = "env"
 """Only key of a mapping that represents such a value."""
@@ -89,8 +89,15 @@ def secrets(value: Any, field: str = "") -> Iterator[tuple[str, Secret]]:
 
 Parameters = Annotated[dict[str, Any], BeforeValidator(opened), PlainSerializer(closed)]
 """Free-form parameters of whatever is named by an import path or a kind; the schema does not know their names."""
-FREE = (
-    *("params", "agent_params", "reward_params", "tools", "tool_options", "request_fields"),
-    *("chat_template_kwargs", "wandb", "mlflow"),
-)
-"""Names of the fields of this type."""
+FREE = ("params", "agent_params", "reward_params", "tools", "tool_options", "request_fields", "chat_template_kwargs")
+"""Names of the core's fields of this type."""
+
+
+def free_fields(sections: Iterable[type[BaseModel]]) -> set[str]:
+    """Return the names of the fields of this type in these sections, which are those of extensions."""
+    return {
+        name
+        for section in sections
+        for name, field in section.model_fields.items()
+        if any(getattr(one, "func", None) is opened for one in field.metadata)
+    }

@@ -35,8 +35,8 @@ class TaskConfig(Section):
     kind: str
     """reasoning_gym (generated problems), copy (toy task of copying digits), squares (toy task with images), file (your
     own questions), hf (a dataset of the Hugging Face Hub, or a folder that holds one), benchmark (public test sets,
-    only in eval.sets: asyncrl/tasks/benchmarks.py), or the import path module:name of your own class, which provides
-    questions and scores or plays them (asyncrl/tasks/custom.py)."""
+    only in eval.sets), or the import path module:name of your own class, which provides questions and scores or plays
+    them (asyncrl/tasks/custom.py)."""
     name: str
     """reasoning_gym, benchmark: name of the dataset; otherwise a label."""
     params: Parameters
@@ -91,6 +91,11 @@ class TaskConfig(Section):
     """Sampling weight of this task's prompts, relative to the other tasks."""
     group_size: Count | None
     """Completions per prompt; unset: rollout.group_size."""
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the questions are rows of files or of a dataset, which hold answers but no score."""
+        return self.kind == "file" or self.dataset is not None
 
 
 class EvalConfig(Section):

@@ -138,9 +138,6 @@ class TrainerConfig(Section):
     """Run the prompt of a group once and let all its completions attend to it (exact; disable it only for
     comparison)."""
     recompute: RecomputeConfig
-    activation_offload: bool
-    """Keep what layers save for backward in host memory until backward needs it, so that a rank holds the activations
-    of two layers. With recompute.granularity=full these are their inputs only."""
     megatron: MegatronConfig
     overlap_grad_reduce: bool
     """Reduce the gradients of a bucket over replicas while backward computes the others (Megatron's

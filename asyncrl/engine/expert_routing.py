@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import msgspec
 
-from asyncrl.engine.partial_completion import PartialCompletion
+from asyncrl.engine.request import PartialAnswer
 from asyncrl.errors import EngineError
 from asyncrl.routing import RoutingShape, compact
 from asyncrl.schema import Completion, Routing
@@ -34,8 +34,10 @@ def known_rows(routed: list[int], token_ids: list[int]) -> int:
 class ExpertRoutingAssembler:
     """Collector of the expert rows of one answer. It collects nothing when `shape` is None."""
 
-    def __init__(self, shape: RoutingShape | None, first: PartialCompletion) -> None:
-        self._shape, self._start, self._rows = shape, first.routed_from, bytearray()
+    def __init__(self, shape: RoutingShape | None, first: PartialAnswer) -> None:
+        self._shape = shape
+        self._start = first.routed_from
+        self._rows = bytearray()
         self.add(first)
 
     @property
@@ -43,7 +45,7 @@ class ExpertRoutingAssembler:
         """Position of the first token whose experts are not known."""
         return self._start + len(self._rows) // self._shape.width if self._shape else 0
 
-    def add(self, part: PartialCompletion) -> None:
+    def add(self, part: PartialAnswer) -> None:
         """Add the rows of the next part. Raises EngineError when they do not fit the model's shape."""
         if self._shape is None or part.last is None or part.last.routed_experts is None:
             return
@@ -53,7 +55,7 @@ class ExpertRoutingAssembler:
             raise EngineError(f"the engine returned routed experts that do not fit the model: {error}") from None
         self._rows += rows[(self.end - part.routed_from) * self._shape.width :]
 
-    def into(self, completion: Completion, prompt: int, last: PartialCompletion) -> Completion:
+    def into(self, completion: Completion, prompt: int, last: PartialAnswer) -> Completion:
         """Return the completion of a prompt of `prompt` tokens with its expert rows.
 
         Raises EngineError when an engine finished the answer but reported too few rows. When the answer was interrupted

@@ -71,7 +71,9 @@ class Fleet:
         self.lost: dict[str, str] = {}
         self.changes = 0  # number of joins and losses: the same URLs may be other processes
         self.timeout = timeout
-        self._router, self._register, self._on_lost = router, register, on_lost
+        self._router = router
+        self._register = register
+        self._on_lost = on_lost
         self._incarnations: dict[str, str] = {}  # version label of each engine before it got weights of the run
         self._http = httpx.Client(
             **access.http,
@@ -269,7 +271,9 @@ class Fleet:
 
     def adopt(self, serving: Sequence[str], joining: Sequence[str], changes: int) -> None:
         """Adopt rank 0's view of the fleet. It may include engines that this rank has lost before."""
-        self.serving, self.joining, self.lost = list(serving), list(joining), {}
+        self.serving = list(serving)
+        self.joining = list(joining)
+        self.lost = {}
         self.changes = changes
 
     def close(self) -> None:

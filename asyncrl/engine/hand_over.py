@@ -171,7 +171,7 @@ class TurnUpdate(Update):
         pause = Pause(began=time.monotonic())
         yield pause
         pause.seconds = self._hand_over.take_back()
-        self._fleet.admit()
+        self.fleet.admit()
 
     def label(self, version: int) -> None:
         """Set the version of the weights; only then may the engines have a cache again."""

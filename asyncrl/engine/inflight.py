@@ -13,20 +13,22 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.config.roles import POLICY
-from asyncrl.engine.adapters import AdapterName, AdapterUse, PastVersions, no_past
-from asyncrl.engine.partial_completion import Exchange, PartialCompletion, StopStrings
-from asyncrl.engine.pending_sample import Listener, OpenRequest, PendingSample
+from asyncrl.engine.adapters import AdapterUse
+from asyncrl.engine.request import PartialAnswer, Request
 from asyncrl.engine.session import seed_of
-from asyncrl.engine.stream import GenerateEndpoint, Headers, StreamBroken, no_headers
+from asyncrl.engine.stream import GenerateEndpoint, Headers, StreamBroken
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
 from asyncrl.observability.intervals import PUBLISH, QUEUED
+
+if TYPE_CHECKING:
+    from asyncrl.engine.client import ClientSettings
 
 CacheKey = Literal["version", "group"]
 KNOWN_PUBLISHES = 64
@@ -53,41 +55,37 @@ class EngineStats:
     """Tokens of broken streams, whose weight versions are inferred."""
 
 
+@dataclass(eq=False)
+class _Sent:
+    """One request to an engine in flight, for the samples of one or more requests."""
+
+    scope: asyncio.Timeout
+    tokens: int  # in its prompt, and received so far
+    rid: str = ""  # its name in the engine
+    answered: bool = False
+    overtaken: bool = False  # a publish began before its first chunk arrived
+    engine: str = ""  # URL, once the router has chosen one and that has taken the request
+
+    def routed(self, engine: str) -> None:
+        """Record which engine has taken the request."""
+        self.engine = engine
+
+
 class InFlight:
     """Sends requests and tracks those that are open."""
 
-    def __init__(
-        self,
-        http: GenerateEndpoint,
-        run: str,
-        sampling: dict[str, Any],
-        *,
-        cache_key: CacheKey,
-        pause_mode: str,
-        fields: dict[str, Any],
-        routing: bool = False,
-        replicas: int = 1,
-        names: AdapterName | None = None,
-        past_versions: PastVersions = no_past,
-        headers: Headers = no_headers,
-        requests: str = "",
-        stop: StopStrings,
-    ) -> None:
-        """Create the tracker. `requests` begins the names of its requests, which must differ from those of other
-        processes of the run. With `routing`, training requests return the experts of every token that is read. Each
-        engine has `replicas` of attention; requests with the same routing key use the same one. With `names`, every
-        version is a set of adapters in the engines; `past_versions` are those that play roles. `headers`
-        makes further headers of a request. `stop` are texts that end an answer; its request then has one sample."""
-        self._http, self._run, self._sampling, self._fields = http, run, sampling, fields
-        self._named = f"{run}-{requests}"
-        self._stop = stop
-        self._routing, self._names, self._headers, self._replicas = routing, names, headers, replicas
-        self.adapters = AdapterUse(past_versions)
-        self._cache_key, self._pause_mode = cache_key, pause_mode
+    def __init__(self, http: GenerateEndpoint, settings: ClientSettings, headers: Headers) -> None:
+        """`headers` makes further headers of a request."""
+        self._http = http
+        self._settings = settings
+        self._headers = headers
+        self._sampling = settings.sampling
+        self.adapters = AdapterUse(settings.past_versions)
         self._serial = itertools.count()
-        self._requests: dict[OpenRequest, None] = {}  # in the order in which they were sent
-        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._sent: dict[_Sent, None] = {}  # in the order in which they were sent
+        self._open = asyncio.Event()
         self._open.set()
+        self._idle = asyncio.Event()
         self._idle.set()
         self._busy_since = 0.0
         self.version = 0
@@ -109,9 +107,9 @@ class InFlight:
         if not self.holding:
             self.held = time.time()
         self._open.clear()
-        for sent in self._requests:
+        for sent in self._sent:
             sent.overtaken = not sent.answered
-        self._retracted = sum(sent.tokens for sent in self._requests) if self._pause_mode == "retract" else 0
+        self._retracted = sum(sent.tokens for sent in self._sent) if self._settings.pause_mode == "retract" else 0
 
     def release(self, version: int) -> None:
         """Send requests again, under the prefix-cache key of `version`, which every engine now serves.
@@ -120,20 +118,23 @@ class InFlight:
         under the new weights and find its prompt in the cache of the old ones. Such a request is sent again, unless an
         earlier publish has already ended it.
         """
-        self.version, self.held = version, 0.0
+        self.version = version
+        self.held = 0.0
         self._changed[version] = time.time()
         self._changed.pop(version - KNOWN_PUBLISHES, None)
         self.figures.refilled_tokens += self._retracted
         self._needed += self._retracted
         self._open.set()
-        if self._pause_mode == "in_place" and self._cache_key == "version":
-            for sent in self._requests:
+        if self._settings.pause_mode == "in_place" and self._settings.cache_key == "version":
+            for sent in self._sent:
                 if sent.overtaken and not sent.scope.expired():
                     sent.scope.reschedule(0.0)
 
     def restore(self, version: int, tokens: Mapping[str, int], late: int) -> None:
         """Restore the saved version and token counts. Requests wait until every engine serves that version."""
-        self.version, self.tokens, self.late_tokens = version, Counter(tokens), late
+        self.version = version
+        self.tokens = Counter(tokens)
+        self.late_tokens = late
         self.hold()
 
     @property
@@ -144,7 +145,7 @@ class InFlight:
     @property
     def in_flight(self) -> int:
         """Number of open requests."""
-        return len(self._requests)
+        return len(self._sent)
 
     async def confirmed(self, seconds: float | None = None) -> bool:
         """Return True: what this object is told is done at once. Other processes may have to confirm it."""
@@ -164,154 +165,169 @@ class InFlight:
     # -- one request ---------------------------------------------------------------------------------------
 
     async def stream(
-        self, samples: Sequence[PendingSample], token_ids: list[int], *, begun: int, routed_from: int = 0
+        self,
+        requests: Sequence[Request],
+        token_ids: list[int],
+        *,
+        begun: int,
+        routed_from: int,
+        hand_over: Callable[[Request], object] = lambda request: None,
     ) -> None:
-        """Stream the samples of one request. Send it again for those without an answer if a publish overtakes it.
+        """Stream a sample for each of these requests, in one request to an engine. Send it again for those without an
+        answer if a publish overtakes it.
 
         begun: number of tokens at the end of `token_ids` that belong to the answer
         routed_from: position of the first token whose experts are not known
+        hand_over: is called as soon as a sample has ended: siblings do not wait for the longest
         """
-        while waiting := [sample for sample in samples if not sample.answered]:
-            sessions = [sample.session for sample in waiting]
+        for request in requests:
+            request.answered = False
+        while waiting := [request for request in requests if not request.answered]:
             if self.holding:
                 with ExitStack() as held:
-                    for session in sessions:
-                        held.enter_context(session.activity.spent(QUEUED, PUBLISH))
+                    for request in waiting:
+                        held.enter_context(request.session.activity.spent(QUEUED, PUBLISH))
                     await self._open.wait()
-            for sample in waiting:
-                sample.begin()
-            sent = OpenRequest(asyncio.timeout(None), len(token_ids) + waiting[0].exchange.added)
+            for request in waiting:
+                request.begin()
+            sent = _Sent(asyncio.timeout(None), len(token_ids) + waiting[0].added)
             self._opened(sent)
             try:
-                request = self._request(waiting[0].exchange, sessions, token_ids, begun, routed_from)
-                sent.rid = request["rid"]
-                self._needed += _needed(sessions, request, begun) + waiting[0].exchange.added
+                body = self._body(waiting, token_ids, begun, routed_from)
+                sent.rid = body["rid"]
+                self._needed += _needed(waiting, body, begun)
                 async with sent.scope:
-                    await self._read(sent, waiting, request)
+                    await self._read(sent, waiting, body, hand_over)
             except TimeoutError:
                 if not sent.scope.expired():
                     raise
                 self.figures.continued["overtaken"] += 1
             finally:
                 self._closed(sent)
-                for sample in waiting:
-                    sample.end("overtaken" if sent.scope.expired() else "cut off", self._changed)
+                for request in waiting:
+                    request.end("overtaken" if sent.scope.expired() else "cut off", self._changed)
 
-    async def _read(self, sent: OpenRequest, samples: Sequence[PendingSample], request: dict[str, Any]) -> None:
-        routed_from = request.get("routed_experts_start_len", 0)
-        adapter = samples[0].exchange.adapter
+    async def _read(
+        self, sent: _Sent, requests: Sequence[Request], body: dict[str, Any], hand_over: Callable[[Request], object]
+    ) -> None:
+        first = requests[0].session
+        adapter = requests[0].adapter
         asked_at = self.version if adapter is None else adapter
-        answers = [PartialCompletion(asked_at, routed_from, adapter=adapter is not None) for _ in samples]
-        for sample, answer in zip(samples, answers, strict=True):
-            sample.exchange.live = answer
+        routed_from = body.get("routed_experts_start_len", 0)
+        answers = [PartialAnswer(asked_at, routed_from, adapter=adapter is not None) for _ in requests]
+        for request, answer in zip(requests, answers, strict=True):
+            request.live = answer
         why = "the stream ended before its last chunk"
         try:
-            first = samples[0].session
             headers = self._headers(first.group, first.sample, first.activity.requests)
-            key = first.routing_key or request["rid"]
-            async for chunk in self._http.stream(request, key, headers, sent.routed):
-                if not 0 <= chunk.index < len(answers):
+            key = first.routing_key or body["rid"]
+            async for chunk in self._http.stream(body, key, headers, sent.routed):
+                if not 0 <= chunk.index < len(requests):
                     raise EngineError(
-                        f"the engine returned sample {chunk.index} for a request of {len(answers)} samples"
+                        f"the engine returned sample {chunk.index} for a request of {len(requests)} samples"
                     )
-                sample, answer = samples[chunk.index], answers[chunk.index]
+                request, answer = requests[chunk.index], answers[chunk.index]
                 new = answer.add(chunk)
-                self._count(sample, new)
-                if new and sample.doing and not sample.doing.first:
-                    sample.session.activity.heard(sample.doing)
+                self._count(request, new)
                 sent.answered = True
                 sent.tokens += new
-                stopped = not answer.ended_early and self._stops(sample.exchange, answer, new)
+                stopped = not answer.ended_early and self._stops(request, answer, new)
                 if stopped and not answer.last and sent.engine:
                     await self._http.abort(sent.engine, sent.rid)
                 if answer.last:
-                    self._end(sample, answer, request)
+                    self._end(request, answer, body)
+                    hand_over(request)
         except StreamBroken as broken:
             why = str(broken)
         self.figures.requests += 1
-        for sample, answer in zip(samples, answers, strict=True):
-            if not sample.answered:
+        for request, answer in zip(requests, answers, strict=True):
+            if not request.answered:
                 answer.stop_at(why)
-                self._end(sample, answer, request)
+                self._end(request, answer, body)
+                hand_over(request)
 
-    def _stops(self, exchange: Exchange, answer: PartialCompletion, new: int) -> bool:
+    def _stops(self, request: Request, answer: PartialAnswer, new: int) -> bool:
         """End the answer at a stop string whose last token is among the `new` ones, and return whether it has one. The
         text may have begun before the answer was interrupted."""
-        before = [token for part in exchange.parts for token in part.token_ids] if self._stop else []
-        end = self._stop.end([*before, *answer.token_ids], new) if self._stop else None
+        stop = self._settings.stop
+        before = request.token_ids if stop else []
+        end = stop.end([*before, *answer.token_ids], new) if stop else None
         if end is not None:
             answer.stop_after(end - len(before))
         return end is not None
 
-    def _end(self, sample: PendingSample, answer: PartialCompletion, request: dict[str, Any]) -> None:
+    def _end(self, request: Request, answer: PartialAnswer, body: dict[str, Any]) -> None:
         """End one sample, complete or not. The others may go on for much longer."""
-        read = len(request["input_ids"]) + sample.exchange.added
-        sample.session.cached = (request["extra_key"], read + len(answer.token_ids))
+        read = len(body["input_ids"]) + request.added
+        request.session.cached = (body["extra_key"], read + len(answer.token_ids))
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
-        sample.end(answer.cut or "", self._changed, answer)
-        sample.answered = True
-        sample.exchange.live = None
-        sample.exchange.parts.append(answer)
-        sample.hand_over()
+        request.end(answer.cut or "", self._changed, answer)
+        request.answered = True
+        request.live = None
+        request.parts.append(answer)
 
-    def _count(self, sample: PendingSample, tokens: int) -> None:
-        session, purpose = sample.session, sample.exchange.purpose
-        self.tokens[purpose] += tokens
-        kept = 0 if purpose == "past" else tokens
+    def _count(self, request: Request, tokens: int) -> None:
+        session = request.session
+        self.tokens[request.purpose] += tokens
+        kept = 0 if request.purpose == "past" else tokens
         if session.closed:
             self.late_tokens += kept
         else:
             session.hear(kept)
+        if tokens and request.doing and not request.doing.first:
+            session.activity.heard(request.doing)
 
-    def _request(
-        self, exchange: Exchange, sessions: Sequence[Listener], token_ids: list[int], begun: int, routed_from: int
-    ) -> dict[str, Any]:
-        adapter = exchange.adapter
-        name = self._names(adapter, exchange.name) if self._names and adapter is not None else None
-        key = f"v{self.version if adapter is None else adapter}"  # an adapter always has a cache of its own
-        if name and exchange.name != POLICY:
-            key = f"{exchange.name}-{key}"
-        if self._cache_key == "group":
-            key = sessions[0].group if adapter is None else f"{sessions[0].group}-{key}"
-        routed = {"return_routed_experts": True, "routed_experts_start_len": routed_from}
-        images: list[Any] = [data_url(png) for png in exchange.images]
-        if images and len(sessions) > 1:
+    def _body(self, requests: Sequence[Request], token_ids: list[int], begun: int, routed_from: int) -> dict[str, Any]:
+        """Return the request to an engine. The samples differ in nothing but what an engine draws."""
+        settings = self._settings
+        first, session = requests[0], requests[0].session
+        key = f"v{self.version if first.adapter is None else first.adapter}"  # an adapter always has its own cache
+        if first.lora and first.name != POLICY:
+            key = f"{first.name}-{key}"
+        if settings.cache_key == "group":
+            key = session.group if first.adapter is None else f"{session.group}-{key}"
+        images: list[Any] = [data_url(png) for png in first.images]
+        if images and len(requests) > 1:
             images = [images]  # SGLang takes several samples for a batch, in which each prompt has a list of its own
-        rid = f"{self._named}{next(self._serial):010d}"  # fixed width: engines abort by prefix
-        at = {"routed_dp_rank": seed_of(sessions[0].routing_key or rid) % self._replicas} if self._replicas > 1 else {}
-        return {
-            **self._fields,
-            **at,
-            **(routed if self._routing and exchange.purpose == "training" else {}),
-            **({"lora_path": name} if name else {}),
-            "input_ids": token_ids,
-            **({"image_data": images} if images else {}),
-            "sampling_params": {
-                **self._sampling,
-                "max_new_tokens": exchange.limit - begun,
-                "temperature": sessions[0].temperature,
-                "n": len(sessions),
-                **({} if exchange.seed is None else {"sampling_seed": exchange.seed}),
-            },
+        rid = f"{settings.run}-{settings.requests}{next(self._serial):010d}"  # fixed width: engines abort by prefix
+        body = dict(settings.fields)
+        if settings.replicas > 1:
+            body["routed_dp_rank"] = seed_of(session.routing_key or rid) % settings.replicas
+        if settings.routing is not None and first.purpose == "training":
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
+        if first.lora:
+            body["lora_path"] = first.lora
+        body["input_ids"] = token_ids
+        if images:
+            body["image_data"] = images
+        sampling = self._sampling | {
+            "max_new_tokens": first.limit - begun,
+            "temperature": session.temperature,
+            "n": len(requests),
+        }
+        if first.seed is not None:
+            sampling["sampling_seed"] = first.seed
+        return body | {
+            "sampling_params": sampling,
             "return_logprob": True,
             "stream": True,
             "rid": rid,
-            "extra_key": f"{self._run}-{key}",  # prefix caches are never shared between runs
+            "extra_key": f"{settings.run}-{key}",  # prefix caches are never shared between runs
         }
 
     # -- open requests -------------------------------------------------------------------------------------
 
-    def _opened(self, sent: OpenRequest) -> None:
-        if not self._requests:
+    def _opened(self, sent: _Sent) -> None:
+        if not self._sent:
             self._busy_since = asyncio.get_running_loop().time()
-        self._requests[sent] = None
+        self._sent[sent] = None
         self._idle.clear()
 
-    def _closed(self, sent: OpenRequest) -> None:
-        del self._requests[sent]
-        if not self._requests:
+    def _closed(self, sent: _Sent) -> None:
+        del self._sent[sent]
+        if not self._sent:
             self.figures.seconds_busy += asyncio.get_running_loop().time() - self._busy_since
             self._idle.set()
 
@@ -325,7 +341,7 @@ class InFlight:
 
     def take_figures(self) -> EngineStats:
         """Return the statistics since the last call and reset them."""
-        if self._requests:
+        if self._sent:
             now = asyncio.get_running_loop().time()
             self.figures.seconds_busy += now - self._busy_since
             self._busy_since = now
@@ -333,8 +349,10 @@ class InFlight:
         return taken
 
 
-def _needed(sessions: Sequence[Listener], request: dict[str, Any], begun: int) -> int:
+def _needed(requests: Sequence[Request], body: dict[str, Any], begun: int) -> int:
     """Return the number of tokens that an engine must prefill for a request, however large its cache is."""
-    key, known = sessions[0].cached
-    found = known if key == request["extra_key"] and not begun else 0
-    return len(request["input_ids"]) - found + len(sessions) - 1  # each sample prefills its last token itself
+    first = requests[0]
+    key, known = first.session.cached
+    cached = known if key == body["extra_key"] and not begun else 0
+    samples = len(requests) - 1  # each prefills the last token itself
+    return len(body["input_ids"]) + first.added - cached + samples

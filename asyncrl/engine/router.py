@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from asyncrl.config import EngineConfig
+from asyncrl.engine.server import flags
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.network.addresses import ARGUMENTS, Access, Addresses
 from asyncrl.network.tls import Signed
@@ -41,63 +42,34 @@ def router_argv(engine: EngineConfig, url: str, metrics_port: int, signed: Signe
     Retries are left to the client: if the router retried, it would hide duplicates and reasons from the client.
     """
     address = urlsplit(url)
-    return [
-        sys.executable,
-        "-m",
-        "asyncrl.engine.router",
-        "--host",
-        str(address.hostname),
-        "--port",
-        str(address.port),
-        "--policy",
-        engine.router_policy,
-        "--assignment-mode",
-        "min_load",
-        "--max-idle-secs",
-        str(KEY_SECONDS),
-        "--prometheus-host",
-        UNREACHABLE,
-        "--prometheus-port",
-        str(metrics_port),
-        "--worker-startup-check-interval",
-        "1",
-        "--health-check-interval-secs",
-        "5",
-        "--health-check-timeout-secs",
-        "30",  # a dead engine refuses the connection at once; a busy machine may be slow
-        "--request-timeout-secs",
-        str(int(engine.request_timeout)),
-        "--disable-retries",
-        "--disable-circuit-breaker",
-        "--max-concurrent-requests",
-        "0",  # no limit: by default it answers 429 once 4,096 requests are in flight
-        "--disable-worker-overload-protection",  # long queues are normal, and other engines lack the cache
-        "--worker-wedge-secs",
-        str(KEY_SECONDS),  # an engine that is paused for an update generates nothing
-        "--disable-load-monitoring",
-        "--sse-keepalive-secs",
-        "0",  # keepalive comments are not events of /generate
-        "--header-read-timeout-secs",
-        "0",  # a busy client that opens 10,000 connections may need more than the default 30 s for its first request
-        "--disable-tokenizer-autoload",  # requests and answers are token ids
-        "--history-backend",
-        "none",
-        "--log-level",
-        "warn",
-        *(_tls(signed) if signed else []),
-    ]
-
-
-def _tls(signed: Signed) -> list[str]:
-    """Return the TLS arguments: the router's certificate, and the authority that signed the engines' certificates."""
-    return [
-        "--tls-cert-path",
-        str(signed.server),
-        "--tls-key-path",
-        str(signed.server),
-        "--ca-cert-paths",
-        str(signed.authority),
-    ]
+    arguments: dict[str, Any] = {
+        "host": address.hostname,
+        "port": address.port,
+        "policy": engine.router_policy,
+        "assignment_mode": "min_load",
+        "max_idle_secs": KEY_SECONDS,
+        "prometheus_host": UNREACHABLE,
+        "prometheus_port": metrics_port,
+        "worker_startup_check_interval": 1,
+        "health_check_interval_secs": 5,
+        "health_check_timeout_secs": 30,  # a dead engine refuses the connection at once; a busy machine may be slow
+        "request_timeout_secs": int(engine.request_timeout),
+        "disable_retries": True,
+        "disable_circuit_breaker": True,
+        "max_concurrent_requests": 0,  # no limit: by default it answers 429 once 4,096 requests are in flight
+        "disable_worker_overload_protection": True,  # long queues are normal, and other engines lack the cache
+        "worker_wedge_secs": KEY_SECONDS,  # an engine that is paused for an update generates nothing
+        "disable_load_monitoring": True,
+        "sse_keepalive_secs": 0,  # keepalive comments are not events of /generate
+        # a busy client that opens 10,000 connections may need more than the default 30 s for its first request
+        "header_read_timeout_secs": 0,
+        "disable_tokenizer_autoload": True,  # requests and answers are token ids
+        "history_backend": "none",
+        "log_level": "warn",
+    }
+    if signed:  # its own certificate, and the authority that signed the engines' certificates
+        arguments |= {"tls_cert_path": signed.server, "tls_key_path": signed.server, "ca_cert_paths": signed.authority}
+    return [sys.executable, "-m", "asyncrl.engine.router", *flags(arguments)]
 
 
 SHOWN = 4

@@ -1,11 +1,9 @@
 """Program that runs one SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
 
-This is the stock server, with in-place pauses that complete the step in flight (overlap.py), adapters that can be
-unloaded after any request (unloading.py), publishes to stages and replicas (stages.py), a fixed share of a GPU
-(gpu_share.py), a warm-up for GPUs (warmup.py), a key for its metrics (they name the model's folder), what extensions
-install (extension.py), and on a CPU the shims of its platform. The run's API key and ports come from the environment,
-because every user of the machine can read a command line. The module is not a `__main__.py`, because multiprocessing
-would not re-import that in spawned children, which need them too.
+This is the stock server, with hooks (sglang_hooks.py), a warm-up for GPUs (warmup.py), what extensions install
+(extension.py), and on a CPU the shims of its platform. The run's API key and ports come from the environment, because
+every user of the machine can read a command line. The module is not a `__main__.py`, because multiprocessing would not
+re-import that in spawned children, which need them too.
 """
 
 from asyncrl import importing
@@ -15,13 +13,12 @@ import os
 import shlex
 import sys
 from importlib.metadata import version
-from typing import Any
 
 from asyncrl import platforms
-from asyncrl.engine import gpu_share, overlap, stages, unloading, warmup
+from asyncrl.engine import sglang_hooks, warmup
 from asyncrl.extension import install_in_engine
 from asyncrl.network import stores
-from asyncrl.network.addresses import ARGUMENTS, metrics_key
+from asyncrl.network.addresses import ARGUMENTS
 from asyncrl.network.ports import REPLICA_PORTS, free_block
 
 BUILT_FOR = "2.13"
@@ -35,31 +32,13 @@ def for_torch(installed: str) -> dict[str, str]:
     return {} if installed.startswith(f"{BUILT_FOR}.") else WITH_OTHERS
 
 
-def guard_metrics(module: Any) -> None:
-    """Patch SGLang's decision on requests: metrics need a key of their own. The router hands the run's key on for
-    anyone who asks for its /engine_metrics, but does not have this one."""
-    decide = module.decide_request_auth
-
-    def decision(*, path: str, api_key: str | None, **given: Any) -> Any:
-        if path.startswith("/metrics") and api_key:
-            key = metrics_key(api_key)
-            return decide(**given | {"path": "/guarded", "api_key": key, "admin_api_key": key})
-        return decide(path=path, api_key=api_key, **given)
-
-    module.decide_request_auth = decision
-
-
 for variable, setting in for_torch(version("torch")).items():
     os.environ.setdefault(variable, setting)
 if "--enable-trace" not in sys.argv:  # SGLang would import the exporters, which takes 0.1 s
     sys.modules["opentelemetry.exporter"] = None  # type: ignore[assignment]
 platforms.here().prepare_engine()
 sys.modules["megatron"] = None  # type: ignore[assignment]  # a debugging tool of SGLang would import it, in 0.5 s
-importing.after_import("sglang.srt.utils.auth", guard_metrics)
-overlap.install()
-stages.install()
-unloading.install()
-gpu_share.install(sys.argv)
+sglang_hooks.install(sys.argv)
 warmup.install()
 install_in_engine(sys.argv)
 stores.bind()

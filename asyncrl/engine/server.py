@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, cache_tokens
-from asyncrl.config.adapters import adapter_targets, engine_slots
+from asyncrl.config.lora import adapter_targets, engine_slots
 from asyncrl.engine import warmup
 from asyncrl.parallel import EngineParallel
 from asyncrl.platforms import chosen
@@ -115,15 +115,16 @@ def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *
         **chosen(gpu=gpu).engine_arguments,
         **section.server_args,
     }
-    return [sys.executable, "-m", "asyncrl.engine.serve", *_flags(arguments)]
+    return [sys.executable, "-m", "asyncrl.engine.serve", *flags(arguments)]
 
 
-def _flags(arguments: dict[str, Any]) -> list[str]:
-    flags: list[str] = []
+def flags(arguments: dict[str, Any]) -> list[str]:
+    """Return arguments as a command line has them. Those that are None or False are left out."""
+    found: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
-            flags.append(flag)
+            found.append(flag)
         elif value is not False and value is not None:
-            flags += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
-    return flags
+            found += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+    return found

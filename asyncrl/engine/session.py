@@ -1,36 +1,23 @@
-"""The interface of one episode to the policy, and its requests with their completions."""
+"""The interface of one episode to the policy, its requests with their completions, and the adapters that answer them
+(agents.roles)."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
-import msgspec
-
-from asyncrl.engine.partial_completion import Exchange, Purpose
+from asyncrl.config.roles import AgentsConfig, PastConfig
+from asyncrl.engine.adapters import AdapterName
+from asyncrl.engine.request import Purpose, Request
 from asyncrl.observability.intervals import Activity
-from asyncrl.schema import Completion, Message
+from asyncrl.schema import Completion, Exchange, Message
 
 if TYPE_CHECKING:
     from asyncrl.engine.client import GenerationClient
-
-
-class SavedCompletion(msgspec.Struct, frozen=True, array_like=True):
-    """A saved request of an episode and its completion. The finish reason of a partial completion is empty."""
-
-    context: list[int]
-    completion: Completion
-    role: str = ""
-    images: list[str] = []
-    """Names of the images in the context."""
-
-    @property
-    def version(self) -> int | None:
-        """Version of its first token, if it has one."""
-        versions = self.completion.versions
-        return versions[0].version if versions else None
+    from asyncrl.engine.inflight import InFlight
 
 
 SPREAD_FROM, RECENT = 4, 256
@@ -48,7 +35,8 @@ class SiblingSpread:
 
     def __init__(self, spread: bool | Literal["auto"]) -> None:
         self._spread = spread
-        self._answers, self._mean = 0, 0.0
+        self._answers = 0
+        self._mean = 0.0
 
     def finished(self, tokens: int) -> None:
         """Record the length of an answer."""
@@ -74,19 +62,25 @@ class GenerationSession:
         *,
         sample: str = "",
         born: int = 0,
+        adapter: int | None = None,
     ) -> None:
-        """`born` is the version at which the group was admitted."""
-        self._client, self.group, self.temperature, self.purpose = client, group, temperature, purpose
-        self.seed, self.sample, self.born = seed, sample, born
-        self.adapter: int | None = None
-        """Version of the adapter that all requests use; None: the newest, for each completion."""
+        """`born` is the version at which the group was admitted, `adapter` that of the adapters of all requests; None:
+        the newest, for each completion."""
+        self._client = client
+        self.group = group
+        self.temperature = temperature
+        self.purpose = purpose
+        self.seed = seed
+        self.sample = sample
+        self.born = born
+        self.adapter = adapter
         self.routing_key = ""  # of its requests: its own, or its group's
         self.received = 0  # tokens that engines sent for this session, kept or not
         self.closed = False
         self.cached = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
         self.routed: list[int] = []  # tokens of the last request and its answer, if their experts are known
-        self.exchanges: list[Exchange] = []
-        self.recalled: list[SavedCompletion] = []
+        self.requests: list[Request] = []
+        self.recalled: list[Exchange] = []
         """Completions from the saved state of a resumed run, for requests that the agent makes again."""
         self.activity = Activity()
 
@@ -114,20 +108,18 @@ class GenerationSession:
         """Return whether the turns of a role are trained: no past version plays it."""
         return self._client.roles.past_of(role) is None
 
-    def asks(
-        self, token_ids: list[int], limit: int, role: str = "", images: Sequence[bytes] = (), added: int = 0
-    ) -> Exchange:
+    def asks(self, token_ids: list[int], limit: int, role: str, images: Sequence[bytes], added: int) -> Request:
         """Register and return the session's next request.
 
         Each request has its own seed, so an agent that makes the same request twice gets two different answers.
         """
-        seed, number = self.seed, len(self.exchanges)
+        seed, number = self.seed, len(self.requests)
         if seed is not None and number:
             seed = seed_of(f"{seed} {number}")
-        exchange = Exchange(token_ids, limit, seed, role=role, purpose=self.purpose, images=images, added=added)
-        self._client.roles.assign(self, exchange)
-        self.exchanges.append(exchange)
-        return exchange
+        request = Request(self, token_ids, limit, seed, role, self.purpose, images, added)
+        self._client.roles.assign(request)
+        self.requests.append(request)
+        return request
 
     @property
     def waits_for(self) -> str:
@@ -144,28 +136,28 @@ class GenerationSession:
         self.received += tokens
         self.activity.since = time.monotonic()
 
-    def said(self) -> list[SavedCompletion]:
+    def said(self) -> list[Exchange]:
         """Return every request and its completion so far, for the saved state of the run.
 
         This includes recalled completions that the agent has not requested yet.
         """
-        said = [SavedCompletion(one.context, one.so_far(), one.role, one.image_names) for one in self.exchanges]
+        said = [Exchange(one.context, one.so_far(), one.role, one.image_names) for one in self.requests]
         return [*(one for one in said if one.completion.token_ids), *self.recalled]
 
-    def recall(self, exchange: Exchange) -> Completion | None:
+    def recall(self, request: Request) -> Completion | None:
         """Remove and return the completion that this request got before the run was resumed, or return None. With an
         adapter, a partial completion of another one is dropped: only its own could continue it."""
-        asked = exchange.context, exchange.role, exchange.image_names
+        asked = request.context, request.role, request.image_names
         for one in self.recalled:
             if (one.context, one.role, one.images) == asked:
                 self.recalled.remove(one)
-                usable = one.completion.finish_reason or exchange.adapter in (None, one.version)
+                usable = one.completion.finish_reason or request.adapter in (None, one.version)
                 return one.completion if usable else None
         return None
 
     def forget(self) -> None:
         """Drop the requests so far because the episode starts over. Their tokens still count as received."""
-        self.exchanges = []
+        self.requests = []
 
     def close(self) -> int:
         """Close the session at the end of its episode and return the number of tokens received.
@@ -182,3 +174,62 @@ class GenerationSession:
 def seed_of(name: str) -> int:
     """Return the seed of a sample or of a request with this name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
+
+
+class RoleAdapters:
+    """Chooses the adapters of a client's requests: that of the role, at the newest version or a past one.
+
+    `names` are those of the adapters in the engines, if every version is adapters of its own there; `per` says what
+    keeps one version (rollout.adapter_per).
+    """
+
+    def __init__(
+        self, agents: AgentsConfig, inflight: InFlight, names: AdapterName | None, per: Literal["completion", "episode"]
+    ) -> None:
+        self._agents = agents
+        self._inflight = inflight
+        self._names = names
+        self._per_episode = per == "episode"
+
+    def past_of(self, role: str) -> PastConfig | None:
+        """Return the past versions that play a role; None if the newest plays it."""
+        return self._agents.roles[role].past if role in self._agents.roles else None
+
+    def assign(self, request: Request) -> None:
+        """Set the adapter that answers a request, and its version if versions are adapters."""
+        session, past = request.session, self.past_of(request.role)
+        request.name = self._agents.adapter_of(request.role)
+        if past:
+            request.past = True
+            request.purpose = "past" if session.purpose == "training" else session.purpose
+        if self._names:
+            request.adapter = _drawn(past, session, request.role) if past else self._version_for(session)
+            request.lora = self._names(request.adapter, request.name)
+
+    def _version_for(self, session: GenerationSession) -> int:
+        """Return the version of the adapters of a session's next request."""
+        newest = self._inflight.version
+        if session.adapter is None and self._per_episode:
+            session.adapter = newest
+            self._inflight.adapters.acquire(newest)
+            if any(one.version not in (None, newest) for one in session.recalled if session.trains(one.role)):
+                session.recalled = []  # turns of an adapter that no engine has any more: the episode is played anew
+        return newest if session.adapter is None else session.adapter
+
+    def release(self, session: GenerationSession) -> None:
+        """End the use of the version that a session kept."""
+        if self._per_episode and session.purpose == "training":
+            self._inflight.adapters.release(session.adapter)
+
+    @contextmanager
+    def newest(self) -> Iterator[int | None]:
+        """Yield the newest version, whose adapters stay loaded inside the block; None if versions are no adapters."""
+        with self._inflight.adapters.held(self._inflight.version if self._names else None) as version:
+            yield version
+
+
+def _drawn(past: PastConfig, session: GenerationSession, role: str) -> int:
+    """Return the past version that plays a role in an episode, the same in every attempt and after a resume; in an
+    evaluation the newest."""
+    versions = past.drawn(session.born)
+    return versions[-1 if session.purpose == "evaluation" else seed_of(f"{session.sample} {role}") % len(versions)]

@@ -16,7 +16,6 @@ from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, D
 from aiohttp.client_proto import ResponseHandler
 from httpx_aiohttp import AiohttpTransport
 
-from asyncrl.engine.partial_completion import PASSING, StreamChunk, decode_piece
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Access
 
@@ -25,6 +24,8 @@ ROUTING_KEY = "X-SMG-Routing-Key"
 ROUTED_TO = "X-SMG-Routed-Worker-Id"
 """URL of the engine that answers, in the router's answer."""
 
+PASSING = frozenset({408, 429, 500, 502, 503, 504})
+"""HTTP status codes of requests that may succeed later or elsewhere. Any other error is the request's own fault."""
 NO_WORKER, STREAM_ERROR = "model_not_found", "stream_error"
 """Names of the router's own errors. The first means that it has no healthy engine (smg 1.13 answers 404), the second
 that the engine broke off the answer (smg then ends the stream with an error event)."""
@@ -41,6 +42,43 @@ def no_headers(group: str, sample: str, number: int) -> Mapping[str, str]:
 ABORT_SECONDS = 5.0
 
 
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _FinishReason(msgspec.Struct):
+    type: str
+    message: str | None = None
+    status_code: int | None = None  # set when the engine refused the request
+
+
+class ChunkMeta(msgspec.Struct):
+    """What an engine says of a sample; all of it with the last chunk alone."""
+
+    finish_reason: _FinishReason | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] | None = None
+    weight_versions: list[_Span] | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    queue_time: float | None = None  # seconds in the engine's queue, if the engine measures (--enable-metrics)
+    routed_experts: bytes | None = None  # base64 on the wire; only the last chunk has them
+
+
+class StreamChunk(msgspec.Struct):
+    """One streaming chunk: a server-sent event of /generate."""
+
+    output_ids: list[int] = []
+    meta_info: ChunkMeta = msgspec.field(default_factory=ChunkMeta)
+    index: int = 0
+    error: dict | None = None
+
+
+_decode = msgspec.json.Decoder(StreamChunk).decode
+
+
 class StreamBroken(Exception):
     """Raised when an answer ends early through no fault of the request, so that it may be continued elsewhere."""
 
@@ -51,7 +89,9 @@ class GenerateEndpoint:
 
     def __init__(self, router: str, access: Access, timeout: float, session: Any = None) -> None:
         """`timeout` is that of the next chunk, in seconds; `session` replaces aiohttp's."""
-        self._url, self._access, self._session = f"{router}/generate", access, session
+        self._url = f"{router}/generate"
+        self._access = access
+        self._session = session
         self._timeout = ClientTimeout(sock_connect=30.0, sock_read=timeout)
 
     async def stream(
@@ -83,13 +123,12 @@ class GenerateEndpoint:
         """Tell the engine at this URL to abort the request of this name. If that fails, the answer only takes longer,
         to its own end."""
         headers = {"Content-Type": "application/json", **self._access.headers}
-        body, url = msgspec.json.encode({"rid": request}), f"{engine}/abort_request"
+        body = msgspec.json.encode({"rid": request})
         with suppress(ClientError, TimeoutError):
-            async with (
-                asyncio.timeout(ABORT_SECONDS),
-                self._session.post(url, data=body, headers=headers, allow_redirects=False) as response,
-            ):
-                await response.read()
+            async with asyncio.timeout(ABORT_SECONDS):
+                url = f"{engine}/abort_request"
+                async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
+                    await response.read()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -110,7 +149,7 @@ def _piece(event: bytes) -> StreamChunk | None:
     data = event.removeprefix(b"data: ")
     if data == b"[DONE]":
         return None
-    piece = decode_piece(data)
+    piece = _decode(data)
     if piece.error is not None:
         problem = f"the engine failed a request: {piece.error}"
         passing = piece.error.get("code") in PASSING or piece.error.get("type") == STREAM_ERROR

@@ -40,7 +40,7 @@ class Update:
     """Update protocol of a run's fleet. It remembers which engines have no sessions."""
 
     def __init__(self, fleet: Fleet, *, mode: str) -> None:
-        self._fleet = fleet
+        self.fleet = fleet
         # no request is left to abort; after a retraction a scheduler would not even clean up what has just ended
         self._mode = "abort" if mode == "drain" else mode
         self._sessionless: set[str] = set()
@@ -48,56 +48,56 @@ class Update:
     @contextmanager
     def paused(self) -> Iterator[Pause]:
         """Pause the engines in this block. They continue at its end, but not after an error."""
-        self._fleet.call("/pause_generation", {"mode": self._mode})  # each scheduler pauses between two steps
+        self.fleet.call("/pause_generation", {"mode": self._mode})  # each scheduler pauses between two steps
         pause = Pause(began=time.monotonic())
         if self._mode != "in_place":
-            self._fleet.on_each(self._flush)
+            self.fleet.on_each(self._flush)
         yield pause
-        self._fleet.call("/continue_generation")
+        self.fleet.call("/continue_generation")
         pause.seconds = time.monotonic() - pause.began
-        self._fleet.admit()
+        self.fleet.admit()
 
     def idle(self, url: str) -> Answer:
         """Pause one engine, and flush its caches, which it refuses until nothing runs."""
-        self._fleet.post(url, "/pause_generation", {"mode": self._mode})
+        self.fleet.post(url, "/pause_generation", {"mode": self._mode})
         return self._flush(url)
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Open an update session, so that weights may be sent in this block."""
-        self._fleet.on_each(self._begin)
+        self.fleet.on_each(self._begin)
         yield
-        self._fleet.on_each(self._end)
+        self.fleet.on_each(self._end)
 
     def label(self, version: int) -> None:
         """Set the version of the weights, once all of them have arrived. Engines that do not confirm it are lost."""
-        self._fleet.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        for url, served in self._fleet.versions().items():
+        self.fleet.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        for url, served in self.fleet.versions().items():
             if served != str(version):
-                self._fleet.lose(url, f"{url} reports version {served} after version {version} was published")
+                self.fleet.lose(url, f"{url} reports version {served} after version {version} was published")
 
     def _flush(self, url: str) -> Answer:
         """Flush the cache; retry while the engine refuses because it still cleans up aborted or retracted requests."""
-        deadline = time.monotonic() + self._fleet.timeout
+        deadline = time.monotonic() + self.fleet.timeout
         while True:
             try:
-                return self._fleet.post(url, "/flush_cache")
+                return self.fleet.post(url, "/flush_cache")
             except CallRefused as refusal:
                 if time.monotonic() > deadline:
-                    raise DeadlineExceeded(f"{url} to flush its cache", self._fleet.timeout, str(refusal)) from None
+                    raise DeadlineExceeded(f"{url} to flush its cache", self.fleet.timeout, str(refusal)) from None
             time.sleep(FLUSH_PAUSE)
 
     def _begin(self, url: str) -> Answer:
         if url in self._sessionless:
             return {}
         try:
-            return self._fleet.post(url, "/begin_weight_update", {"selector": self._fleet.selector})
+            return self.fleet.post(url, "/begin_weight_update", {"selector": self.fleet.selector})
         except CallRefused as refusal:
             if refusal.status == 404:
                 self._sessionless.add(url)
                 return {}
-        self._fleet.post(url, "/end_weight_update")  # a trainer that died left its session open
-        return self._fleet.post(url, "/begin_weight_update", {"selector": self._fleet.selector})
+        self.fleet.post(url, "/end_weight_update")  # a trainer that died left its session open
+        return self.fleet.post(url, "/begin_weight_update", {"selector": self.fleet.selector})
 
     def _end(self, url: str) -> Answer:
-        return {} if url in self._sessionless else self._fleet.post(url, "/end_weight_update")
+        return {} if url in self._sessionless else self.fleet.post(url, "/end_weight_update")

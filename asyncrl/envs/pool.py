@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from asyncrl import extension
 from asyncrl.envs.breaker import Breaker
 from asyncrl.envs.env import Env, EnvSpec, Question, Step, awaited
-from asyncrl.envs.hosted import Host, HostedEnv
-from asyncrl.errors import EpisodeFailed, raised_by
+from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
 from asyncrl.observability.intervals import ENVIRONMENT, QUEUED, spent
 from asyncrl.schema import Message, number
 
@@ -39,6 +39,27 @@ class PoolSettings:
     patience: float = 600.0
 
 
+class HostedEnvironment(Env, Protocol):
+    """An environment in another process, which limits the time of its own calls."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process is alive."""
+        ...
+
+
+class EnvironmentHosts(Protocol):
+    """The processes of a pool that hold environments: what an extension offers as `hosting`."""
+
+    async def make(self, spec: EnvSpec, settings: PoolSettings) -> HostedEnvironment:
+        """Create an environment in a process. Raises EpisodeFailed."""
+        ...
+
+    async def close(self) -> None:
+        """End the processes."""
+        ...
+
+
 class EnvironmentPool:
     """The environments of one task."""
 
@@ -49,13 +70,13 @@ class EnvironmentPool:
         settings: PoolSettings | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """Create the pool. `name` is the task's, for messages about failures, which are passed to `tell`."""
+        """Create the pool. `name` is the task's, for messages about failures, which are passed to `tell`. Raises
+        ConfigError if the environments need processes, and no extension has any."""
         self.name, self._spec, self._settings, self._tell = name, spec, settings or PoolSettings(), tell
-        self._hosted = not spec.waits if self._settings.hosted is None else self._settings.hosted
+        hosted = not spec.waits if self._settings.hosted is None else self._settings.hosted
+        self._hosts = _hosts() if hosted else None
         self._room = asyncio.Semaphore(self._settings.concurrency) if self._settings.concurrency else None
         self._breaker = Breaker(f"environment {name}", self._settings.max_failures, self._settings.patience, tell)
-        self._hosts: list[Host] = []
-        self._starting = asyncio.Lock()
         self._ready: deque[Env] = deque()
         self._making = 0
         self._warming, self._ending = set[asyncio.Task[None]](), set[asyncio.Task[None]]()
@@ -74,7 +95,7 @@ class EnvironmentPool:
                 with spent(ENVIRONMENT, f"{self.name}.start"):
                     env = await self._next()
                 try:
-                    yield _Guarded(env, self._settings, self.name)
+                    yield _Guarded(env, self._settings, self.name, limited=self._hosts is not None)
                 finally:
                     self._later(self._end(env), self._ending)
                 verdict = True
@@ -104,14 +125,15 @@ class EnvironmentPool:
         while self._ready:
             self._later(self._end(self._ready.popleft()), self._ending)
         await asyncio.gather(*self._ending)  # each ends within reset_timeout
-        await asyncio.gather(*(host.close() for host in self._hosts))
+        if self._hosts:
+            await self._hosts.close()
 
     # -- one after the other -------------------------------------------------------------------------------
 
     async def _next(self) -> Env:
         while self._ready:
             env = self._ready.popleft()
-            if not isinstance(env, HostedEnv) or env.alive:
+            if self._hosts is None or getattr(env, "alive", True):
                 self._warm_up()
                 return env
         env = await self._make()
@@ -133,27 +155,11 @@ class EnvironmentPool:
             self._making -= 1
 
     async def _make(self) -> Env:
-        if self._hosted:
-            hosted = HostedEnv(
-                await self._host(),
-                reset_timeout=self._settings.reset_timeout,
-                step_timeout=self._settings.step_timeout,
-            )
-            await hosted.make(self._spec)
-            return hosted
+        if self._hosts:
+            return await self._hosts.make(self._spec, self._settings)
         with raised_by("environment_error", retry=True):
             env: Env = self._spec.make()
             return env
-
-    async def _host(self) -> Host:
-        """Return a host with room for one more environment."""
-        async with self._starting:
-            self._hosts = [host for host in self._hosts if not host.gone]
-            for host in self._hosts:
-                if host.alive and host.living < self._settings.per_process:
-                    return host
-            self._hosts.append(await Host.start())
-            return self._hosts[-1]
 
     async def _end(self, env: Env) -> None:
         """Close an environment while later episodes run. Errors are reported; nobody waits for them."""
@@ -172,11 +178,22 @@ class EnvironmentPool:
         task.add_done_callback(tasks.discard)
 
 
+def _hosts() -> EnvironmentHosts:
+    """Return processes of an extension for the environments of a pool. Raises ConfigError."""
+    if (kind := extension.hosting()) is None:
+        remedy = "No extension that is installed runs environments in processes: make `step` async, or set false."
+        raise ConfigError("task.environments.hosted", None, remedy)
+    hosts: EnvironmentHosts = kind()
+    return hosts
+
+
 class _Guarded:
     """Wrapper of an environment that turns its faults into typed failures and checks its answers."""
 
-    def __init__(self, env: Env, settings: PoolSettings, name: str) -> None:
+    def __init__(self, env: Env, settings: PoolSettings, name: str, *, limited: bool) -> None:
+        """`limited` says that the environment limits the time of its calls itself."""
         self._env, self._settings, self._name = env, settings, name
+        self._limited = limited
 
     async def reset(self, question: Question) -> list[Message]:
         """Call the environment's reset."""
@@ -200,10 +217,9 @@ class _Guarded:
             return number(found, "the reward of finish")
 
     async def _call(self, method: str, seconds: float, limit: str, *arguments: Any) -> Any:
-        limited = None if isinstance(self._env, HostedEnv) else seconds  # hosts apply their own limit
         try:
             with spent(ENVIRONMENT, f"{self._name}.{method}"):
-                async with asyncio.timeout(limited):
+                async with asyncio.timeout(None if self._limited else seconds):
                     with raised_by("environment_error", retry=True):
                         return await awaited(getattr(self._env, method)(*arguments))
         except TimeoutError:

@@ -57,7 +57,7 @@ def attached_dtype(config: Config, key: str) -> str | None:
 def wanted_of(config: Config) -> dict[str, Any]:
     """Return the fields of /server_info that every attached engine must have."""
     engine, publishes = config.engine, config.mode == "train"
-    # the stock server's pauses record wrong versions with overlap; only our own server (engine/overlap.py) mends that
+    # the stock server's pauses record wrong versions with overlap; our own server mends it (engine/sglang_hooks.py)
     overlaps = publishes and config.weights.pause_mode == "in_place"
     shape = {"ep_size": engine.expert_parallel, "dp_size": engine.data_parallel, "pp_size": engine.pipeline_parallel}
     replicated = {"enable_dp_attention": True} if engine.data_parallel > 1 else {}

@@ -16,6 +16,7 @@ from asyncrl.extension import active
 from asyncrl.imports import announced
 from asyncrl.launch.engine_shape import check_shape
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
+from asyncrl.models.families import family_of
 from asyncrl.models.vision import deepstack, image_shape
 from asyncrl.platforms import without_gpu
 from asyncrl.tasks.scores import rewards
@@ -41,7 +42,7 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
             raise ConfigError(f"{field}.tensor_parallel", degree, remedy)
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
-    _check_engine(hf)
+    _check_serving(config, hf)
     check_shape(config, hf, family.get("num_moe_experts", 0))
     _check_roles(config, hf)
     _check_recompute(config.trainer, hf["num_hidden_layers"], family)
@@ -64,14 +65,20 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
         )
 
 
-def _check_engine(hf: dict[str, Any]) -> None:
-    """Refuse Qwen3-MoE models with dense layers: SGLang's qwen3_moe.py builds experts in every layer and silently drops
-    the weights of dense ones."""
-    dense = hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1
-    if hf["architectures"][0] == "Qwen3MoeForCausalLM" and dense:
-        raise ConfigError(
-            "model.path", "Qwen3-MoE with dense layers", "SGLang does not support its dense layers: use another model."
-        )
+def _check_serving(config: Config, hf: dict[str, Any]) -> None:
+    """Refuse what engines or adapters cannot do with models of this family."""
+    of = family_of(hf)
+    for found, remedy in of.serving.unsupported(hf):
+        raise ConfigError("model.path", found, remedy)
+    context = int(config.engine.server_args.get("context_length") or hf.get("max_position_embeddings", 0))
+    longest = of.serving.longest(hf)
+    if longest and context > longest:
+        why = f"SGLang computes another function than transformers from position {longest} on"
+        remedy = f"{why}: set +engine.server_args.context_length={longest}."
+        raise ConfigError("engine.server_args.context_length", context, remedy)
+    if config.trainer.lora.rank and not of.adapters:
+        remedy = f"Adapters of {of.architecture} are not supported, because its files hold fused layers: set null."
+        raise ConfigError("trainer.lora.rank", config.trainer.lora.rank, remedy)
 
 
 def check_platforms(config: Config, gpus: int) -> None:
@@ -197,8 +204,9 @@ def _check_replay(config: Config, hf: dict[str, Any]) -> None:
         return
     if routing_shape(hf) is None:
         raise ConfigError("algo.routing_replay", replay, "The model has no routed experts: set none.")
-    if replay == "R3" and hf["architectures"][0] == "MixtralForCausalLM":
-        raise ConfigError("algo.routing_replay", "R3", "SGLang's Mixtral does not report its experts: set R2 or none.")
+    if replay == "R3" and not family_of(hf).serving.reports_experts:
+        name = hf["architectures"][0].removesuffix("ForCausalLM")
+        raise ConfigError("algo.routing_replay", "R3", f"SGLang's {name} does not report its experts: set R2 or none.")
 
 
 def _check_vision(config: Config, hf: dict[str, Any]) -> None:
@@ -266,14 +274,6 @@ def _fleets(config: Config) -> Iterator[tuple[str, TrainerConfig | EngineConfig 
             yield name, section, section.started * section.ranks
 
 
-def check_sinks(config: Config) -> None:
-    """Refuse sinks whose package is not installed."""
-    for name in config.metrics.sinks:
-        if not installed(name):
-            remedy = f"The package {name} is not installed: pip install 'asyncrl[sinks]' or remove it."
-            raise ConfigError("metrics.sinks", name, remedy)
-
-
 def check_request_fields(config: Config) -> None:
     """Refuse fields of requests that SGLang does not know, and would ignore. They are read from its source, since its
     import takes seconds."""
@@ -300,11 +300,10 @@ def installed(package: str) -> bool:
 
 
 def check_files(config: Config) -> list[object]:
-    """Refuse tasks, rewards and agents that cannot be built, sinks without their package, and a missing chat template.
+    """Refuse tasks, rewards and agents that cannot be built, and a missing chat template.
     Return the parts that they announce to extensions."""
     from asyncrl.rollout.agent import agents  # imports a web server
 
-    check_sinks(config)
     check_request_fields(config)
     with announced() as parts:
         built = tasks.build_all(config)

@@ -6,10 +6,10 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
@@ -26,6 +26,9 @@ from asyncrl.errors import CompositionError, ConfigError
 from asyncrl.launch import help
 from asyncrl.launch.own_file import with_own_file
 from asyncrl.removed import removal
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
 
 
 class FurtherConfs(SearchPathPlugin):
@@ -79,6 +82,14 @@ def defaults() -> dict[str, Any]:
     return found
 
 
+def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
+    """Validate the settings of each run, and return them with its arguments. Raises ConfigError."""
+    from asyncrl import config  # imports pydantic, so only when there are settings to validate
+    from asyncrl.launch import replay
+
+    return [(config.load(replay.settings(one.values, one.overrides, defaults)), one.overrides) for one in composed]
+
+
 def algorithm_overrides(words: Sequence[str]) -> list[str]:
     """Return the command line with algorithms, their settings and those of extensions as Hydra accepts them.
 
@@ -103,7 +114,12 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     (config/secret_values.py)."""
     for name, resolver in (("oc.env", _marked_env), ("oc.decode", _decoded)):
         OmegaConf.register_new_resolver(name, resolver, replace=True)
-    values: Any = _referred(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+    from asyncrl import extension  # imports pydantic, so only when there are settings to validate
+    from asyncrl.config.secret_values import FREE, free_fields
+
+    values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    sections = extension.sections(extension.classes(values.get("extensions") or {}))
+    values = _referred(values, {*FREE, *free_fields(sections.values())})
     check_resume(values, composed)
     return values
 
@@ -131,17 +147,15 @@ def _plain(text: str) -> str:
     return _MARKED.sub(lambda found: found[2], text)
 
 
-def _referred(value: Any, *, parameters: bool = False) -> Any:
-    """Replace marked text by references in free-form parameters, and by the values elsewhere."""
-    from asyncrl.config.secret_values import (  # imports pydantic, so only when there are settings to validate
-        FREE,
-        REFERENCE,
-    )
+def _referred(value: Any, free: Collection[str], *, parameters: bool = False) -> Any:
+    """Replace marked text by references in free-form parameters, which are the fields of these names, and by the values
+    elsewhere."""
+    from asyncrl.config.secret_values import REFERENCE
 
     if isinstance(value, dict):
-        return {name: _referred(item, parameters=parameters or name in FREE) for name, item in value.items()}
+        return {name: _referred(item, free, parameters=parameters or name in free) for name, item in value.items()}
     if isinstance(value, list):
-        return [_referred(item, parameters=parameters) for item in value]
+        return [_referred(item, free, parameters=parameters) for item in value]
     if not isinstance(value, str) or not (found := _MARKED.search(value)):
         return value
     if not parameters:

@@ -32,7 +32,7 @@ FIRST = [
     *("rollout.max_new_tokens", "rollout.max_staleness", "rollout.temperature", "algo.advantage", "algo.loss"),
     *("algo.kl.coefficient", "trainer.optimizer.lr", "trainer.tensor_parallel", "trainer.pipeline_parallel"),
     *("trainer.data_parallel", "trainer.lora.rank", "engine.count", "engine.tensor_parallel"),
-    *("eval.questions", "eval.every", "cluster.placement", "metrics.sinks"),
+    *("eval.questions", "eval.every", "cluster.placement", "sinks.names"),
 ]
 """The fields that people set first: --help shows them, and --help all the others, too."""
 

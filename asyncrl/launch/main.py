@@ -41,12 +41,12 @@ def main() -> None:
         sys.path.insert(0, "")
     os.umask(0o077)  # files of a run are private to their owner: keys, rollouts, weights (launch/run_folder.py)
     try:
-        from asyncrl.launch.compose import compose
+        from asyncrl.launch.compose import compose, load
 
         if composed := compose(CONF):
             from asyncrl.launch import run
 
-            loaded = run.load(composed)
+            loaded = load(composed)
             if checking:
                 sys.exit(run.check(loaded))
             run.start(loaded, STARTED_AT)

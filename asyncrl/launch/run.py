@@ -9,52 +9,40 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from asyncrl import config as configuration
 from asyncrl import extension
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import LaunchError, Paused, ProcessDied, Stopped
-from asyncrl.extension import Pilot, first
+from asyncrl.extension import first
 from asyncrl.jsonl import replace_text
 from asyncrl.launch import resume, run_folder
-from asyncrl.launch.cluster import Cluster, cluster_of
+from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.machine import allow_files
 from asyncrl.launch.plan import ProcessSpec, plan
+from asyncrl.launch.preflight.findings import failed, rendered
+from asyncrl.launch.preflight.questions import check_questions
+from asyncrl.launch.preflight.run import preflight, require
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.processes import Supervisor
-from asyncrl.launch.replay import differences, settings
+from asyncrl.launch.replay import differences
 from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.stalls import Stalls
 from asyncrl.metrics.console import Console
 from asyncrl.network.addresses import END, STOP, STOPPED, TRAINING, Addresses
 from asyncrl.network.tls import Authority
 
-if TYPE_CHECKING:
-    from asyncrl.launch.compose import Composed
-
-
-def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
-    """Validate the settings of each run, and return them with its arguments. Raises ConfigError."""
-    from asyncrl.launch.compose import defaults  # imports Hydra, which has composed them
-
-    return [(configuration.load(settings(one.values, one.overrides, defaults)), one.overrides) for one in composed]
-
 
 def check(composed: list[tuple[Config, list[str]]]) -> int:
     """Implement --check: print the problems of these runs without starting anything. Return 1 if one would fail, else
     0."""
-    from asyncrl.launch.preflight.findings import failed, rendered
-    from asyncrl.launch.preflight.questions import check_questions
-    from asyncrl.launch.preflight.run import preflight
-
     wrong = 0
     for folder, (config, arguments) in zip(_folders(composed), composed, strict=True):
         prepared = Preparation(config, folder, cluster_of(config), arguments)
-        findings = preflight(prepared, folder)
+        findings = preflight(prepared)
         wrong_here = [one.field for one in findings if one.level == "error"]
         if config.mode != "replay" and not any(field.startswith(("task", "model", "eval")) for field in wrong_here):
             findings += check_questions(config, prepared.folders["model"])
@@ -132,45 +120,81 @@ def _not_begun(number: int, _: object) -> None:
 def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str] = ()) -> None:
     """Run one configuration to its end, on this machine or on those of the job. `began` is the time of the command, and
     `arguments` are its settings."""
-    cluster = cluster_of(config)
-    prepared = Preparation(config, run_dir, cluster, arguments)
+    prepared = Preparation(config, run_dir, cluster_of(config), arguments)
     if config.cluster.preflight:
-        from asyncrl.launch.preflight.run import require
-
-        require(prepared, run_dir)
+        require(prepared)
     else:
         prepared.all()
-    notes = prepared.notes()
-    origin, placement, gpus = prepared.origin, prepared.placement, prepared.gpus
-    config = prepared.chosen.config
+    notes = prepared.notes()  # may refuse the run, too
+    config, origin = prepared.chosen.config, prepared.origin
+    with _folder_of(prepared) as work_is_left:
+        if not work_is_left:
+            return
+        prepared.begins()
+        addresses = _addresses(prepared, began)
+        specs = plan(config, addresses, prepared.placement, run_dir)
+        stalls = _stalls(config, run_dir, specs)
+        specs = _on_machines(prepared, addresses, specs)
+        console = Console(config, run_dir)
+        resumed = str(origin.folder) if origin else None
+        console.opening([*differences(config), *resume.changes(config, origin)], resumed, notes=notes)
+        try:
+            supervise(prepared, addresses, specs, console, stalls)
+        except (Exception, KeyboardInterrupt, Paused, Stopped) as error:  # every one is raised again
+            ended = _ended(prepared, error)
+            run_folder.record_end(run_dir, ended)
+            if ended is not error:
+                raise ended from None
+            raise
+        finally:
+            try:
+                console.end()
+            finally:  # also where the terminal is gone
+                prepared.cluster.end_steps(addresses.run_id)
+    console.closing()
+
+
+@contextmanager
+def _folder_of(prepared: Preparation) -> Iterator[bool]:
+    """Take the folder of the run, roll it back if the run is resumed, and hold its lock. Yields whether there is
+    anything left to do in it. Raises ConfigError if it may not be used."""
+    config, run_dir, origin = prepared.chosen.config, prepared.run_dir, prepared.origin
     goes_on = config.resume == "auto" and run_folder.is_run(run_dir) and (run_dir / "config.json").is_file()
     if not goes_on:
         resume.check_apart(run_dir, origin)
         run_folder.prepare(config, run_dir)  # last, because a refused run must not empty a folder
     run_folder.take(run_dir)
     held = resume.lock(run_dir)
-    if goes_on and (reason := resume.finished(config, run_dir, origin)):
-        print(f"asyncrl: the run in {run_dir} is complete: {reason}")
+    try:
+        if goes_on and (reason := resume.finished(config, run_dir, origin)):
+            print(f"asyncrl: the run in {run_dir} is complete: {reason}")
+            yield False
+            return
+        if goes_on or origin:
+            resume.roll_back(run_dir, origin)
+        for mark in (STOP, STOPPED, TRAINING, END):
+            (run_dir / mark).unlink(missing_ok=True)
+        replace_text(run_dir / "config.json", config.model_dump_json(indent=2) + "\n")  # others may be reading it
+        run_folder.record_overrides(config, run_dir, prepared.arguments)
+        yield True
+    finally:
         os.close(held)
-        return
-    if goes_on or origin:
-        resume.roll_back(run_dir, origin)
-    for mark in (STOP, STOPPED, TRAINING, END):
-        (run_dir / mark).unlink(missing_ok=True)
-    replace_text(run_dir / "config.json", config.model_dump_json(indent=2) + "\n")  # others may be reading it
-    run_folder.record_overrides(config, run_dir, arguments)
-    prepared.begins()
+
+
+def _addresses(prepared: Preparation, began: float) -> Addresses:
+    """Return where the processes of the run find each other, its key and its models, and write it to the run folder."""
+    config, placement, origin = prepared.chosen.config, prepared.placement, prepared.origin
     urls = placement.urls()
     for role, section in config.frozen.items():
         urls["frozen"][role] = tuple(section.elsewhere) or urls["frozen"].get(role, ())
-    authority = Authority.create(run_dir) if config.cluster.tls else None
+    authority = Authority.create(prepared.run_dir) if config.cluster.tls else None
     if authority:
         authority.sign(placement.listening())
     addresses = Addresses(
         run_id=secrets.token_hex(8),
         api_key=prepared.key,
         model=prepared.folders["model"],
-        gpus=gpus,
+        gpus=prepared.gpus,
         started_at=began,
         frozen_models={role: prepared.folders[role] for role in config.frozen if role in prepared.folders},
         resume=origin.folder if origin else None,
@@ -180,60 +204,48 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
         **urls,
     )
-    addresses.write(run_dir)
-    specs = plan(config, addresses, placement, run_dir)
+    addresses.write(prepared.run_dir)
+    return addresses
+
+
+def _stalls(config: Config, run_dir: Path, specs: Sequence[ProcessSpec]) -> Stalls | None:
+    """Return the watch over processes that report their progress; None without cluster.stall_timeout."""
     reporting = [spec.name for spec in specs if spec.reports]
-    stalls = Stalls(run_dir, reporting, config.cluster.stall_timeout) if config.cluster.stall_timeout else None
+    return Stalls(run_dir, reporting, config.cluster.stall_timeout) if config.cluster.stall_timeout else None
+
+
+def _on_machines(prepared: Preparation, addresses: Addresses, specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
+    """Return the processes as this machine starts them, on the machines of the run."""
+    cluster, run_dir = prepared.cluster, prepared.run_dir
     mounts = [run_dir, *prepared.folders.values()]
     lease = Registry(run_dir).file_of_run
-    specs = cluster.steps(specs, run_dir, addresses.run_id, mounts, lease, cluster.restart())
-    console = Console(config, run_dir)
-    console.opening(
-        [*differences(config), *resume.changes(config, origin)],
-        str(origin.folder) if origin else None,
-        notes=notes,
-    )
-    try:
-        pilot = None
-        if config.cluster.elastic != "off":
-            facts = config, run_dir, addresses, placement, cluster
-            pilot = first(config, "cluster.elastic", lambda hooks: hooks.pilot(*facts))
-        supervise(config, run_dir, addresses, specs, cluster, console, stalls, pilot)
-    except (Exception, KeyboardInterrupt, Paused, Stopped) as error:  # every one is raised again
-        ended: BaseException = error
-        if isinstance(error, ProcessDied) and cluster.requeues and resume.made_progress(run_dir, origin):
-            ended = Paused(str(error))  # without progress it is no machine failure
-        elif isinstance(error, Stopped):
-            error.advice = resume.advice(run_dir, arguments)
-        run_folder.record_end(run_dir, ended)
-        if ended is not error:
-            raise ended from None
-        raise
-    finally:
-        try:
-            console.end()
-        finally:  # also where the terminal is gone
-            cluster.end_steps(addresses.run_id)
-            os.close(held)
-    console.closing()
+    return cluster.steps(specs, run_dir, addresses.run_id, mounts, lease, cluster.restart())
+
+
+def _ended(prepared: Preparation, error: BaseException) -> BaseException:
+    """Return how a run ended that this error ended. A job whose process died is paused, to be started again, if the run
+    has made progress: without progress it is no machine failure."""
+    run_dir = prepared.run_dir
+    if isinstance(error, ProcessDied) and prepared.cluster.requeues and resume.made_progress(run_dir, prepared.origin):
+        return Paused(str(error))
+    if isinstance(error, Stopped):
+        error.advice = resume.advice(run_dir, prepared.arguments)
+    return error
 
 
 def supervise(
-    config: Config,
-    run_dir: Path,
-    addresses: Addresses,
-    specs: list[ProcessSpec],
-    cluster: Cluster,
-    console: Console,
-    stalls: Stalls | None,
-    pilot: Pilot | None = None,
+    prepared: Preparation, addresses: Addresses, specs: list[ProcessSpec], console: Console, stalls: Stalls | None
 ) -> None:
     """Start the processes and supervise them until all have ended. Raises the same errors as Supervisor.run."""
+    config, run_dir, cluster = prepared.chosen.config, prepared.run_dir, prepared.cluster
+    pilot = None
+    if config.cluster.elastic != "off":
+        facts = config, run_dir, addresses, prepared.placement, cluster
+        pilot = first(config, "cluster.elastic", lambda hooks: hooks.pilot(*facts))
     policy = restart_policy(run_dir, addresses, specs, cluster.has, timeline=config.metrics.timeline)
     registry = Registry(run_dir)
     registry.clear()
-    facts = {"run_id": addresses.run_id, "host": socket.gethostname(), "job": cluster.job}
-    lease = registry.lease_of_run(**facts)
+    lease = registry.lease_of_run(run_id=addresses.run_id, host=socket.gethostname(), job=cluster.job)
     lease.renew()  # before any process starts that would miss it
 
     def each_poll() -> None:

@@ -159,15 +159,10 @@ class Console:
 
     def _next(self) -> Iterator[tuple[str, str]]:
         """Yield what a finished run offers, and how to get there."""
-        run, sinks = str(self._run_dir), self._config.metrics.sinks
         for one in active(self._config).values():
             yield from one.launch().offers(self._config, self._run_dir)
-        if "tensorboard" in sinks:
-            yield "curves", f"tensorboard --logdir {run}/tb"
-        if "mlflow" in sinks and (self._run_dir / "mlruns").exists():
-            yield "curves", f"mlflow ui --backend-store-uri {run}/mlruns"
         if (self._run_dir / "hf").exists():
-            yield "trained model", f"{run}/hf"
+            yield "trained model", f"{self._run_dir}/hf"
 
     def _evaluation(self, r: dict[str, Any]) -> str:
         several = f"{r['set']}, " if len(self._config.eval_sets) > 1 else ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl.schema import Batch, Group, Trajectory
 
 if TYPE_CHECKING:
-    from asyncrl.metrics.sinks import Sinks
+    from asyncrl.extension import StepListener
 
 Step = dict[str, float]
 
@@ -29,15 +29,15 @@ class StepLog:
         clock: Callable[[], float] = time.monotonic,
         begins: Callable[[str, int], None] = lambda span, step: None,
         ended: Callable[[str, int, float, float], None] = lambda span, batch, start, end: None,
-        outputs: Sinks | None = None,
+        listeners: Sequence[StepListener] = (),
         written: int = 0,
     ) -> None:
         """Create the log. `started_at` is the wall-clock time (time.time) of the command; `tasks` are the training
         tasks; `begins` is called with the name of every span and its step, again after a span within it, and
-        `ended` with the number of the batch and the wall-clock times; `outputs` also receive the batches.
+        `ended` with the number of the batch and the wall-clock times; `listeners` also receive the batches.
         Steps up to `written` have been passed on already, by trainers that died."""
         self._written = written
-        self._outputs = outputs
+        self._listeners = listeners
         self._sinks, self._tasks, self._clock, self._begins, self._ended = sinks, tasks, clock, begins, ended
         self._offset = time.time() - started_at - clock()
         self._before = 0.0  # seconds spent by earlier runs that this one resumes
@@ -131,13 +131,14 @@ class StepLog:
             return record
         for sink in self._sinks:
             sink(record)
-        if self._outputs:
-            self._outputs.write(record, batch)
+        for listener in self._listeners:
+            listener.write(record, batch)
         return record
 
     def close(self) -> bool:
-        """Send what is left to the outputs. Return whether all of them have ended."""
-        return self._outputs is None or self._outputs.close()
+        """Close the listeners. Return whether all of them have ended."""
+        ended = [listener.close() for listener in self._listeners]
+        return all(ended)
 
     def _by_task(self, groups: Sequence[Group]) -> Step:
         """Return the metrics of each task in the batch; none if training has only one task."""

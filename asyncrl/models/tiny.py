@@ -14,38 +14,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from asyncrl.models.families import OF_TYPE
+
 TOKENS = (*"0123456789", "<eos>", "=", "<bos>", "<pad>", "<unk>", " ")
 """The vocabulary; a token's index is its id."""
 BOS, EOS, PAD, UNK = "<bos>", "<eos>", "<pad>", "<unk>"
 MAX_POSITIONS = 64
 NORM = re.compile(r"(norm[12]?|ln_q)\.weight$")
 """Names of norms, in text models and in vision towers."""
-
-_DEEPSEEK_EXPERTS = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 16,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.5,
-}
-SMALL: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "glm4_moe": {**_DEEPSEEK_EXPERTS, "attention_bias": True, "use_qk_norm": True},
-    "deepseek_v3": {
-        **_DEEPSEEK_EXPERTS,
-        "n_group": 4,
-        "topk_group": 2,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 10,
-        "head_dim": 8,  # in transformers, the rotated part
-    },
-}
-"""Small values of the HF config fields that only one model type has; every optional part of a family is included."""
 
 # "<bos>question=" is a prompt and "<bos>question=answer<eos>" a dialogue: the prompt is a prefix of its dialogue.
 CHAT_TEMPLATE = (
@@ -108,7 +84,7 @@ def write_random_model(
 ) -> None:
     """Write a model without a tokenizer into `folder`. Its weights depend only on its config and seed.
 
-    `arch` is transformers' model type: llama, qwen2, qwen3, or one of SMALL; `fields` are further fields of its config.
+    `arch` is transformers' model type of a record of models/families; `fields` are further fields of its config.
     `spread` is the standard deviation of the weights.
 
     Example: write_random_model(path, "qwen3", vocab=257, hidden=64, layers=2, heads=4, kv_heads=2,
@@ -129,7 +105,7 @@ def write_random_model(
         "max_position_embeddings": max_positions,
         "tie_word_embeddings": tied,
     }
-    config = AutoConfig.for_model(arch, **{**sizes, **SMALL.get(arch, {}), **(fields or {}), **tokens})
+    config = AutoConfig.for_model(arch, **{**sizes, **OF_TYPE[arch].tiny, **(fields or {}), **tokens})
     # The constructor draws weights, which are replaced below: keep the state of the caller's random generator.
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

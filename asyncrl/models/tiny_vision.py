@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from asyncrl.models.families import FAMILIES
 from asyncrl.models.tiny import save_random, tokenizer_json, write_tokenizer
 
 EOS, PAD, UNK = "<|im_end|>", "<|endoftext|>", "<unk>"
@@ -21,10 +22,7 @@ TOKENS = (*"0123456789abcdefghijklmnopqrstuvwxyz ?=", UNK, *SPECIAL)
 MAX_POSITIONS = 512
 MAX_PIXELS = 112 * 112
 
-OF_TYPE: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"fullatt_block_indexes": [1], "window_size": 112},
-    "qwen3_vl": {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
-}
+OF_TYPE = {family.model_type: family.tiny for family in FAMILIES.values() if family.tower}
 """Fields of the vision tower's config that only one model type has."""
 
 CHAT_TEMPLATE = (

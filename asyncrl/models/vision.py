@@ -7,28 +7,19 @@ therefore the text model of the family that the config describes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from asyncrl.images import ImageShape
+from asyncrl.models.families import FAMILIES
 
 HF = dict[str, Any]
 WHOLE = ("architectures", "model_type", "tie_word_embeddings", "dtype")
 """Fields that describe the whole model if both it and its text model have them."""
 
 
-class Tower(NamedTuple):
-    """The vision tower of a model of transformers."""
-
-    module: str  # class in the module of the model type
-    prefix: str  # of its tensors in HF folders
-
-
-TOWERS = {
-    "Qwen2_5_VLForConditionalGeneration": Tower("Qwen2_5_VisionTransformerPretrainedModel", "visual."),
-    "Qwen3VLForConditionalGeneration": Tower("Qwen3VLVisionModel", "model.visual."),
-}
+TOWERS = {name: family.tower for name, family in FAMILIES.items() if family.tower}
 """The models that see, by architecture."""
 
 INTERN = "SGLang 0.5.21 takes its images beside texts, not beside token ids, and rounds their pixels to bfloat16"

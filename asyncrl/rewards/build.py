@@ -29,11 +29,6 @@ REGISTERED = {
     "choice": "asyncrl.rewards.matching:ChoiceMatch",
     "boxed": "asyncrl.rewards.matching:BoxedMatch",
     "format": "asyncrl.rewards.matching:FormatMatch",
-    "math": "asyncrl.rewards.math_reward:MathReward",
-    "process": "asyncrl.rewards.process:ProcessReward",
-    "weighted": "asyncrl.rewards.combine:WeightedReward",
-    "gate": "asyncrl.rewards.combine:GatedReward",
-    "cached": "asyncrl.rewards.cache:CachedReward",
 }
 """Rewards of the core by name."""
 FORMS = "Must be a function (text, record), a class, a factory that takes its params by name, or a reward"

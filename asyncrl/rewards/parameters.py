@@ -7,7 +7,6 @@ a run starts. Annotations that pydantic does not know, or that exist only for ty
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, get_type_hints
 
@@ -43,13 +42,6 @@ def check(target: Callable[..., Any], params: Mapping[str, Any], field: str, giv
     hints = _hints(target)
     for name, value in params.items():
         _check_one(hints.get(name, Any), value, f"{field}.{name}")
-
-
-def checked_weight(weight: object, field: str) -> float:
-    """Return the weight of a part of a reward. Raises ConfigError if it is not a finite number."""
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ConfigError(f"{field}.weight", weight, "Must be a finite number.")
-    return float(weight)
 
 
 def _check_one(hint: Any, value: object, field: str) -> None:

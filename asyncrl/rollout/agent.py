@@ -88,7 +88,9 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
     every = load_agent(config.agent, config.agent_params)
     found = {}
     for name, section in (config.mixture | config.eval_sets).items():
-        task, field, params = tasks[name], f"{config.field_of(name)}.agent", dict(section.agent_params)
+        task = tasks[name]
+        field = f"{config.field_of(name)}.agent"
+        params = dict(section.agent_params)
         roles = getattr(task, "roles", ())
         if spec := getattr(task, "environment", None):
             settings = PoolSettings(**section.environments.model_dump())

@@ -71,7 +71,10 @@ class CohortBuffer:
         if self.slack < 0:
             raise ValueError(f"lead {self.lead} exceeds max_staleness {max_staleness}")
         self.version = self.step = 0  # served by every engine; the next batch to take
-        self._oversample, self._drops, self._select, self._clock = oversample, over_age == "drop", select, clock
+        self._oversample = oversample
+        self._drops = over_age == "drop"
+        self._select = select
+        self._clock = clock
         self.ahead = int(overlap)  # by how many steps `take` may be ahead of the published version
         self._next_slot = self._filling = self._requeued = 0  # the next slot, and the cohort that it belongs to
         self._cohorts: dict[int, Cohort] = {}
@@ -79,7 +82,9 @@ class CohortBuffer:
         self._ready_of = Counter[int]()  # their number by cohort, since `take` is called after every event
         self._training: dict[int, list[ReadyGroup]] = {}  # by step: with overlap, of two steps at most
         self._unwanted, self._dropped = list[Ticket](), list[Group]()
-        self._issued, self._trained, self._tokens = Counter[str](), Counter[str](), Counter[str]()
+        self._issued = Counter[str]()
+        self._trained = Counter[str]()
+        self._tokens = Counter[str]()
         self._rejected: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason
         self._open(0)
 
@@ -278,7 +283,9 @@ class CohortBuffer:
         complete = [step for step, taken in state.training.items() if len(taken) == self.batch_groups]
         self.step = max([state.version - 1, *complete]) + 1
         self._next_slot, self._filling = state.next_slot, state.filling
-        self._cohorts, self.lead, self._wanted_lead = dict(state.cohorts), state.lead, state.wanted_lead
+        self._cohorts = dict(state.cohorts)
+        self.lead = state.lead
+        self._wanted_lead = state.wanted_lead
         self._running = {one.ticket.slot: replace(one, since=self._clock()) for one in state.running}
         self._ready = {one.group.slot: one for one in state.ready}
         self._ready_of = Counter(one.cohort for one in state.ready)

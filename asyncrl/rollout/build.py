@@ -14,7 +14,6 @@ from pathlib import Path
 from asyncrl import extension, importing
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config
-from asyncrl.config.server_args import draft_room
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.engine.session import GenerationSession
@@ -228,7 +227,7 @@ class RolloutParts:
                     raise DeadlineExceeded("an engine behind the router", timeout)
                 await asyncio.sleep(RETRY_SECONDS)
             for engine in loads:
-                self.playing.client.narrow(int(engine.longest) - draft_room(config.engine))
+                self.playing.client.narrow(int(engine.longest) - config.engine.draft_room)
 
     def _tell_of_restart(self) -> None:
         """Say where a process that was started again goes on."""

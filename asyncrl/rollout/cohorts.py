@@ -93,7 +93,9 @@ class Demand:
 def demands(cohorts: Mapping[int, Cohort], ready: Mapping[int, int], step: int, batch: int) -> list[Demand]:
     """Return the demands of all cohorts on step `step`, of `batch` groups, by the rule of rollout/buffer.py. `ready` is
     the number of ready groups of each cohort that has any."""
-    found, untrained, counted = [], 0, 0
+    found = []
+    untrained = 0
+    counted = 0
     for number, cohort in sorted(cohorts.items()):
         counted += ready.get(number, 0)
         untrained += cohort.seats - cohort.taken + ready.get(number, 0)

@@ -74,7 +74,10 @@ class Mixer:
         seed: int,
     ) -> None:
         """`streams` and the configured `weights` are keyed by task; `tasks` may hold more tasks."""
-        self._tasks, self._streams, self._weights, self._curriculum = tasks, streams, weights, curriculum
+        self._tasks = tasks
+        self._streams = streams
+        self._weights = weights
+        self._curriculum = curriculum
         self._played = {name: _History() for name in streams}
         self._draws = random.Random(f"{seed} mixture")
         self._progress: dict[str, TaskProgress] = {}  # of tasks of which no group was played since the last draw

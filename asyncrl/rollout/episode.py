@@ -17,13 +17,13 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.agents.linking import CompletedRequest, check, link
+from asyncrl.agents.linking import check, link
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EpisodeFailed, raised_by
 from asyncrl.images import image_name
 from asyncrl.observability.intervals import CURRENT, REWARD
 from asyncrl.rollout.agent import Agent, Played
-from asyncrl.schema import Completion, Message, Prompt, Template, Trajectory, number
+from asyncrl.schema import Completion, Exchange, Message, Prompt, Template, Trajectory, number
 
 Score = Callable[[Trajectory], Awaitable[Trajectory]]
 """Adds the reward to a trajectory whose agent gave none."""
@@ -49,9 +49,7 @@ class Episode:
         self._asking = 0
         self._silence: asyncio.Timeout | None = None
         self._serial = itertools.count()
-        self._asked: dict[
-            int, CompletedRequest
-        ] = {}  # answered requests, numbered in the order in which they were made
+        self._asked: dict[int, Exchange] = {}  # answered requests, numbered in the order in which they were made
 
     @property
     def temperature(self) -> float:
@@ -75,7 +73,7 @@ class Episode:
         finally:
             self._asking -= 1
             self._rest()
-        self._asked[number] = CompletedRequest(context, completion, role, [image_name(png) for png in images])
+        self._asked[number] = Exchange(context, completion, role, [image_name(png) for png in images])
         return completion
 
     async def images(self, messages: Sequence[Message]) -> list[bytes]:

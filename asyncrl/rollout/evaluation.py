@@ -1,10 +1,9 @@
 """Held-out evaluation: the rollout engines answer questions that training never draws, concurrently with training.
 
 Evaluation holds no ticket, and its tokens are counted separately. Weights may change while it runs; its lines name the
-versions that answered. With weights.lora=versions it keeps the adapters that it began with, and
-past versions that play roles are the newest ones. At most `eval.max_running`
-questions are in flight. That bounds the evaluation requests queued ahead of training requests in an engine; engines
-serve both first come, first served, so that neither starves.
+versions that answered. With weights.lora=versions it keeps the adapters that it began with, and past versions that play
+roles are the newest ones. At most `eval.max_running` questions are in flight. That bounds the evaluation requests
+queued ahead of training requests in an engine; engines serve both first come, first served, so that neither starves.
 
 waits for     the answers (the client's deadlines), and a free place under eval.max_running
 unblocked by  every question that is answered; the last evaluation of a run has the trainer's deadline
@@ -17,7 +16,6 @@ import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -36,15 +34,7 @@ Attempts = Callable[[Prompt, Sequence[GenerationSession]], Awaitable[Sequence["A
 Line = dict[str, Any]
 """One line of eval.jsonl: one set in one evaluation."""
 Attempt = Trajectory | AsyncRLError
-"""A finished episode, or the error that ended it."""
-
-
-@dataclass(frozen=True)
-class QuestionAttempts:
-    """All attempts at one question."""
-
-    greedy: Attempt
-    sampled: Sequence[Attempt]
+"""A finished episode, or the error that ended it. Of the attempts at a question the first one is greedy."""
 
 
 class Evaluations:
@@ -64,8 +54,13 @@ class Evaluations:
         """`write` receives the lines of an evaluation. Without evaluation sets there is nothing to do. `earlier` are
         the lines so far, if this process was started again: their evaluations are not repeated."""
         self._earlier = earlier
-        self._attempts, self._client, self._tasks, self._sets = attempts, client, tasks, sets
-        self._settings, self._write, self._timelines = settings, write, timelines or Timelines()
+        self._attempts = attempts
+        self._client = client
+        self._tasks = tasks
+        self._sets = sets
+        self._settings = settings
+        self._write = write
+        self._timelines = timelines or Timelines()
         self._room = asyncio.Semaphore(settings.max_running)
         self._serial = itertools.count()
         self._running: asyncio.Task[list[Line]] | None = None
@@ -127,6 +122,7 @@ class Evaluations:
         if written := self._written():
             return written
         self.begin()
+        assert self._running
         return await self._running
 
     async def _evaluate(self) -> list[Line]:
@@ -146,7 +142,7 @@ class Evaluations:
         self._write(lines)
         return lines
 
-    async def _ask(self, prompt: Prompt, adapter: int | None) -> QuestionAttempts:
+    async def _ask(self, prompt: Prompt, adapter: int | None) -> Sequence[Attempt]:
         """Return all answers to one question. They share an engine, and the sampled ones share a request."""
         async with self._room:
             name = f"e{next(self._serial):010d}"
@@ -164,8 +160,7 @@ class Evaluations:
             ]
             played = await self._attempts(prompt, sessions)
         self._timelines.evaluated(name, prompt, sessions, played)
-        greedy, *sampled = played
-        return QuestionAttempts(greedy, sampled)
+        return played
 
 
 def played_here(play: Play) -> Attempts:
@@ -185,12 +180,12 @@ def played_here(play: Play) -> Attempts:
     return attempts
 
 
-def summarize(name: str, answers: Sequence[QuestionAttempts], correct: Callable[[float], bool]) -> Line:
+def summarize(name: str, questions: Sequence[Sequence[Attempt]], correct: Callable[[float], bool]) -> Line:
     """Return the figures of one set. Failed attempts are counted and left out. Raises AsyncRLError when no greedy one
     is left."""
-    attempts = [attempt for one in answers for attempt in (one.greedy, *one.sampled)]
+    attempts = [attempt for question in questions for attempt in question]
     failures = [attempt for attempt in attempts if not isinstance(attempt, Trajectory)]
-    greedy = _played(one.greedy for one in answers)
+    greedy = _played(question[0] for question in questions)
     if not greedy:
         raise AsyncRLError(f"evaluation: no question of {name} could be answered; the last failed with: {failures[-1]}")
     versions = [span.version for one in _played(attempts) for turn in one.turns for span in turn.completion.versions]
@@ -198,12 +193,12 @@ def summarize(name: str, answers: Sequence[QuestionAttempts], correct: Callable[
         "set": name,
         "version_min": min(versions),
         "version_max": max(versions),
-        "questions": len(answers),
+        "questions": len(questions),
         "failed": len(failures),
         "accuracy": fmean(correct(one.total) for one in greedy),
         "reward/mean": fmean(one.total for one in greedy),
         "tokens/mean": fmean(one.num_tokens for one in greedy),
-        **_pass_at_powers([[correct(one.total) for one in _played(a.sampled)] for a in answers]),
+        **_pass_at_powers([[correct(one.total) for one in _played(question[1:])] for question in questions]),
     }
 
 

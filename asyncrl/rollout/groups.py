@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
@@ -23,7 +23,7 @@ from asyncrl.config import RolloutConfig
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.imports import load
-from asyncrl.rollout.activity import slowest
+from asyncrl.records.events import Adjusted, Admitted, PartTaken, Published, Saved, Taken
 from asyncrl.rollout.audit import Audit
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
@@ -38,6 +38,11 @@ CHECK_SECONDS = 5.0
 """The ledger is checked at every batch and version, and in between when a group ends, but at most once per this
 interval: a check costs 0.8 ms with a thousand groups of 16 running, 27 ms with ten thousand.
 """
+
+
+NAMED = 4
+"""Number of running groups that a diagnosis lists. Which engine serves a group is the router's choice and is not in it:
+the group's uid is its routing key."""
 
 
 class WrongBatch(Exception):
@@ -69,11 +74,17 @@ class GroupLifecycle:
     ) -> None:
         """`publish` receives the ledger and the warnings at every version; `figures` returns further figures for a
         batch."""
-        self._buffer, self._client = buffer, client
-        self._limiter, self._waited = limiter or ConcurrencyLimiter(), False
-        self._changed, self._released = asyncio.Condition(), asyncio.Event()
-        self._audit, self._publish, self._more_figures = Audit(), publish, figures
-        self._recorder, self._timelines = recorder or Recorder(), timelines or Timelines()
+        self._buffer = buffer
+        self._client = client
+        self._limiter = limiter or ConcurrencyLimiter()
+        self._publish = publish
+        self._more_figures = figures
+        self._recorder = recorder or Recorder()
+        self._timelines = timelines or Timelines()
+        self._audit = Audit()
+        self._waited = False
+        self._changed = asyncio.Condition()
+        self._released = asyncio.Event()
         self._rewards: list[float] = []
         self._drawn = 0
         self._playing: dict[Ticket, _Group] = {}
@@ -100,7 +111,7 @@ class GroupLifecycle:
     def begin(self, ticket: Ticket, prompt: Prompt, siblings: Sequence[GenerationSession]) -> None:
         """Record that the group of a ticket plays this prompt, with one trajectory per session."""
         self._buffer.begin(ticket, prompt.uid, len(siblings))
-        self._recorder.admitted(ticket, prompt.uid, len(siblings))
+        self._recorder.write(Admitted(ticket.slot, ticket.born, ticket.cohort, prompt.uid, len(siblings)))
         self._playing[ticket] = _Group(PromptName(prompt.uid, prompt.task, prompt.index), siblings)
 
     async def commit(self, ticket: Ticket, group: Group) -> None:
@@ -187,20 +198,20 @@ class GroupLifecycle:
         batch = Batch(version, groups, self._taken(version) if last else {}, last)
         self._parts.setdefault(version, []).append(batch)
         if not last:
-            self._recorder.part_taken(version, groups)
+            self._recorder.write(PartTaken(version, [group.uid for group in groups]))
             self._timelines.part_taken()
         return batch
 
     def _taken(self, version: int) -> dict[str, float]:
         """Report that a batch is complete. Return the figures that go with it."""
-        groups = self._buffer.training
-        self._limiter.taken(self._buffer.ready, len(groups), waited=self._waited)
-        self._timelines.taken(version, [group.uid for group in groups])
+        uids = [group.uid for group in self._buffer.training]
+        self._limiter.taken(self._buffer.ready, len(uids), waited=self._waited)
+        self._timelines.taken(version, uids)
         self._waited = False
         for dropped in self._buffer.dropped():
             self._audit.drop(dropped.uid)
         figures = self._figures()
-        self._recorder.taken(version, groups, figures)
+        self._recorder.write(Taken(version, uids, figures))
         return figures
 
     def may_take(self) -> bool:
@@ -211,7 +222,7 @@ class GroupLifecycle:
         """Change the lead, or a fixed number of groups in flight (cluster.elastic)."""
         if lead is not None:
             self._buffer.change_lead(lead)
-            self._recorder.adjusted(lead)
+            self._recorder.write(Adjusted(lead, time.time()))
         if groups is not None:
             self._limiter.resize(groups)
         await self._wake()
@@ -232,11 +243,11 @@ class GroupLifecycle:
             self._parts.pop(version - 1, None)
         self._timelines.published(version, held)
         self._released.set()
-        ledger = self.ledger()
+        ledger = asdict(self.ledger())
         if new:
-            self._recorder.published(version, ledger)
+            self._recorder.write(Published(version, time.time(), ledger))
         self._audit.close(self._buffer.due())
-        self._publish({"version": version, **asdict(ledger)}, self._audit.warnings())
+        self._publish({"version": version, **ledger}, self._audit.warnings())
         await self._wake()
         return new
 
@@ -247,7 +258,7 @@ class GroupLifecycle:
     async def saved(self, version: int, number: int = 0) -> None:
         """Record that the state was saved, with this number if it is for the journal, and flush everything recorded so
         far."""
-        self._recorder.saved(version, number)
+        self._recorder.write(Saved(version, number))
         await asyncio.to_thread(self._recorder.flush)
 
     # -- checkpoint ----------------------------------------------------------------------------------------
@@ -305,7 +316,7 @@ class GroupLifecycle:
         for version in since:
             self._buffer.publish(version)
             self._parts.pop(version - 1, None)
-            self._recorder.published(version, self.ledger())
+            self._recorder.write(Published(version, time.time(), asdict(self.ledger())))
         if held:
             self._client.inflight.hold()
         else:
@@ -395,3 +406,25 @@ def build_buffer(rollout: RolloutConfig, *, overlap: bool) -> CohortBuffer:
         overlap=overlap,
         select=load(rollout.select, "rollout.select"),
     )
+
+
+def silence(siblings: Collection[GenerationSession], now: float) -> float:
+    """Return the seconds since the last activity of the episode that has been silent longest."""
+    return max((now - one.since for one in siblings if one.waits_for), default=0.0)
+
+
+def describe(uid: str, siblings: Collection[GenerationSession], now: float) -> str:
+    """Describe a group in one line; its slowest episode represents it."""
+    left = [one for one in siblings if one.waits_for]
+    so_far = f"{uid}: {len(left)} of {len(siblings)} episodes left, {sum(one.received for one in siblings)} tokens"
+    if not left:
+        return so_far
+    silent = min(left, key=lambda one: one.since)
+    return f"{so_far}, waits {now - silent.since:.0f} s for {silent.waits_for}"
+
+
+def slowest(groups: Iterable[tuple[str, Collection[GenerationSession]]]) -> list[str]:
+    """Return one line for each of the NAMED groups that have been silent longest."""
+    now = time.monotonic()
+    ranked = sorted(groups, key=lambda group: -silence(group[1], now))
+    return [describe(uid, siblings, now) for uid, siblings in ranked[:NAMED]]

@@ -79,11 +79,11 @@ class Journal(NoJournal):
 
     def _read_left(self) -> Left:
         state, served = self._folder / STATE, self._folder / SERVED
-        newest = (state.read_bytes(), state.stat().st_mtime) if state.exists() else (None, 0.0)
+        data, written = (state.read_bytes(), state.stat().st_mtime) if state.exists() else (None, 0.0)
         if not served.exists():
-            return Left(*newest)
+            return Left(data, written)
         version, *held = served.read_text().split()
-        return Left(*newest, int(version), held=bool(held))
+        return Left(data, written, int(version), held=bool(held))
 
     def keep(self, version: int, part: int, data: bytes) -> None:
         """Keep an encoded part of a batch, before any trainer gets it, and remove what no trainer needs any more."""

@@ -1,18 +1,57 @@
-"""The rollout process's part in observability: its timeline, the metrics that are made of it, and what extensions make
-of it."""
+"""The rollout process's part in observability: its timeline, the metrics that are made of it, what extensions make of
+it, and the GPUs of its machine."""
 
 from __future__ import annotations
 
-from collections import ChainMap
+import importlib
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from statistics import fmean
 from time import time
+from typing import Any
 
 from asyncrl.extension import RolloutHooks
 from asyncrl.observability.episodes import EpisodeFigures
 from asyncrl.observability.timeline import ROLLOUT, Record, Started, TimelineWriter, sampled
-from asyncrl.rollout.gpus import Gpus
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.rollout.timelines import Timelines
+
+
+class Gpus:
+    """Utilization and memory of this machine's GPUs, as NVML reports them; none without NVIDIA's driver, or without the
+    package, which the CPU locks lack."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._seen: dict[str, list[float]] = defaultdict(list)
+        try:
+            self._nvml = importlib.import_module("pynvml")
+        except ModuleNotFoundError:
+            return
+        with suppress(self._nvml.NVMLError):
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(one) for one in range(count)]
+
+    def sample(self) -> list[dict[str, Any]]:
+        """Return what each GPU does now; one that does not answer is left out."""
+        found = []
+        for index, handle in enumerate(self._handles):
+            try:
+                busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            except self._nvml.NVMLError:
+                continue
+            self._seen[f"gpu/{index}/utilization"].append(busy)
+            self._seen[f"gpu/{index}/memory"].append(memory.used)
+            found.append({"gpu": index, "utilization": busy, "memory": memory.used, "capacity": memory.total})
+        return found
+
+    def take_figures(self) -> dict[str, float]:
+        """Return the means of the samples since the last call, under their names in metrics.jsonl."""
+        seen, self._seen = self._seen, defaultdict(list)
+        return {name: fmean(values) for name, values in seen.items()}
 
 
 class Observer:
@@ -33,14 +72,15 @@ class Observer:
         self._timeline(Started(run.addresses.run_id, time()))
         listeners: list[Callable[[Record], None]] = [self._episodes, *(one.record for one in hooks)]
         self.timelines = Timelines([sampled(self._timeline, metrics.timeline_share)], listeners)
-        self._told = self._measured = 0.0
+        self._reported = self._measured = 0.0
 
     def take_figures(self) -> dict[str, float]:
         """Return the figures since the last call, under their names in metrics.jsonl."""
         total = self.timelines.seconds + self._timeline.seconds
         metrics = self.timelines.metrics_seconds
-        seconds = {"time/timeline": total - self._told, "time/metrics": metrics - self._measured}
-        self._told, self._measured = total, metrics
+        seconds = {"time/timeline": total - self._reported, "time/metrics": metrics - self._measured}
+        self._reported = total
+        self._measured = metrics
         own = {**seconds, **self._episodes.take_figures(), **self.gpus.take_figures()}
         return {**own, **dict(ChainMap(*(one.figures() for one in self._hooks)))}
 

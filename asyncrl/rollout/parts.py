@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
-from asyncrl.config.server_args import draft_room
 from asyncrl.engine.adapters import adapter_names
-from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.partial_completion import StopStrings
-from asyncrl.engine.stream import Headers, no_headers
+from asyncrl.engine.client import ClientSettings, GenerationClient
+from asyncrl.engine.request import StopStrings
+from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks, active
 from asyncrl.images.decoder import Vision
@@ -27,11 +26,9 @@ from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.agent import Agent, agents, close_all, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempts, played_here
-from asyncrl.rollout.group_player import GroupPlayer, PlaysGroups
-from asyncrl.rollout.player import EpisodePlayer, Sums, means
-from asyncrl.rollout.prompts import Ahead, load_tokenizer, stop_tokens
+from asyncrl.rollout.player import EpisodePlayer, GroupPlayer, PlaysGroups, Sums, means
+from asyncrl.rollout.prompts import Ahead, load_tokenizer, stop_tokens, vision_of
 from asyncrl.rollout.reporters import FailureReporter, Warn
-from asyncrl.rollout.vision import vision_of
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import rewards
 
@@ -206,16 +203,13 @@ def _client(
     context = int(config.engine.server_args.get("context_length") or model.hf["max_position_embeddings"])
     replicas = config.engine.data_parallel
     several = (len(addresses.engines) + len(addresses.attached)) * replicas > 1
-    return GenerationClient(
-        addresses.router,
+    settings = ClientSettings(
         run=addresses.run_id,
-        access=addresses.access,
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         stop_token_ids=model.stop,
-        timeout=config.engine.request_timeout,
         retry_timeout=config.engine.retry_timeout,
-        # the stock server cannot unload an adapter after a request with several samples (engine/unloading.py)
+        # the stock server cannot unload an adapter after a request with several samples (engine/sglang_hooks.py)
         coalesce=config.rollout.coalesce and not (config.serves_adapters and addresses.attached),
         spread=config.rollout.spread_siblings if several else False,
         cache_key=config.rollout.cache_key,
@@ -224,17 +218,18 @@ def _client(
         routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
         replicas=replicas,
         seed=config.run.seed if config.deterministic else None,
-        context=min(context, model.cache - draft_room(config.engine) if model.cache else context),
+        context=min(context, model.cache - config.engine.draft_room if model.cache else context),
         vocabulary=int(model.hf["vocab_size"]),
         names=adapter_names(config, addresses.run_id),
         adapter_per=config.rollout.adapter_per,
         agents=config.agents,
         past_versions=config.past_versions,
         vision=model.vision,
-        headers=headers_of(config, addresses, hooks),
         requests=requests,
         stop=StopStrings(config.rollout.stop, model.template.spell),
     )
+    http = GenerateEndpoint(addresses.router, addresses.access, config.engine.request_timeout)
+    return GenerationClient(http, settings, headers_of(config, addresses, hooks))
 
 
 def headers_of(config: Config, addresses: Addresses, hooks: Sequence[PlayerHooks]) -> Headers:

@@ -1,4 +1,5 @@
-"""Plays and scores single episodes, for training and evaluation, and retries what may be transient.
+"""Plays whole groups, all siblings of a prompt, and single episodes, for training and evaluation; retries what may be
+transient. Where an extension has other processes that play, each of them uses these classes.
 
 waits for     the episode (rollout/episode.py), which has timeouts; RETRY_DELAY before another attempt
 on a hang     the episode's timeouts end it
@@ -12,26 +13,32 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from math import fsum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from asyncrl.engine.session import GenerationSession
-from asyncrl.errors import EpisodeFailed
+from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.extension import PlayerHooks
+from asyncrl.images import image_name
 from asyncrl.observability.intervals import RETRY
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.episode import Annotate, Episode, EpisodeTimeouts
+from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.scoring import Scorer, score_by_branch
-from asyncrl.schema import Prompt, Template, Trajectory
+from asyncrl.routing import share_prompt
+from asyncrl.schema import Group, Prompt, Template, Trajectory
 
 Sums = dict[str, tuple[float, float]]
 """Figures that add up over processes: by name, a sum and the number of its terms, or 0 if the sum itself is wanted."""
 T = TypeVar("T")
 RETRY_DELAY = 0.5
 """Seconds before the first retry; the delay doubles with each further one."""
+ENGINE, LOST = "engine", "process"
+"""Reasons of failures in the ledger: no engine answered; every process that played the group was lost."""
 
 
 class EpisodePlayer:
@@ -49,8 +56,12 @@ class EpisodePlayer:
         hooks: Sequence[PlayerHooks] = (),
     ) -> None:
         """`agents` and `rewards` are keyed by task. The hooks annotate training episodes only."""
-        self._agents, self._rewards, self._template = agents, rewards, template
-        self._timeouts, self._failures, self._retries = timeouts, failures, retries
+        self._agents = agents
+        self._rewards = rewards
+        self._template = template
+        self._timeouts = timeouts
+        self._failures = failures
+        self._retries = retries
         self._scorer = Scorer(timeouts.reward)
         self._annotate = [one.annotate for one in hooks if type(one).annotate is not PlayerHooks.annotate]
         self._retried: Counter[str] = Counter()
@@ -101,6 +112,78 @@ class EpisodePlayer:
         parts, self._parts = self._parts, {}
         means = {f"reward/part/{name}": (fsum(values), len(values)) for name, values in sorted(parts.items())}
         return {"episodes/retried": (retried.total(), 0), **means}
+
+
+class PlaysGroups(Protocol):
+    """What the worker needs."""
+
+    async def play(
+        self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]
+    ) -> tuple[Group, bool | str]:
+        """Return the group, and whether it may be trained or the reason why not (rollout.accept). Raises
+        EpisodeFailed, which has been reported."""
+        ...
+
+    def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
+        """Make `play` end soon, as cancelled or failed. `playing` is the task that waits for it."""
+        ...
+
+
+class GroupPlayer:
+    """Plays groups in this process."""
+
+    def __init__(self, player: EpisodePlayer, failures: FailureReporter, accept: Accept = accept_all) -> None:
+        self._player = player
+        self._failures = failures
+        self._accept = accept
+
+    async def play(
+        self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]
+    ) -> tuple[Group, bool | str]:
+        """Play all siblings and return their group with its verdict. Raises EpisodeFailed."""
+        try:
+            async with asyncio.TaskGroup() as siblings:  # one failed sibling cancels the rest: no orphaned requests
+                tasks = [siblings.create_task(self._player.play(prompt, session)) for session in sessions]
+        except BaseExceptionGroup as raised:  # not except*, which wraps what is raised inside it before Python 3.11.4
+            failed, others = raised.split((EpisodeFailed, EngineError))
+            if others is not None:
+                raise others from None
+            assert failed is not None
+            raise self._reported(ticket, failed) from None
+        played = [task.result() for task in tasks]
+        group = share_prompt(
+            Group(
+                ticket.uid,
+                ticket.slot,
+                prompt.token_ids,
+                played,
+                prompt.task,
+                prompt_images=[image_name(png) for png in prompt.images],
+                images=_images(prompt, played, sessions),
+            )
+        )
+        return group, self._accept(group)
+
+    def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
+        """Cancel the task."""
+        playing.cancel()
+
+    def _reported(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError]) -> EpisodeFailed:
+        """Report a failure, and return it with its reason."""
+        cause = failed.exceptions[0]
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        reason = cause.reason if isinstance(cause, EpisodeFailed) else ENGINE
+        self._failures.tell(reason, ticket.uid, cause)
+        return cause if isinstance(cause, EpisodeFailed) else EpisodeFailed(ENGINE, str(cause))
+
+
+def _images(prompt: Prompt, played: Sequence[Trajectory], sessions: Sequence[GenerationSession]) -> dict[str, bytes]:
+    """Return every image of a group once, by name."""
+    used = {name for one in played for turn in one.turns for name in turn.images}
+    sent = (png for session in sessions for request in session.requests for png in request.images) if used else ()
+    every = {image_name(png): png for png in (*prompt.images, *sent)}
+    return {name: every[name] for name in sorted(used | {image_name(png) for png in prompt.images})}
 
 
 def add(sums: Sums, more: Sums) -> None:

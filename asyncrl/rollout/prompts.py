@@ -9,6 +9,7 @@ identity, because games may open with the same text.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 from collections import Counter, deque
@@ -21,12 +22,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncrl.config import Config
+from asyncrl.config.generation import ImagesConfig
 from asyncrl.errors import ConfigError
 from asyncrl.extension import question_functions
-from asyncrl.images import ImageRefused
-from asyncrl.images.decoder import Vision
+from asyncrl.images import ImageRefused, ImageTokens, fitted_size
+from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
 from asyncrl.images.parts import images_in, without_images
 from asyncrl.importing import imported_without
+from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Prompt, Template
 from asyncrl.tasks import Question, Task, ask
 
@@ -38,6 +41,9 @@ LOOKAHEAD = 32  # questions of a task whose images are decoded before they are d
 MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation questions, or too long
 TEMPLATE_BYTES = 256
 """Upper bound of the bytes that a chat template adds around one message."""
+
+PROCESSOR = "preprocessor_config.json"
+"""File of a model folder that says how its images are read."""
 
 Identity = tuple[tuple[int, ...], tuple[bytes, ...], Any]
 """Identity of a question: the rendered text, its images, and the seed if there is one."""
@@ -80,10 +86,14 @@ class Prompts:
         """`tell` receives a message about questions that are left out. `vision` is that of a model that reads
         images. `ahead` renders questions without images elsewhere."""
         self._vision, self._ahead = vision, Ahead() if vision or ahead is None else ahead
-        self._tasks, self._template, self._tell = tasks, template, tell
+        self._tasks = tasks
+        self._template = template
+        self._tell = tell
         self._refuses = config.rollout.overlong_prompts == "refuse"
         self.left_out: Counter[str] = Counter()  # overlong questions of endless tasks
-        self._questions, self._seed, self._field = config.eval.questions, config.run.seed, config.field_of
+        self._questions = config.eval.questions
+        self._seed = config.run.seed
+        self._field = config.field_of
         self._longest = model_length - config.rollout.max_new_tokens
         self._serial = 0
         self._drawn: Counter[str] = Counter()
@@ -335,9 +345,39 @@ def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenize
 
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids that end an answer: those of the generation config and the tokenizer's own."""
-    import json
-
     file = model / "generation_config.json"
     found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     ids = set(found if isinstance(found, list) else [found]) | {tokenizer.eos_token_id}
     return sorted(token for token in ids if token is not None)
+
+
+def vision_of(model: Path, hf: dict[str, Any], settings: ImagesConfig) -> Vision | None:
+    """Return how a model folder reads images, or None if it is a text model. `hf` is its config.json.
+
+    Raises ConfigError if the settings leave no room for an image.
+    """
+    if (shape := image_shape(hf)) is None:
+        return None
+    least, most = _limits(model)
+    most = min(most, settings.max_pixels or most)
+    try:
+        fitted_size(shape.side, shape.side, shape.side, least, most)
+    except ValueError as error:
+        remedy = f"{error}, the least in {model / PROCESSOR}: raise it."
+        raise ConfigError("rollout.images.max_pixels", settings.max_pixels, remedy) from None
+    start, placeholder, end = (hf[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
+    tokens = ImageTokens(start, placeholder, end, forbidden_ids(hf), shape, settings.max_images)
+    sizes = ImageSizes(shape.side, least, most)
+    return Vision(tokens, ImageDecoder(sizes, settings.max_bytes), most // shape.side**2)
+
+
+def _limits(model: Path) -> tuple[int, int]:
+    """Return the least and the most pixels of an image of the model's own processor, in either of the forms that
+    transformers reads. Raises ConfigError if there is none."""
+    try:
+        processor = json.loads((model / PROCESSOR).read_text())
+    except (OSError, ValueError) as error:
+        remedy = f"It has a vision tower, but {PROCESSOR} cannot be read ({error}): copy it from the model's source."
+        raise ConfigError("model.path", str(model), remedy) from None
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, **(processor.get("size") or {})}
+    return processor.get("min_pixels") or size["shortest_edge"], processor.get("max_pixels") or size["longest_edge"]

@@ -17,8 +17,7 @@ from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.models.vision import flat
-from asyncrl.rollout.prompts import Prompts, load_tokenizer
-from asyncrl.rollout.vision import vision_of
+from asyncrl.rollout.prompts import Prompts, load_tokenizer, vision_of
 
 Told = tuple[str, str, str, str]
 """Level (ok, warning or error), setting, value and remedy."""

@@ -5,25 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
-from asyncrl.records.events import (
-    Adjusted,
-    Admitted,
-    Committed,
-    CompressedGroup,
-    Event,
-    PartTaken,
-    Published,
-    Rejected,
-    Saved,
-    Taken,
-    packed,
-)
+from asyncrl.records.events import Committed, CompressedGroup, Event, Rejected, packed
 from asyncrl.records.writer import Writer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.ledger import Ledger
 from asyncrl.schema import EncodedGroup, Group
 
 
@@ -38,12 +24,12 @@ class Recorder:
         listeners: Sequence[Callable[[Group], None]] = (),
     ) -> None:
         """`listeners` get every group that was played to its end."""
-        self._writer, self._warn, self._warned, self._listeners = writer, warn, False, listeners
-        self._seconds, self._told = 0.0, (0.0, 0)
-
-    def admitted(self, ticket: Ticket, prompt: str, trajectories: int) -> None:
-        """Record that a group begins to play this prompt."""
-        self.write(Admitted(ticket.slot, ticket.born, ticket.cohort, prompt, trajectories))
+        self._writer = writer
+        self._warn = warn
+        self._warned = False
+        self._listeners = listeners
+        self._seconds = 0.0
+        self._reported = (0.0, 0)
 
     def committed(self, ticket: Ticket, group: Group, discarded: int) -> None:
         """Record that a finished group is handed in, whether or not it gets a seat."""
@@ -58,26 +44,6 @@ class Recorder:
             self._tell(group)
         content, images = (self._content(group), group.images) if group else (None, None)
         self.write(Rejected(ticket.slot, reason, tokens, content), images)
-
-    def part_taken(self, step: int, groups: Sequence[Group]) -> None:
-        """Record that these groups of a batch are trained before it is complete."""
-        self.write(PartTaken(step, [group.uid for group in groups]))
-
-    def taken(self, step: int, groups: Sequence[Group], figures: dict[str, float]) -> None:
-        """Record the composition of a batch."""
-        self.write(Taken(step, [group.uid for group in groups], figures))
-
-    def adjusted(self, lead: int) -> None:
-        """Record that another lead was asked for."""
-        self.write(Adjusted(lead, time.time()))
-
-    def published(self, version: int, ledger: Ledger) -> None:
-        """Record that every engine serves a version."""
-        self.write(Published(version, time.time(), asdict(ledger)))
-
-    def saved(self, version: int, number: int) -> None:
-        """Record that the state at this instant goes into a checkpoint, or with this number into the journal."""
-        self.write(Saved(version, number))
 
     def flush(self) -> None:
         """Wait until all events would survive the death of this process. Call this from a thread."""
@@ -104,8 +70,8 @@ class Recorder:
         if self._writer is None:
             return {}
         now = (self._seconds + self._writer.seconds, self._writer.written)
-        seconds, size = (new - old for new, old in zip(now, self._told, strict=True))
-        self._told = now
+        seconds, size = (new - old for new, old in zip(now, self._reported, strict=True))
+        self._reported = now
         return {"time/recording": seconds, "recording/bytes": float(size)}
 
     def _tell(self, group: Group) -> None:

@@ -101,10 +101,15 @@ class RolloutServer:
         """`journal` keeps batches and snapshots for processes that start again; `drain` makes a hold wait for the
         requests in flight; `save` encodes a snapshot that includes the state, and its number; `number` is that of the
         snapshot with which this process has begun."""
-        self._groups, self._inflight, self._evaluations = groups, inflight, evaluations
+        self._groups = groups
+        self._inflight = inflight
+        self._evaluations = evaluations
         self._journal = journal
-        self._api_key, self._drain, self._save = api_key, drain, save
-        self._keeping, self._number = asyncio.Lock(), number  # no snapshot is taken within a publish
+        self._api_key = api_key
+        self._drain = drain
+        self._save = save
+        self._keeping = asyncio.Lock()  # no snapshot is taken within a publish
+        self._number = number
         self.starting = ""
         """What the start waits for; empty once rollouts run."""
         self.more: list[Route] = []

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from asyncrl import schema
-from asyncrl.engine.session import SavedCompletion
 from asyncrl.errors import RecordError
 from asyncrl.rollout.audit import AuditState
 from asyncrl.rollout.cohorts import BufferState, Ticket
 from asyncrl.rollout.curriculum import MixerState
 from asyncrl.rollout.prompts import Cursor
+from asyncrl.schema import Exchange
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class SiblingSnapshot:
     """One episode of a running group."""
 
     received: int  # tokens
-    said: list[SavedCompletion]
+    said: list[Exchange]
 
 
 @dataclass(frozen=True)

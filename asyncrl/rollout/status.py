@@ -30,10 +30,9 @@ from asyncrl.engine.loads import Load, Loads
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Addresses
-from asyncrl.rollout.activity import silence
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.gpus import Gpus
-from asyncrl.rollout.groups import GroupLifecycle
+from asyncrl.rollout.groups import GroupLifecycle, silence
+from asyncrl.rollout.observer import Gpus
 from asyncrl.rollout.snapshot import PromptName
 
 FILE = "status.json"
@@ -57,34 +56,38 @@ class StatusFile:
         inflight: InFlight,
         loads: Loads,
         addresses: Addresses,
-        gpus: Gpus | None = None,
+        gpus: Gpus,
     ) -> None:
         """`state` returns what GET /status does."""
-        self._path, self._state, self._groups = run_dir / FILE, state, groups
-        self._inflight, self._loads, self._gpus = inflight, loads, gpus
+        self._path = run_dir / FILE
+        self._state = state
+        self._groups = groups
+        self._inflight = inflight
+        self._loads = loads
+        self._gpus = gpus
         self._of_gpus: list[dict[str, Any]] = []
         self._seconds = 0.0
         self._engines = (*addresses.engines, *addresses.attached)
 
     async def follow(self) -> None:
         """Replace the file every PERIOD seconds until cancelled. A disk that refuses it is reported once."""
-        told = False
+        warned = False
         while True:
             try:
                 loads = await self._loads.recent(PERIOD * max(1.0, len(self._loads.latest) / MOST_ENGINES))
             except EngineError:
                 loads = []  # engines without the endpoint, of which rollout.max_running_groups=auto says more
             began = time.thread_time()
-            self._of_gpus = self._gpus.sample() if self._gpus else []
+            self._of_gpus = self._gpus.sample()
             now = self.now(loads)
             spent = time.thread_time() - began
             self._seconds += spent
             try:
                 await asyncio.to_thread(jsonl.replace, self._path, now)
             except OSError as error:
-                if not told:
+                if not warned:
                     print(f"asyncrl: {self._path} cannot be written: {error}", file=sys.stderr, flush=True)
-                told = True
+                warned = True
             await asyncio.sleep(max(PERIOD, spent / SHARE))
 
     def now(self, loads: Sequence[Load] | None = None) -> dict[str, Any]:

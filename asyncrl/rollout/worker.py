@@ -18,9 +18,9 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
-from asyncrl.rollout.group_player import LOST, PlaysGroups
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import ConcurrencyLimiter
+from asyncrl.rollout.player import LOST, PlaysGroups
 from asyncrl.schema import Group, Prompt
 
 
@@ -47,8 +47,13 @@ class Worker:
         group_sizes: Mapping[str, int],
     ) -> None:
         """`group_sizes` is keyed by task."""
-        self._groups, self._client, self._player, self._mixer = groups, client, player, mixer
-        self._limiter, self._patience, self._group_sizes = limiter, patience, group_sizes
+        self._groups = groups
+        self._client = client
+        self._player = player
+        self._mixer = mixer
+        self._limiter = limiter
+        self._patience = patience
+        self._group_sizes = group_sizes
         self._failures_in_a_row = self._rejections_in_a_row = 0
         self._first_failure: EpisodeFailed | None = None  # of those in a row
         self._playing: dict[Ticket, asyncio.Task[None]] = {}

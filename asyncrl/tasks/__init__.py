@@ -63,8 +63,6 @@ KINDS = {
     "copy": "asyncrl.tasks.copy_digits:CopyDigits",
     "squares": "asyncrl.tasks.squares:Squares",
     "file": "asyncrl.tasks.files:FileTask",
-    "hf": "asyncrl.tasks.hf:HfTask",
-    "benchmark": "asyncrl.tasks.benchmarks:Benchmark",
 }
 """Task classes by task.kind, beside those of extensions; each is created with the task's configuration."""
 

@@ -32,7 +32,7 @@ def rewards(config: Config, tasks: Mapping[str, Task]) -> dict[str, Reward]:
     found: dict[str, Reward] = {}
     for name, section in (config.mixture | config.eval_sets).items():
         field = config.field_of(name)
-        if section.reward is None and section.kind in ("file", "hf"):
+        if section.reward is None and section.has_rows:
             raise ConfigError(
                 f"{field}.reward",
                 None,
@@ -45,7 +45,7 @@ def rewards(config: Config, tasks: Mapping[str, Task]) -> dict[str, Reward]:
 def _named(section: TaskConfig, field: str) -> Reward:
     assert section.reward is not None
     params = dict(section.reward_params)
-    if section.kind in ("file", "hf") and _takes_answer_key(section.reward):
+    if section.has_rows and _takes_answer_key(section.reward):
         params = {"answer_key": section.answer_key, **params}
     try:
         return build(section.reward, params, "reward")

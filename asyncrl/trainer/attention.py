@@ -19,6 +19,7 @@ from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.models.architectures import rope
+from asyncrl.models.families import family_of
 from asyncrl.trainer.context import gather_rows
 from asyncrl.trainer.tree_attention import attend
 
@@ -76,6 +77,8 @@ class PositionRope(RotaryEmbedding):
             angles = positions.index_select(0, self.axes).t() * self.inv_freq
         else:
             angles = torch.outer(positions, self.inv_freq)
+        if self.rotary_interleaved:
+            return angles.repeat_interleave(2, -1)[:, None, None, :]
         return torch.cat([angles, angles], -1)[:, None, None, :]
 
 
@@ -88,7 +91,8 @@ def frequencies(hf: dict[str, Any], plain: Tensor) -> Tensor:
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    scaled, factor = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**hf), plain.device)
+    known = {**hf, "model_type": family_of(hf).model_type}  # transformers does not know every publisher's own name
+    scaled, factor = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**known), plain.device)
     assert factor == 1.0, "check_architecture rejects all others"
     assert scaled.shape == plain.shape
     return scaled

@@ -10,9 +10,10 @@ on failure    a server that does not listen, breaks the connection, is silent or
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import msgspec
@@ -20,41 +21,34 @@ import msgspec
 from asyncrl.engine.adapters import InUse
 from asyncrl.errors import DeadlineExceeded, PeerFailed
 from asyncrl.network.addresses import Access
+from asyncrl.weights.publisher import RolloutSide
 
 RETRY_SECONDS = 0.2
 
 
-class BatchSource(Protocol):
-    """Source of batches, which is also told which versions are served."""
+class BatchSource(RolloutSide, ABC):
+    """Source of batches, which is also told which versions are served. It has no rollout side, unless a subclass
+    does."""
 
+    @abstractmethod
     def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
         """Return the encoded batch that turns `version` into the next, or its part number `part` of `parts`; nothing if
         `interrupt` returns True."""
-        ...
-
-    def hold(self) -> None:
-        """Hold back new requests, because the weights are about to change."""
-        ...
-
-    def announce(self, version: int) -> InUse:
-        """Announce that every engine serves `version`. Returns which adapters are in use."""
-        ...
 
     def evaluate(self, timeout: float) -> list[dict[str, Any]]:
         """Evaluate on the held-out questions now. Returns one line of eval.jsonl per set."""
-        ...
+        return []
 
     def snapshot(self, version: int) -> bytes:
-        """Return the state of the rollout side between this version and its batch, or nothing if there is no rollout
-        side."""
-        ...
+        """Return the state of the rollout side between this version and its batch."""
+        return b""
 
     def status(self) -> dict[str, Any]:
         """Return the ledger, and what the rollout side waits for."""
-        ...
+        return {"ledger": None, "restarts": 0}
 
 
-class RolloutClient:
+class RolloutClient(BatchSource):
     """HTTP client of the rollout server, used by rank 0."""
 
     def __init__(self, url: str, access: Access, batch_timeout: float) -> None:

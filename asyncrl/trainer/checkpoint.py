@@ -30,11 +30,15 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import METADATA, write_frame
 from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, RecordError
+from asyncrl.metrics.record import StepLog
 from asyncrl.network.addresses import times_restarted
-from asyncrl.parallel import Parallel
-from asyncrl.trainer import sharded
+from asyncrl.parallel import Parallel, from_all, from_first
+from asyncrl.trainer import recovery, sharded
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.sharded import StagedCopy
+from asyncrl.weights.export import save_trained
+from asyncrl.weights.publisher import VersionPublisher
 
 
 @dataclass
@@ -134,11 +138,7 @@ class Checkpoints:
         for name, part in self._policy.sharded().items():
             self._staged[name] = StagedCopy(list(part.written()))
         mine = sum(staged.nbytes for staged in self._staged.values())
-        sizes = [mine]
-        if self._group:
-            sizes = [0] * dist.get_world_size()
-            dist.all_gather_object(sizes, mine, self._group)
-        self._size = sum(sizes)
+        self._size = sum(from_all(mine, self._group))
 
     def _room_for(self, version: int) -> str | None:
         """Create an empty folder, or return the reason why that is impossible."""
@@ -160,10 +160,7 @@ class Checkpoints:
 
     def _from_first(self, ask: Callable[[], str | None]) -> str | None:
         """Return rank 0's answer on every rank."""
-        answer = [ask() if self._parallel.is_first else None]
-        if self._group:
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        return answer[0]
+        return from_first(ask() if self._parallel.is_first else None, self._group)
 
     def _fail(self, version: int, problem: str) -> None:
         self.failed += 1
@@ -178,11 +175,8 @@ class Checkpoints:
             found: dict[str, FileEntry] | str = self._write_mine(work, folder)
         except (CheckpointException, OSError, RuntimeError) as error:
             found = _told(error)
-        everyone: list[Any] = [found]
         try:
-            if self._group:
-                everyone = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, found, self._group)
+            everyone: list[Any] = from_all(found, self._group)
             problems = [one for one in everyone if isinstance(one, str)]
             work.problem = problems[0] if problems else self._from_first(lambda: self._commit(work, folder, everyone))
         except (OSError, RuntimeError) as error:
@@ -215,6 +209,57 @@ class Checkpoints:
         except OSError as error:
             return _told(error)
         return None
+
+
+class Saving:
+    """Saves checkpoints and exports of the weights when they are due, on one rank."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        policy: Policy,
+        publisher: VersionPublisher,
+        checkpoints: Checkpoints,
+        log: StepLog,
+        start: recovery.Start,
+    ) -> None:
+        self._rank = rank
+        self._policy = policy
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._log = log
+        self._start = start
+
+    def after_step(self, version: int) -> None:
+        """Save what is due at this version."""
+        every = self._rank.config.trainer.save_hf_every
+        if every and version % every == 0:
+            self._export(f"hf-{version:06d}", version)
+        if self._checkpoints.due(version) and not self._start.was_saved(version):
+            with self._log.span("save"):
+                self._publisher.finish()  # the rollout side is saved between a version and its batch
+                self._checkpoints.save(version)
+
+    def at_the_end(self, version: int, *, export: bool) -> None:
+        """Save the last version, and export it unless the run is to be resumed."""
+        self._publisher.finish()
+        self._checkpoints.save(version)
+        if export:
+            self._export("hf", version)
+        self._checkpoints.finish()
+
+    def _export(self, name: str, version: int) -> None:
+        """Save the weights as an HF folder, or as PEFT folders of adapters."""
+        rank, config = self._rank, self._rank.config
+        with self._publisher.parameters(version):
+            save_trained(
+                rank.run_dir / name,
+                rank.addresses.model,
+                self._policy.weights,
+                rank.parallel,
+                config.trainer,
+                config.adapters,
+            )
 
 
 def _told(error: BaseException) -> str:

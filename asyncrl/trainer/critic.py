@@ -46,7 +46,7 @@ class Critic:
         lora = config.trainer.lora
         if len(config.adapters) > 1:  # lora.path holds several adapters, and none is the critic's
             lora = lora.model_copy(update={"path": None})
-        self._network = Network(
+        self.network = Network(
             config.trainer.model_copy(update={"lora": lora}),
             start,
             parallel,
@@ -57,29 +57,20 @@ class Critic:
         )
         optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic.lr})
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})
-        self.optimizer = NetworkOptimizer(trainer, self._network, config.run.max_steps)
+        self.optimizer = NetworkOptimizer(trainer, self.network, config.run.max_steps)
 
     def sharded(self, readable: Callable[[Tensor], Tensor]) -> ShardedState:
         """Return the state that a checkpoint holds."""
-        return ShardedState(self._network, self.optimizer, readable)
+        return ShardedState(self.network, self.optimizer, readable)
 
     def held(self) -> HeldTensors:
         """Return the tensors that take memory; the parameters are states, because they are not published."""
-        states = [*self._network.parameters(), *self._network.packed(), *self.optimizer.states()]
-        return HeldTensors([], self._network.gradients(), states)
+        states = [*self.network.parameters(), *self.network.packed(), *self.optimizer.states()]
+        return HeldTensors([], self.network.gradients(), states)
 
     def values(self, groups: Groups, table: TokenTable) -> Tensor:
         """Return the values of all tokens under the current weights, [N]."""
-        seen = TokenAccumulator(table.num_tokens, self._parallel)
-
-        def visit(head: Head, pack: Pack) -> Tensor:
-            values = head.values(pack)
-            seen.note(pack.table_rows, values=values)
-            return values.sum()
-
-        self._network.score(self._network.packs(groups), visit)
-        columns, _ = seen.gather(("values",))
-        return columns["values"]
+        return self.network.column(groups, table.num_tokens, Head.values)
 
     def train(self, groups: Groups, table: TrainingTable, returns: Tensor) -> dict[str, float]:
         """Take one optimizer step towards `returns` [N], on all tokens with a nonzero weight. `table` holds the values
@@ -97,9 +88,9 @@ class Critic:
             return loss
 
         self.optimizer.zero_grad()
-        self._network.train(self._network.packs(groups), visit)
+        self.network.train(self.network.packs(groups), visit)
         norm, applied = self.optimizer.step()
-        self._network.gather()
+        self.network.gather()
         _, totals = seen.gather((), ("loss",))
         return {
             "critic/loss": totals["loss"],

@@ -9,23 +9,15 @@ unblocked by  generation, which waits for this loop only at the staleness bound
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from asyncrl.metrics.record import StepLog
 from asyncrl.schema import Batch
 from asyncrl.trainer.feed import BatchFeed
 from asyncrl.trainer.stop import StopRule
+from asyncrl.weights.publisher import VersionPublisher
 
 ASKED = "asked to stop; to be resumed"
 """Reason of a run that is paused, not finished."""
-
-
-class VersionPublisher(Protocol):
-    """Publisher of a version to every engine."""
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Publish a version. Returns the seconds of each part, and the bytes sent."""
-        ...
 
 
 def train(
@@ -51,7 +43,7 @@ def train(
                         return ASKED, version
                     publisher.publish(version)  # engines that restarted hold no weights, and no other engine serves
             with log.span("train"):
-                figures = update(part)
+                metrics = update(part)
             parts.append(part)
         batch = Batch(version, [group for one in parts for group in one.groups], parts[-1].rollout)
 
@@ -59,7 +51,7 @@ def train(
         with log.span("publish"):
             sent = publisher.publish(version)
 
-        step = log.step(version, batch, figures, sent)
+        step = log.step(version, batch, metrics, sent)
         save(version)
         if reason := stop.reason(step):
             return reason, version

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -45,7 +44,7 @@ from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError
 from asyncrl.extension import bases
 from asyncrl.imports import load
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import Parallel, from_all
 from asyncrl.weights.layouts import QKV, ROW, Dims, of_rank
 from asyncrl.weights.names import module_of
 from asyncrl.weights.reshard import LinearShard, Resharder
@@ -240,10 +239,7 @@ def add(
 
 def _check_targets(targets: Sequence[str], chunks: Sequence[GPTModel], known: set[str]) -> None:
     """Refuse names of no layer of any stage, and stages that would train nothing. Collective. Raises ConfigError."""
-    stages = [known]
-    if dist.get_world_size() > 1:
-        stages = [known for _ in range(dist.get_world_size())]
-        dist.all_gather_object(stages, known)
+    stages = from_all(known)
     if missing := {*targets}.difference(*stages):
         others = sorted(set().union(*stages))
         remedy = f"The model has no linear layer {', '.join(sorted(missing))}: use some of {others}, or all."

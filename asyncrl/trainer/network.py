@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.parallel import Parallel
 from asyncrl.trainer import lora
 from asyncrl.trainer import model as megatron
-from asyncrl.trainer.activation_offload import ActivationOffload
 from asyncrl.trainer.gradients import collect, gradient_buffer
 from asyncrl.trainer.head import Head
 from asyncrl.trainer.layers import accumulates_by_itself, fp8_weights
@@ -33,6 +32,7 @@ from asyncrl.trainer.meter import StepMeter
 from asyncrl.trainer.microbatches import Groups, costs_of, operations_of, packs_of_rank
 from asyncrl.trainer.routing import Kind, RoutingReplay
 from asyncrl.trainer.sharding import PlacedTensor, placed
+from asyncrl.trainer.token_accumulator import TokenAccumulator
 from asyncrl.trainer.vision import ImageEncoder
 from asyncrl.weights.layouts import dims_of
 from asyncrl.weights.names import ADAPTER
@@ -155,10 +155,8 @@ class Network:
         self.config.overlap_p2p_comm = len(chunks) > 1
         self.config.timers = self.meter
         self.routing: RoutingReplay | None = None
-        self.offload = ActivationOffload(self._resident) if trainer.activation_offload else None
-        if self.offload:
-            for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
-                layer.register_forward_pre_hook(self.offload.next_layer)
+        self.around_forward: list[Callable[[], AbstractContextManager[None]]] = []
+        """Blocks that extensions put around the forward pass of each micro-batch with gradient."""
         self._placed: list[PlacedTensor] | None = None
         for chunk in self.wrapped:
             chunk.train()
@@ -210,6 +208,19 @@ class Network:
         """Run the packs without gradient."""
         self._run(packs, visit, forward_only=True)
 
+    def column(self, groups: Groups, num_tokens: int, visit: Visit) -> Tensor:
+        """Return what `visit` returns for the tokens of these groups, without gradient, [N] on the CPU."""
+        seen = TokenAccumulator(num_tokens, self._parallel)
+
+        def note(head: Head, pack: Pack) -> Tensor:
+            values = visit(head, pack)
+            seen.note(pack.table_rows, values=values)
+            return values.sum()
+
+        self.score(self.packs(groups), note)
+        columns, _ = seen.gather(("values",))
+        return columns["values"]
+
     @contextmanager
     def base(self) -> Iterator[None]:
         """Let the frozen base compute without its adapters inside the block."""
@@ -248,7 +259,12 @@ class Network:
     def _fp8_copies(self) -> list[Tensor]:
         return [tensor for chunk in self.wrapped for tensor in fp8_weights(chunk)]
 
-    def _resident(self) -> list[Tensor]:
+    def layers(self) -> Iterator[torch.nn.Module]:
+        """Yield the layers of this rank."""
+        for chunk in self._inner.values():
+            yield from chunk.decoder.layers
+
+    def resident(self) -> list[Tensor]:
         """Return what autograd saves in a pass although it is no activation."""
         own = (one for chunk in self._inner.values() for one in (*chunk.parameters(), *chunk.buffers()))
         return [*own, *self._fp8_copies()]
@@ -286,7 +302,9 @@ class Network:
             images = None
             if self.vision and inner.pre_process:
                 images = self.vision.embedded(batch, train=self._trains_tower and not forward_only)
-            with self.offload.micro_batch() if self.offload and not forward_only else nullcontext():
+            with ExitStack() as around:
+                for block in () if forward_only else self.around_forward:
+                    around.enter_context(block())
                 if self.routing:
                     out = megatron.forward(model, inner, batch, self.routing.before(inner, batch))
                     self.routing.after(inner, batch)

@@ -14,18 +14,17 @@ from torch import Tensor
 from asyncrl import extension
 from asyncrl.algo.advantage import ADVANTAGES, gae_raw
 from asyncrl.algo.loss import LOSSES
-from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.shaping import shaped, trainable
 from asyncrl.algo.table import TokenTable, TrainingTable, build_table
 from asyncrl.config import Config
-from asyncrl.config.batch_parts import check_traits
+from asyncrl.config.rules import require, traits_rules
 from asyncrl.errors import RecordError
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
+from asyncrl.trainer import lora
 from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.critic import Critic
-from asyncrl.trainer.head import Head
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
@@ -54,7 +53,7 @@ class Policy:
         self.optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
         self._reference = self._load_reference(folder)
         self._advantage = ADVANTAGES.find(algo.advantage)
-        check_traits(config, self._advantage.traits, LOSSES.find(algo.loss).traits)
+        require(config, traits_rules(config, self._advantage.traits, LOSSES.find(algo.loss).traits))
         self._critic = (
             Critic(config, folder, parallel, progress, self.network.meter, self.network.vision)
             if self._advantage.traits.critic
@@ -91,11 +90,21 @@ class Policy:
         with HFFolder(self.folder) as weights:
             return weights.digest()
 
+    def keep_base(self, run_dir: Path, resumed: Path | None) -> None:
+        """Keep what checkpoints do not hold of a base in a format of its own. `resumed` is the checkpoint of another
+        run that this one resumes."""
+        if base := lora.base_format(self.config.trainer.lora):
+            base.keep(run_dir, resumed.parent.parent if resumed else None, self.weights, self.parallel)
+
     def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""
         read = self.memory.readable
         parts = {"policy": ShardedState(self.network, self.optimizer, read)}
         return {**parts, "critic": self._critic.sharded(read)} if self._critic else parts
+
+    def networks(self) -> list[Network]:
+        """Return the networks that are trained."""
+        return [self.network, *([self._critic.network] if self._critic else [])]
 
     def _held(self) -> HeldTensors:
         critic = self._critic.held() if self._critic else HeldTensors([], [], [])
@@ -295,16 +304,8 @@ class Policy:
 
     def _score(self, groups: Groups, table: TokenTable, temperature: float | None = None) -> Tensor:
         """Return the log-probabilities under the current weights, [N], at the sampling temperature or another one."""
-        seen = TokenAccumulator(table.num_tokens, self.parallel)
-
-        def visit(head: Head, pack: Pack) -> Tensor:
-            logprobs, _ = head.score(pack, temperature or self._temperature)
-            seen.note(pack.table_rows, logprobs=logprobs)
-            return logprobs.sum()
-
-        self.network.score(self.network.packs(groups), visit)
-        columns, _ = seen.gather(("logprobs",))
-        return columns["logprobs"]
+        used = temperature or self._temperature
+        return self.network.column(groups, table.num_tokens, lambda head, pack: head.score(pack, used)[0])
 
     # -- the reference -------------------------------------------------------------------------------------
 

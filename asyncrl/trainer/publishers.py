@@ -1,150 +1,180 @@
-"""Construction of the publisher of a trainer rank: of all weights, or of versions that are adapters of their own."""
+"""Construction of the publisher of a trainer rank: of all weights, or of versions that are adapters of their own, and
+what works around it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from asyncrl import extension
 from asyncrl.checkpoints.store import CheckpointStore
-from asyncrl.config import Config, on_gpu
+from asyncrl.config import on_gpu
 from asyncrl.engine.adapters import AdapterName, adapter_names
 from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.hand_over import HandOver
 from asyncrl.engine.update import Update
-from asyncrl.network.addresses import Addresses
+from asyncrl.metrics.record import StepLog
+from asyncrl.observability.timeline import TimelineWriter
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import BatchSource
-from asyncrl.trainer.loop import VersionPublisher
+from asyncrl.trainer.colocated import Colocated, free
 from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
+from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.recordings import NoEngines
-from asyncrl.trainer.turns import free
+from asyncrl.trainer.recovery import CatchingUp, Start
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
 from asyncrl.weights.files import folder_in
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft_config import user_config
-from asyncrl.weights.publish import Publisher, build_transport
+from asyncrl.weights.publish import Outgoing, Publisher, build_transport
+from asyncrl.weights.publisher import Background, RolloutSide, StagedPublisher, VersionPublisher
+
+
+def build_publisher(
+    rank: Rank,
+    policy: Policy,
+    fleet: Fleet,
+    source: BatchSource,
+    hand_over: HandOver | None,
+    log: StepLog,
+    start: Start,
+) -> tuple[VersionPublisher, str]:
+    """Return the publisher of a run, and the reason for its choice of transport. Only rank 0 has a hand-over, where
+    engines use the trainers' GPUs in turns."""
+    config = rank.config
+    builder = _Builder(rank, policy, fleet, source)
+    sender: StagedPublisher
+    if names := adapter_names(config, rank.addresses.run_id):
+        sender, why = builder.of_adapters(names)
+    else:
+        sender, why = builder.of_weights(source, hand_over.update if hand_over else None)
+    if start.recovered:
+        sender = CatchingUp(sender, start, fleet, rank.warn if rank.parallel.is_first else lambda *_: None)
+    if config.cluster.takes_turns:
+        release = partial(_release, source, hand_over) if hand_over else lambda: None
+        return Colocated(sender, policy.memory, log, release), why
+    return in_background(sender, rank.timeline, rank.parallel) if config.weights.overlap else sender, why
+
+
+def in_background(publisher: StagedPublisher, timeline: TimelineWriter, parallel: Parallel) -> Background:
+    """Return a publisher that works in the background. If it fails on another rank than 0, whose loop raises the error
+    while it waits for a batch, that rank ends, because it may be waiting for rank 0 in a collective."""
+
+    def leave(error: BaseException) -> None:
+        if not parallel.is_first:
+            traceback.print_exception(error)
+            sys.stderr.flush()
+            os._exit(1)
+
+    return Background(publisher, ended=partial(timeline.phase, thread="publish"), failed=leave)
+
+
+def _release(source: BatchSource, hand_over: HandOver) -> None:
+    """Hold requests back, and make the engines release their memory."""
+    source.hold()
+    hand_over.give()
+
+
+def publish_folder(shared: str | None, run_dir: Path) -> Path:
+    """Return a folder that belongs to this run alone, because several runs may share `weights.folder`."""
+    return folder_in(Path(shared).expanduser(), run_dir) if shared else run_dir / "weights"
 
 
 @dataclass(frozen=True)
-class PublisherBuilder:
-    """What the publishers of one rank have in common."""
+class _Builder:
+    """What the publishers of one rank that send something have in common."""
 
-    config: Config
-    addresses: Addresses
-    run_dir: Path
-    parallel: Parallel
+    rank: Rank
     policy: Policy
     fleet: Fleet
     source: BatchSource
-    timeout: float
-    """Seconds, of collectives."""
 
-    def publisher(self, update: Update | None) -> tuple[VersionPublisher, str]:
-        """Return the publisher and the reason for its choice of transport. `update` is the protocol of engines that
-        share their GPUs with trainers, on rank 0."""
-        if self.config.mode == "replay":
-            publisher = NoEngines(self.source.announce, first=self.parallel.is_first)
-            return publisher, "none (mode=replay)"
-        if names := adapter_names(self.config, self.addresses.run_id):
-            return self._of_adapters(names)
-        (merged,) = self.config.adapters
-        return self._of_weights(hold=self.source.hold, announce=self.source.announce, update=update, merged=merged)
-
-    def _of_adapters(self, names: AdapterName) -> tuple[VersionPublisher, str]:
+    def of_adapters(self, names: AdapterName) -> tuple[AdapterPublisher, str]:
         """Return a publisher of versions as adapters. Engines that did not load this base from the model folder get it
         from the trainers."""
-        make, why = build_adapters(self.config, self.fleet, host=os.environ["ASYNCRL_HOST"], folder=self._folder())
-
-        def base(update: Update) -> Publisher:
-            return self._of_weights(hold=lambda: None, announce=lambda _: None, update=update, merged=None)[0]
-
+        config = self.rank.config
+        make, why = build_adapters(config, self.fleet, host=os.environ["ASYNCRL_HOST"], folder=self._folder)
+        other_base = config.trainer.lora.base != "none" or extension.needs_weights(config)
         publisher = AdapterPublisher(
-            self.parallel,
+            self.rank.parallel,
             self.fleet,
-            {name: partial(self.policy.weights.adapters, name) for name in self.config.adapters},
+            {name: partial(self._adapter, name) for name in config.adapters},
             make,
-            self.config.weights,
-            getattr(torch, self.config.engine.dtype),
+            config.weights,
             names=names,
             announce=self.source.announce,
-            base=base if self.addresses.attached or self._changes_base else None,
-            past=self._past() if self.config.agents.past else None,
+            past=self._past(),
+            base=self._base if self.rank.addresses.attached or other_base else None,
         )
         return publisher, why
 
-    @property
-    def _changes_base(self) -> bool:
-        """Return whether the engines' base is not that of the model folder."""
-        return self.config.trainer.lora.base != "none" or extension.needs_weights(self.config)
-
-    def _past(self) -> PastAdapters:
-        """Return the folders of past versions that play roles."""
-        config, resume = self.config, self.addresses.resume
-        origin = resume.parent.parent if resume and resume.parent.parent != self.run_dir else None
-        return PastAdapters(
-            self.run_dir,
-            origin,
-            needed=config.past_versions,
-            checkpoints=CheckpointStore(self.run_dir).begun,
-            describe=lambda tensors: user_config(config.trainer.lora, tensors, str(self.addresses.model)),
-        )
-
-    def _of_weights(
-        self,
-        *,
-        hold: Callable[[], None],
-        announce: Callable[[int], object],
-        update: Update | None,
-        merged: str | None,
-    ) -> tuple[Publisher, str]:
-        """Return a publisher of all weights, with an adapter merged into them or without, and the reason for its
-        transport."""
-        config, policy, gpus = self.config, self.policy, self.addresses.gpus
-        weights = policy.sent()
+    def of_weights(
+        self, rollout: RolloutSide, update: Update | None, *, base: bool = False
+    ) -> tuple[StagedPublisher, str]:
+        """Return a publisher of all weights, or of the base alone, and the reason for its transport. `update` is the
+        protocol, if the engines need another than usual."""
+        rank, config, policy = self.rank, self.rank.config, self.policy
+        if config.mode == "replay":
+            return NoEngines(self.source.announce, first=rank.parallel.is_first), "none (mode=replay)"
+        weights, gpus = policy.sent(), rank.addresses.gpus
         transport, why = build_transport(
             config,
             self.fleet,
             host=os.environ["ASYNCRL_HOST"],
-            alone=_alone(),
-            stage=self.parallel.pp_rank,
+            alone=os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"],
+            stage=rank.parallel.pp_rank,
             gpu=on_gpu(config.trainer, gpus),
-            folder=self._folder(),
+            folder=self._folder,
+        )
+        expected = partial(
+            weights.checksums,
+            policy.hf,
+            config.engine.parallel,
+            dtype=getattr(torch, config.engine.dtype),
+            device="cuda" if on_gpu(config.engine, gpus) else "cpu",
         )
         publisher = Publisher(
-            self.parallel,
-            self.fleet,
+            rank.parallel,
+            update or Update(self.fleet, mode=config.weights.pause_mode),
             transport,
-            weights,
+            Outgoing(weights, expected, merged=None if base else config.adapters[0]),
             config.weights,
-            expected=lambda: weights.checksums(
-                policy.hf,
-                config.engine.parallel,
-                dtype=getattr(torch, config.engine.dtype),
-                device="cuda" if on_gpu(config.engine, gpus) else "cpu",
-            ),
-            hold=hold,
-            announce=announce,
-            update=update,
+            rollout,
+            host_group(rank.timeout) if config.weights.overlap else None,
             sent=partial(free, policy.memory) if config.cluster.takes_turns else lambda: None,
-            merged=merged,
-            group=host_group(self.timeout) if config.weights.overlap else None,
         )
         publisher.prepare()
         return publisher, why
 
+    def _base(self, update: Update) -> StagedPublisher:
+        return self.of_weights(RolloutSide(), update, base=True)[0]
+
+    def _adapter(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield an adapter's tensors as the engines get them."""
+        dtype = getattr(torch, self.rank.config.engine.dtype)
+        return ((tensor, value.to(dtype)) for tensor, value in self.policy.weights.adapters(name))
+
+    def _past(self) -> PastAdapters:
+        """Return the folders of past versions that play roles."""
+        config, run_dir, addresses = self.rank.config, self.rank.run_dir, self.rank.addresses
+        resume = addresses.resume
+        return PastAdapters(
+            run_dir,
+            resume.parent.parent if resume and resume.parent.parent != run_dir else None,
+            needed=config.past_versions,
+            checkpoints=CheckpointStore(run_dir).begun,
+            describe=lambda tensors: user_config(config.trainer.lora, tensors, str(addresses.model)),
+        )
+
+    @property
     def _folder(self) -> Path:
-        """Return a folder that belongs to this run alone, because several runs may share `weights.folder`."""
-        if shared := self.config.weights.folder:
-            return folder_in(Path(shared).expanduser(), self.run_dir)
-        return self.run_dir / "weights"
-
-
-def _alone() -> bool:
-    """Return whether all trainer ranks are on this machine."""
-    return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
+        return publish_folder(self.rank.config.weights.folder, self.rank.run_dir)

@@ -5,24 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
 from asyncrl.config import ReplayConfig
-from asyncrl.engine.adapters import InUse
 from asyncrl.errors import RecordError
 from asyncrl.imports import load
 from asyncrl.records.events import Scored, scored
 from asyncrl.records.reading import RECORDS, TRAINER, Recording
 from asyncrl.records.writer import Writer
-from asyncrl.schema import Batch, Group, VersionSpan, encode, part_of
-from asyncrl.weights.publish import Staged
+from asyncrl.schema import Batch, Group, Turn, VersionSpan, encode, part_of
+from asyncrl.trainer.batch_source import BatchSource
+from asyncrl.weights.publisher import Staged, StagedPublisher
 
 
-class ReplaySource:
-    """Batch source that reads a recording, with the interface of RolloutClient."""
+class ReplaySource(BatchSource):
+    """Batch source that reads a recording."""
 
     def __init__(self, replay: ReplayConfig) -> None:
         self._recording = Recording(replay.folder)
@@ -48,47 +47,24 @@ class ReplaySource:
         taken = Batch(recorded.version, groups[start:end], recorded.rollout if last else {}, last)
         return encode(later(taken, version - recorded.version))
 
-    def hold(self) -> None:
-        """Do nothing: no generation is running."""
 
-    def announce(self, version: int) -> InUse:
-        """Do nothing: nobody listens, and no adapter is in use."""
-        return InUse([], {})
-
-    def evaluate(self, timeout: float) -> list[dict[str, Any]]:
-        """Return no results: there is no engine."""
-        return []
-
-    def snapshot(self, version: int) -> bytes:
-        """Return nothing: there is no rollout side."""
-        return b""
-
-    def status(self) -> dict[str, Any]:
-        """Return a status without a ledger."""
-        return {"ledger": None, "restarts": 0}
-
-
-class NoEngines:
+class NoEngines(StagedPublisher):
     """Publisher for a run in which nothing generates."""
 
     def __init__(self, announce: Callable[[int], object], *, first: bool) -> None:
-        """Set up the publisher. `first` is True on rank 0, which alone announces versions."""
-        self._announce, self._first = announce, first
-
-    def publish(self, version: int) -> dict[str, float]:
-        """Announce the version without sending any weights."""
-        return self.complete(self.stage(version))
+        """`first` is True on rank 0, which alone announces versions."""
+        self._announce = announce
+        self._first = first
 
     def stage(self, version: int) -> Staged:
         """Copy no weights."""
-        figures = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
-        return Staged(version, figures)
+        return Staged(version, dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0))
 
     def complete(self, staged: Staged) -> dict[str, float]:
         """Announce the version."""
         if self._first:
             self._announce(staged.version)
-        return staged.figures
+        return staged.metrics
 
 
 def later(batch: Batch, versions: int) -> Batch:
@@ -96,49 +72,40 @@ def later(batch: Batch, versions: int) -> Batch:
     if not versions:
         return batch
 
-    def moved(group: Group) -> Group:
-        return msgspec.structs.replace(
-            group,
-            trajectories=[
-                msgspec.structs.replace(
-                    trajectory,
-                    turns=[
-                        msgspec.structs.replace(
-                            turn,
-                            completion=msgspec.structs.replace(
-                                turn.completion, versions=[_moved(span, versions) for span in turn.completion.versions]
-                            ),
-                        )
-                        for turn in trajectory.turns
-                    ],
-                )
-                for trajectory in group.trajectories
-            ],
-        )
+    def moved(turn: Turn) -> Turn:
+        spans = [
+            VersionSpan(span.version + versions, span.start, span.end, span.inferred)
+            for span in turn.completion.versions
+        ]
+        return replace(turn, completion=replace(turn.completion, versions=spans))
 
-    return msgspec.structs.replace(
-        batch, version=batch.version + versions, groups=[moved(group) for group in batch.groups]
-    )
+    def moved_group(group: Group) -> Group:
+        played = [replace(one, turns=[moved(turn) for turn in one.turns]) for one in group.trajectories]
+        return replace(group, trajectories=played)
 
-
-def _moved(span: VersionSpan, versions: int) -> VersionSpan:
-    return VersionSpan(span.version + versions, span.start, span.end, span.inferred)
+    groups = [moved_group(group) for group in batch.groups]
+    return replace(batch, version=batch.version + versions, groups=groups)
 
 
 class ScoreWriter:
-    """Writes the scores, on rank 0. If writing fails, the run continues and warns once."""
+    """Writes the scores, if `enabled`: on rank 0 of a recorded run. If writing fails, the run continues and warns
+    once."""
 
-    def __init__(self, run_dir: Path, warn: Callable[[str, int], None]) -> None:
-        self._writer: Writer[Scored] = Writer(run_dir / RECORDS / TRAINER)
-        self._warn, self._warned = warn, False
+    def __init__(self, run_dir: Path, warn: Callable[[str, int], None], *, enabled: bool) -> None:
+        self._writer: Writer[Scored] | None = Writer(run_dir / RECORDS / TRAINER) if enabled else None
+        self._warn = warn
+        self._warned = False
 
-    def write(self, step: int, logprobs: Tensor) -> None:
+    def write(self, step: int, logprobs: Callable[[], Tensor]) -> None:
         """Write the log-probabilities of a batch's tokens, [N]."""
-        self._writer.write(scored(step, logprobs.tolist()))
+        if self._writer is None:
+            return
+        self._writer.write(scored(step, logprobs().tolist()))
         if self._writer.failed and not self._warned:
             self._warned = True
             self._warn(f"{self._writer.failed}. The run continues without it.", step)
 
     def close(self) -> None:
         """Flush and close the file."""
-        self._writer.close()
+        if self._writer:
+            self._writer.close()

@@ -16,21 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import OUT_OF_MEMORY, times_restarted
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import Parallel, from_first
 from asyncrl.trainer.batch_source import BatchSource
-from asyncrl.trainer.loop import VersionPublisher
 from asyncrl.weights.checksum import Checksums, differing, parse
+from asyncrl.weights.publisher import Staged, StagedPublisher
 
 UNSENT = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
-"""Figures of a version that is not published."""
+"""Metrics of a version that is not published."""
 
 
 def adapted(config: Config, run_dir: Path) -> tuple[Config, str]:
@@ -70,53 +69,91 @@ def find(run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, 
     of a run. `origin` is the checkpoint that the run itself resumed from. Collective."""
     if not times_restarted():
         return None
-    recovery: list[Any] = [None]
+    recovery = None
     if parallel.is_first:
         newest = CheckpointStore(run_dir).newest(lambda text: print(f"asyncrl: {text}", flush=True))
         fleet.inherit()
         status, lines = source.status(), Tail(run_dir / "metrics.jsonl")()
-        recovery[0] = Recovery(
+        recovery = Recovery(
             checkpoint=newest[0] if newest else origin,
             served=status["version"],
             written=max((int(line["version"]) for line in lines), default=0),
             updating=bool(status["held"]),
             began=float(os.environ["ASYNCRL_DIED_AT"]),
         )
-    if dist.is_initialized():
-        dist.broadcast_object_list(recovery, src=0)
-    return recovery[0]
+    return from_first(recovery)
 
 
-class CatchingUp:
+def find_start(
+    run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, parallel: Parallel, first: int
+) -> Start:
+    """Return where the trainers begin: after a checkpoint, of this run or of the one that it resumes, or at `first`.
+    Collective."""
+    recovered = find(run_dir, origin, source, fleet, parallel)
+    resumed = recovered.checkpoint if recovered else origin
+    return Start(manifest.read(resumed).version if resumed else first, resumed, recovered)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where the trainers begin."""
+
+    version: int
+    checkpoint: Path | None
+    """None: they begin with the weights of the model folder."""
+    recovered: Recovery | None
+
+    @property
+    def written(self) -> int:
+        """Return the newest step in metrics.jsonl."""
+        return self.recovered.written if self.recovered else self.version if self.checkpoint else 0
+
+    def was_saved(self, version: int) -> bool:
+        """Return whether trainers that died went on from this version, so that a checkpoint was due then."""
+        return self.recovered is not None and version <= self.recovered.served
+
+
+class CatchingUp(StagedPublisher):
     """Publisher of trainers that start again, which publishes nothing before the version that the engines serve."""
 
-    def __init__(
-        self,
-        publisher: VersionPublisher,
-        first: int,
-        recovery: Recovery,
-        fleet: Fleet,
-        verified: Callable[[], Checksums | None],
-        tell: Callable[[str, int], None] | None,
-    ) -> None:
-        """`first` is the version to begin with. `verified` returns the checksums of the weights that were published
-        last, if they were computed. `tell`, on rank 0 alone, gets what came of the recovery."""
-        self._publisher, self._recovery, self._fleet = publisher, recovery, fleet
-        self._first, self._verified, self._tell = first, verified, tell
+    def __init__(self, inner: StagedPublisher, start: Start, fleet: Fleet, tell: Callable[[str, int], None]) -> None:
+        """`tell` gets what came of the recovery; on other ranks than 0 nobody listens."""
+        assert start.recovered
+        self._inner = inner
+        self._first = start.version
+        self._recovery = start.recovered
+        self._fleet = fleet
+        self._tell = tell
+        self._held: Checksums | None = None
+        self._told = False
 
-    def publish(self, version: int) -> dict[str, float]:
-        """Publish a version unless it is an earlier one than the engines serve."""
-        if version != self._recovery.served or self._tell is None:
-            return self._publisher.publish(version) if version >= self._recovery.served else UNSENT
-        held = self._held()
-        figures = self._publisher.publish(version)
-        seconds = time.time() - self._recovery.began
-        trained = f"{version - self._first} steps since version {self._first} were trained again"
-        self._tell(f"the trainers go on after {seconds:.0f} s: {trained}; {self._compared(held)}", version)
-        self._tell = None
-        return figures
+    @property
+    def verified(self) -> Checksums | None:
+        """Return those of the inner publisher."""
+        return self._inner.verified
 
-    def _held(self) -> Checksums | None:
+    def stage(self, version: int) -> Staged:
+        """Stage a version, unless it is an earlier one than the engines serve."""
+        if version < self._recovery.served:
+            return Staged(version, UNSENT)
+        if not self._told:
+            self._held = self._checksums_held()
+        return self._inner.stage(version)
+
+    def complete(self, staged: Staged) -> dict[str, float]:
+        """Complete it, and tell of the first one."""
+        if staged.version < self._recovery.served:
+            return staged.metrics
+        metrics = self._inner.complete(staged)
+        if not self._told:
+            self._told = True
+            seconds = time.time() - self._recovery.began
+            trained = f"{staged.version - self._first} steps since version {self._first} were trained again"
+            compared = self._compared(self._held)
+            self._tell(f"the trainers go on after {seconds:.0f} s: {trained}; {compared}", staged.version)
+        return metrics
+
+    def _checksums_held(self) -> Checksums | None:
         """Return the checksums of the weights that an engine holds, unless they may be parts of a version."""
         if self._recovery.updating or not self._fleet.serving:
             return None
@@ -127,7 +164,7 @@ class CatchingUp:
             return None
 
     def _compared(self, held: Checksums | None) -> str:
-        sent = self._verified()
+        sent = self.verified
         if held is None or sent is None:
             return "the weights were not compared"
         wrong = differing(sent, held)

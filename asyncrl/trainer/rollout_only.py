@@ -12,12 +12,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from asyncrl import jsonl
+from asyncrl import extension, jsonl
 from asyncrl.config import read
 from asyncrl.engine.fleet import build_fleet
 from asyncrl.engine.update import Update
 from asyncrl.metrics.record import StepLog
-from asyncrl.metrics.sinks import Sinks
 from asyncrl.network.addresses import Addresses
 from asyncrl.progress import failing
 from asyncrl.schema import decode_batch
@@ -31,9 +30,9 @@ def main(run_dir: Path) -> None:
     fleet = build_fleet(config, addresses, run_dir, decides=True)
     update = Update(fleet, mode=config.weights.pause_mode)
     source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
-    sinks = Sinks(config, run_dir, addresses.model, partial(_warn, run_dir))
+    listeners = extension.step_listeners(config, run_dir, addresses.model, partial(_warn, run_dir))
     records = [partial(jsonl.append, run_dir / "metrics.jsonl")]
-    log = StepLog(records, started_at=addresses.started_at, tasks=tuple(config.mixture), outputs=sinks)
+    log = StepLog(records, started_at=addresses.started_at, tasks=tuple(config.mixture), listeners=listeners)
     stop = StopRule(config.run)
 
     def publish(version: int) -> dict[str, float]:
@@ -58,7 +57,7 @@ def main(run_dir: Path) -> None:
     summary = {"reason": reason, **log.summary(config.run.reward_window), "ledger": source.status()["ledger"]}
     jsonl.replace(run_dir / "summary.json", summary)
     if not log.close():
-        os._exit(0)  # the packages of sinks would wait for their servers at the end of the process
+        os._exit(0)  # the listeners' threads would wait for their servers at the end of the process
 
 
 def _warn(run_dir: Path, text: str, version: int) -> None:

@@ -22,6 +22,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from asyncrl.engine.adapters import AdapterName, InUse
 from asyncrl.engine.fleet import Answer, Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import Parallel, from_first
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
 from asyncrl.weights.export import gathered
@@ -44,7 +45,7 @@ from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import PREFIX, TENSORS, parsed
-from asyncrl.weights.publish import Publisher, from_first
+from asyncrl.weights.publisher import Staged, StagedPublisher, VersionPublisher
 from asyncrl.weights.tensor import handle, shared_memory
 
 Tensors = dict[str, Tensor]
@@ -149,11 +150,18 @@ class AdapterUpdate(Update):
 
     def label(self, version: int) -> None:
         """Load the adapters, then set the version."""
-        self._fleet.on_each(self._load)
+        self.fleet.on_each(self._load)
         super().label(version)
 
 
-class AdapterPublisher:
+@dataclass(frozen=True)
+class StagedAdapters(Staged):
+    """The adapters of a version, by name."""
+
+    tensors: dict[str, Tensors] = field(default_factory=dict)
+
+
+class AdapterPublisher(StagedPublisher):
     """The publisher of one trainer rank. Only rank 0 holds adapters and controls the engines."""
 
     def __init__(
@@ -163,42 +171,63 @@ class AdapterPublisher:
         adapters: dict[str, Callable[[], Iterator[tuple[str, Tensor]]]],
         make: Callable[[str, Tensors], PublishedAdapter],
         settings: WeightsConfig,
-        dtype: torch.dtype,
         *,
         names: AdapterName,
         announce: Callable[[int], InUse],
-        base: Callable[[Update], Publisher] | None = None,
-        past: PastAdapters | None = None,
+        past: PastAdapters,
+        base: Callable[[Update], VersionPublisher] | None = None,
     ) -> None:
-        """`adapters` yield, by name, the tensors of this stage on exporting ranks; every rank iterates over them.
-        `make` keeps them under a name, in `dtype`, that of the engines. `announce` returns what is in use. `base` makes
-        the publisher of the base for engines that do not load it from the model folder. `past` is for past versions
-        that play roles."""
-        self._parallel, self._fleet, self._settings, self._dtype = parallel, fleet, settings, dtype
-        self._adapters, self._make, self._names, self._announce, self._past = adapters, make, names, announce, past
+        """`adapters` yield, by name, the tensors of this stage on exporting ranks, as the engines get them; every rank
+        iterates over them. `make` keeps them under a name. `announce` returns what is in use. `past` is for past
+        versions that play roles. `base` makes the publisher of the base for engines that do not load it from the model
+        folder."""
+        self._parallel = parallel
+        self._fleet = fleet
+        self._adapters = adapters
+        self._make = make
+        self._settings = settings
+        self._names = names
+        self._announce = announce
+        self._past = past
         self._update = AdapterUpdate(fleet, self._load)
-        self._base, self._sent = base(self._update) if base else None, False
+        self._base = base(self._update) if base else None
+        self._sent = False  # whether the base was
         self._live: dict[tuple[int, str], PublishedAdapter] = {}
         self._newest: int | None = None
-        self._verified_once = self._verify = False
+        self._verified_once = False
+        self._verify = False
 
     @torch.no_grad()
-    def publish(self, version: int) -> dict[str, float]:
-        """Publish a version of every adapter; runs on every rank. Returns the seconds of gathering and of verifying,
-        the bytes of the adapters, and the numbers of engines that serve and of adapters that they hold meanwhile. A
-        version that was published before is loaded only by engines that joined."""
+    def stage(self, version: int) -> StagedAdapters:
+        """Gather a version of every adapter on rank 0; runs on every rank. One that was published before is loaded only
+        by engines that joined."""
         started = time.monotonic()
-        first, new = self._newest is None, version != self._newest
-        tensors = {name: self._gathered(name) for name in self._adapters if new and self._names(version, name)}
+        tensors = {
+            name: gathered(read(), self._parallel)
+            for name, read in self._adapters.items()
+            if version != self._newest and self._names(version, name)
+        }
+        metrics = {
+            "fill": time.monotonic() - started,
+            "pause": 0.0,
+            "bytes": float(sum(tensor.nbytes for given in tensors.values() for tensor in given.values())),
+        }
+        return StagedAdapters(version, metrics, tensors=tensors)
+
+    @torch.no_grad()
+    def complete(self, staged: Staged) -> dict[str, float]:
+        """Let every engine load and serve a version; runs on every rank. Returns also the seconds of verifying, and the
+        numbers of engines that serve and of adapters that they hold meanwhile."""
+        assert isinstance(staged, StagedAdapters)
+        version, first = staged.version, self._newest is None
         self._newest = version
-        filled = time.monotonic()
         verified, held = 0.0, 0
         if self._parallel.is_first:
             self._fleet.reconcile()
             self._verify = self._verification_is_due(version)
             if first:
                 self._reload(version)
-            verified = sum(self._keep(version, name, given) for name, given in tensors.items())
+            verified = sum(self._keep(version, name, given) for name, given in staged.tensors.items())
         if self._base and from_first(bool(self._fleet.joining) or not self._sent):
             self._base.publish(version)
             self._sent = True
@@ -210,21 +239,13 @@ class AdapterPublisher:
         if self._parallel.is_first:
             held = len(self._live)
             self._unload(self._announce(version))
-            if self._past:
-                self._past.prune(version)
+            self._past.prune(version)
         return {
-            "fill": filled - started,
-            "pause": 0.0,
+            **staged.metrics,
             "verify": verified,
-            "bytes": float(sum(tensor.nbytes for given in tensors.values() for tensor in given.values())),
             "engines": float(len(self._fleet.serving)),
             "adapters": float(held),
         }
-
-    def _gathered(self, adapter: str) -> Tensors:
-        """Return the tensors of all stages on rank 0, as the engines get them."""
-        mine = ((name, tensor.to(self._dtype)) for name, tensor in self._adapters[adapter]())
-        return gathered(mine, self._parallel)
 
     def _keep(self, version: int, adapter: str, tensors: Tensors) -> float:
         """Keep a version of an adapter for the engines, and in the run folder if it will play a role later. Returns the
@@ -232,7 +253,7 @@ class AdapterPublisher:
         name = self._names(version, adapter)
         assert name is not None
         live = self._live[version, adapter] = self._make(name, tensors)
-        if self._past and version == self._newest:
+        if version == self._newest:
             self._past.write(version, adapter, tensors)
         started = time.monotonic()
         if self._verify:
@@ -242,9 +263,9 @@ class AdapterPublisher:
 
     def _reload(self, version: int) -> None:
         """Keep the past versions that play roles in a run that resumes at this version."""
-        for adapter, versions in self._past.needed(version).items() if self._past else ():
+        for adapter, versions in self._past.needed(version).items():
             for old in versions:
-                if self._past and old < version and self._names(old, adapter):
+                if old < version and self._names(old, adapter):
                     self._keep(old, adapter, self._past.read(old, adapter))
 
     def _load(self, url: str) -> Answer:

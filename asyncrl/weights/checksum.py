@@ -17,8 +17,9 @@ from torch import Tensor
 
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import EngineError, WeightsError
+from asyncrl.models.parts import EMBEDDING, HEAD
 from asyncrl.parallel import EngineParallel
-from asyncrl.weights.engine_layout import EMBEDDING, HEAD, EngineLayout, ParameterTarget
+from asyncrl.weights.engine_layout import EngineLayout, ParameterTarget
 from asyncrl.weights.layouts import Pieces
 
 TOWER = "visual."

@@ -8,15 +8,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.config import Config, on_gpu
-from asyncrl.config.adapters import check_adapters
+from asyncrl.config.rules import adapter_rules, require
 from asyncrl.errors import ConfigError
 from asyncrl.extension import active
+from asyncrl.models.families import FAMILIES
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}
-DENSE = (
-    *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
-    *("Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
-)
+DENSE = tuple(name for name, family in FAMILIES.items() if family.serving.adapters)
 """Architectures whose adapters the engines serve. Adapters of experts and of latent attention were not tried."""
 
 
@@ -71,7 +69,7 @@ def _way(config: Config, hf: dict[str, Any], gpus: int) -> tuple[str, str]:
         return "merged", "engine.urls names engines, which may have been started without adapters"
     versions = _with(config, "versions")
     try:
-        check_adapters(versions)
+        require(versions, adapter_rules(versions))
         for one in active(versions).values():
             for wrong in one.check(versions):
                 raise wrong

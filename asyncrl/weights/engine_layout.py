@@ -1,8 +1,8 @@
 """Mapping from HF tensors to the parameters of an SGLang engine, and their split over its ranks.
 
-There is one table per model family, read from SGLang 0.5.21: `load_weights` of sglang/srt/models/*.py, and the weight
-loaders of layers/linear.py, layers/vocab_parallel_embedding.py and layers/moe/fused_moe_triton/layer.py. A fused
-parameter is the concatenation of its HF tensors, each cut for the rank, so that its bytes are known part by part.
+The tables are those of models/families, and how parameters are divided was read from SGLang 0.5.21: the weight loaders
+of layers/linear.py, layers/vocab_parallel_embedding.py and layers/moe/fused_moe_triton/layer.py. A fused parameter is
+the concatenation of its HF tensors, each cut for the rank, so that its bytes are known part by part.
 
 An engine on CPU pads dimensions that are not divisible (configs/update_config.py); one on a GPU replicates key-value
 heads and refuses everything else. Of the ranks of a pipeline stage, the consecutive ones of a group hold the same
@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
+from asyncrl.models.families import family_of
+from asyncrl.models.family import Family, Layout, Weight
+from asyncrl.models.parts import EMBEDDING, HEAD
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.layouts import dims_of
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64
 CPU_INNER_MULTIPLE = 32  # multiplied by the ranks of a stage
 
@@ -135,6 +137,16 @@ _inner_rows, _inner_columns = _inner(0), _inner(1)
 _expert_rows, _expert_columns = _inner(0, routed=True), _inner(1, routed=True)
 
 
+def _fused_qkv(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    each = tensor.shape[0] // (split.heads + 2 * split.kv_heads)
+    query, key, value = tensor.split([split.heads * each, split.kv_heads * each, split.kv_heads * each])
+    return torch.cat([_query(query, split, rank), _key(key, split, rank), _key(value, split, rank)])
+
+
+def _fused_gate_up(tensor: Tensor, split: Split, rank: int) -> Tensor:
+    return torch.cat([_inner_rows(half, split, rank) for half in tensor.chunk(2)])
+
+
 @dataclass(frozen=True)
 class EngineParameter:
     """One engine parameter: its HF tensors in the order of their bytes. `{layer}` and `{expert}` stand for numbers; the
@@ -165,162 +177,46 @@ class EngineParameter:
 
 
 Table = tuple[EngineParameter, ...]
-
-
-def _layer(engine: str, *parts: tuple[str, Cut], dtype: torch.dtype | None = None) -> EngineParameter:
-    hf = tuple((f"model.layers.{{layer}}.{name}", cut) for name, cut in parts)
-    return EngineParameter(f"model.layers.{{layer}}.{engine}", hf, dtype)
-
-
-def _same(name: str, cut: Cut = _whole) -> EngineParameter:
-    return _layer(name, (name, cut))
-
-
-def _gated(mlp: str) -> Table:
-    return (
-        _layer(
-            f"{mlp}.gate_up_proj.weight",
-            (f"{mlp}.gate_proj.weight", _inner_rows),
-            (f"{mlp}.up_proj.weight", _inner_rows),
-        ),
-        _same(f"{mlp}.down_proj.weight", _inner_columns),
-    )
-
-
-def _experts(mlp: str, *, gate: str, up: str, down: str) -> Table:
-    return (
-        _layer(
-            f"{mlp}.experts.w13_weight",
-            (f"{mlp}.experts.{{expert}}.{gate}.weight", _expert_rows),
-            (f"{mlp}.experts.{{expert}}.{up}.weight", _expert_rows),
-        ),
-        _layer(f"{mlp}.experts.w2_weight", (f"{mlp}.experts.{{expert}}.{down}.weight", _expert_columns)),
-    )
-
-
-def _qkv(kind: str) -> EngineParameter:
-    return _layer(
-        f"self_attn.qkv_proj.{kind}",
-        (f"self_attn.q_proj.{kind}", _query),
-        (f"self_attn.k_proj.{kind}", _key),
-        (f"self_attn.v_proj.{kind}", _key),
-    )
-
-
-# --- parts --------------------------------------------------------------------------------------------------
-
-BODY: Table = (
-    EngineParameter(EMBEDDING, ((EMBEDDING, _embedding),)),
-    EngineParameter("model.norm.weight", (("model.norm.weight", _whole),)),
-    EngineParameter(HEAD, ((HEAD, _vocab),)),
-    _same("input_layernorm.weight"),
-    _same("post_attention_layernorm.weight"),
-)
-ATTENTION: Table = (_qkv("weight"), _same("self_attn.o_proj.weight", _out))
-QKV_BIAS: Table = (_qkv("bias"),)
-QK_NORM: Table = (_same("self_attn.q_norm.weight"), _same("self_attn.k_norm.weight"))
-LATENT_ATTENTION: Table = (  # DeepSeek's; the query projection is low-rank in some models
-    _same("self_attn.q_proj.weight", _query),
-    _same("self_attn.q_b_proj.weight", _query),
-    _same("self_attn.q_a_layernorm.weight"),
-    _same("self_attn.kv_a_layernorm.weight"),
-    _same("self_attn.kv_b_proj.weight", _query),
-    _same("self_attn.o_proj.weight", _out),
-)
-LATENT_DOWN: Table = (_same("self_attn.kv_a_proj_with_mqa.weight"),)
-LATENT_DOWN_FUSED: Table = (
-    _layer(
-        "self_attn.fused_qkv_a_proj_with_mqa.weight",
-        ("self_attn.q_a_proj.weight", _whole),
-        ("self_attn.kv_a_proj_with_mqa.weight", _whole),
-    ),
-)
-MLP: Table = _gated("mlp")
-SHARED_EXPERTS: Table = _gated("mlp.shared_experts")
-EXPERTS: Table = _experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")
-ROUTER: Table = (_same("mlp.gate.weight"),)
-ROUTER_FP32: Table = (_layer("mlp.gate.weight", ("mlp.gate.weight", _whole), dtype=torch.float32),)
-ROUTER_BIAS: Table = (
-    _layer("mlp.gate.e_score_correction_bias", ("mlp.gate.e_score_correction_bias", _whole), dtype=torch.float32),
-)
-
-# --- families -----------------------------------------------------------------------------------------------
-
-LLAMA: Table = (*BODY, *ATTENTION, *MLP)
-QWEN2: Table = (*LLAMA, *QKV_BIAS)
-QWEN3: Table = (*LLAMA, *QK_NORM)
-QWEN3_VL: Table = tuple(
-    EngineParameter(
-        rule.engine, tuple((re.sub(r"^model\.", "model.language_model.", name), cut) for name, cut in rule.parts)
-    )
-    for rule in QWEN3
-)
-QWEN3_MOE: Table = (*BODY, *ATTENTION, *QK_NORM, *ROUTER, *EXPERTS)  # SGLang treats every layer as sparse
-MIXTRAL: Table = (
-    *BODY,
-    *ATTENTION,
-    _same("block_sparse_moe.gate.weight"),
-    *_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-)
-GLM4_MOE: Table = (*QWEN3, *QKV_BIAS, *ROUTER_FP32, *ROUTER_BIAS, *EXPERTS, *SHARED_EXPERTS)
-DEEPSEEK_V3: Table = (*BODY, *LATENT_ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EXPERTS, *SHARED_EXPERTS)
-
-
-def _seen(engine: str, *parts: str) -> tuple[EngineParameter, ...]:
-    """Return the weight and the bias of a linear layer of a vision tower."""
-    return tuple(
-        EngineParameter(
-            f"visual.{engine}.{kind}", tuple((f"visual.{part}.{kind}", _whole) for part in parts or [engine])
-        )
-        for kind in ("weight", "bias")
-    )
-
-
-QWEN2_5_VISION: Table = (
-    *_seen("blocks.{block}.attn.qkv_proj", "blocks.{block}.attn.qkv"),
-    *_seen("blocks.{block}.attn.proj"),
-    *_seen("blocks.{block}.mlp.gate_up_proj", "blocks.{block}.mlp.gate_proj", "blocks.{block}.mlp.up_proj"),
-    *_seen("blocks.{block}.mlp.down_proj"),
-    *_seen("merger.mlp.0"),
-    *_seen("merger.mlp.2"),
-    *(_seen(name)[0] for name in ("patch_embed.proj", "blocks.{block}.norm1", "blocks.{block}.norm2", "merger.ln_q")),
-)
-"""A trained vision tower, in an engine without tensor parallelism."""
-
-FAMILIES: dict[str, Table] = {
-    "LlamaForCausalLM": LLAMA,
-    "Qwen2ForCausalLM": QWEN2,
-    "Qwen2_5_VLForConditionalGeneration": (*QWEN2, *QWEN2_5_VISION),
-    "Qwen3ForCausalLM": QWEN3,
-    "Qwen3VLForConditionalGeneration": QWEN3_VL,
-    "Qwen3MoeForCausalLM": QWEN3_MOE,
-    "MixtralForCausalLM": MIXTRAL,
-    "Glm4MoeForCausalLM": GLM4_MOE,
-    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+CUTS: dict[Layout, tuple[Cut, ...]] = {
+    Layout.WHOLE: (_whole,),
+    Layout.COLUMN: (_whole,),
+    Layout.EMBEDDING: (_embedding,),
+    Layout.HEAD: (_vocab,),
+    Layout.QKV: (_query, _key, _key),
+    Layout.QUERY: (_query,),
+    Layout.OUT: (_out,),
+    Layout.GATE_UP: (_inner_rows, _inner_rows),
+    Layout.DOWN: (_inner_columns,),
+    Layout.FUSED_QKV: (_fused_qkv,),
+    Layout.FUSED_GATE_UP: (_fused_gate_up,),
+}
+"""How an engine cuts the HF tensors of a weight."""
+CUTS_OF_EXPERTS: dict[Layout, tuple[Cut, ...]] = {
+    Layout.GATE_UP: (_expert_rows, _expert_rows),
+    Layout.DOWN: (_expert_columns,),
 }
 
-HEAD_EVERYWHERE = ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM")
-"""Families of which every pipeline stage loads the output layer, though only the last one uses it."""
+
+def table(family: Family, hf: dict[str, Any]) -> Table:
+    """Return the engine's parameters of a model. A fused one, of which config.json sets to null what some parts need,
+    has the name of the part that is left."""
+    if not family.serving.fuses:
+        apart = (part for one in family.weights if one.engine for part in zip(one.hf, _cuts(one), strict=True))
+        return tuple(EngineParameter(name, ((name, cut),)) for name, cut in apart)
+    found = []
+    for name in dict.fromkeys(one.engine for one in family.weights if one.engine):
+        fused = [one for one in family.weights if one.engine == name]
+        here = [one for one in fused if hf.get(one.needs, one) is not None]
+        parts = [part for one in here for part in zip(one.hf, _cuts(one), strict=True)]
+        if parts:
+            dtype = torch.float32 if here[0].exact else None
+            found.append(EngineParameter(name if here == fused else parts[0][0], tuple(parts), dtype))
+    tower = family.tower.engine if family.tower else ()
+    return (*found, *(EngineParameter(name, tuple((part, _whole) for part in parts)) for name, parts in tower))
 
 
-def _table(hf: dict[str, Any]) -> Table:
-    architecture = (hf.get("architectures") or ["none named"])[0]
-    if architecture not in FAMILIES:
-        raise WeightsError(
-            f"{architecture}: no table of an engine's parameters for this architecture; known: {sorted(FAMILIES)}"
-        )
-    if architecture == "DeepseekV3ForCausalLM":
-        return (*DEEPSEEK_V3, *(LATENT_DOWN if hf.get("q_lora_rank") is None else LATENT_DOWN_FUSED))
-    return FAMILIES[architecture]
-
-
-def _fuses_shared_expert(hf: dict[str, Any]) -> bool:
-    """Return whether an engine on a GPU, by default, stores the shared expert as the last of the routed ones
-    (`shared_experts_fusion_disable_reason` of both models)."""
-    if hf.get("n_shared_experts") != 1:
-        return False
-    architecture, experts = hf["architectures"][0], hf.get("n_routed_experts")
-    return architecture == "Glm4MoeForCausalLM" or (architecture == "DeepseekV3ForCausalLM" and experts == 256)
+def _cuts(weight: Weight) -> tuple[Cut, ...]:
+    return (CUTS_OF_EXPERTS if "{expert}" in weight.hf[0] else CUTS)[weight.layout]
 
 
 @dataclass(frozen=True)
@@ -336,28 +232,29 @@ class ParameterTarget:
 
 
 class EngineLayout:
-    """The table of one model, looked up by HF name. Raises WeightsError for a family without a table."""
+    """The table of one model, looked up by HF name. Raises ConfigError for an unknown family."""
 
     def __init__(
         self, hf: dict[str, Any], shape: EngineParallel, *, cpu: bool, scales_suffix: str | None = None
     ) -> None:
         """With `scales_suffix`, each weight may have scales of its output channels, whose names end so."""
-        dims, table = dims_of(hf), _table(hf)
+        dims, self._family = dims_of(hf), family_of(hf)
+        rules = table(self._family, hf)
         self.split = Split(shape, dims.heads, dims.kv_heads, cpu)
         self.tied, self._layers = dims.tied, int(hf.get("num_hidden_layers") or 0)
-        self._architecture = hf["architectures"][0]
         self._routed = int(hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts") or 0)
-        self._shared_is_routed = not cpu and shape.ep == 1 and _fuses_shared_expert(hf)
+        one_shared = not cpu and shape.ep == 1 and hf.get("n_shared_experts") == 1
+        self._shared_is_routed = one_shared and self._family.serving.fuses_shared_expert(hf)
         self._experts = self._routed + self._shared_is_routed
-        scales = tuple(rule.of_scales(scales_suffix) for rule in table) if scales_suffix else ()
-        self._rules = {name: (rule, index) for rule in (*table, *scales) for index, (name, _) in enumerate(rule.parts)}
+        scales = tuple(rule.of_scales(scales_suffix) for rule in rules) if scales_suffix else ()
+        self._rules = {name: (rule, index) for rule in (*rules, *scales) for index, (name, _) in enumerate(rule.parts)}
 
     def find(self, name: str) -> ParameterTarget:
         """Return the place of an HF tensor. Raises WeightsError if the engine has none."""
         renamed = name.replace(".shared_experts.", f".experts.{self._routed}.") if self._shared_is_routed else name
         general, layer, block, expert = _general(renamed)
         if general not in self._rules or (expert or 0) >= max(self._experts, 1):
-            raise WeightsError(f"{name}: an SGLang engine of {self._architecture} has no place for this tensor")
+            raise WeightsError(f"{name}: an SGLang engine of {self._family.architecture} has no place for this tensor")
         rule, index = self._rules[general]
         parameter, each = rule.engine.format(layer=layer, block=block), len(rule.parts)
         count = each * (self._experts if rule.per_expert else 1)
@@ -383,7 +280,7 @@ class EngineLayout:
             stages = next(stages[s : s + 1] for s in stages if layer in shape.layers(self._layers, s))
         elif name == EMBEDDING:
             stages = stages[:1]
-        elif name != HEAD or self._architecture not in HEAD_EVERYWHERE:
+        elif name != HEAD or not self._family.serving.head_everywhere:
             stages = stages[-1:]
         return range(stages.start * shape.tp, stages.stop * shape.tp)
 

@@ -18,8 +18,8 @@ from asyncrl.config import TrainerConfig
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.roles import POLICY
 from asyncrl.models.vision import TOWERS
-from asyncrl.parallel import Parallel
-from asyncrl.weights.bucket import Bucket, plan_buckets
+from asyncrl.parallel import Parallel, from_all
+from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.files import write_index, write_stream
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.peft import write_peft
@@ -71,12 +71,11 @@ def save_hf(
     if parallel.is_first:
         shutil.rmtree(building, ignore_errors=True)
         shutil.copytree(source, building, ignore=shutil.ignore_patterns(*WEIGHTS))
-    plans: list[list[Bucket]] = [[] for _ in range(dist.get_world_size())]
     own = list(weights.described())
     copied = partial(_kept, source, but={name for name, *_ in own}) if parallel.is_first else lambda **_: iter(())
     shapes = [(name, one.dtype, one.shape) for name, one in copied(described=True)]
     # collective, so that rank 0 has created the folder
-    dist.all_gather_object(plans, plan_buckets(chain(own, shapes), shard_bytes))
+    plans = from_all(plan_buckets(chain(own, shapes), shard_bytes))
     names = iter(_file_names(sum(len(plan) for plan in plans)))
     files = [[(next(names), bucket) for bucket in plan] for plan in plans]
     stream = chain(weights.hf_tensors(merged=adapter), copied())

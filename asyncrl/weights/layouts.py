@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl.models.family import Layout
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -118,6 +120,27 @@ FUSED_GATE_UP = TensorLayout(
     lambda parts, dims: [Pieces([piece for half in _join_gate_up(parts, dims) for piece in half.parts])],
 )
 """The same two, stacked in the full tensor too, as transformers stores routed experts."""
+FUSED_QKV = TensorLayout(
+    lambda full, degree, rank, dims: _shard_qkv(
+        list(full[0].split([n * dims.head_dim for n in (dims.heads, dims.kv_heads, dims.kv_heads)])), degree, rank, dims
+    ),
+    lambda parts, dims: [Pieces([piece for whole in _join_qkv(parts, dims) for piece in whole.parts])],
+)
+"""Queries, keys and values, one above the other in the full tensor too."""
+
+LAYOUTS = {
+    Layout.WHOLE: WHOLE,
+    Layout.COLUMN: COLUMN,
+    Layout.EMBEDDING: VOCAB,
+    Layout.HEAD: VOCAB,
+    Layout.QKV: QKV,
+    Layout.QUERY: COLUMN,
+    Layout.OUT: ROW,
+    Layout.GATE_UP: GATE_UP,
+    Layout.DOWN: ROW,
+    Layout.FUSED_QKV: FUSED_QKV,
+    Layout.FUSED_GATE_UP: FUSED_GATE_UP,
+}
 
 
 def of_rank(dims: Dims, degree: int) -> Dims:

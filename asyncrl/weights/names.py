@@ -1,19 +1,21 @@
-"""Mapping between Megatron parameters and HF tensors: one table per model family, used in both directions.
+"""Mapping between Megatron parameters and HF tensors, in both directions, from the tables of models/families.
 
-A new family needs a table here, an entry in models/architectures.py, and a line in its test. Megatron's names are those
-of megatron-core's local layer spec, and TRANSFORMER_ENGINE translates those of its other one; HF's are those of the
-safetensors files.
+Megatron's names are those of megatron-core's local layer spec, and TRANSFORMER_ENGINE translates those of its other
+one; HF's are those of the safetensors files.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import WeightsError
+from asyncrl.models import families, parts
+from asyncrl.models.family import Weight
 from asyncrl.models.vision import TOWERS
-from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, QKV, ROW, VOCAB, WHOLE, TensorLayout
+from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, LAYOUTS, QKV, ROW, WHOLE, TensorLayout
 
 LINEAR = (COLUMN, ROW, QKV, GATE_UP)
 """Layouts of linear layers."""
@@ -77,104 +79,13 @@ class NameRule:
 Table = tuple[NameRule, ...]
 
 
-def _model(megatron: str, layout: TensorLayout, *hf: str) -> NameRule:
-    return NameRule(megatron, layout, hf)
+def table(weights: Iterable[Weight]) -> Table:
+    """Return the rules of a family's weights."""
+    return tuple(NameRule(one.megatron, LAYOUTS[one.layout], one.hf) for one in weights)
 
 
-def _layer(megatron: str, layout: TensorLayout, *hf: str) -> NameRule:
-    return NameRule(
-        f"decoder.layers.{{layer}}.{megatron}", layout, tuple(f"model.layers.{{layer}}.{name}" for name in hf)
-    )
-
-
-def _gated(megatron: str, *gate_up_down: str) -> Table:
-    """Return the rules of a gated MLP, given HF's names of its three matrices."""
-    gate, up, down = gate_up_down
-    return (
-        _layer(f"{megatron}.linear_fc1.weight", GATE_UP, f"{gate}.weight", f"{up}.weight"),
-        _layer(f"{megatron}.linear_fc2.weight", ROW, f"{down}.weight"),
-    )
-
-
-# --- parts --------------------------------------------------------------------------------------------------
-
-BODY: Table = (
-    _model("embedding.word_embeddings.weight", VOCAB, "model.embed_tokens.weight"),
-    _layer("input_layernorm.weight", WHOLE, "input_layernorm.weight"),
-    _layer("pre_mlp_layernorm.weight", WHOLE, "post_attention_layernorm.weight"),
-    _model("decoder.final_layernorm.weight", WHOLE, "model.norm.weight"),
-    _model("output_layer.weight", VOCAB, "lm_head.weight"),
-)
-OUT_PROJECTION: Table = (_layer("self_attention.linear_proj.weight", ROW, "self_attn.o_proj.weight"),)
-ATTENTION: Table = (
-    _layer("self_attention.linear_qkv.weight", QKV, *(f"self_attn.{x}_proj.weight" for x in "qkv")),
-    *OUT_PROJECTION,
-)
-QKV_BIAS: Table = (_layer("self_attention.linear_qkv.bias", QKV, *(f"self_attn.{x}_proj.bias" for x in "qkv")),)
-QK_NORM: Table = (
-    _layer("self_attention.q_layernorm.weight", WHOLE, "self_attn.q_norm.weight"),
-    _layer("self_attention.k_layernorm.weight", WHOLE, "self_attn.k_norm.weight"),
-)
-LATENT_ATTENTION: Table = (  # DeepSeek's; the query projection is low-rank in some models
-    _layer("self_attention.linear_q_proj.weight", COLUMN, "self_attn.q_proj.weight"),
-    _layer("self_attention.linear_q_down_proj.weight", COLUMN, "self_attn.q_a_proj.weight"),
-    _layer("self_attention.q_layernorm.weight", WHOLE, "self_attn.q_a_layernorm.weight"),
-    _layer("self_attention.linear_q_up_proj.weight", COLUMN, "self_attn.q_b_proj.weight"),
-    _layer("self_attention.linear_kv_down_proj.weight", COLUMN, "self_attn.kv_a_proj_with_mqa.weight"),
-    _layer("self_attention.kv_layernorm.weight", WHOLE, "self_attn.kv_a_layernorm.weight"),
-    _layer("self_attention.linear_kv_up_proj.weight", COLUMN, "self_attn.kv_b_proj.weight"),
-    *OUT_PROJECTION,
-)
-MLP: Table = _gated("mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-ROUTER: Table = (_layer("mlp.router.weight", WHOLE, "mlp.gate.weight"),)
-ROUTER_BIAS: Table = (_layer("mlp.router.expert_bias", WHOLE, "mlp.gate.e_score_correction_bias"),)
-EXPERTS: Table = _gated(
-    "mlp.experts.local_experts.{expert}",
-    *(f"mlp.experts.{{expert}}.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
-)
-SHARED_EXPERTS: Table = _gated(
-    "mlp.shared_experts", *(f"mlp.shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
-)
-MIXTRAL_EXPERTS: Table = (
-    _layer("mlp.router.weight", WHOLE, "block_sparse_moe.gate.weight"),
-    *_gated(
-        "mlp.experts.local_experts.{expert}",
-        *(f"block_sparse_moe.experts.{{expert}}.{name}" for name in ("w1", "w3", "w2")),
-    ),
-)
-
-MTP: Table = (  # layers after the last one, whose other weights are those of an ordinary layer
-    _layer("enorm.weight", WHOLE, "enorm.weight"),
-    _layer("hnorm.weight", WHOLE, "hnorm.weight"),
-    _layer("eh_proj.weight", COLUMN, "eh_proj.weight"),
-    _layer("final_layernorm.weight", WHOLE, "shared_head.norm.weight"),
-)
-
-# --- families -----------------------------------------------------------------------------------------------
-
-LLAMA: Table = (*BODY, *ATTENTION, *MLP)
-QWEN2: Table = (*LLAMA, *QKV_BIAS)
-QWEN3: Table = (*LLAMA, *QK_NORM)
-QWEN3_VL: Table = tuple(
-    replace(rule, hf=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in rule.hf)) for rule in QWEN3
-)
-QWEN3_MOE: Table = (*QWEN3, *ROUTER, *EXPERTS)
-MIXTRAL: Table = (*BODY, *ATTENTION, *MIXTRAL_EXPERTS)
-GLM4_MOE: Table = (*QWEN3_MOE, *QKV_BIAS, *ROUTER_BIAS, *SHARED_EXPERTS, *MTP)
-DEEPSEEK_V3: Table = (*BODY, *LATENT_ATTENTION, *MLP, *ROUTER, *ROUTER_BIAS, *EXPERTS, *SHARED_EXPERTS, *MTP)
-
-FAMILIES: dict[str, Table] = {
-    "LlamaForCausalLM": LLAMA,
-    "Qwen2ForCausalLM": QWEN2,
-    "Qwen2_5_VLForConditionalGeneration": QWEN2,
-    "Qwen3ForCausalLM": QWEN3,
-    "Qwen3VLForConditionalGeneration": QWEN3_VL,
-    "Qwen3MoeForCausalLM": QWEN3_MOE,
-    "MixtralForCausalLM": MIXTRAL,
-    "Glm4MoeForCausalLM": GLM4_MOE,
-    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
-}
-
+MTP = table(parts.MTP)
+FAMILIES = {name: table(family.weights) for name, family in families.FAMILIES.items()}
 
 TRANSFORMER_ENGINE: tuple[tuple[str, str], ...] = (
     (r"self_attention\.linear_qkv\.layer_norm_weight$", "input_layernorm.weight"),

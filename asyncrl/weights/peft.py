@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -25,12 +24,10 @@ from torch import Tensor
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.files import write_stream
-from asyncrl.weights.layouts import of_expert
 from asyncrl.weights.peft_config import (
     CONFIG,
     DOWN,
     GATE_UP,
-    INSIDE,
     PREFIX,
     TENSORS,
     adapted,
@@ -41,11 +38,6 @@ from asyncrl.weights.peft_config import (
 )
 from asyncrl.weights.reshard import Resharder
 
-_EXPERT_WEIGHT = re.compile(
-    r"(?P<layer>.*\.)(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\."
-    r"(?:(?P<gate>gate_proj|w1)|up_proj|w3|(?P<down>down_proj|w2))\.weight"
-)
-"""An expert's weight in the files of a model."""
 KEPT = 4
 """Tensors in memory at a time: those of a layer's experts, which are read expert by expert."""
 
@@ -87,11 +79,11 @@ class PeftFolder:
     def __init__(self, folder: Path) -> None:
         """Read the configuration. Raises WeightsError or ConfigError for a folder that is not plain LoRA."""
         self.config = read_adapter_config(folder)
-        self._folder = folder
+        self.folder = folder
         self._files: dict[str, dict[str, str]] = {}
 
     def __enter__(self) -> Self:
-        self._file = open_adapters(self._folder, "pt")
+        self._file = open_adapters(self.folder, "pt")
         self._tensor: Callable[[str], Tensor] = lru_cache(KEPT)(self._file.get_tensor)
         self._files = adapted(self.config, self._file.keys())
         for module in self._files:
@@ -110,51 +102,25 @@ class PeftFolder:
         """Read one tensor. Raises WeightsError if it is missing or has another shape."""
         module, letter = parsed(name)
         if module not in self._files:
-            raise WeightsError(f"{name} is missing in {self._folder}")
+            raise WeightsError(f"{name} is missing in {self.folder}")
         tensor = self._tensor(self._files[module][letter])
         if shape is not None and tensor.shape != torch.Size(shape):
             raise WeightsError(
-                f"{name} in {self._folder} is {[*tensor.shape]}, but the model and trainer.lora ask for {[*shape]}"
+                f"{name} in {self.folder} is {[*tensor.shape]}, but the model and trainer.lora ask for {[*shape]}"
             )
         return tensor
-
-    def module_of_weight(self, weight: str) -> str | None:
-        """Return the module whose adapter changes a weight of the model, if there is one."""
-        expert = _EXPERT_WEIGHT.fullmatch(weight)
-        stacked = expert["layer"] + (DOWN if expert["down"] else GATE_UP) if expert else None
-        module = weight.removesuffix(".weight")
-        inside = module.replace("model.", f"model{INSIDE}", 1)  # files of Qwen2.5-VL do not name the model inside
-        return next((name for name in (module, stacked, inside) if name in self._files), None)
-
-    def delta(self, weight: str, shape: Sequence[int]) -> Tensor:
-        """Return scale * B A of a weight that an adapter changes, in float32. Raises WeightsError if the weight has
-        another shape."""
-        module = self.module_of_weight(weight)
-        assert module is not None
-        a, b = (self._tensor(self._files[module][letter]) for letter in "AB")
-        expert = _EXPERT_WEIGHT.fullmatch(weight)
-        if expert and module.endswith((GATE_UP, DOWN)):
-            number, count = int(expert["number"]), len(a) // self.config.rank_of(module)
-            a, b = of_expert(a, "A", number, count), of_expert(b, "B", number, count)
-            b = b if expert["down"] else b.chunk(2)[0 if expert["gate"] else 1]
-        if (len(b), a.shape[1]) != tuple(shape):
-            raise WeightsError(
-                f"the adapter of {module} in {self._folder} is for a weight of shape {(len(b), a.shape[1])}, but "
-                f"{weight} is {tuple(shape)}. Give the model that the adapter was trained on."
-            )
-        return self.config.scale_of(module) * (b.float() @ a.float())
 
     def _shape(self, module: str, letter: str) -> list[int]:
         return [*self._file.get_slice(self._files[module][letter]).get_shape()]
 
     def _check_rank(self, module: str) -> None:
         if missing := {"A", "B"} - self._files[module].keys():
-            raise WeightsError(f"{module}.lora_{missing.pop()}.weight is missing in {self._folder}")
+            raise WeightsError(f"{module}.lora_{missing.pop()}.weight is missing in {self.folder}")
         a, b, rank = self._shape(module, "A"), self._shape(module, "B"), self.config.rank_of(module)
         experts = a[0] // rank if module.endswith((GATE_UP, DOWN)) else 1
         if len(a) != 2 or len(b) != 2 or not a[0] == b[1] == rank * experts > 0:
             raise WeightsError(
-                f"the adapter of {module} in {self._folder} has A {a} and B {b}, but {CONFIG} says rank {rank}. Copy "
+                f"the adapter of {module} in {self.folder} has A {a} and B {b}, but {CONFIG} says rank {rank}. Copy "
                 "or export the folder again."
             )
 

@@ -8,7 +8,7 @@
     announce   the rollout side opens admission for the next cohort
 
 The first two are `stage`, the others `complete`. With staging=full, and with disk, only `stage` needs the trainer's
-weights, so that the next batch can be trained beside `complete` (weights.overlap, overlap.py). Its collectives then
+weights, so that the next batch can be trained beside `complete` (weights.overlap, publisher.py). Its collectives then
 have a process group of their own, because those of a training step must not come between them.
 
 With staging=full, the engines are paused only for sending. With staging=stream they are also paused for gathering, all
@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,58 +43,59 @@ from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
 from asyncrl.imports import load
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import Parallel, from_all, from_first
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, SentWeights, differing, merge, parse
 from asyncrl.weights.choice import choose
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.names import unit_of
+from asyncrl.weights.publisher import RolloutSide, Staged, StagedPublisher
 from asyncrl.weights.tensor import TensorTransport
 from asyncrl.weights.transport import Transport
 
-T = TypeVar("T")
 NAMED = 8
 """Number of differing tensors that a message names."""
 
 
 @dataclass(frozen=True)
-class Staged:
-    """What the rest of a publish needs."""
+class Outgoing:
+    """What a publisher sends."""
 
-    version: int
-    figures: dict[str, float]
-    expected: ExpectedChecksums | None = None
+    weights: SentWeights
+    expected: Callable[[], ExpectedChecksums]
+    """Returns what engines with these weights answer, to which the tensors are still to be added."""
+    merged: str | None = POLICY
+    """The adapter that is added to the weights, if there is one."""
 
 
-class Publisher:
-    """The publisher of one trainer rank. Only exporting ranks hold buckets; only rank 0 controls the engines' updates
-    and versions."""
+class Publisher(StagedPublisher):
+    """The publisher of one trainer rank that sends all weights. Only exporting ranks hold buckets; only rank 0 controls
+    the engines' updates and versions."""
 
     def __init__(
         self,
         parallel: Parallel,
-        fleet: Fleet,
+        update: Update,
         transport: Transport,
-        weights: SentWeights,
+        outgoing: Outgoing,
         settings: WeightsConfig,
-        *,
-        expected: Callable[[], ExpectedChecksums],
-        hold: Callable[[], None],
-        announce: Callable[[int], object],
-        update: Update | None = None,
-        sent: Callable[[], None] = lambda: None,
-        merged: str | None = POLICY,
+        rollout: RolloutSide,
         group: dist.ProcessGroup | None = None,
+        sent: Callable[[], None] = lambda: None,
     ) -> None:
-        """`update` is the protocol, on rank 0; `sent` is called on every rank before the engines continue. `merged` is
-        the adapter that is added to the weights, if there is one. `announce` gets the version. `group` has all ranks,
-        for collectives beside those of training (weights.overlap)."""
-        self._parallel, self._fleet, self._transport = parallel, fleet, transport
-        self._weights, self._settings, self._merged = weights, settings, merged
-        self._expected, self._hold, self._announce = expected, hold, announce
+        """`update` is the protocol by which rank 0 updates the fleet. `group` has all ranks, for collectives beside
+        those of training (weights.overlap). `sent` is called on every rank before the engines continue."""
+        self._parallel = parallel
+        self._fleet = update.fleet
+        self._update = update
+        self._transport = transport
+        self._weights = outgoing.weights
+        self._outgoing = outgoing
+        self._settings = settings
+        self._rollout = rollout
         self._group = group
-        self._update, self._sent = update or Update(fleet, mode=settings.pause_mode), sent
+        self._sent = sent
         gpu = parallel.device.type == "cuda"
         self._full = not streams(settings, gpu=gpu) and not transport.ahead
         self._streams = not self._full and not transport.ahead
@@ -102,8 +103,12 @@ class Publisher:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send-weights")
         self._plan: list[Bucket] | None = None
         self._memory: list[Tensor] = []
-        self.verified: Checksums | None = None
-        """Checksums of the last version that was verified, on rank 0."""
+        self._verified: Checksums | None = None
+
+    @property
+    def verified(self) -> Checksums | None:
+        """Return the checksums of the last version that was verified; the same on every rank."""
+        return self._verified
 
     def prepare(self) -> None:
         """Plan and allocate the buckets. Runs on every rank while the engines still load, and needs none of them."""
@@ -113,11 +118,6 @@ class Publisher:
             sizes = [max(sizes)] * min(self._transport.memories, len(sizes)) if sizes else []
         self._memory = [self._transport.allocate(size, self._parallel.device) for size in sizes]
 
-    def publish(self, version: int) -> dict[str, float]:
-        """Publish a version; runs on every rank. Returns the seconds of filling, of verifying and of the pause, the
-        bytes sent by this rank, the number of engines that serve, and those of the weights."""
-        return self.complete(self.stage(version))
-
     @torch.no_grad()
     def stage(self, version: int) -> Staged:
         """Copy the weights, or write them to files, while the engines generate. Unless they are streamed, they may
@@ -126,7 +126,7 @@ class Publisher:
         if self._plan is None:
             self.prepare()
         self._meet(version)
-        expected = self._expected() if self._verification_is_due(version) else None
+        expected = self._outgoing.expected() if self._verification_is_due(version) else None
         if self._transport.ahead:
             self._send(expected)
         elif self._full:
@@ -134,20 +134,20 @@ class Publisher:
                 pass
             if self._stream:  # what is sent need not wait for what is queued behind the copies
                 torch.cuda.current_stream(self._parallel.device).synchronize()
-        figures = {
+        metrics = {
             "fill": time.monotonic() - started,
             "bytes": float(sum(nbytes(bucket) for bucket in self._plan or [])),
             "engines": float(len(self._fleet.serving)),
             **({} if self._streams else self._weights.figures()),
         }
-        return Staged(version, figures, expected)
+        return Staged(version, metrics, expected)
 
     @torch.no_grad()
     def complete(self, staged: Staged) -> dict[str, float]:
-        """Let every engine load and serve a staged version; runs on every rank, in any thread. Returns all figures."""
+        """Let every engine load and serve a staged version; runs on every rank, in any thread. Returns all metrics."""
         first = self._parallel.is_first
         if first:
-            self._hold()
+            self._rollout.hold()
         verified = 0.0
         with self._update.paused() if first else nullcontext(Pause(time.monotonic())) as pause:
             with self._session():
@@ -160,9 +160,9 @@ class Publisher:
                 self._update.label(staged.version)
             self._sent()
         if first:
-            self._announce(staged.version)
+            self._rollout.announce(staged.version)
         return {
-            **staged.figures,
+            **staged.metrics,
             "pause": pause.seconds,
             "verify": verified,
             "engines": float(len(self._fleet.serving)),
@@ -176,17 +176,15 @@ class Publisher:
         if self._parallel.is_first:
             self._fleet.reconcile()
             self._transport.start(version)
-        if _world() > 1:
-            engines: list[Any] = [self._fleet.serving, self._fleet.joining, self._fleet.changes]
-            dist.broadcast_object_list(engines, src=0)
-            if not self._parallel.is_first:
-                self._fleet.adopt(*engines)
-                if self._parallel.exports:
-                    self._transport.start(version)
+        engines = from_first((self._fleet.serving, self._fleet.joining, self._fleet.changes))
+        if not self._parallel.is_first:
+            self._fleet.adopt(*engines)
+            if self._parallel.exports:
+                self._transport.start(version)
 
     def _agree(self) -> None:
         """Wait for every rank; engines that one rank lost are lost to all."""
-        for lost in _from_all(self._fleet.lost, self._group):
+        for lost in from_all(self._fleet.lost, self._group):
             self._lose(lost)
 
     def _lose(self, lost: dict[str, str]) -> None:
@@ -251,7 +249,7 @@ class Publisher:
     def _fill(self, expected: ExpectedChecksums | None) -> Iterator[tuple[Tensor, Bucket]]:
         """Fill and yield the buckets in turn. If there is less memory than buckets, one is sent while the next is
         filled."""
-        stream = self._weights.stream(merged=self._merged)
+        stream = self._weights.stream(merged=self._outgoing.merged)
         for number, bucket in enumerate(self._plan or []):
             flat = self._memory[number % len(self._memory)][: nbytes(bucket)]
             for name, tensor in fill(flat, bucket, stream).items():
@@ -276,15 +274,15 @@ class Publisher:
 
     def _verification_is_due(self, version: int) -> bool:
         every = self._settings.verify_every
-        due = self.verified is None or self._fleet.joining or (every and version % every == 0)
+        due = self._verified is None or self._fleet.joining or (every and version % every == 0)
         return bool(self._settings.verify and due)
 
     def _verify(self, expected: ExpectedChecksums) -> float:
         """Compare every engine's own checksums with those of the weights that were sent, and lose engines that differ.
         Returns the seconds that it took."""
         started = time.monotonic()
-        whole = merge([stage for stage in _from_all(expected.result(), self._group) if stage])
-        self.verified = whole
+        whole = merge([stage for stage in from_all(expected.result(), self._group) if stage])
+        self._verified = whole
         if self._parallel.is_first:
             asked = {"action": "checksum", "selector": "target"}  # a draft model changes no token
             for url, answer in self._fleet.call("/weights_checker", asked).items():
@@ -297,28 +295,6 @@ class Publisher:
                     names = ", ".join(wrong[:NAMED]) + more
                     self._fleet.lose(url, f"{url} holds other weights than were sent (weights.verify): {names}")
         return time.monotonic() - started
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _from_all(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return every rank's value; waits for all ranks."""
-    if _world() == 1:
-        return [mine]
-    found: list[Any] = [None] * _world()
-    dist.all_gather_object(found, mine, group)
-    return found
-
-
-def from_first(mine: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Return rank 0's value."""
-    if _world() == 1:
-        return mine
-    word = [mine]
-    dist.broadcast_object_list(word, 0, group)
-    return word[0]
 
 
 def build_transport(

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.linking import CompletedRequest
-from asyncrl.schema import Completion, Template, VersionSpan
+from asyncrl.schema import Completion, Exchange, Template, VersionSpan
 from tests.fakes import FakeTemplate
 
 DEADLINE = 30.0
@@ -28,14 +27,14 @@ class Talking:
     def __init__(self, answers: Iterable[Completion], template: Template | None = None) -> None:
         self.template: Template = template or FakeTemplate()
         self._answers: Iterator[Completion] = iter(answers)
-        self.asked: list[CompletedRequest] = []
+        self.asked: list[Exchange] = []
         self.limits: list[int | None] = []
 
     async def __call__(
         self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
     ) -> Completion:
         answer = next(self._answers)
-        self.asked.append(CompletedRequest(list(token_ids), answer, role))
+        self.asked.append(Exchange(list(token_ids), answer, role))
         self.limits.append(max_new_tokens)
         return answer
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.agents.linking import CompletedRequest, check, link
+from asyncrl.agents.linking import check, link
 from asyncrl.algo.samples import build_samples
-from asyncrl.schema import Group, Trajectory, Turn
+from asyncrl.schema import Exchange, Group, Trajectory, Turn
 from tests.agents.talking import written
 
 P = [12, 1, 11]
@@ -16,44 +16,42 @@ P = [12, 1, 11]
 
 def test_context_that_grows_is_one_sample() -> None:
     a, b = written(4, 10), written(5, 10)
-    turns = link(P, [CompletedRequest(P, a), CompletedRequest([*P, 4, 10, 7, 11], b)])
+    turns = link(P, [Exchange(P, a), Exchange([*P, 4, 10, 7, 11], b)])
     assert turns == [Turn([], a), Turn([7, 11], b)]
 
 
 def test_first_request_may_say_more_than_the_prompt() -> None:
     a = written(4, 10)
-    assert link(P, [CompletedRequest([*P, 9], a)]) == [Turn([9], a)]
+    assert link(P, [Exchange([*P, 9], a)]) == [Turn([9], a)]
 
 
 def test_branch_begins_a_sample_with_what_it_shares_in_its_context() -> None:
     a, b, c = written(4, 10), written(5, 10), written(6, 10)
-    turns = link(P, [CompletedRequest(P, a), CompletedRequest([*P, 4, 10, 7], b), CompletedRequest([*P, 4, 10, 8], c)])
+    turns = link(P, [Exchange(P, a), Exchange([*P, 4, 10, 7], b), Exchange([*P, 4, 10, 8], c)])
     assert turns == [Turn([], a), Turn([7], b), Turn([*P, 4, 10, 8], c, begins=True)]
 
 
 def test_two_answers_to_the_same_context_are_two_samples() -> None:
     a, b = written(4, 10), written(4, 10)
-    turns = link(P, [CompletedRequest(P, a), CompletedRequest(P, b)])
+    turns = link(P, [Exchange(P, a), Exchange(P, b)])
     assert turns == [Turn([], a), Turn(P, b, begins=True)]
 
 
 def test_context_goes_on_from_the_longest_of_its_beginnings() -> None:
     a, b, c = written(4), written(4, 10), written(6, 10)
-    turns = link(P, [CompletedRequest(P, a), CompletedRequest(P, b), CompletedRequest([*P, 4, 10, 7], c)])
+    turns = link(P, [Exchange(P, a), Exchange(P, b), Exchange([*P, 4, 10, 7], c)])
     assert turns == [Turn([], a), Turn(P, b, begins=True), Turn([7], c)]
 
 
 def test_the_same_tokens_in_another_order_are_another_context() -> None:
     a, b = written(4, 10), written(5, 10)
-    assert link(P, [CompletedRequest([1, 12, 11], a)]) == [Turn([1, 12, 11], a, begins=True)]
-    assert link(P, [CompletedRequest(P, a), CompletedRequest([*P, 10, 4, 7], b)])[1].begins
+    assert link(P, [Exchange([1, 12, 11], a)]) == [Turn([1, 12, 11], a, begins=True)]
+    assert link(P, [Exchange(P, a), Exchange([*P, 10, 4, 7], b)])[1].begins
 
 
 def test_reset_context_begins_a_sample_and_goes_on_in_it() -> None:
     a, b, c = written(4, 10), written(5, 10), written(6, 10)
-    turns = link(
-        P, [CompletedRequest(P, a), CompletedRequest([12, 3, 11], b), CompletedRequest([12, 3, 11, 5, 10, 2], c)]
-    )
+    turns = link(P, [Exchange(P, a), Exchange([12, 3, 11], b), Exchange([12, 3, 11, 5, 10, 2], c)])
     assert turns == [Turn([], a), Turn([12, 3, 11], b, begins=True), Turn([2], c)]
 
 
@@ -62,17 +60,17 @@ def test_turns_of_interleaved_conversations_stand_by_their_sample() -> None:
     a, b, c, d = (written(n, 10) for n in (4, 5, 6, 7))
     other = [12, 9, 11]
     asked = [
-        CompletedRequest(P, a),
-        CompletedRequest(other, b),
-        CompletedRequest([*P, 4, 10, 1], c),
-        CompletedRequest([*other, 5, 10, 2], d),
+        Exchange(P, a),
+        Exchange(other, b),
+        Exchange([*P, 4, 10, 1], c),
+        Exchange([*other, 5, 10, 2], d),
     ]
     assert link(P, asked) == [Turn([], a), Turn([1], c), Turn(other, b, begins=True), Turn([2], d)]
 
 
 def test_roles_have_samples_of_their_own_even_in_one_context() -> None:
     a, b = written(4, 10), written(5, 10)
-    turns = link(P, [CompletedRequest(P, a, "white"), CompletedRequest([*P, 4, 10, 7], b, "black")])
+    turns = link(P, [Exchange(P, a, "white"), Exchange([*P, 4, 10, 7], b, "black")])
     assert turns == [Turn([], a, role="white"), Turn([4, 10, 7], b, role="black")]
 
 
@@ -82,11 +80,11 @@ conversations = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.inte
 @given(conversations)
 def test_what_is_linked_is_what_was_asked_whatever_the_agent_did(steps: list[tuple[int, int, int]]) -> None:
     """Each step goes on from the prompt, from the last answer, or from the one before that, with some more said."""
-    asked: list[CompletedRequest] = []
+    asked: list[Exchange] = []
     for number, (back, said, length) in enumerate(steps):
         base = P if back == 0 or len(asked) < back else [*asked[-back].context, *asked[-back].completion.token_ids]
         answer = written(*[20 + number] * length, 10)
-        asked.append(CompletedRequest([*base, *range(said)], answer))
+        asked.append(Exchange([*base, *range(said)], answer))
     trajectory = Trajectory(link(P, asked))
     check(trajectory, P, asked)
     group = Group("g", 0, P, [trajectory], "t")
@@ -105,9 +103,9 @@ def test_what_is_linked_is_what_was_asked_whatever_the_agent_did(steps: list[tup
     assert sorted(found) == sorted((one.context, one.completion.token_ids) for one in asked)
 
 
-def two_turns(*, said: int = 7) -> tuple[list[Turn], list[CompletedRequest]]:
+def two_turns(*, said: int = 7) -> tuple[list[Turn], list[Exchange]]:
     a, b = written(4, 10), written(5, 10)
-    return [Turn([], a), Turn([said], b)], [CompletedRequest(P, a), CompletedRequest([*P, 4, 10, 7], b)]
+    return [Turn([], a), Turn([said], b)], [Exchange(P, a), Exchange([*P, 4, 10, 7], b)]
 
 
 def test_turn_behind_other_tokens_than_the_engine_read_is_refused() -> None:
@@ -134,7 +132,7 @@ def test_trajectory_of_nothing_is_refused() -> None:
 def test_answers_may_be_copied_and_told_in_another_order() -> None:
     """Each of two equal answers is linked to its own context."""
     first, second = written(4, 10), written(4, 10)
-    asked = [CompletedRequest(P, first), CompletedRequest([9], second)]
+    asked = [Exchange(P, first), Exchange([9], second)]
     check(Trajectory([Turn([9], second, begins=True), Turn(P, first, begins=True)]), P, asked)
     check(Trajectory([Turn([], written(4, 10))]), P, asked)  # as what went over a wire is
 
@@ -148,12 +146,12 @@ def test_answers_may_be_left_out() -> None:
 def test_contexts_with_the_same_ids_and_other_images_begin_samples() -> None:
     a, b, c = written(5, 10), written(6, 10), written(7, 10)
     asked = [
-        CompletedRequest(P, a, images=["one"]),
-        CompletedRequest([*P, 5, 10, 9], b, images=["other", "two"]),
-        CompletedRequest([*P, 5, 10, 9], c, images=["one", "two"]),
+        Exchange(P, a, images=["one"]),
+        Exchange([*P, 5, 10, 9], b, images=["other", "two"]),
+        Exchange([*P, 5, 10, 9], c, images=["one", "two"]),
     ]
     found = link(P, asked, ["one"])
     assert [(turn.begins, turn.images) for turn in found] == [(False, []), (False, ["two"]), (True, ["other", "two"])]
     assert [turn.completion for turn in found] == [a, c, b]
-    (other,) = link(P, [CompletedRequest(P, a, images=["other"])], ["one"])
+    (other,) = link(P, [Exchange(P, a, images=["other"])], ["one"])
     assert (other.begins, other.images) == (True, ["other"])

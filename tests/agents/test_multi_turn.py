@@ -53,13 +53,11 @@ class Unfinished(Guess):
         return 0.5
 
 
-def play(
-    *answers: Completion, hello: str = "", kind: str = "Guess", hosted: bool = False, **options: Any
-) -> tuple[Trajectory, Talking]:
+def play(*answers: Completion, hello: str = "", kind: str = "Guess", **options: Any) -> tuple[Trajectory, Talking]:
     async def main() -> tuple[Trajectory, Talking]:
         generate = Talking(answers)
         spec = EnvSpec(f"{__name__}:{kind}", {"hello": hello})
-        environments = EnvironmentPool("guess", spec, PoolSettings(hosted=hosted))
+        environments = EnvironmentPool("guess", spec, PoolSettings(hosted=False))
         found = await MultiTurn(environments, **options).run(PROMPT, generate)
         await environments.close()
         return found, generate
@@ -100,10 +98,10 @@ def test_episode_that_its_environment_leaves_to_the_task_has_only_its_turns_rewa
     assert (found.reward, [turn.reward for turn in found.turns]) == (None, [-0.125, 0.875])
 
 
-@pytest.mark.parametrize(("early", "hosted"), [("turns", False), ("tokens", False), ("turns", True)])
-def test_environment_is_asked_for_what_is_due_when_the_episode_ends_before_it_is_done(early: str, hosted: bool) -> None:
+@pytest.mark.parametrize("early", ["turns", "tokens"])
+def test_environment_is_asked_for_what_is_due_when_the_episode_ends_before_it_is_done(early: str) -> None:
     answers = [written(3, 10), written(3, 10, finish="length" if early == "tokens" else "stop")]
-    found, _ = play(*answers, kind="Unfinished", hosted=hosted, max_turns=2 if early == "turns" else 9)
+    found, _ = play(*answers, kind="Unfinished", max_turns=2 if early == "turns" else 9)
     assert [turn.reward for turn in found.turns] == [-0.125, 0.375]
     assert found.reward is None
 

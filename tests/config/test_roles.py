@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.config import Config
-from asyncrl.config.adapters import resident_adapters
+from asyncrl.config.lora import resident_adapters
 from asyncrl.config.roles import PastConfig
 from asyncrl.engine.adapters import AdapterUse
 from asyncrl.errors import ConfigError

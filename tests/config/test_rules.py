@@ -22,20 +22,33 @@ from tests.fakes import JOB, tiny_config
 
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
 ROLE: dict[str, Any] = {"adapter": "judge", "past": None}
+PAST = {"every": 1, "keep": 2}
 ROLES: dict[str, Any] = {**LORA, "agents.roles": {"judge": ROLE, "other": {**ROLE, "adapter": "other"}}}
 
 ROOT = Path(asyncrl.__file__).parent
+FILE: dict[str, Any] = {"task.kind": "file", "task.reward": "exact"}
+EVALUATED = {"eval.questions": 2, "eval.sets": {"digits": {**tiny_config().task.model_dump(), "name": "digits"}}}
 BASES: dict[str, list[dict[str, Any]]] = {
-    "config": [{"cluster.elastic": "act", "metrics.timeline": True, "cluster.max_engines": 4}],
-    "server_args": [{}, {"engine.server_args": {"speculative_algorithm": "EAGLE"}}, {"engine.hicache": 64}],
-    "batch_parts": [{"trainer.batch_parts": 2}],
-    "overlap": [{"weights.overlap": True, "rollout.max_staleness": 2}, {"weights.overlap": True, **LORA}],
-    "colocated": [
-        {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"},
-        {"cluster.placement": "shared"},
+    "_lengths": [{}, {"algo.shaping.overlong_buffer": 1}, {"trainer.optimizer.schedule": "linear"}],
+    "_modes": [{}, {"replay.schedule": True}, {"mode": "rollout_only", "record": True}],
+    "_names": [{}],
+    "_evaluation": [EVALUATED],
+    "_elastic": [{"cluster.elastic": "act", "metrics.timeline": True, "cluster.max_engines": 4}],
+    "_server_args": [{}],
+    "_speculation": [{"engine.server_args": {"speculative_algorithm": "EAGLE"}}],
+    "_host_caches": [{"engine.hicache": 64}],
+    "_batch_parts": [{"trainer.batch_parts": 2}],
+    "_overlap": [{"weights.overlap": True, "rollout.max_staleness": 2}, {"weights.overlap": True, **LORA}],
+    "_shared_gpus": [{"cluster.placement": "shared"}],
+    "_turns": [{"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"}],
+    "_roles": [ROLES],
+    "adapter_rules": [
+        *(LORA, {**LORA, "trainer.lora.targets": ["q_a_proj"]}, {**LORA, "trainer.lora.targets": ["q_proj"]}),
     ],
-    "adapters": [LORA, {**LORA, "trainer.lora.targets": ["q_a_proj"]}, {**LORA, "trainer.lora.targets": ["q_proj"]}],
-    "roles": [ROLES],
+    "_tasks": [{}],
+    "_group_sizes": [{"algo.advantage": "grpo"}],
+    "_extensions": [{}],
+    "_signal": [{"algo.advantage": "none"}],
     "engine_shape": [
         base | {"engine.tensor_parallel": 2, f"engine.{size}_parallel": 2}
         for base in ({}, LORA)
@@ -43,40 +56,67 @@ BASES: dict[str, list[dict[str, Any]]] = {
     ],
     **({"auto_plan": [{}]} if (ROOT / "extensions/plan").exists() else {}),
 }
-"""Settings by the module whose rules hold under them. Every field of a rule is then set to values of its type."""
+"""Settings by the subject whose rules hold under them: a function of config/rules.py, or another module. Every field of
+a rule is then set to values of its type."""
 
 CAUSES: dict[str, list[dict[str, Any]]] = {
-    "config": [{"cluster.min_engines": 3}, {"engine.count": 3, "cluster.max_engines": 2}],
-    "server_args": [
+    "_lengths": [
+        {"rollout.max_new_tokens": 8, "algo.shaping.overlong_buffer": 9},
+        {"trainer.optimizer.lr": 1e-9},
+        {"trainer.optimizer.warmup_steps": 10**6},
+    ],
+    "_names": [{"weights.transport": "x"}, {"trainer.lora.rank": 4, "trainer.lora.base": "x"}],
+    "_modes": [{"deterministic": True, "rollout.max_staleness": 1}],
+    "_evaluation": [{"eval.questions": 0}, {"task.name": "digits"}],
+    "_elastic": [{"cluster.min_engines": 3}, {"engine.count": 3, "cluster.max_engines": 2}],
+    "_server_args": [
         *({"engine.server_args": {name: value}} for name, value in (("tp", 2), ("load_format", "dummy"))),
         *({"engine.server_args": {name: True}} for name in ("torchao_config", "enable_dp_lm_head")),
+        {"engine.server_args": {"disaggregation_mode": "prefill"}},
+    ],
+    "_speculation": [
         {"engine.server_args": {"speculative_algorithm": "NGRAM", "speculative_accept_threshold_acc": 0.5}},
+    ],
+    "_host_caches": [
         {"engine.server_args": {"hicache_storage_backend": "file"}},
         {"rollout.cache_key": "group", "weights.pause_mode": "in_place"},
     ],
-    "batch_parts": [ROLES],
-    "overlap": [{"rollout.max_staleness": 0}, {"rollout.max_staleness": 2, "rollout.lead": 0}],
-    "colocated": [{"engine.memory_fraction": 0.9}],
-    "roles": [{"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True}],
+    "_batch_parts": [ROLES, {"algo.advantage": "reinforce_pp"}, {"algo.loss": "m2po", "algo.correction": None}],
+    "_overlap": [{"rollout.max_staleness": 0}, {"rollout.max_staleness": 2, "rollout.lead": 0}],
+    "_shared_gpus": [{"engine.memory_fraction": 0.9}],
+    "_roles": [
+        {"trainer.data_parallel": 2, "trainer.overlap_grad_reduce": True},
+        {"agents.roles": {"judge": {**ROLE, "past": PAST}}},
+        {"agents.roles": {"judge": {**ROLE, "past": PAST}, "other": {**ROLE, "past": {**PAST, "keep": 3}}}},
+    ],
+    "_tasks": [
+        {"task.kind": "benchmark"},
+        *({"task.kind": "hf", "task.dataset": "d", "task.train_split": split} for split in ("test", None)),
+        FILE,
+    ],
     "engine_shape": [{"algo.routing_replay": "R3"}],
     "auto_plan": [{**JOB, "cluster.trainer_nodes": 1}],
 }
-"""Settings by module that break rules whose cause is in other fields than the one that they name."""
+"""Settings by subject that break rules whose cause is in other fields than the one that they name."""
+SERVED = {"replay.schedule", "replay.compare"} if (ROOT / "extensions/debug").exists() else set()
+"""Settings that are refused without an extension, which is installed here."""
 EVERYWHERE: list[dict[str, Any]] = [
     {"mode": "rollout_only", "record": True},
     {"mode": "replay", "replay.from": "/runs/a"},
     {"deterministic": True, "rollout.max_staleness": 0},
 ]
 
-LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "tie_word_embeddings": True}
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **HEADS, "tie_word_embeddings": True}
+OF_TRANSFORMERS: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"], **HEADS, "num_key_value_heads": 1}
 SEEING: dict[str, Any] = {
-    "architectures": ["SomeForConditionalGeneration"],
-    "num_hidden_layers": 1,
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    **HEADS,
     "vision_config": {},
 }
 
 Place = tuple[str, int, str, int]
-"""A rule: the module and the line that require it, its field, and which of the rules of this field."""
+"""A rule: its subject, the line that requires it, its field, and which of the rules of this field."""
 
 
 class Recorded(Exception):
@@ -89,13 +129,15 @@ class Rules:
     def __init__(self) -> None:
         self.seen, self.broken = set[Place](), set[Place]()
 
-    def note(self, module: str, line: int, prefix: str, found: Iterable[Rule]) -> None:
+    def note(self, subject: str, line: int, prefix: str, found: Iterable[Rule]) -> None:
         counts: dict[str, int] = {}
         for field, *_, broken, _ in found:
             counts[field] = counts.get(field, 0) + 1
-            # rules about each argument of SGLang that was given are the same for all arguments
-            name = re.sub(r"(?<=server_args\.)\w+", "*", field) if module == "server_args" else field
-            place = module, line, prefix + name, counts[field]
+            # rules about each argument of SGLang that was given are the same for all arguments, as are those of roles
+            each = subject in ("_server_args", "_roles")
+            name = re.sub(r"(server_args|roles)\.\w+", r"\1.*", field) if each else field
+            name = re.sub(r"eval\.sets\.\w+", "task", name)
+            place = subject, line, prefix + name, counts[field]
             self.seen.add(place)
             if broken:
                 self.broken.add(place)
@@ -111,8 +153,10 @@ class Rules:
 
     def _instead(self, module: str) -> Any:
         def note(section: Any, found: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
-            self.note(module.rpartition(".")[2], sys._getframe(1).f_lineno, prefix, found)
-            if not module.startswith("asyncrl.config"):
+            inside = module.startswith("asyncrl.config")
+            subject = getattr(found, "__name__", "") if inside else module.rpartition(".")[2]
+            self.note(subject, sys._getframe(1).f_lineno, prefix, found)
+            if not inside:
                 raise Recorded
 
         return note
@@ -120,7 +164,8 @@ class Rules:
 
 def with_rules() -> list[str]:
     """Return the modules that state rules."""
-    files = [file for file in ROOT.rglob("*.py") if "asyncrl.config.rules import" in file.read_text()]
+    states = re.compile(r"config\.rules import require$|def require\(section", re.MULTILINE)
+    files = [file for file in ROOT.rglob("*.py") if states.search(file.read_text())]
     return [".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__") for file in files]
 
 
@@ -166,7 +211,7 @@ def outside(module: str, config: Config | None) -> None:
     if config is None:
         return
     if module == "engine_shape":
-        for hf, experts in ((LLAMA, 0), (SEEING, 3)):
+        for hf, experts in ((LLAMA, 0), (SEEING, 3), (OF_TRANSFORMERS, 0)):
             with suppress(Recorded):
                 check_shape(config, hf, experts)
     if module == "auto_plan":
@@ -178,16 +223,16 @@ def outside(module: str, config: Config | None) -> None:
 def test_each_rule_has_a_case_that_breaks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Rules()
     with found.recorded(monkeypatch):
-        for module, bases in BASES.items():
+        for subject, bases in BASES.items():
             for base in bases:
-                outside(module, tried(base))
-                of_module = {field for name, _, field, _ in found.seen if name == module}
-                cases = [base | {field: value} for field in of_module for value in values(field)]
-                for case in cases + [base | cause for cause in CAUSES.get(module, []) + EVERYWHERE]:
-                    outside(module, tried(case))
-    assert {module.rpartition(".")[2] for module in with_rules()} == BASES.keys()
-    assert {module for module, *_ in found.broken} >= BASES.keys()
-    assert found.seen - found.broken == set()
+                outside(subject, tried(base))
+                fields = {field for name, _, field, _ in found.seen if name == subject}
+                cases = [base | {field: value} for field in fields for value in values(field)]
+                for case in cases + [base | cause for cause in CAUSES.get(subject, []) + EVERYWHERE]:
+                    outside(subject, tried(case))
+    assert {subject for subject, *_ in found.broken} == BASES.keys()
+    served = {place for place in found.seen if place[2] in SERVED}
+    assert found.seen - found.broken == served
 
 
 def test_rules_are_refused_in_order_with_field_value_and_remedy() -> None:

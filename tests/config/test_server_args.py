@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.config.server_args import MOST_DRAFTS, draft_room
+from asyncrl.config.generation import MOST_DRAFTS
 from asyncrl.engine.server import expert_args, server_argv
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import check_platforms
@@ -71,9 +71,9 @@ def test_deterministic_engines_draft_nothing_and_cache_in_one_place() -> None:
 
 
 def test_requests_leave_room_for_drafts() -> None:
-    assert draft_room(tiny_config().engine) == 0
-    assert draft_room(tiny_config(**NGRAM).engine) == 12
-    assert draft_room(tiny_config(**EAGLE).engine) == 2 * MOST_DRAFTS
+    assert tiny_config().engine.draft_room == 0
+    assert tiny_config(**NGRAM).engine.draft_room == 12
+    assert tiny_config(**EAGLE).engine.draft_room == 2 * MOST_DRAFTS
 
 
 def test_engines_get_sglangs_arguments() -> None:

@@ -103,8 +103,8 @@ def compile_packs(
     made = _target(GPUS[gpu])
     from torch._dynamo.utils import counters
 
+    from asyncrl.extensions.offload.activation_offload import ActivationOffload
     from asyncrl.trainer import tree_attention
-    from asyncrl.trainer.activation_offload import ActivationOffload
 
     moves, sent = ActivationOffload(list), []
     moves.least, send = 0, moves._send

@@ -30,7 +30,7 @@ def held(policy: Any, config: Config, folder: Path, stage: int, tokens: int) -> 
 def _state(policy: Any) -> dict[str, int]:
     from megatron.core import parallel_state
 
-    networks = [policy.network, *([policy._critic._network] if policy._critic else [])]
+    networks = policy.networks()
     optimizers = [policy.optimizer, *([policy._critic.optimizer] if policy._critic else [])]
     every = {id(one): one for network in networks for one in (*network.parameters(), *network.packed())}.values()
     parameters = [one for one in every if one.requires_grad]

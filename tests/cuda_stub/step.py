@@ -169,12 +169,14 @@ def _publish_beside(policy: Any, parallel: Any, config: Config, following: Batch
     """Publish to no engine, and train a batch before the first bucket is sent. Returns how often staging
     waited for the device, the devices of the buckets, and the figures of the batch."""
     from asyncrl.engine.fleet import Fleet
+    from asyncrl.engine.update import Update
     from asyncrl.network.addresses import Access
     from asyncrl.weights.bucket import Bucket
     from asyncrl.weights.checksum import ExpectedChecksums
-    from asyncrl.weights.overlap import OverlappedPublisher
-    from asyncrl.weights.publish import Publisher
+    from asyncrl.weights.publish import Outgoing, Publisher
+    from asyncrl.weights.publisher import Background
     from asyncrl.weights.transport import Transport
+    from tests.integration.publisher import FakeRollout
 
     trained, sent = threading.Event(), list[str]()
 
@@ -184,19 +186,24 @@ def _publish_beside(policy: Any, parallel: Any, config: Config, following: Batch
             sent.append(str(flat.device))
 
     publisher = Publisher(
-        *(parallel, Fleet([], Access(""), 1.0, on_lost=lambda *_: None), Waiting(), policy.weights, config.weights),
-        expected=lambda: ExpectedChecksums(policy.hf, EngineParallel(), dtype=torch.bfloat16, device="cuda"),
-        hold=lambda: None,
-        announce=lambda version: None,
+        parallel,
+        Update(Fleet([], Access(""), 1.0, on_lost=lambda *_: None), mode="in_place"),
+        Waiting(),
+        Outgoing(
+            policy.weights,
+            lambda: ExpectedChecksums(policy.hf, EngineParallel(), dtype=torch.bfloat16, device="cuda"),
+        ),
+        config.weights,
+        FakeRollout(),
         group=torch.distributed.new_group(backend="gloo"),
     )
-    overlapped = OverlappedPublisher(publisher)
+    background = Background(publisher)
     before = device.Synchronizations.count
-    overlapped.publish(1)
+    background.publish(1)
     waits = device.Synchronizations.count - before
     figures = policy.update(following)
     trained.set()
-    overlapped.finish()
+    background.finish()
     return {"waits": waits, "sent": sent, "buckets": len(publisher._plan or []), "figures": figures}
 
 

@@ -31,10 +31,10 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "PP 2, VPP 2": (BASE, {PP: 2, VPP: 2}),
     "TP 2, SP, DP 2": (BASE, {TP: 2, SP: True, DP: 2}),
     "full recomputation": (BASE, {"trainer.recompute.granularity": "full"}),
-    "offload": (BASE, {"trainer.activation_offload": True}),
+    "offload": (BASE, {"offload.activations": True}),
     "full recomputation and offload": (
         BASE,
-        {"trainer.recompute.granularity": "full", "trainer.activation_offload": True},
+        {"trainer.recompute.granularity": "full", "offload.activations": True},
     ),
     "reference": (BASE, {"algo.kl.coefficient": 0.01}),
     "critic, PP 2, last stage": (replace(BASE, rank=1, layers=2), {"algo.advantage": "gae", PP: 2}),
@@ -66,9 +66,7 @@ def test_a_rank_holds_what_the_planner_says(name: str, step: Callable[[Case], di
 def test_most_layers_activations_are_in_host_memory(recomputed: bool, step: Callable[[Case], dict[str, Any]]) -> None:
     """Two layers are on the device; of layers that are recomputed, these are their inputs."""
     changes = BASE.changes | {"trainer.recompute.granularity": "full" if recomputed else "none"}
-    without, offloads = (
-        step(replace(BASE, changes=changes | {"trainer.activation_offload": on})) for on in (False, True)
-    )
+    without, offloads = (step(replace(BASE, changes=changes | {"offload.activations": on})) for on in (False, True))
     a_layer = without["memory"]["planned"]["activations"] / LAYERS
     if recomputed:
         a_layer = 2 * BASE.sizes["hidden"] * max(map(max, without["passes"]))

@@ -56,10 +56,10 @@ FEATURES: dict[str, dict[str, Any]] = {
         "trainer.recompute.granularity": "selective",
         "trainer.recompute.modules": ["core_attn", "layernorm", "mlp"],
     },
-    "offload of activations": {"trainer.activation_offload": True},
+    "offload of activations": {"offload.activations": True},
     "full recomputation and offload": {
         "trainer.recompute.granularity": "full",
-        "trainer.activation_offload": True,
+        "offload.activations": True,
     },
     "adapters": {
         "trainer.lora.rank": 8,

@@ -13,8 +13,7 @@ from asyncrl import retries
 from asyncrl.config import Config
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.session import SavedCompletion
-from asyncrl.schema import Completion, VersionSpan
+from asyncrl.schema import Completion, Exchange, VersionSpan
 from tests.engine.asking import PROMPT, answering, asked, named
 from tests.fakes import FakeEngine, Reply, completion, pieces, stream, tiny_config, until
 
@@ -165,8 +164,8 @@ def test_an_evaluation_keeps_the_adapter_that_it_began_with() -> None:
     assert played(answering(), play) == (1, [1])
 
 
-def saved(version: int, finish: str, context: list[int] = PROMPT) -> SavedCompletion:
-    return SavedCompletion(context, completion(2, (version,), finish))
+def saved(version: int, finish: str, context: list[int] = PROMPT) -> Exchange:
+    return Exchange(context, completion(2, (version,), finish))
 
 
 @pytest.mark.parametrize(
@@ -177,7 +176,7 @@ def saved(version: int, finish: str, context: list[int] = PROMPT) -> SavedComple
         (saved(2, ""), [VersionSpan(3, 0, 3)], 1),  # its adapter is lost: generated anew
     ],
 )
-def test_a_resumed_completion_has_one_version(one: SavedCompletion, versions: list[VersionSpan], requests: int) -> None:
+def test_a_resumed_completion_has_one_version(one: Exchange, versions: list[VersionSpan], requests: int) -> None:
     engine = answering()
 
     async def play(client: GenerationClient) -> Completion:

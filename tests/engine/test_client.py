@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.partial_completion import StopStrings
-from asyncrl.engine.session import SavedCompletion
+from asyncrl.engine.request import StopStrings
 from asyncrl.errors import EngineError, PromptRefused
 from asyncrl.observability.intervals import AGENT, DECODE, PREFILL, PUBLISH, QUEUED
-from asyncrl.schema import Completion, VersionSpan
+from asyncrl.schema import Completion, Exchange, VersionSpan
 from tests.engine.asking import PROMPT, asked, siblings
 from tests.fakes import FakeEngine, FakeHttp, completion, echo, pieces, stream, until
 
@@ -150,7 +149,7 @@ def test_answers_of_a_saved_run_are_kept_but_drawn_anew_with_seeds(
     """The last bits of an engine's numbers depend on whether it prefills a token or generates it, so a deterministic
     run draws each answer from its first token, as it did before it was saved."""
     engine = FakeEngine(echo())
-    saved = SavedCompletion(PROMPT, Completion([7, 8], [-0.1, -0.2], [VersionSpan(0, 0, 2)], finish))
+    saved = Exchange(PROMPT, Completion([7, 8], [-0.1, -0.2], [VersionSpan(0, 0, 2)], finish))
 
     async def play(client: GenerationClient) -> Completion:
         return await client.resume("g", "g 0", 0, 2, [saved])(PROMPT)
@@ -444,7 +443,7 @@ def test_stop_string_may_begin_before_an_answer_is_interrupted() -> None:
     async def play(client: GenerationClient) -> None:
         found = await client.generate()(PROMPT)
         assert (found.token_ids, found.finish_reason) == ([0, 1, 2], "stop")
-        half = SavedCompletion(PROMPT, Completion([0, 1, 2], [-0.1] * 3, [VersionSpan(0, 0, 3)], ""))
+        half = Exchange(PROMPT, Completion([0, 1, 2], [-0.1] * 3, [VersionSpan(0, 0, 3)], ""))
         again = await client.resume("g", "g 0", 0, 3, [half])(PROMPT)
         assert (again.token_ids, again.finish_reason) == ([0, 1, 2], "stop")
 

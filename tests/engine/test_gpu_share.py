@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from asyncrl.engine import gpu_share
+from asyncrl.engine import sglang_hooks
 
 SIZES = """
 import json
@@ -64,7 +64,7 @@ def sizes(*argv: str) -> list[float | str]:
 
 def test_weights_and_cache_are_the_same_part_of_a_gpu_whatever_others_use() -> None:
     """More than is free is refused with the setting. SGLang alone takes 0.4 of what is free."""
-    *same, refused = sizes(gpu_share.ARGUMENT, "0.4")
+    *same, refused = sizes(sglang_hooks.MEMORY_FRACTION, "0.4")
     assert same == pytest.approx([32.0] * 4)
     assert "mem_fraction_static=0.4 (engine.memory_fraction) of this GPU's 80.0 GiB is more than the 31.0 GiB" in str(
         refused

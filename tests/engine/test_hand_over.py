@@ -23,10 +23,10 @@ from asyncrl.network.addresses import TRAINING, Access
 from asyncrl.parallel import EngineParallel, Parallel
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.disk import DiskTransport
-from asyncrl.weights.publish import Publisher
+from asyncrl.weights.publish import Outgoing, Publisher
 from tests.engine.scrambling import ScramblingEngine
 from tests.fakes import tiny_config
-from tests.integration.publisher import ALONE, SeededWeights
+from tests.integration.publisher import ALONE, FakeRollout, SeededWeights
 
 MODEL = "builtin:tiny"
 START_SECONDS, CALL_SECONDS = 60.0, 60.0
@@ -72,14 +72,14 @@ class Rig:
         hf = self.engines[0]._hf
         self.publisher = Publisher(
             Parallel(**ALONE),
-            self.fleet,
+            self.hand_over.update,
             DiskTransport(self.fleet, folder / "weights", 0),
-            self.weights,  # type: ignore[arg-type]
+            Outgoing(
+                self.weights,  # type: ignore[arg-type]
+                lambda: ExpectedChecksums(hf, EngineParallel(), dtype=torch.float32),
+            ),
             config.weights,
-            expected=lambda: ExpectedChecksums(hf, EngineParallel(), dtype=torch.float32),
-            hold=lambda: None,
-            announce=lambda version: None,
-            update=self.hand_over.update,
+            FakeRollout(),
         )
 
     def publish(self, version: int) -> dict[str, float]:

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.session import SavedCompletion
 from asyncrl.images import ImageRefused, ImageShape, ImageTokens, data_url, image_name
 from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
 from asyncrl.images.parts import images_in, without_images
+from asyncrl.schema import Exchange
 from tests.engine.asking import asked
 from tests.fakes import FakeEngine, echo
 
@@ -158,7 +158,7 @@ def test_a_resumed_request_gets_its_answer_only_with_its_image(vision: Vision) -
         first = client.generate(group="g")
         answer = await first(PROMPT, images=[png(1)])
         said = first.said()
-        assert said == [SavedCompletion(PROMPT, answer, images=[image_name(png(1))])]
+        assert said == [Exchange(PROMPT, answer, images=[image_name(png(1))])]
         again = client.resume("g", "g 0", 0, 3, said)
         await again(PROMPT, images=[png(2)])
         assert engine.requests[-1]["image_data"] == [data_url(png(2))]

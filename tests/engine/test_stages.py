@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.engine import stages
+from asyncrl.engine import sglang_hooks as stages
 
 
 @pytest.fixture

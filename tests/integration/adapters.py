@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config import Config
-from asyncrl.config.adapters import LINEARS
+from asyncrl.config.lora import LINEARS
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
@@ -21,7 +22,7 @@ from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
 from tests.integration.fleet import Engines
-from tests.integration.publisher import ALONE
+from tests.integration.publisher import ALONE, NO_PAST
 
 RANK = 4
 SETTINGS = (f"trainer.lora.rank={RANK}", "trainer.lora.alpha=8", "weights.lora=versions", "rollout.max_staleness=2")
@@ -57,6 +58,11 @@ class SeededAdapters:
         return merged
 
 
+def in_dtype(weights: SeededAdapters, dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield an adapter as the engines get it."""
+    return ((name, tensor.to(getattr(torch, dtype))) for name, tensor in weights.adapters())
+
+
 @contextmanager
 def publisher_of(
     config: Config,
@@ -79,12 +85,12 @@ def publisher_of(
     made = AdapterPublisher(
         Parallel(**ALONE),
         fleet,
-        {name: one.adapters for name, one in {POLICY: weights, **others}.items()},
+        {name: partial(in_dtype, one, config.engine.dtype) for name, one in {POLICY: weights, **others}.items()},
         build,
         config.weights,
-        getattr(torch, config.engine.dtype),
         names=names,
         announce=announce,
+        past=NO_PAST,
     )
     try:
         yield made

@@ -15,7 +15,9 @@ from omegaconf import OmegaConf
 
 from asyncrl.config import Config, load
 from asyncrl.launch.main import CONF
+from asyncrl.models.families import OF_TYPE
 from asyncrl.parallel import EngineParallel
+from tests.integration.families import PUBLISHED_AS, retyped
 
 SIZES = {
     "vocab_size": 197,  # divides by nothing
@@ -72,6 +74,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": 32}),
     "deepseek_v3, whole queries": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }
+OF_ONE_KIND = ("mistral", "ministral3", "seed_oss", "smollm3", "ernie4_5", "phi3")  # as their records make them
+MODELS |= {name: (name, dict(OF_TYPE[name].tiny)) for name in OF_ONE_KIND}
+MODELS["glm4_moe_lite"] = ("glm4_moe_lite", {**GROUPED, **LATENT, "q_lora_rank": 32, "n_group": 1})
+MODELS["kimi-k2"] = ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": 32, "n_group": 1})
 EVERYTHING = ("qwen3_moe", EngineParallel(tp=2, ep=2, dp=2, pp=2))
 
 
@@ -92,6 +98,8 @@ def write_model(folder: Path, model_type: str, changes: dict[str, Any]) -> None:
         if hasattr(module, "e_score_correction_bias"):
             module.e_score_correction_bias = torch.randn(module.e_score_correction_bias.shape)  # float32, as released
     model.save_pretrained(folder)
+    if folder.name in PUBLISHED_AS:
+        retyped(folder, PUBLISHED_AS[folder.name])
 
 
 def engine_of(shape: EngineParallel) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from asyncrl.algo.samples import Sample
 from asyncrl.launch.main import CONF
+from asyncrl.models import parts
+from asyncrl.models.families import FAMILIES, OF_TYPE
 from asyncrl.models.tiny import write_random_model
 from tests.integration.ranks import run_ranks
 
@@ -34,23 +37,33 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 16,
 }
-# transformers' model type, tied embeddings, and config fields besides models/tiny.py's
+TEXT = [family for family in FAMILIES.values() if not family.tower]
+# transformers' model type, tied embeddings, and config fields besides those of the record
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    **{
+        "-".join([family.model_type, *map(str, [number] * (number > 0))]): (
+            family.model_type,
+            number % 2 == 1,
+            dict(fields),
+        )
+        for family in TEXT
+        for number, fields in enumerate(({}, *family.variants))
+    },
     "llama-tied": ("llama", True, {}),
     "llama3-rope": ("llama", False, {"rope_parameters": LLAMA3_ROPE}),
-    "qwen2": ("qwen2", True, {}),
-    "qwen3": ("qwen3", False, {}),
-    "qwen3-moe": ("qwen3_moe", False, {"mlp_only_layers": [1]}),
-    "qwen3-moe-unnormalized": ("qwen3_moe", True, {"norm_topk_prob": False}),
-    "mixtral": ("mixtral", False, {}),
-    "glm4-moe": ("glm4_moe", False, {}),
-    "glm4-moe-plain-heads": ("glm4_moe", False, {"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 1}),
-    "deepseek-v3": ("deepseek_v3", False, {}),
-    "deepseek-v3-one-query-matrix": ("deepseek_v3", False, {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     "deepseek-v3-yarn": ("deepseek_v3", False, {"rope_parameters": YARN}),
+    "kimi-k2": ("deepseek_v3", False, {"rope_parameters": YARN, "n_group": 1, "topk_group": 1}),
 }
-EXPERTS = [name for name, (kind, _, _) in MODELS.items() if kind not in ("llama", "qwen2", "qwen3")]
+"""Each family as its record makes it, and with each of its variants, whose embeddings are tied."""
+EXPERTS = [
+    name for name, (kind, _, _) in MODELS.items() if any("{expert}" in one.megatron for one in OF_TYPE[kind].weights)
+]
 CHOOSES = "e_score_correction_bias"  # of a router; a buffer without gradient
+CHOOSING = [name for name, (kind, _, _) in MODELS.items() if set(parts.ROUTER_BIAS) <= set(OF_TYPE[kind].weights)]
+
+
+PUBLISHED_AS = {"kimi-k2": "kimi_k2"}
+"""Model types in the config.json of publishers that transformers does not know."""
 
 
 def groups() -> list[list[Sample]]:
@@ -78,7 +91,7 @@ def factors(group: int, vocab: int) -> Tensor:
 LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "single": ({}, list(MODELS)),
     "tp2": ({"tensor_parallel": 2, "sequence_parallel": True}, list(MODELS)),
-    "tp4": ({"tensor_parallel": 4, "sequence_parallel": True}, ["llama-tied", "qwen2", "qwen3", "qwen3-moe"]),
+    "tp4": ({"tensor_parallel": 4, "sequence_parallel": True}, ["llama-tied", "qwen2", "qwen3", "qwen3_moe-1"]),
     "pp2": ({"pipeline_parallel": 2}, list(MODELS)),
     "ep2": ({"data_parallel": 2, "expert_parallel": 2}, EXPERTS),
 }
@@ -95,7 +108,7 @@ def written(made: Path) -> Path:
             hidden=32,
             layers=4,
             heads=4,
-            kv_heads=4 if kind == "deepseek_v3" else 2,
+            kv_heads=4 if "kv_lora_rank" in OF_TYPE[kind].tiny else 2,
             intermediate=48,
             tied=tied,
             seed=seed,
@@ -104,7 +117,15 @@ def written(made: Path) -> Path:
             spread=0.15,
             fields=fields,
         )
+    for name, model_type in PUBLISHED_AS.items():
+        retyped(made / name, model_type)
     return made
+
+
+def retyped(model: Path, model_type: str) -> None:
+    """Write another model type into config.json."""
+    hf = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**hf, "model_type": model_type}))
 
 
 def launch(folder: Path, layout: str, further: dict[str, Any]) -> None:
@@ -123,7 +144,11 @@ def transformers(folder: Path, name: str) -> tuple[list[Tensor], dict[str, Tenso
     """Return the logits of every group's targets, and the gradients by HF name."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+    if name in PUBLISHED_AS:
+        copytree(folder / name, folder / "known" / name)
+        retyped(folder / "known" / name, MODELS[name][0])
+    source = folder / "known" / name if name in PUBLISHED_AS else folder / name
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     logits = []
     for group in groups():
         rows = []

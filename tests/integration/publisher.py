@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +21,17 @@ from torch import Tensor
 
 from asyncrl import extension
 from asyncrl.config import Config
+from asyncrl.engine.adapters import no_past
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.router import RouterWorkers
+from asyncrl.engine.update import Update
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.layouts import Pieces
-from asyncrl.weights.publish import Publisher, build_transport
+from asyncrl.weights.past import PastAdapters
+from asyncrl.weights.publish import Outgoing, Publisher, build_transport
 
 DEGREES = ("tp", "pp", "cp", "dp", "etp", "ep")
 ALONE: dict[str, Any] = {
@@ -38,6 +42,17 @@ ALONE: dict[str, Any] = {
     "tp_group": None,
     "expert_group": None,
 }
+
+
+@dataclass
+class FakeRollout:
+    """What hears of a publish in place of the rollout process."""
+
+    hold: Callable[[], None] = lambda: None
+    announce: Callable[[int], object] = lambda version: None
+
+
+NO_PAST = PastAdapters(Path("/nowhere"), None, no_past, list, lambda tensors: {})
 
 
 class SeededWeights:
@@ -90,11 +105,12 @@ class Sender(Publisher):
     """A publisher with its engines and weights, and with what it calls before and after a publish, which may change."""
 
     def __init__(self, *parts: Any, hold: Callable[[], object], announce: Callable[[int], object], **more: Any) -> None:
-        _, self.fleet, _, self.weights, *_ = parts
-        self.hold, self.announce = hold, announce
-        super().__init__(
-            *parts, hold=lambda: self.hold() and None, announce=lambda version: self.announce(version), **more
-        )
+        _, update, _, outgoing, _ = parts
+        self.fleet = update.fleet
+        self.weights = outgoing.weights
+        self.hold = hold
+        self.announce = announce
+        super().__init__(*parts, rollout=self, **more)  # type: ignore[arg-type]
 
 
 def make(
@@ -108,7 +124,7 @@ def make(
     announce: Callable[[int], object] = lambda version: None,
     device: str = "cpu",
 ) -> Sender:
-    """Return a publisher of one rank, created as in trainer/__main__.py. `device` is the trainer's."""
+    """Return a publisher of one rank, created as in trainer/publishers.py. `device` is the trainer's."""
     timeout = config.weights.timeout
     fleet = Fleet(
         urls or addresses.engines,
@@ -124,18 +140,22 @@ def make(
     sent: Any = weights
     for one in extension.active(config).values():
         sent = one.trainer(SimpleNamespace(config=config, hf=hf)).sent(sent)  # type: ignore[arg-type]
-    return Sender(
-        parallel,
-        fleet,
-        transport,
-        sent,
-        config.weights,
-        expected=lambda: sent.checksums(
+
+    def expected() -> ExpectedChecksums:
+        found: ExpectedChecksums = sent.checksums(
             hf,
             config.engine.parallel,
             dtype=getattr(torch, config.engine.dtype),
             device="cuda" if addresses.gpus else "cpu",
-        ),
+        )
+        return found
+
+    return Sender(
+        parallel,
+        Update(fleet, mode=config.weights.pause_mode),
+        transport,
+        Outgoing(sent, expected),
+        config.weights,
         hold=hold,
         announce=announce,
     )

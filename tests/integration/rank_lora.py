@@ -181,8 +181,6 @@ def main(folder: Path, layout: str) -> None:
         optimizer = NetworkOptimizer(trainer, network, 100)
         if optimizer.memory:
             optimizer.memory._stand_in = True
-        if network.offload:
-            network.offload.stand_in, network.offload.least = True, 0
         out["logprobs"] = scored(network, parallel)
         with network.base():
             out["base_logprobs"] = scored(network, parallel)

@@ -26,16 +26,18 @@ from torch import Tensor  # noqa: E402
 
 from asyncrl.config import read  # noqa: E402
 from asyncrl.engine.fleet import Fleet  # noqa: E402
+from asyncrl.engine.update import Update  # noqa: E402
 from asyncrl.network.addresses import Access  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
 from asyncrl.trainer.parallel import split  # noqa: E402
 from asyncrl.weights import publish  # noqa: E402
 from asyncrl.weights.bucket import Bucket, fill, views  # noqa: E402
 from asyncrl.weights.layouts import Pieces, dims_of  # noqa: E402
-from asyncrl.weights.overlap import OverlappedPublisher  # noqa: E402
-from asyncrl.weights.publish import Publisher  # noqa: E402
+from asyncrl.weights.publish import Outgoing, Publisher  # noqa: E402
+from asyncrl.weights.publisher import Background  # noqa: E402
 from asyncrl.weights.reshard import Resharder  # noqa: E402
 from asyncrl.weights.transport import Transport  # noqa: E402
+from tests.integration.publisher import FakeRollout  # noqa: E402
 
 PATIENCE = timedelta(seconds=60)
 GONE = "http://127.0.0.1:9"
@@ -81,9 +83,7 @@ class ComparedTransport(Transport):
                 self._store.set(f"{self._version}-sent-0", "")
 
 
-def train_beside(
-    publisher: OverlappedPublisher, transport: ComparedTransport, weights: Resharder, version: int
-) -> None:
+def train_beside(publisher: Background, transport: ComparedTransport, weights: Resharder, version: int) -> None:
     """Publish, and change all weights between collectives of the groups that a step uses, while nothing is sent."""
     transport.trained.clear()
     publisher.publish(version)
@@ -136,19 +136,21 @@ def main(folder: Path, turns: bool, beside: bool) -> None:
         bucket_mb=0,
     )
     publisher = Publisher(
-        *(parallel, fleet, transport, weights, settings),
-        expected=lambda: None,  # type: ignore[arg-type, return-value]
-        hold=lambda: None,
-        announce=lambda version: None,
+        parallel,
+        Update(fleet, mode="in_place"),
+        transport,
+        Outgoing(weights, lambda: None),  # type: ignore[arg-type, return-value]
+        settings,
+        FakeRollout(),
         group=dist.new_group(backend="gloo", timeout=PATIENCE) if beside else None,
     )
-    overlapped = OverlappedPublisher(publisher)
+    background = Background(publisher)
     publisher.prepare()
     transport.buckets = len(publisher._plan or [])
     for version in VERSIONS:
         last.update(version=version, filled=0)
         if beside:
-            train_beside(overlapped, transport, weights, version)
+            train_beside(background, transport, weights, version)
         else:
             publisher.publish(version)
         if parallel.exports:

@@ -30,8 +30,8 @@ def main(name: str, folders: list[Path]) -> None:
     for folder in folders:
         config = read(folder)
         policy = Policy(config, folder / "model", parallel)
-        if policy.network.offload:
-            policy.network.offload.least = 0  # the model is small
+        for offload in getattr(policy._hooks.get("offload"), "offloads", []):
+            offload.least = 0  # the model is small
         groups = msgspec.msgpack.decode((folder / "groups.msgpack").read_bytes(), type=list[Group])
         batches = [in_parts(Batch(version, groups, {}), config.trainer.batch_parts) for version in range(2)]
         figures = [[policy.update(part) for part in batch][-1] for batch in batches]

@@ -24,15 +24,14 @@ import torch  # noqa: E402
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from asyncrl.config import Config, read  # noqa: E402
+from asyncrl.config import Config, load, read  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.schema import Batch, Group  # noqa: E402
-from asyncrl.trainer.activation_offload import ActivationOffload  # noqa: E402
 from asyncrl.trainer.attention import PackedAttention  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from tests.fakes import changed, in_parts  # noqa: E402
-from tests.integration.rank_routing import with_settings  # noqa: E402
+from tests.integration.variants import of_run  # noqa: E402
 
 COUNTS = {"attention": 0, "reductions": 0, "away": 0, "activations": 0, "layers": 0}
 
@@ -59,7 +58,7 @@ def counted_away(policy: Policy) -> None:
     policy.network.train = train  # type: ignore[method-assign]
 
 
-def counted_activations(offload: ActivationOffload) -> None:
+def counted_activations(offload: Any) -> None:
     """Count the bytes of activations that come back to the device in backward, and the layers of a micro-batch that are
     on the device and in host memory when forward is about to copy the next one."""
     load, send = offload._load, offload._send
@@ -76,7 +75,7 @@ def counted_activations(offload: ActivationOffload) -> None:
             earlier = earlier.before
         COUNTS["layers"] = max(held, COUNTS["layers"])
 
-    offload._load, offload._send = loaded, sent  # type: ignore[method-assign]
+    offload._load, offload._send = loaded, sent
 
 
 def updated(
@@ -85,7 +84,7 @@ def updated(
     """Return the figures of two updates, and weights and gradients after them."""
     policy = Policy(config, folder / "model", parallel)
     COUNTS.update(dict.fromkeys(COUNTS, 0))
-    if offload := policy.network.offload:
+    for offload in getattr(policy._hooks.get("offload"), "offloads", []):
         offload.stand_in, offload.least = True, 0
         counted_activations(offload)
     if memory := policy.optimizer.memory:
@@ -109,7 +108,7 @@ def main(folders: list[Path]) -> None:
         assert not any(COUNTS.values())
         counts: dict[str, dict[str, int]] = {}
         for name, changes in json.loads((folder / "variants.json").read_text()).items():
-            other = with_settings(config, trainer=changed(config.trainer.model_dump(), changes))
+            other = load(changed(config.model_dump(), of_run(changes)))
             mine, my_weights, my_gradients = updated(other, folder, groups, parallel)
             counts[name] = dict(COUNTS)
             differ = [key for one, two in zip(figures, mine, strict=True) for key in one if one[key] != two[key]]

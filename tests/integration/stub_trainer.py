@@ -24,13 +24,14 @@ from asyncrl.config import Config, WeightsConfig, read
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.registry import Registry
 from asyncrl.engine.router import RouterWorkers
+from asyncrl.engine.update import Update
 from asyncrl.metrics.record import StepLog
 from asyncrl.network.addresses import LOST, Addresses
 from asyncrl.parallel import Parallel
 from asyncrl.schema import decode_batch
 from asyncrl.trainer.batch_source import RolloutClient
 from asyncrl.weights.bucket import Bucket
-from asyncrl.weights.publish import Publisher
+from asyncrl.weights.publish import Outgoing, Publisher
 from asyncrl.weights.transport import Transport
 from tests.integration.publisher import ALONE
 from tests.integration.workload import Workload
@@ -70,13 +71,11 @@ def main(run_dir: Path) -> None:
     parallel = Parallel(**{**ALONE, "device": torch.device("cpu")})
     publisher: Any = Publisher(
         parallel,
-        fleet,
+        Update(fleet, mode=config.weights.pause_mode),
         nothing,
-        nothing,
+        Outgoing(nothing, _none),
         unverified(config),
-        expected=_none,
-        hold=source.hold,
-        announce=source.announce,
+        source,
     )
     (run_dir / BATCHES).mkdir()
     log = StepLog([partial(jsonl.append, run_dir / "metrics.jsonl")], started_at=addresses.started_at)

@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import read
-from asyncrl.config.adapters import resident_adapters
+from asyncrl.config.lora import resident_adapters
 from asyncrl.extensions.convert.cli import main as convert
 from asyncrl.metrics.fields import unknown
 from tests.integration import roles

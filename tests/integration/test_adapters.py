@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
-from asyncrl.config.adapters import LINEARS
+from asyncrl.config.lora import LINEARS
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import InUse, adapter_names
 from asyncrl.engine.client import GenerationClient

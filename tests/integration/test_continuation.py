@@ -11,8 +11,9 @@ from itertools import pairwise
 
 import pytest
 
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.router import wait_until_ready
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.schema import Completion
 from tests.integration.fleet import START, Engines
 
@@ -27,15 +28,15 @@ def fleet(two_engines: Engines) -> Engines:
 
 def client_of(fleet: Engines, stop_token_ids: list[int], *, coalesce: bool = True) -> GenerationClient:
     return GenerationClient(
-        fleet.addresses.router,
-        run=f"continuation-{time.monotonic()}",  # an engine may still know the last one's requests
-        access=fleet.addresses.access,
-        max_new_tokens=LENGTH,
-        temperature=1.0,
-        stop_token_ids=stop_token_ids,
-        timeout=60.0,
-        retry_timeout=START,
-        coalesce=coalesce,
+        GenerateEndpoint(fleet.addresses.router, fleet.addresses.access, 60.0),
+        ClientSettings(
+            run=f"continuation-{time.monotonic()}",  # an engine may still know the last one's requests
+            max_new_tokens=LENGTH,
+            temperature=1.0,
+            stop_token_ids=stop_token_ids,
+            retry_timeout=START,
+            coalesce=coalesce,
+        ),
     )
 
 

@@ -10,14 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.models.tiny import write_random_model
 from tests.integration.families import (
     CASES,
     CHOOSES,
+    CHOOSING,
+    TEXT,
     check,
     exported,
     launch,
     written,
 )
+from tests.integration.fleet import ask, engines, reloaded, settings
+from tests.integration.publisher import SeededWeights, make, publish
+from tests.integration.test_engine_shapes import logprobs
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +51,7 @@ def test_logits_and_gradients_are_those_of_transformers(layout: str, name: str, 
     check(folder, layout, name)
 
 
-@pytest.mark.parametrize(("layout", "name"), [case for case in CASES if case[1].startswith(("glm4", "deepseek"))])
+@pytest.mark.parametrize(("layout", "name"), [case for case in CASES if case[1] in CHOOSING])
 def test_biases_that_choose_experts_stay_bit_for_bit_through_training_and_casts(
     layout: str, name: str, folder: Path, megatron: Any
 ) -> None:
@@ -57,3 +63,40 @@ def test_biases_that_choose_experts_stay_bit_for_bit_through_training_and_casts(
         assert found[key].dtype == torch.float32
         assert found[key].equal(tensor), key
         assert not tensor.bfloat16().float().equal(tensor)  # the cast would show
+
+
+SERVED = [family.model_type for family in TEXT if family.serving.on_cpu]
+
+
+@pytest.mark.parametrize("kind", SERVED)
+def test_engines_compute_what_transformers_computes_with_weights_of_the_folder_and_published_ones(
+    kind: str, tmp_path: Path
+) -> None:
+    """Every publish is verified by the checksums of all parameters."""
+    model = tmp_path / "model"
+    write_random_model(
+        model,
+        kind,
+        vocab=16,
+        hidden=64,
+        layers=4,
+        heads=4,
+        kv_heads=2,
+        intermediate=96,
+        tied=False,
+        seed=1,
+        dtype="float32",
+        max_positions=64,
+        spread=0.15,
+    )
+    with engines(tmp_path, f"model.path={model}", "engine.count=1", "engine.dtype=float32") as fleet:
+        weights = SeededWeights(model, share=0.05)
+        config = settings(fleet.config, transport="tensor", verify_every=1)
+        publisher = make(config, fleet.addresses, weights, tmp_path / "publish")
+        for version in (0, 1):
+            assert publish(publisher, version)["engines"] == 1
+            served = reloaded(model, weights.at(version), tmp_path / f"v{version}")
+            for found in ask(fleet, 4, version):
+                expected = logprobs(served, found.token_ids)
+                torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=1e-5)
+        publisher.fleet.close()

@@ -9,9 +9,10 @@ import httpx
 import pytest
 
 from asyncrl.engine import loads as loads_module
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.loads import Loads
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.engine.update import Update
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Access, Addresses
@@ -29,15 +30,15 @@ def addresses(two_engines: Engines) -> Addresses:
 
 def _client(addresses: Addresses, key: str | None = None, run: str = "t") -> GenerationClient:
     return GenerationClient(
-        addresses.router,
-        run=run,
-        access=Access(key, addresses.authority) if key else addresses.access,
-        max_new_tokens=48,
-        temperature=1.0,
-        stop_token_ids=[10],
-        timeout=60.0,
-        retry_timeout=30.0,
-        coalesce=True,
+        GenerateEndpoint(addresses.router, Access(key, addresses.authority) if key else addresses.access, 60.0),
+        ClientSettings(
+            run=run,
+            max_new_tokens=48,
+            temperature=1.0,
+            stop_token_ids=[10],
+            retry_timeout=30.0,
+            coalesce=True,
+        ),
     )
 
 

@@ -13,7 +13,8 @@ from openai import AsyncOpenAI
 
 from asyncrl.agents.chat import Chat
 from asyncrl.agents.template import ChatTemplate
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.extensions.proxy.agents import Command, Proxied
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
@@ -72,16 +73,16 @@ async def greedy(fleet: Engines, agent: Agent, episodes: int) -> list[Trajectory
     tokenizer = load_tokenizer(fleet.addresses.model, None)
     template = ChatTemplate(tokenizer)
     client = GenerationClient(
-        fleet.addresses.router,
-        run="proxy",
-        access=fleet.addresses.access,
-        max_new_tokens=48,
-        temperature=1.0,
-        stop_token_ids=stop_tokens(fleet.addresses.model, tokenizer),
-        timeout=60.0,
-        retry_timeout=START,
-        coalesce=True,
-        context=64,
+        GenerateEndpoint(fleet.addresses.router, fleet.addresses.access, 60.0),
+        ClientSettings(
+            run="proxy",
+            max_new_tokens=48,
+            temperature=1.0,
+            stop_token_ids=stop_tokens(fleet.addresses.model, tokenizer),
+            retry_timeout=START,
+            coalesce=True,
+            context=64,
+        ),
     )
 
     async def play(number: int) -> Trajectory:

@@ -30,7 +30,8 @@ def test_stages_send_at_once_or_fill_their_memory_before_their_turn(order: str, 
 FAILING = """
 import sys, time
 from types import SimpleNamespace as Fake
-from asyncrl.trainer.__main__ import _overlapped
+import asyncrl.trainer.__main__
+from asyncrl.trainer.publishers import in_background
 from asyncrl.trainer.recordings import NoEngines
 
 class Failing(NoEngines):
@@ -38,13 +39,13 @@ class Failing(NoEngines):
         raise RuntimeError("the broadcast broke")
 
 first = sys.argv[1] == "0"
-publisher = _overlapped(Failing(print, first=first), Fake(phase=print), Fake(is_first=first))
+publisher = in_background(Failing(print, first=first), Fake(phase=print), Fake(is_first=first))
 publisher.publish(1)
 if not first:
     time.sleep(600)  # training, in collectives with other ranks
 print("trained", flush=True)
 while True:
-    publisher.idle_and(bool)()
+    publisher.idle()
     time.sleep(0.01)
 """
 

@@ -1,6 +1,6 @@
 """Trainers that die start again from a checkpoint, train the batches since then once more, and go on, while engines and
-rollouts work. A rollout process that dies is replaced by one that goes on from its last state. The recording proves
-that nothing shows: trained again without any death, it gives the same losses, gradient norms and weights bit for bit."""
+rollouts work; a rollout process that dies is replaced by one that goes on from its last state. The recording proves
+that nothing shows: trained again without any death, it gives the same losses, gradients and weights bit for bit."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.router import RouterWorkers, register, router_argv
 from asyncrl.engine.stream import NO_WORKER, ROUTING_KEY, STREAM_ERROR, GenerateEndpoint
 from asyncrl.network.addresses import Access
@@ -340,9 +340,9 @@ async def spread(folder: Path, policy: str) -> Spread:
     by_episode: dict[str, Counter[str]] = defaultdict(Counter)
     async with router_and_workers(folder, ENGINES, policy) as (http, workers):
         client = GenerationClient(
-            str(http.base_url), run="spread", access=Access(KEY), max_new_tokens=8, temperature=1.0, stop_token_ids=[],
-            timeout=60.0, retry_timeout=0.0, coalesce=False,
-        )  # fmt: skip
+            GenerateEndpoint(str(http.base_url), Access(KEY), 60.0),
+            ClientSettings("spread", 8, 1.0, [], retry_timeout=0.0, coalesce=False),
+        )
         contexts = {(group, sibling): [100 + group] * PROMPT for group in range(GROUPS) for sibling in range(SIBLINGS)}
 
         for turn in range(TURNS):

@@ -15,8 +15,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from asyncrl.config import load
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.session import GenerationSession
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.launch.checks import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models.architectures import routing_shape
@@ -167,16 +168,16 @@ def engines_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
 
         async def ask(attempt: int) -> tuple[list[Group], int]:
             client = GenerationClient(
-                addresses.router,
-                run=f"routing-{attempt}",  # another run's cache is not used
-                access=addresses.access,
-                max_new_tokens=40,
-                temperature=1.0,
-                stop_token_ids=[10],
-                timeout=60.0,
-                retry_timeout=30.0,
-                coalesce=True,
-                routing=shape,
+                GenerateEndpoint(addresses.router, addresses.access, 60.0),
+                ClientSettings(
+                    run=f"routing-{attempt}",  # another run's cache is not used
+                    max_new_tokens=40,
+                    temperature=1.0,
+                    stop_token_ids=[10],
+                    retry_timeout=30.0,
+                    coalesce=True,
+                    routing=shape,
+                ),
             )
 
             async def abort() -> None:

@@ -33,7 +33,7 @@ CUDA = pytest.param(
 )
 on_both = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.integration), CUDA])
 
-RECOMPUTED, OFFLOADED = "trainer.recompute.granularity=full", "trainer.activation_offload=true"
+RECOMPUTED, OFFLOADED = "trainer.recompute.granularity=full", "offload.activations=true"
 LATENT = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,

@@ -1,5 +1,5 @@
 """Settings that save memory or time change no bit of an update: recomputation of activations, in which routers replay
-the same experts again, their offload, and communication that overlaps with computation."""
+the same experts again, and communication that overlaps with computation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 
 from tests.fakes import reusing
-from tests.integration.updates import MODELS
 from tests.integration.variants import (
     AGAIN,
-    OFFLOAD,
     OVERLAP,
     OVERLAPPED,
     PARTS,
-    RECOMPUTE,
     RECOMPUTED,
     UNCLIPPED,
     check_overlap,
@@ -57,37 +54,3 @@ def test_an_optimizer_whose_states_leave_the_device_trains_the_same_bits(dtype: 
     algo = {"trainer.dtype": dtype, **reusing(reset_every=1, reset_share=0.5)}
     counts = run(tmp_path, "dp2", {"llama-tied": {"offload": {"optimizer.offload": True}}}, **algo)
     assert counts["llama-tied"]["offload"]["away"] > 0
-
-
-OFFLOADED = {
-    "single": ["llama-tied", "deepseek"],
-    "tp2-sp": ["qwen3-untied"],
-    "pp2": ["qwen3-untied"],
-    "pp2-vpp2": ["qwen3-moe"],
-    "tp2-sp-ep2": ["qwen3-moe"],
-}
-
-
-@pytest.mark.parametrize("layout", repeated(OFFLOADED, "tp2-sp-ep2"))
-def test_activations_in_host_memory_change_no_bit(layout: str, tmp_path: Path) -> None:
-    """Storages of the CPU are copied as those of a GPU would be, of any size."""
-    variants = {
-        model: OFFLOAD
-        | {"and selective": RECOMPUTE.get(model, RECOMPUTE["qwen3-untied"])["selective"] | OFFLOAD["alone"]}
-        for model in OFFLOADED[layout]
-    }
-    for counts in run(tmp_path, layout, variants).values():
-        assert min(count["activations"] for count in counts.values()) > 0, counts
-        assert max(count["layers"] for count in counts.values()) == 1, counts
-        assert counts["and uniform"]["activations"] < counts["alone"]["activations"] / 2
-
-
-@pytest.mark.parametrize("base", ["none", "int8"])
-def test_activations_of_adapters_in_host_memory_change_no_bit(
-    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A frozen base, quantized or not, stays on the device."""
-    monkeypatch.setitem(MODELS, "qwen3-untied", MODELS["qwen3-untied"] | {"hidden": 64, "intermediate": 64})  # blocks
-    adapters = {"trainer.lora.rank": 4, "trainer.lora.base": base}
-    counts = run(tmp_path, "single", {"qwen3-untied": OFFLOAD}, **adapters)["qwen3-untied"]
-    assert min(count["activations"] for count in counts.values()) > 0, counts

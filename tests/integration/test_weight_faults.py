@@ -25,7 +25,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion
 from tests.integration.fleet import EVERY_WAY, Engines
@@ -131,15 +132,15 @@ class Traffic:
 
     async def _run(self) -> None:
         client = GenerationClient(
-            self._fleet.addresses.router,
-            run=f"traffic-{time.monotonic()}",
-            access=self._fleet.addresses.access,
-            max_new_tokens=24,
-            temperature=1.0,
-            stop_token_ids=[10],
-            timeout=30.0,
-            retry_timeout=60.0,
-            coalesce=False,
+            GenerateEndpoint(self._fleet.addresses.router, self._fleet.addresses.access, 30.0),
+            ClientSettings(
+                run=f"traffic-{time.monotonic()}",
+                max_new_tokens=24,
+                temperature=1.0,
+                stop_token_ids=[10],
+                retry_timeout=60.0,
+                coalesce=False,
+            ),
         )
         await asyncio.gather(*[self._lane(client) for _ in range(4)])
         await client.close()

@@ -144,7 +144,7 @@ def test_request_in_flight_keeps_its_tokens_in_the_other_modes(mode: str, fleet:
 
 def test_token_of_the_step_in_flight_at_an_in_place_pause_has_the_version_that_made_it(tmp_path: Path) -> None:
     """With SGLang's overlap scheduler, a step is in flight when the pause arrives. The first token of an answer's
-    second version must not be one that the first version's weights made (engine/overlap.py)."""
+    second version must not be one that the first version's weights made (engine/sglang_hooks.py)."""
     with engines(tmp_path, "+engine.server_args.disable_overlap_schedule=false") as running:
         weights = SeededWeights(running.addresses.model)
         publisher = make(settings(running.config, transport="tensor"), running.addresses, weights, tmp_path)

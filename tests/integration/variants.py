@@ -61,6 +61,11 @@ AGAIN = {"algo.epochs": 2, "algo.kl.measure_every": 1}
 PARTS = {"trainer.batch_parts": 2, "algo.mini_batches": 1}
 
 
+def of_run(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the changes of a variant as settings of the run: those of the trainer, and with a leading dot others."""
+    return {name[1:] if name.startswith(".") else f"trainer.{name}": value for name, value in changes.items()}
+
+
 def run(folder: Path, layout: str, variants: dict[str, Variants], **algo: Any) -> dict[str, dict[str, dict[str, int]]]:
     """Train a model of each name with all of its variants. Returns what ran in backward, per model and variant."""
     for model in variants:
@@ -81,14 +86,10 @@ def prepare(folder: Path, model: str, layout: str, variants: Variants, algo: dic
     values["trainer"].update({"micro_batch_tokens": UNEVEN, **LAYOUTS[layout]})
     config = load(values)
     for changes in variants.values():
-        check_model(load({**values, "trainer": changed(config.trainer.model_dump(), changes)}), hf)
+        check_model(load(changed(config.model_dump(), of_run(changes))), hf)
     (folder / "variants.json").write_text(json.dumps(variants))
     (folder / "config.json").write_text(config.model_dump_json())
     return config
-
-
-OFFLOAD: Variants = {"alone": {"activation_offload": True}}
-OFFLOAD |= {f"and {name}": changes | OFFLOAD["alone"] for name, changes in FULL.items()}
 
 
 def check_recomputation(folder: Path, layout: str) -> None:

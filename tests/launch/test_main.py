@@ -86,7 +86,11 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("word", "near"),
-    [("experiment=tinny", "experiment=tiny?"), ("task=gsm8", "task=gsm8k?"), ("rollout.stp=1", "rollout.stop?")],
+    [
+        ("experiment=tinny", "experiment=tiny?"),
+        ("task=squars", "task=squares?"),
+        ("rollout.stp=1", "rollout.stop?"),
+    ],
 )
 def test_misspelt_option_or_field_is_answered_with_the_nearest(word: str, near: str, tmp_path: Path) -> None:
     assert f"Did you mean {near}" in command(word, cwd=tmp_path).stderr

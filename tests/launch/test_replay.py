@@ -13,8 +13,7 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Extension
-from asyncrl.launch import run
-from asyncrl.launch.compose import compose
+from asyncrl.launch.compose import compose, load
 from asyncrl.launch.main import CONF, main
 from asyncrl.launch.replay import check_vocabulary, differences
 from asyncrl.models import catalog
@@ -38,20 +37,20 @@ def recorded(folder: Path, prompt: list[int] | None = None, **changes: Any) -> P
 
 def replayed(monkeypatch: pytest.MonkeyPatch, source: Path, *arguments: str) -> Config:
     monkeypatch.setattr(sys, "argv", ["asyncrl-train", "mode=replay", f"replay.from={source}", *arguments])
-    ((config, _),) = run.load(compose(CONF))
+    ((config, _),) = load(compose(CONF))
     return config
 
 
 def test_settings_are_those_of_the_recorded_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"trainer.optimizer.lr": 0.25, "algo.loss": {"name": "ppo", "clip_low": 0.125}, "run.seed": 7}
-    own = {"record": True, "checkpoint.every": 3, "run.dir": "a", "cluster.max_restarts": 99, "metrics.sinks": []}
+    own = {"record": True, "checkpoint.every": 3, "run.dir": "a", "cluster.max_restarts": 99, "metrics.timeline": False}
     source = recorded(tmp_path, **changes, **own)
     config = replayed(monkeypatch, source)
     assert (config.model.path, config.trainer.optimizer.lr, config.run.seed) == ("builtin:tiny", 0.25, 7)
     assert config.algo.loss.settings["clip_low"] == 0.125
     assert (config.mode, config.replay.source) == ("replay", str(source))
     assert (config.record, config.checkpoint.every, config.cluster.max_restarts) == (False, None, 5)
-    assert config.metrics.sinks == ["tensorboard"]
+    assert config.metrics.timeline
     assert config.run.dir != "a"
 
 

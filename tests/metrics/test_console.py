@@ -311,7 +311,6 @@ def test_finished_run_says_where_to_look_next(tmp_path: Path) -> None:
     screen.console.closing()
     text = screen.text()
     assert f"a view             own-command {tmp_path}\n" in text
-    assert f" tensorboard --logdir {tmp_path}/tb\n" in text
     assert f"trained model      {tmp_path}/hf\n" in text
 
 

@@ -95,10 +95,10 @@ def test_tiny_vision_model_loads_in_transformers_and_sees(tmp_path: Path) -> Non
 
 
 def test_rotated_pairs_follow_time_height_and_width_in_blocks_or_in_turn() -> None:
-    sections = {"mrope_section": [3, 2, 2]}
-    assert rope_axes({"rope_parameters": sections}) == [0, 0, 0, 1, 1, 2, 2]
-    assert rope_axes({"rope_parameters": {**sections, "mrope_interleaved": True}}) == [0, 1, 2, 0, 1, 2, 0]
-    published = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", **sections}}
-    assert rope_axes(published) == rope_axes({"rope_parameters": sections})
+    sections, sees = {"mrope_section": [3, 2, 2]}, {"architectures": ["Qwen3VLForConditionalGeneration"]}
+    assert rope_axes({**sees, "rope_parameters": sections}) == [0, 0, 0, 1, 1, 2, 2]
+    assert rope_axes({**sees, "rope_parameters": {**sections, "mrope_interleaved": True}}) == [0, 1, 2, 0, 1, 2, 0]
+    published = {**sees, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", **sections}}
+    assert rope_axes(published) == rope_axes({**sees, "rope_parameters": sections})
     assert (rope(published)["rope_type"], rope(published)["rope_theta"]) == ("default", 1e6)
-    assert rope_axes({}) is None
+    assert rope_axes(sees) is None

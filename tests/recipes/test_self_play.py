@@ -49,15 +49,13 @@ class Table:
         self.ended.append(self._turns)
 
 
-def play(
-    *answers: Completion, turns: str = "010", hosted: bool = False, **options: Any
-) -> tuple[Trajectory, Talking, list[str]]:
+def play(*answers: Completion, turns: str = "010", **options: Any) -> tuple[Trajectory, Talking, list[str]]:
     """The trajectory, what was asked for it, and what the environment heard."""
 
     async def main() -> tuple[Trajectory, Talking]:
         generate = Talking(answers)
         prompt = Prompt("p", PROMPT.token_ids, {**QUESTION, "turns": turns, "role": f"player-{turns[0]}"}, "t")
-        environments = EnvironmentPool("table", EnvSpec(f"{__name__}:Table"), PoolSettings(hosted=hosted))
+        environments = EnvironmentPool("table", EnvSpec(f"{__name__}:Table"), PoolSettings(hosted=False))
         try:
             return await SelfPlay(environments, ROLES, **options).run(prompt, generate), generate
         finally:
@@ -67,7 +65,7 @@ def play(
     try:
         return *asyncio.run(main()), list(Table.heard)
     finally:
-        assert Table.ended == ([] if hosted else [turns])
+        assert Table.ended == [turns]
 
 
 def test_each_role_has_a_conversation_of_its_own() -> None:
@@ -87,11 +85,6 @@ def test_rewards_go_to_the_last_turn_of_their_role_and_are_shared_with_nobody() 
     # 0.25 for player-0 after each turn but the last, whoever's that was; then 1 for who made it, and -1
     assert [turn.reward for turn in found.turns] == [0.5, -1.0, 1.0]
     assert (found.reward, found.totals()) == (0.0, {"player-0": 1.5, "player-1": -1.0})
-
-
-def test_environment_of_several_may_live_in_a_process() -> None:
-    answers = (written(3, 10), written(4, 10), written(5, 10))
-    assert play(*answers, hosted=True)[0] == play(*answers)[0]
 
 
 def test_role_that_has_not_moved_has_no_turn_and_no_reward() -> None:

@@ -156,14 +156,6 @@ def test_module_that_raises_or_exits_is_refused_in_words(
     assert told.format(module=module) in caught.value.remedy
 
 
-def test_error_in_a_reward_within_others_names_the_way_to_it() -> None:
-    inner = {"use": f"{HERE}:Constant", "params": {"value": -1.0}}
-    params = {"parts": {"one": {"use": "gate", "params": {"gate": {"use": "exact"}, "reward": inner}}}}
-    with pytest.raises(ConfigError) as caught:
-        build("weighted", params)
-    assert caught.value.field == "reward.params.parts.one.params.reward.params.value"
-
-
 @pytest.mark.parametrize("name", sorted(registered()))
 def test_every_registered_name_leads_to_a_class_that_explains_itself(name: str) -> None:
     module, _, attribute = registered()[name].partition(":")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.client import GenerationClient
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
-from asyncrl.rollout.evaluation import Evaluations, QuestionAttempts, pass_at, played_here, summarize
+from asyncrl.rollout.evaluation import Attempt, Evaluations, pass_at, played_here, summarize
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.schema import Generate, Prompt, Trajectory
 from tests.fakes import FakeEngine, LengthTask, echo, tiny_config, trajectory, until
@@ -109,11 +109,11 @@ def test_samples_of_a_question_are_one_request_at_their_temperature_beside_the_g
     at(play, samples=5, temperature=0.7)
 
 
-def answered(right: list[bool], greedy: bool = True) -> QuestionAttempts:
-    return QuestionAttempts(trajectory(float(greedy)), [trajectory(float(one)) for one in right])
+def answered(right: list[bool], greedy: bool = True) -> list[Attempt]:
+    return [trajectory(float(greedy)), *(trajectory(float(one)) for one in right)]
 
 
-def summary(*answers: QuestionAttempts) -> dict[str, Any]:
+def summary(*answers: list[Attempt]) -> dict[str, Any]:
     return summarize("near", answers, bool)
 
 
@@ -129,9 +129,9 @@ def test_figures_by_hand() -> None:
 def test_failed_answers_are_counted_and_left_out() -> None:
     judge, engine = EpisodeFailed("judge"), EngineError("gone")
     found = summary(
-        QuestionAttempts(judge, [trajectory(1.0), engine]),
-        QuestionAttempts(trajectory(1.0), [trajectory(0.0), trajectory(1.0)]),
-        QuestionAttempts(trajectory(0.0), [judge, engine]),
+        [judge, trajectory(1.0), engine],
+        [trajectory(1.0), trajectory(0.0), trajectory(1.0)],
+        [trajectory(0.0), judge, engine],
     )
     assert (found["questions"], found["failed"], found["accuracy"]) == (3, 4, 0.5)
     assert found["pass@1"] == (1.0 + 0.5) / 2
@@ -140,7 +140,7 @@ def test_failed_answers_are_counted_and_left_out() -> None:
 
 def test_set_of_which_nothing_could_be_answered_is_an_error_with_the_last_reason() -> None:
     with pytest.raises(AsyncRLError, match="no question of near could be answered; the last failed with: judge: down"):
-        summary(QuestionAttempts(EngineError("gone"), []), QuestionAttempts(EpisodeFailed("judge", "down"), []))
+        summary([EngineError("gone")], [EpisodeFailed("judge", "down")])
 
 
 # --- pass@k -------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def test_siblings_are_spread_where_there_are_several_engines_or_replicas(
     )
     client = _client(config, addresses, ModelParts.load(config, addresses), "")
     assert client._spread(1) is several
-    assert client._vocabulary == len(TOKENS)
+    assert client._settings.vocabulary == len(TOKENS)
 
 
 def test_every_part_is_closed_once_and_an_error_of_one_is_a_warning() -> None:

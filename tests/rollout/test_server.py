@@ -16,7 +16,6 @@ from asyncrl.network.ports import free_ports
 from asyncrl.observability import intervals
 from asyncrl.observability.intervals import PUBLISH, QUEUED, REWARD, TOOL
 from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline
-from asyncrl.rollout import activity
 from asyncrl.rollout import groups as groups_module
 from asyncrl.rollout import server as module
 from asyncrl.rollout.cohorts import Ticket
@@ -377,7 +376,7 @@ def test_tokens_are_accounted_for_while_groups_run_and_when_they_come_too_late()
 
 def test_what_the_next_batch_waits_for_names_the_groups_and_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
-    for using in (intervals, activity):
+    for using in (intervals, groups_module):
         monkeypatch.setattr(using, "time", SimpleNamespace(time=time.time, monotonic=lambda: now))
 
     async def play(site: Site) -> None:

@@ -12,14 +12,13 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.engine.client import GenerationClient
-from asyncrl.engine.partial_completion import Exchange, PartialCompletion, StreamChunk
-from asyncrl.engine.session import SavedCompletion
+from asyncrl.engine.request import PartialAnswer, Request
+from asyncrl.engine.stream import StreamChunk
 from asyncrl.errors import RecordError
-from asyncrl.network.addresses import Access
 from asyncrl.rollout import snapshot
-from asyncrl.schema import Completion, Generate, Prompt, Trajectory, Turn, VersionSpan
+from asyncrl.schema import Completion, Exchange, Generate, Prompt, Trajectory, Turn, VersionSpan
 from tests.examples import examples
+from tests.fakes import FakeEngine
 from tests.rollout.chain import Chain, goes_on, machinery, prompt_of, uids
 from tests.rollout.machinery import EOS, KEY
 from tests.rollout.schedules import Run, schedules
@@ -105,36 +104,26 @@ def test_snapshot_between_a_batch_and_its_version_is_refused() -> None:
 
 
 def test_what_is_under_way_is_told_with_the_oldest_version_it_can_have() -> None:
-    live = PartialCompletion(asked_at=7)
+    live = PartialAnswer(asked_at=7)
     live.add(
         msgspec.convert({"output_ids": [4, 5], "meta_info": {"output_token_logprobs": [[-0.1, 4, None]]}}, StreamChunk)
     )
-    exchange = Exchange([1, 2], 8, parts=[], live=live)
-    said = exchange.so_far()
+    session = FakeEngine(lambda request: b"").client().generate()
+    said = Request(session, [1, 2], 8, live=live).so_far()
     assert said == Completion([4], [-0.1], [VersionSpan(7, 0, 1, inferred=True)], "")
     assert live.token_ids == [4, 5]  # looking changes nothing
-    again = PartialCompletion.recalled(said, routed_from=0)
+    again = PartialAnswer.recalled(said, routed_from=0)
     assert (again.cut, again.spans(), again.token_ids) == ("the run was resumed", said.versions, [4])
 
 
 def test_recalled_answers_are_given_once_and_only_to_what_was_asked() -> None:
-    client = GenerationClient(
-        "http://nowhere",
-        run="r",
-        access=Access("k"),
-        max_new_tokens=4,
-        temperature=1.0,
-        stop_token_ids=[EOS],
-        timeout=1.0,
-        retry_timeout=1.0,
-        coalesce=True,
-    )
-    told = SavedCompletion([1, 2], Completion([3, EOS], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop"))
+    client = FakeEngine(lambda request: b"").client()
+    told = Exchange([1, 2], Completion([3, EOS], [-0.1, -0.2], [VersionSpan(0, 0, 2)], "stop"))
     session = client.resume("g", "g 0", 0, 2, [told])
-    assert session.recall(Exchange([1], 9)) is None
+    assert session.recall(Request(session, [1], 9)) is None
     assert session.said() == [told]  # not asked for yet: the next checkpoint holds it, too
-    assert session.recall(Exchange([1, 2], 9)) == told.completion
-    assert session.recall(Exchange([1, 2], 9)) is None
+    assert session.recall(Request(session, [1, 2], 9)) == told.completion
+    assert session.recall(Request(session, [1, 2], 9)) is None
     assert (session.received, session.said()) == (2, [])
 
 

@@ -25,9 +25,8 @@ from asyncrl.models.catalog import resolve
 from asyncrl.models.vision import flat
 from asyncrl.rollout import prompts as module
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
-from asyncrl.rollout.group_player import _images
-from asyncrl.rollout.prompts import LOOKAHEAD, Prompts, load_tokenizer
-from asyncrl.rollout.vision import vision_of
+from asyncrl.rollout.player import _images
+from asyncrl.rollout.prompts import LOOKAHEAD, Prompts, load_tokenizer, vision_of
 from asyncrl.schema import Batch as TrainedBatch
 from asyncrl.schema import Generate, Group, Prompt, Trajectory, Turn, decode_batch, encode
 from tests.fakes import FakeEngine, changed, compose_values, echo

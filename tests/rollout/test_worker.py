@@ -126,7 +126,7 @@ def test_bug_in_the_client_is_no_fault_of_the_agent(monkeypatch: pytest.MonkeyPa
             raise KeyError("ours")
 
         client = FakeEngine(echo()).client()
-        monkeypatch.setattr(client.inflight, "_request", broken)
+        monkeypatch.setattr(client.inflight, "_body", broken)
         episode = Episode(client.generate(), LIMITS, FakeTemplate())
         with pytest.raises(AsyncRLError, match=r"a bug in asyncrl: KeyError\('ours'\)") as caught:
             await episode.play(SingleTurn(), Prompt("p0", [1], {}, "length"), no_score)

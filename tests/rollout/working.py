@@ -10,12 +10,11 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.group_player import GroupPlayer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import accept_all
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.limiter import ConcurrencyLimiter
-from asyncrl.rollout.player import EpisodePlayer
+from asyncrl.rollout.player import EpisodePlayer, GroupPlayer
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.tasks.scores import TaskScoreReward

@@ -11,9 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncrl.trainer import __main__ as program
-from asyncrl.trainer.__main__ import longest_wait, watched
-from tests.fakes import tiny_config
+from asyncrl.platforms import here
+
+here().prepare_trainer()
+
+from asyncrl.trainer import colocated  # noqa: E402
+from asyncrl.trainer.rank import limit, longest_wait, watched  # noqa: E402
+from tests.fakes import tiny_config  # noqa: E402
 
 
 @pytest.mark.parametrize("gpu", [True, False])
@@ -47,14 +51,12 @@ def test_a_wait_for_engines_that_use_the_trainers_gpus_may_last_as_long_as_all_c
     ("placement", "gpu", "limits"), [("shared", True, [0.5]), ("shared", False, []), ("separate", True, [])]
 )
 def test_a_trainer_beside_an_engine_is_limited_to_its_part_of_the_gpu(
-    placement: str, gpu: bool, limits: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    placement: str, gpu: bool, limits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It then runs out of memory itself, before the engine on its GPU does."""
     found = list[float]()
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", found.append)
-    for name in ("watched", "initialize"):
-        monkeypatch.setattr(program, name, lambda *_, **__: (None, None))
-    program._join(tiny_config(**{"cluster.placement": placement}), tmp_path, 9.0, gpu=gpu)
+    limit(tiny_config(**{"cluster.placement": placement}), gpu=gpu)
     assert found == limits
 
 
@@ -64,13 +66,13 @@ def test_a_trainer_uses_a_gpu_only_after_its_engines_have_measured_the_memory(
 ) -> None:
     """The first rank waits for the engines, and the others for it. Only in turns do the engines hand anything over."""
     done = list[str]()
-    monkeypatch.setattr(program, "wait_for_file", lambda file, *_: done.append(file.name))
+    monkeypatch.setattr(colocated, "wait_for_file", lambda file, *_: done.append(file.name))
     monkeypatch.setattr(dist, "barrier", lambda: done.append("barrier"))
     given = SimpleNamespace(give=lambda: done.append("give"))
-    monkeypatch.setattr(program, "HandOver", lambda *_, **__: given)
+    monkeypatch.setattr(colocated, "HandOver", lambda *_, **__: given)
     turns = {"cluster.placement": placement, "rollout.max_staleness": 1, "weights.pause_mode": "drain"}
     first: Any = SimpleNamespace(is_first=True)
     fleet: Any = None
-    hand_over = program._hand_over(tiny_config(**turns), tmp_path, fleet, first)
+    hand_over = colocated.wait_for_engines(tiny_config(**turns), tmp_path, fleet, first)
     assert done == (["ready", "give", "barrier"] if placement == "colocated" else ["ready", "barrier"])
     assert (hand_over is given) == (placement == "colocated")

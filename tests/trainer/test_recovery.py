@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.network.addresses import OUT_OF_MEMORY
-from asyncrl.trainer.recovery import UNSENT, CatchingUp, Recovery, adapted
+from asyncrl.trainer.recovery import UNSENT, CatchingUp, Recovery, Start, adapted
+from asyncrl.weights.publisher import Staged, StagedPublisher
 from tests.fakes import tiny_config
 
 
@@ -20,19 +21,22 @@ def test_micro_batches_halve_at_the_second_time_and_all_is_recomputed_at_the_thi
     assert told == [(4096, "none"), (2048, "none"), (2048, "full")]
 
 
-class Sent:
+class Sent(StagedPublisher):
     def __init__(self) -> None:
         self.versions: list[int] = []
 
-    def publish(self, version: int) -> dict[str, float]:
+    def stage(self, version: int) -> Staged:
         self.versions.append(version)
+        return Staged(version, {})
+
+    def complete(self, staged: Staged) -> dict[str, float]:
         return {"pause": 1.0}
 
 
 def test_nothing_is_published_before_the_version_that_the_engines_serve() -> None:
     sent, told = Sent(), list[str]()
     recovery = Recovery(None, served=5, written=5, updating=True, began=0.0)
-    catching_up = CatchingUp(sent, 3, recovery, None, lambda: None, lambda text, _: told.append(text))  # type: ignore[arg-type]
+    catching_up = CatchingUp(sent, Start(3, None, recovery), None, lambda text, _: told.append(text))  # type: ignore[arg-type]
     figures = [catching_up.publish(version) for version in (3, 4, 5, 6)]
     assert sent.versions == [5, 6]
     assert figures == [UNSENT, UNSENT, {"pause": 1.0}, {"pause": 1.0}]

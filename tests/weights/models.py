@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from asyncrl.models.families import FAMILIES
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import names
 from asyncrl.weights.checksum import CudaHash
 
 HEADS, HEAD_DIM, HIDDEN, VOCAB, EXPERTS = 4, 2, 8, 70, 3
-DENSE = tuple(f"model.layers.{{layer}}.mlp.{name}_proj" for name in ("gate", "up", "down"))
 
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama-tied": ("llama", True, {}),
@@ -50,13 +50,11 @@ def model(architecture: str, seed: int = 0, kv_heads: int = 2) -> dict[str, Tens
     """All HF tensors that a trainer sends of a model of one layer, in its order."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for rule in names.FAMILIES[architecture]:
-        if rule in names.MTP:
-            continue  # trainers do not load these layers
-        if architecture == "DeepseekV3ForCausalLM" and "q_proj" in rule.hf[0]:
+    for rule, weight in zip(names.FAMILIES[architecture], FAMILIES[architecture].weights, strict=True):
+        if weight.engine is None:
+            continue  # trainers do not load these layers, or engines have none
+        if weight.needs.startswith("not "):
             continue  # queries come through a low rank
-        if architecture == "Qwen3MoeForCausalLM" and rule.hf[0].startswith(DENSE):
-            continue  # this family's engine has no dense layers
         for expert in range(EXPERTS if rule.expert else 1):
             for pattern in rule.hf:
                 name = pattern.format(layer=0, expert=expert)
@@ -81,6 +79,8 @@ def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
         "q_proj": (queries, HIDDEN),
         "k_proj": (keys, HIDDEN),
         "v_proj": (keys, HIDDEN),
+        "qkv_proj": (queries + 2 * keys, HIDDEN),
+        "gate_up_proj": (2 * inner, HIDDEN),
         "o_proj": (HIDDEN, queries),
         "q_a_proj": (4, HIDDEN),
         "q_b_proj": (queries, 4),

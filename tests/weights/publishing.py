@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.update import Update
 from asyncrl.network.addresses import Access
 from asyncrl.parallel import Parallel
 from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.layouts import Pieces
-from asyncrl.weights.publish import Publisher
+from asyncrl.weights.publish import Outgoing, Publisher
 from asyncrl.weights.transport import Transport
-from tests.integration.publisher import ALONE
+from tests.integration.publisher import ALONE, FakeRollout
 
 TENSORS = {f"model.layers.{layer}.mlp.gate.weight": torch.full((4,), float(layer)) for layer in range(4)}
 
@@ -33,13 +34,11 @@ def published(
     settings = SimpleNamespace(staging=staging, pause_mode="in_place", verify=False, verify_every=None, bucket_mb=0)
     made: Any = Publisher(
         Parallel(**{**ALONE, "device": torch.device(device)}),
-        Fleet([], Access(""), 1.0, on_lost=lambda *_: None),
+        Update(Fleet([], Access(""), 1.0, on_lost=lambda *_: None), mode="in_place"),
         NotingTransport(events, expected),
-        Weights(),  # type: ignore[arg-type]
+        Outgoing(Weights(), lambda: None),  # type: ignore[arg-type, return-value]
         settings,  # type: ignore[arg-type]
-        expected=lambda: None,  # type: ignore[arg-type, return-value]
-        hold=lambda: None,
-        announce=lambda version: None,
+        FakeRollout(),
     )
     if made._stream:
         made._stream.events = events

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from asyncrl.config.adapters import resident_adapters
+from asyncrl.config.lora import resident_adapters
 from asyncrl.config.roles import POLICY, PastConfig
 from asyncrl.engine.adapters import AdapterUse, InUse, adapter_names
 from asyncrl.engine.fleet import Fleet
@@ -35,7 +35,7 @@ from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import PeftFolder
 from asyncrl.weights.peft_config import user_config
 from tests.fakes import group, tiny_config
-from tests.integration.publisher import ALONE
+from tests.integration.publisher import ALONE, NO_PAST
 
 CONFIG = tiny_config(**{"trainer.lora.rank": 2, "weights.lora": "versions"})
 MODULE = "model.layers.0.self_attn.o_proj"
@@ -126,9 +126,9 @@ def publisher(
     assert names
     weights = CONFIG.weights.model_copy(update=changes)
     rank = Parallel(**ALONE)
-    told: dict[str, Any] = {"names": names, "announce": announce, "base": base, "past": past}
+    told: dict[str, Any] = {"names": names, "announce": announce, "base": base, "past": past or NO_PAST}
     given = dict.fromkeys(adapters, tensors)
-    return AdapterPublisher(rank, servers.fleet, given, build, weights, torch.float32, **told)
+    return AdapterPublisher(rank, servers.fleet, given, build, weights, **told)
 
 
 @contextmanager

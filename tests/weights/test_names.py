@@ -13,12 +13,23 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
-from asyncrl.models import tiny_vision
-from asyncrl.models.architectures import ARCHITECTURES
+from asyncrl.models import families, tiny_vision
 from asyncrl.models.tiny import write_random_model
 from asyncrl.models.vision import TOWERS
 from asyncrl.weights import layouts
-from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, QKV, ROW, VOCAB, WHOLE, Dims, TensorLayout, dims_of
+from asyncrl.weights.layouts import (
+    COLUMN,
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    GATE_UP,
+    QKV,
+    ROW,
+    VOCAB,
+    WHOLE,
+    Dims,
+    TensorLayout,
+    dims_of,
+)
 from asyncrl.weights.names import FAMILIES, MTP, Mapping, local_name, unit_of
 
 HIDDEN = 8
@@ -52,6 +63,7 @@ def shapes(layout: TensorLayout, d: Dims) -> list[tuple[int, ...]]:
         QKV: [(d.heads * d.head_dim, HIDDEN), keys, keys],
         GATE_UP: [(12, HIDDEN), (12, HIDDEN)],
         FUSED_GATE_UP: [(24, HIDDEN)],
+        FUSED_QKV: [((d.heads + 2 * d.kv_heads) * d.head_dim, HIDDEN)],
     }
     return found[layout]
 
@@ -88,11 +100,11 @@ def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architectur
 
 def test_every_layout_is_tested_here() -> None:
     assert {value for value in vars(layouts).values() if isinstance(value, TensorLayout)} == {
-        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP,
+        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP])
+@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV])
 @given(dims(), st.sampled_from([1, 2, 4]), st.integers(0, 10**6), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=60)
 def test_join_of_all_shards_is_byte_equal_to_the_original_and_no_rank_holds_more(layout, d, tp, seed, dtype) -> None:
@@ -146,7 +158,7 @@ def test_vocabulary_is_padded_with_zeros_at_its_end() -> None:
 
 
 @pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP])
+@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV])
 def test_pieces_are_views_of_the_shards(layout, degree) -> None:
     d = Dims(heads=4, kv_heads=2, head_dim=1, vocab=15, tied=False)
     shards = [torch.zeros(8, 8) for _ in range(degree)]
@@ -219,35 +231,17 @@ def test_unknown_architecture_is_named_with_the_known_ones() -> None:
         Mapping("GPT2LMHeadModel")
 
 
-def test_every_family_that_can_be_built_has_a_table_and_no_other() -> None:
-    assert FAMILIES.keys() == ARCHITECTURES.keys()
-
-
-# Together, a family's variants hold every tensor that it may have.
-VARIANTS: dict[str, tuple[str, list[dict]]] = {
-    "LlamaForCausalLM": ("llama", [{}]),
-    "Qwen2ForCausalLM": ("qwen2", [{}]),
-    "Qwen2_5_VLForConditionalGeneration": ("qwen2_5_vl", [{}]),
-    "Qwen3ForCausalLM": ("qwen3", [{}]),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl", [{}]),
-    "Qwen3MoeForCausalLM": ("qwen3_moe", [{"mlp_only_layers": [0]}]),
-    "MixtralForCausalLM": ("mixtral", [{}]),
-    "Glm4MoeForCausalLM": ("glm4_moe", [{}]),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", [{}, {"q_lora_rank": None}]),
-}
-
-
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_tables_name_each_tensor_that_transformers_writes_once_and_no_other(architecture: str, tmp_path: Path) -> None:
-    kind, variants = VARIANTS[architecture]
-    written: set[str] = set()
-    for number, fields in enumerate(variants):
+    family = families.FAMILIES[architecture]
+    kind, written = family.model_type, set[str]()
+    for number, fields in enumerate(({}, *family.variants)):
         sizes = {"vocab": 9, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 8}
         folder = tmp_path / str(number)
         if architecture in TOWERS:
             tiny_vision.write_random(folder, kind)
         else:
-            write_random_model(folder, kind, **sizes, tied=False, seed=0, dtype="float32", fields=fields)
+            write_random_model(folder, kind, **sizes, tied=False, seed=0, dtype="float32", fields=dict(fields))
         with safe_open(folder / "model.safetensors", "pt") as file:
             written |= set(file.keys())
     generic = {
@@ -258,7 +252,5 @@ def test_tables_name_each_tensor_that_transformers_writes_once_and_no_other(arch
     assert sorted(named) == sorted(name for name in generic if not name.startswith(prefix))
     mapping = Mapping(architecture)
     assert all(mapping.knows(name) for name in written)
-    assert mapping.knows("model.layers.1.enorm.weight") == (
-        architecture in ("Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
-    )
+    assert mapping.knows("model.layers.1.enorm.weight") == (MTP[0] in FAMILIES[architecture])
     assert mapping.knows("visual.patch_embed.proj.weight") == (prefix == "visual.")

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from asyncrl.errors import PeerFailed
-from asyncrl.weights import overlap
-from asyncrl.weights.overlap import OverlappedPublisher
-from asyncrl.weights.publish import Staged
+from asyncrl.weights.publisher import SPAN, Background, Staged, StagedPublisher
 from tests.weights.publishing import TENSORS, published
 
 
-class Parts:
+class Parts(StagedPublisher):
     """Publisher whose background part ends when a version is let go."""
 
     def __init__(self) -> None:
@@ -35,7 +33,7 @@ class Parts:
         self.events.append(f"complete {staged.version}")
         if self.error:
             raise self.error
-        return {**staged.figures, "pause": float(staged.version), "verify": 0.25, "engines": 1.0}
+        return {**staged.metrics, "pause": float(staged.version), "verify": 0.25, "engines": 1.0}
 
 
 @pytest.fixture
@@ -48,7 +46,7 @@ def parts() -> Iterator[Parts]:
 
 def test_next_publish_waits_for_the_one_in_flight_and_has_its_figures(parts: Parts) -> None:
     spans: list[tuple[str, int]] = []
-    publisher = OverlappedPublisher(parts, ended=lambda name, batch, start, end: spans.append((name, batch)))
+    publisher = Background(parts, ended=lambda name, batch, start, end: spans.append((name, batch)))
     first = publisher.publish(1)
     assert first == {"fill": 0.5, "bytes": 8.0, "engines": 2.0, "pause": 0.0, "verify": 0.0, "background": 0.0}
     parts.events.append("train")
@@ -61,7 +59,7 @@ def test_next_publish_waits_for_the_one_in_flight_and_has_its_figures(parts: Par
     publisher.finish()
     publisher.finish()
     assert parts.events[-1] == "complete 2"
-    assert spans == [(overlap.SPAN, 0), (overlap.SPAN, 1)]
+    assert spans == [(SPAN, 0), (SPAN, 1)]
 
 
 @pytest.mark.parametrize("meets", ["publish", "finish", "wait"])
@@ -69,13 +67,12 @@ def test_error_in_the_background_reaches_whatever_the_loop_does_next(meets: str,
     failed: list[BaseException] = []
     parts.error = PeerFailed("the rollout server answered 500")
     parts.go[1].set()
-    publisher = OverlappedPublisher(parts, failed=failed.append)
+    publisher = Background(parts, failed=failed.append)
     publisher.publish(1)
-    needs_weights = publisher.idle_and(lambda: True)
 
     def wait() -> None:
         deadline = time.monotonic() + 10
-        while not needs_weights() and time.monotonic() < deadline:  # as a trainer that polls for a batch
+        while not publisher.idle() and time.monotonic() < deadline:  # as a trainer that polls for a batch
             time.sleep(0.01)
 
     with pytest.raises(PeerFailed, match="answered 500"):
@@ -84,17 +81,15 @@ def test_error_in_the_background_reaches_whatever_the_loop_does_next(meets: str,
     assert "stage 2" not in parts.events
 
 
-def test_waiting_trainer_leaves_the_fleet_alone_while_a_publish_is_in_flight(parts: Parts) -> None:
-    publisher, asked = OverlappedPublisher(parts), list[bool]()
-    needs_weights = publisher.idle_and(lambda: not asked.append(True))
-    assert needs_weights()
+def test_publisher_is_not_idle_while_a_publish_is_in_flight(parts: Parts) -> None:
+    """A trainer that waits for a batch then leaves the fleet alone."""
+    publisher = Background(parts)
+    assert publisher.idle()
     publisher.publish(1)
-    assert [needs_weights(), needs_weights()] == [False, False]
-    assert len(asked) == 1
+    assert [publisher.idle(), publisher.idle()] == [False, False]
     parts.go[1].set()
     publisher.finish()
-    assert needs_weights()
-    assert len(asked) == 2
+    assert publisher.idle()
 
 
 def test_weights_that_change_after_they_are_staged_are_sent_as_they_were() -> None:

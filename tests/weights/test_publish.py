@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
+from asyncrl.engine.update import Update
 from asyncrl.network.addresses import Access
 from asyncrl.parallel import Parallel
-from asyncrl.weights.publish import Publisher
-from tests.integration.publisher import ALONE
+from asyncrl.weights.publish import Outgoing, Publisher
+from tests.integration.publisher import ALONE, FakeRollout
 from tests.weights.publishing import TENSORS, NotingTransport, Weights, published
 
 
@@ -133,13 +134,11 @@ def test_an_engine_that_joins_proves_its_weights_before_it_is_routed_to(every: i
     settings = SimpleNamespace(staging="stream", pause_mode="in_place", verify=True, verify_every=every, bucket_mb=0)
     publisher = Publisher(
         Parallel(**ALONE),
-        fleet,
+        Update(fleet, mode="in_place"),
         NotingTransport([], TENSORS),
-        Weights(),  # type: ignore[arg-type]
+        Outgoing(Weights(), Expected),  # type: ignore[arg-type]
         settings,  # type: ignore[arg-type]
-        expected=Expected,  # type: ignore[arg-type]
-        hold=lambda: None,
-        announce=lambda version: None,
+        FakeRollout(),
     )
     try:
         publisher.publish(1)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -24,8 +25,13 @@ from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import of_expert, stack_experts
 from asyncrl.weights.names import ADAPTER, adapter_of
 from asyncrl.weights.peft import PeftFolder, write_peft
-from asyncrl.weights.peft_config import CONFIG, adapter_folders, parsed, user_config
+from asyncrl.weights.peft_config import CONFIG, DOWN, GATE_UP, INSIDE, adapter_folders, parsed, user_config
 
+EXPERT_WEIGHT = re.compile(
+    r"(?P<layer>.*\.)(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\."
+    r"(?:(?P<gate>gate_proj|w1)|up_proj|w3|(?P<down>down_proj|w2))\.weight"
+)
+"""An expert's weight in the files of a model."""
 ROUTER_BIAS = "e_score_correction_bias"  # keeps its precision, as in to-hf
 
 
@@ -40,7 +46,7 @@ def merge(base: Path, adapter: Path, out: Path, *, limit: int, dtype: torch.dtyp
         raise WeightsError(f"the weights of {base} are quantized: give the model that they were made from")
     with HFFolder(base) as weights, PeftFolder(adapter) as adapters:
         names = weights.names()
-        unknown = set(adapters.modules) - {adapters.module_of_weight(name) for name in names}
+        unknown = set(adapters.modules) - {_module_of_weight(adapters, name) for name in names}
         if hf.get("tie_word_embeddings"):
             unknown |= {"lm_head"} & set(adapters.modules)  # its weight is also that of the embedding
         if unknown:
@@ -53,11 +59,39 @@ def merge(base: Path, adapter: Path, out: Path, *, limit: int, dtype: torch.dtyp
             for name in names:
                 weight = weights.read(name) if values else weights.described(name)
                 kept = weight.dtype if dtype is None or name.endswith(ROUTER_BIAS) else dtype
-                if values and adapters.module_of_weight(name):
-                    weight = weight.float() + adapters.delta(name, weight.shape)
+                if values and _module_of_weight(adapters, name):
+                    weight = weight.float() + _delta(adapters, name, weight.shape)
                 yield name, weight.to(kept)
 
         write_hf(out, base, dtype, stream(values=False), stream(values=True), limit)
+
+
+def _module_of_weight(adapters: PeftFolder, weight: str) -> str | None:
+    """Return the module whose adapter changes a weight of the model, if there is one."""
+    expert = EXPERT_WEIGHT.fullmatch(weight)
+    stacked = expert["layer"] + (DOWN if expert["down"] else GATE_UP) if expert else None
+    module = weight.removesuffix(".weight")
+    inside = module.replace("model.", f"model{INSIDE}", 1)  # files of Qwen2.5-VL do not name the model inside
+    return next((name for name in (module, stacked, inside) if name in adapters.modules), None)
+
+
+def _delta(adapters: PeftFolder, weight: str, shape: Sequence[int]) -> Tensor:
+    """Return scale * B A of a weight that an adapter changes, in float32. Raises WeightsError if the weight has another
+    shape."""
+    module = _module_of_weight(adapters, weight)
+    assert module is not None
+    a, b = (adapters.read(f"{module}.lora_{letter}.weight") for letter in "AB")
+    expert = EXPERT_WEIGHT.fullmatch(weight)
+    if expert and module.endswith((GATE_UP, DOWN)):
+        number, count = int(expert["number"]), len(a) // adapters.config.rank_of(module)
+        a, b = of_expert(a, "A", number, count), of_expert(b, "B", number, count)
+        b = b if expert["down"] else b.chunk(2)[0 if expert["gate"] else 1]
+    if (len(b), a.shape[1]) != tuple(shape):
+        raise WeightsError(
+            f"the adapter of {module} in {adapters.folder} is for a weight of shape {(len(b), a.shape[1])}, but "
+            f"{weight} is {tuple(shape)}. Give the model that the adapter was trained on."
+        )
+    return adapters.config.scale_of(module) * (b.float() @ a.float())
 
 
 def holds_adapters(source: Path) -> bool:

@@ -7,31 +7,19 @@ experts are stacked in both cases. A tensor in a checkpoint is complete, as with
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.models import families
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.models.vision import TOWERS
 from asyncrl.weights.names import FAMILIES, MTP, Found, NameRule, Table, module_of
 
 Arguments = dict[str, Any]
 
-# Parameters that some layers or models of a family lack. The first pattern that matches a Megatron name decides.
-OPTIONAL: tuple[tuple[str, Callable[[Arguments, bool], object]], ...] = (
-    (r"linear_qkv\.bias$", lambda arguments, moe: arguments.get("add_qkv_bias")),
-    (r"linear_q_(down|up)_proj\.", lambda arguments, moe: arguments["q_lora_rank"]),
-    (r"linear_q_proj\.", lambda arguments, moe: not arguments["q_lora_rank"]),
-    (r"\.q_layernorm\.", lambda arguments, moe: arguments.get("q_lora_rank") or arguments.get("qk_layernorm")),
-    (r"\.k_layernorm\.", lambda arguments, moe: arguments.get("qk_layernorm")),
-    (r"\.expert_bias$", lambda arguments, moe: moe and arguments.get("moe_router_enable_expert_bias")),
-    (r"\.shared_experts\.", lambda arguments, moe: moe and arguments.get("moe_shared_expert_intermediate_size")),
-    (r"\.mlp\.(experts|router)\.", lambda arguments, moe: moe),
-    (r"\.mlp\.linear_fc", lambda arguments, moe: not moe),
-)
 MTP_NAMES = frozenset(rule.megatron for rule in MTP)
 FUSED_NORMS = {  # stored under the names of TransformerEngine's fused linears
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -75,6 +63,7 @@ class Structure:
                 "the HF folder (trainer.save_hf_every), or merge its PEFT folder"
             )
         self._table: Table = FAMILIES[architecture]
+        self._weights = {one.megatron: one for one in families.FAMILIES[architecture].weights}
         try:
             self._arguments = megatron_arguments(hf)
             self._layers: int = hf["num_hidden_layers"]
@@ -120,11 +109,8 @@ class Structure:
         drafts = layer >= self._layers  # all of them have experts
         if rule.megatron in MTP_NAMES:
             return drafts
-        moe = drafts or bool(self._arguments.get("moe_layer_freq", [0] * self._layers)[layer])
-        for pattern, condition in OPTIONAL:
-            if re.search(pattern, rule.megatron):
-                return bool(condition(self._arguments, moe))
-        return True
+        sparse = drafts or self._arguments.get("moe_layer_freq", [0] * self._layers)[layer]
+        return self._weights[rule.megatron].present(self._arguments, "sparse" if sparse else "dense")
 
     def _parameter(self, rule: NameRule, layer: int | None, expert: int | None) -> Parameter:
         name = rule.megatron.format(layer=layer, expert=expert)

@@ -52,9 +52,7 @@ class CpuPlatform(Platform):
     def check_engine(self, engine: EngineConfig) -> None:
         """Refuse what SGLang has on GPUs only: speculative decoding at a temperature (its path for CPUs verifies
         greedily), copies of caches to host memory, and other backends than those that this folder replaces."""
-        from asyncrl.config.server_args import speculates  # an engine's process does without the configuration
-
-        if speculates(engine):
+        if engine.speculates:
             algorithm, remedy = engine.server_args["speculative_algorithm"], "Engines on CPUs do not draft: remove it."
             raise ConfigError("engine.server_args.speculative_algorithm", algorithm, remedy)
         if engine.hicache:

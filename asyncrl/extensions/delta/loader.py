@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.engine.stages import own_rank
+from asyncrl.engine.sglang_hooks import own_rank
 
 
 class DeltaMismatch(Exception):

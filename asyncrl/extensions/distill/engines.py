@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import httpx
 import msgspec
 
-from asyncrl.engine.partial_completion import PASSING
-from asyncrl.engine.stream import StreamBroken, aiohttp_transport
+from asyncrl.engine.stream import PASSING, StreamBroken, aiohttp_transport
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.network.addresses import Access
 from asyncrl.retries import EquivalentServers

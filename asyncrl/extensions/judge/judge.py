@@ -30,12 +30,12 @@ from pydantic import Field
 
 from asyncrl.engine.router import POLL_SECONDS, answers
 from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeFailed
+from asyncrl.extensions.combine.calls import together
 from asyncrl.extensions.judge.endpoints import Endpoints
+from asyncrl.extensions.judge.verdicts import VerdictParser
 from asyncrl.network.addresses import Access
-from asyncrl.rewards.calls import together
 from asyncrl.rewards.parameters import Count, Name, Range, Seconds, Urls
 from asyncrl.rewards.reward import RewardInput, Score
-from asyncrl.rewards.verdicts import VerdictParser
 
 REASON = "judge"
 OWN_FLEET, RUN_KEY = "ASYNCRL_JUDGES", "ASYNCRL_API_KEY"

@@ -26,9 +26,9 @@ import httpx
 from pydantic import Field
 
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.combine.calls import together
+from asyncrl.extensions.judge.batches import RequestBatcher
 from asyncrl.extensions.judge.endpoints import Endpoints, RefusedError
-from asyncrl.rewards.batches import RequestBatcher
-from asyncrl.rewards.calls import together
 from asyncrl.rewards.parameters import Count, Name, Seconds, Urls
 from asyncrl.rewards.reward import RewardInput
 

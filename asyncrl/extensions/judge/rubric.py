@@ -18,10 +18,11 @@ from functools import partial
 from typing import Any
 
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.combine.calls import combined
+from asyncrl.extensions.combine.combine import checked_weight
 from asyncrl.extensions.judge.judge import JudgeReward
 from asyncrl.rewards.build import part
-from asyncrl.rewards.calls import combined
-from asyncrl.rewards.parameters import Name, check, checked_weight
+from asyncrl.rewards.parameters import Name, check
 from asyncrl.rewards.reward import Result, Reward, RewardInput, Score, close
 
 TEMPLATE = """You check one criterion of an answer to a question.

@@ -21,8 +21,6 @@ MLP_IN, EXPERT_IN = ("gate_proj", "up_proj"), ("gate_up_proj",)
 """Projections that read a norm's output."""
 ROUTER, CHOICE = 3 * FLOAT, 2 * 8
 """Bytes per token of each expert's scores and probabilities, and of the numbers of each expert of a token."""
-RESIDENT = 2
-"""Layers whose activations are on the device if activations are offloaded (trainer/activation_offload.py)."""
 LOGITS = 12
 """Peak bytes per logit of a chunk: s, s - m and e^(s - m) in float32 (trainer/head.py)."""
 
@@ -56,7 +54,7 @@ class Training:
     recompute: Recompute = Recompute()
     moments: str = "float32"  # number format of the optimizer's moments
     offload: bool = False  # whether masters and moments are in host memory except during a step
-    activation_offload: bool = False  # whether activations are in host memory except those of RESIDENT layers
+    layers_held: float = math.inf  # layers whose activations are on the device; others are in host memory
     fp8: bool = False  # whether layers keep their matrices in FP8 too, by rows and by columns
     tower: bool = False  # whether a vision tower is trained
     adapters: Adapters | None = None  # what is trained in place of the weights, which are frozen
@@ -71,7 +69,7 @@ def activations(shape: Shape, layout: ParallelLayout, training: Training, stage:
     """Return the bytes that forward keeps for backward, and that backward recomputes at once. With 1F1B, the first of p
     stages holds p micro-batches at once and each later stage one less; interleaved stages hold 1 + (p - 1) / (p v)
     times p (arXiv 2205.05198, section 4.2.3 and appendix C)."""
-    return _activations(shape, layout, training, stage, RESIDENT if training.activation_offload else math.inf)
+    return _activations(shape, layout, training, stage, training.layers_held)
 
 
 def offloaded_activations(shape: Shape, layout: ParallelLayout, training: Training, stage: int) -> int:

@@ -21,7 +21,7 @@ TRAINER, ENGINE = 301_000_000, 2 * 413_000_000
 two processes, a server and a scheduler."""
 OF_ENGINES = "Raise {0}.tensor_parallel, or lower {0}.max_total_tokens."
 REMEDIES = {
-    "trainer": "Set trainer.recompute or trainer.activation_offload, raise trainer.tensor_parallel, pipeline_parallel "
+    "trainer": "Set trainer.recompute or offload.activations, raise trainer.tensor_parallel, pipeline_parallel "
     "or data_parallel, lower trainer.micro_batch_tokens, or set weights.staging=stream.",
     "machine": "Take machines with more memory or more of them, fewer ranks or engines on each, or smaller "
     "engine.max_total_tokens and trainer.micro_batch_tokens.",

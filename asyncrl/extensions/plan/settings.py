@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
-from asyncrl.config.adapters import engine_slots
-from asyncrl.config.lora import LoraConfig
-from asyncrl.extension import bases
+from asyncrl.config.lora import LoraConfig, engine_slots
+from asyncrl.extension import bases, layers_held
 from asyncrl.extensions.plan.activations import Recompute, Training
 from asyncrl.extensions.plan.adapters import Adapters
 from asyncrl.extensions.plan.shapes import ParallelLayout
@@ -51,7 +51,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         recompute=recompute_of(trainer),
         moments=trainer.optimizer.moments_dtype,
         offload=gpu and trainer.optimizer.offload,
-        activation_offload=gpu and trainer.activation_offload,
+        layers_held=(layers_held(config) if gpu else None) or math.inf,
         fp8=trainer.fp8 is not None,
         tower=trainer.vision.tower == "trained",
         adapters=adapters,

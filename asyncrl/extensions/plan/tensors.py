@@ -1,74 +1,77 @@
 """Names and shapes of an HF folder's tensors, computed from its config alone, for planning with a model whose files are
-not available. Based on transformers' modeling_llama.py, modeling_qwen3.py and modeling_qwen3_moe.py."""
+not available."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl.errors import ConfigError
-from asyncrl.models.architectures import HF
+from asyncrl.models.architectures import megatron_arguments
+from asyncrl.models.families import family_of
+from asyncrl.models.family import HF, Layout, Weight
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-SEEING = {
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
-    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
-}
-"""The text model of each model that reads images, whose tower is not described here (vision.py counts it)."""
 Tensor = tuple[str, tuple[int, ...]]
 """Name and shape; for a matrix, [output features, input features]."""
 
 
 def tensors(hf: HF) -> Iterator[Tensor]:
-    """Yield all tensors in the order of the model. Raises ConfigError for a family that this module does not
-    describe."""
-    family, hidden, vocab = (
-        SEEING.get(hf["architectures"][0], hf["architectures"][0]),
-        hf["hidden_size"],
-        hf["vocab_size"],
+    """Yield all tensors in the order of the model, but those of a vision tower (shapes.py counts it) and of multi-token
+    prediction. Raises ConfigError for a family that cannot be trained."""
+    arguments, tied = megatron_arguments(hf), hf.get("tie_word_embeddings", False)
+    experts, sparse = (
+        arguments.get("num_moe_experts", 0),
+        arguments.get("moe_layer_freq", [0] * hf["num_hidden_layers"]),
     )
-    if family not in FAMILIES:
-        raise ConfigError(
-            "model.path",
-            family,
-            f"Shapes can be derived only for {', '.join(FAMILIES)}: choose a folder with weight files.",
-        )
-    yield "model.embed_tokens.weight", (vocab, hidden)
-    for layer in range(hf["num_hidden_layers"]):
-        for name, shape in (*_attention(hf, family), *_mlp(hf, family)):
-            yield f"model.layers.{layer}.{name}", shape
-    yield "model.norm.weight", (hidden,)
-    if not hf.get("tie_word_embeddings", False):
-        yield "lm_head.weight", (vocab, hidden)
+    weights = [one for one in family_of(hf).weights if not (tied and one.layout is Layout.HEAD)]
+    around = [one for one in weights if "{layer}" not in one.megatron]
+    yield from _of(around.pop(0), hf, 0, 0)
+    for layer, has_experts in enumerate(sparse):
+        for weight in weights:
+            if "{layer}" in weight.megatron and weight.present(arguments, "sparse" if has_experts else "dense"):
+                for expert in range(experts if "{expert}" in weight.megatron else 1):
+                    yield from _of(weight, hf, layer, expert)
+    for weight in around:
+        yield from _of(weight, hf, 0, 0)
 
 
-def _attention(hf: HF, family: str) -> Iterator[Tensor]:
-    hidden, heads = hf["hidden_size"], hf["num_attention_heads"]
+def _of(weight: Weight, hf: HF, layer: int, expert: int) -> Iterator[Tensor]:
+    for name in weight.hf:
+        yield name.format(layer=layer, expert=expert), _shape(name, hf)
+
+
+def _shape(name: str, hf: HF) -> tuple[int, ...]:
+    """Return a tensor's shape by the end of its name."""
+    hidden, heads, vocab = hf["hidden_size"], hf["num_attention_heads"], hf["vocab_size"]
     width = hf.get("head_dim") or hidden // heads
-    queries, keys = heads * width, hf.get("num_key_value_heads", heads) * width
-    yield "input_layernorm.weight", (hidden,)
-    for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-        yield f"self_attn.{name}_proj.weight", (rows, hidden)
-        if family == "Qwen2ForCausalLM":
-            yield f"self_attn.{name}_proj.bias", (rows,)
-    yield "self_attn.o_proj.weight", (hidden, queries)
-    if family.startswith("Qwen3"):
-        yield "self_attn.q_norm.weight", (width,)
-        yield "self_attn.k_norm.weight", (width,)
-
-
-def _mlp(hf: HF, family: str) -> Iterator[Tensor]:
-    hidden = hf["hidden_size"]
-    yield "post_attention_layernorm.weight", (hidden,)
-    if family != "Qwen3MoeForCausalLM":
-        yield from _gated("mlp", hidden, hf["intermediate_size"])
-        return
-    experts = hf.get("num_local_experts") or hf["num_experts"]
-    yield "mlp.gate.weight", (experts, hidden)
-    for expert in range(experts):
-        yield from _gated(f"mlp.experts.{expert}", hidden, hf["moe_intermediate_size"])
-
-
-def _gated(at: str, hidden: int, inner: int) -> Iterator[Tensor]:
-    yield f"{at}.gate_proj.weight", (inner, hidden)
-    yield f"{at}.up_proj.weight", (inner, hidden)
-    yield f"{at}.down_proj.weight", (hidden, inner)
+    queries, keys, values = heads * width, hf.get("num_key_value_heads", heads) * width, heads * width
+    if "kv_lora_rank" in hf:
+        queries = heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
+        values = heads * hf["v_head_dim"]
+    low, latent = hf.get("q_lora_rank"), hf.get("kv_lora_rank")
+    inner = hf["intermediate_size"]
+    if "{expert}" in name:
+        inner = hf.get("moe_intermediate_size", inner)
+    elif "shared_experts" in name:
+        inner = hf["moe_intermediate_size"] * hf["n_shared_experts"]
+    experts = hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts")
+    kind, place = name.split(".")[-1], name.split(".")[-2]
+    sizes = {
+        **dict.fromkeys(("embed_tokens", "lm_head"), (vocab, hidden)),
+        **dict.fromkeys(("q_norm", "k_norm"), (width,)),
+        "q_proj": (queries, hidden),
+        **dict.fromkeys(("k_proj", "v_proj"), (keys, hidden)),
+        "qkv_proj": (queries + 2 * keys, hidden),
+        "gate_up_proj": (2 * inner, hidden),
+        "q_a_proj": (low, hidden),
+        "q_a_layernorm": (low,),
+        "q_b_proj": (queries, low),
+        "kv_a_layernorm": (latent,),
+        "o_proj": (hidden, values),
+        **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (inner, hidden)),
+        **dict.fromkeys(("down_proj", "w2"), (hidden, inner)),
+        "gate": (experts, hidden),
+    }
+    if latent:
+        sizes["kv_a_proj_with_mqa"] = (latent + hf["qk_rope_head_dim"], hidden)
+        sizes["kv_b_proj"] = (heads * hf["qk_nope_head_dim"] + values, latent)
+    found = sizes.get(place, (hidden,))
+    return found[:1] if kind in ("bias", "e_score_correction_bias") else found

@@ -20,14 +20,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from asyncrl.engine.adapters import InUse
-from asyncrl.engine.session import SavedCompletion
 from asyncrl.network.addresses import Access
 from asyncrl.network.tls import Signed
 from asyncrl.observability.intervals import Interval
 from asyncrl.records.events import CompressedGroup
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.player import Sums
-from asyncrl.schema import Trajectory, encode
+from asyncrl.schema import Exchange, Trajectory, encode
 
 HELLO_BYTES, HELLO_SECONDS = 4096, 30.0
 """Largest size of the first message of a connection, which has no key yet, and how long it may take."""
@@ -58,7 +57,7 @@ class SampleToPlay(msgspec.Struct, frozen=True, array_like=True):
     name: str
     temperature: float
     received: int = 0
-    said: list[SavedCompletion] = []
+    said: list[Exchange] = []
 
 
 class Play(WireMessage):

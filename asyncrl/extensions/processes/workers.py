@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from asyncrl.config import Config
-from asyncrl.engine.adapters import AdapterUse, InUse
+from asyncrl.engine.adapters import AdapterUse, InUse, adapter_names
 from asyncrl.engine.inflight import EngineStats
-from asyncrl.engine.partial_completion import Purpose
-from asyncrl.engine.roles import RoleAdapters
+from asyncrl.engine.request import Purpose
+from asyncrl.engine.session import RoleAdapters
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.extensions.processes import wire
 from asyncrl.extensions.processes.remote import RemoteSession, WorkerConnection
@@ -35,8 +35,7 @@ from asyncrl.extensions.processes.rendering import RenderedAhead
 from asyncrl.network.tls import signed
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.evaluation import Attempt
-from asyncrl.rollout.group_player import LOST
-from asyncrl.rollout.player import Sums, add, means
+from asyncrl.rollout.player import LOST, Sums, add, means
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import EncodedGroup, Group, Prompt, Trajectory
 
@@ -65,9 +64,8 @@ class EpisodeWorkers:
         self.figures = EngineStats()
         self.ahead = RenderedAhead(self._render, config.rollout.batch_groups)
         self.adapters = _AllAdapters(config, self._connections)
-        self.roles = RoleAdapters(
-            config.agents, cast(Any, self), versions=config.serves_adapters, per=config.rollout.adapter_per
-        )
+        names = adapter_names(config, run.addresses.run_id)
+        self.roles = RoleAdapters(config.agents, cast(Any, self), names, config.rollout.adapter_per)
 
     async def serve(self) -> None:
         """Take the processes that connect, until cancelled. Raises the error of a process that ends the run."""
@@ -123,7 +121,7 @@ class EpisodeWorkers:
     # -- as what plays -------------------------------------------------------------------------------------
 
     async def play(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Any]) -> tuple[Group, bool | str]:
-        """Play a group in the process with the fewest episodes (rollout/group_player.py), and if that is lost, in
+        """Play a group in the process with the fewest episodes (rollout/player.py), and if that is lost, in
         another one."""
         try:
             answer = await self._outlived(ticket, prompt, sessions)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from asyncrl.agents.linking import CompletedRequest
+from asyncrl.schema import Exchange
 
 
 @dataclass
 class _Node:
     """A message in the tree of all messages of a session; `asked` is set if it is an answer."""
 
-    asked: CompletedRequest | None = None
+    asked: Exchange | None = None
     after: dict[bytes, _Node] = field(default_factory=dict)
 
 
@@ -28,7 +28,7 @@ class ChatHistories:
     def __init__(self) -> None:
         self._roots: dict[bytes, _Node] = {}
 
-    def find(self, tools: bytes, messages: Sequence[bytes]) -> tuple[CompletedRequest | None, int]:
+    def find(self, tools: bytes, messages: Sequence[bytes]) -> tuple[Exchange | None, int]:
         """Return the longest known chat that is a prefix of these messages, and its number of messages."""
         node, found, length = self._roots.get(tools), None, 0
         for place, key in enumerate(messages):
@@ -39,7 +39,7 @@ class ChatHistories:
                 found, length = node.asked, place + 1
         return found, length
 
-    def keep(self, tools: bytes, messages: Sequence[bytes], asked: CompletedRequest) -> None:
+    def keep(self, tools: bytes, messages: Sequence[bytes], asked: Exchange) -> None:
         """Store a chat whose last message is the answer. It replaces an earlier chat with the same messages."""
         node = self._roots.setdefault(tools, _Node())
         for key in messages:
@@ -51,13 +51,13 @@ class TextHistories:
     """The texts of one session."""
 
     def __init__(self) -> None:
-        self._known: dict[str, CompletedRequest] = {}
+        self._known: dict[str, Exchange] = {}
 
-    def find(self, text: str) -> tuple[CompletedRequest | None, str]:
+    def find(self, text: str) -> tuple[Exchange | None, str]:
         """Return the longest known text that is a prefix of this one, and the rest of this one."""
         found = max((known for known in self._known if text.startswith(known)), key=len, default=None)
         return (None, text) if found is None else (self._known[found], text[len(found) :])
 
-    def keep(self, text: str, asked: CompletedRequest) -> None:
+    def keep(self, text: str, asked: Exchange) -> None:
         """Store a text that ends with the answer."""
         self._known[text] = asked

@@ -9,10 +9,9 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from asyncrl.agents.linking import CompletedRequest
 from asyncrl.extensions.proxy.fields import Body
 from asyncrl.extensions.proxy.messages import bad_field
-from asyncrl.schema import Turn
+from asyncrl.schema import Exchange, Turn
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Rewards:
         self.episode: float | None = None
         self._turns: dict[int, _OfTurn] = {}  # by the number of the answer
 
-    def take(self, body: Body, answered: Sequence[CompletedRequest]) -> None:
+    def take(self, body: Body, answered: Sequence[Exchange]) -> None:
         """Store a posted reward. Raises ApiError (400).
 
         The body {"reward": x} rewards the episode. With "turn", the number of an answer, it rewards that answer, and
@@ -51,7 +50,7 @@ class Rewards:
             raise bad_field("token_rewards", tokens, f"Must be {length} numbers, one for each token of the turn.")
         self._turns[turn] = _OfTurn(float(reward), [float(one) for one in tokens])
 
-    def given(self, turns: Sequence[Turn], answered: Sequence[CompletedRequest]) -> list[Turn]:
+    def given(self, turns: Sequence[Turn], answered: Sequence[Exchange]) -> list[Turn]:
         """Return the turns with their rewards. `answered` are the answers from which they were made, by number."""
         of = {id(answered[number].completion): one for number, one in self._turns.items()}
         return [_with(turn, of.get(id(turn.completion))) for turn in turns]

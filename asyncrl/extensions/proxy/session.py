@@ -23,7 +23,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from asyncrl.agents.linking import CompletedRequest, link
+from asyncrl.agents.linking import link
 from asyncrl.errors import AsyncRLError, EpisodeFailed, PromptRefused
 from asyncrl.extensions.proxy import messages
 from asyncrl.extensions.proxy.answers import ApiResponse, ResponseChoice
@@ -34,7 +34,7 @@ from asyncrl.extensions.proxy.rewards import Rewards
 from asyncrl.extensions.tools import calls as tool_calls
 from asyncrl.images import ImageRefused, image_name
 from asyncrl.images.parts import images_in
-from asyncrl.schema import Completion, Generate, Message, Template, Trajectory
+from asyncrl.schema import Completion, Exchange, Generate, Message, Template, Trajectory
 
 
 @dataclass
@@ -57,7 +57,7 @@ class ProxySession:
         self._generate, self._tool_format, self._figures = generate, tool_format, figures
         self._chats, self._texts = ChatHistories(), TextHistories()
         self._serial = itertools.count()
-        self._answered: list[tuple[int, CompletedRequest]] = []  # with the numbers of their requests
+        self._answered: list[tuple[int, Exchange]] = []  # with the numbers of their requests
         self._images: dict[str, bytes] = {}  # of the answered requests, by name
         self._rewards = Rewards()
         self._full = False
@@ -185,7 +185,7 @@ class ProxySession:
     def _wanted(self, body: Body, route: Route) -> RequestOptions:
         return read(body, route, temperature=self._generate.temperature, end=self.template.end)
 
-    def _render(self, chat: Sequence[Message], tools: Sequence[Any], known: CompletedRequest | None) -> list[int]:
+    def _render(self, chat: Sequence[Message], tools: Sequence[Any], known: Exchange | None) -> list[int]:
         """Return the tokens of a new chat, or those of a known chat followed by those of the messages since."""
         try:
             if known is None:
@@ -202,13 +202,13 @@ class ProxySession:
         except ImageRefused as refused:
             raise ApiError(400, f"an image is refused: {refused}", param="messages") from None
 
-    def _seen(self, known: CompletedRequest | None) -> list[bytes]:
+    def _seen(self, known: Exchange | None) -> list[bytes]:
         """Return the images of an earlier request."""
         return [self._images[name] for name in known.images] if known else []
 
     async def _ask(
         self, context: list[int], wanted: RequestOptions, images: Sequence[bytes], *, begins: bool
-    ) -> list[tuple[int, CompletedRequest]]:
+    ) -> list[tuple[int, Exchange]]:
         """Generate the answers and return each with the number of its turn. Raises ApiError (503) when engines fail."""
         numbers = [next(self._serial) for _ in range(wanted.choices)]
         calls = [self._generate(context, max_new_tokens=wanted.limit, images=images) for _ in numbers]
@@ -223,7 +223,7 @@ class ProxySession:
                 raise ApiError(400, f"the request is refused: {completion}", param=field)
             if isinstance(completion, BaseException):
                 raise completion
-            answered.append((number, CompletedRequest(context, completion, images=names)))
+            answered.append((number, Exchange(context, completion, images=names)))
         self._look_at_room([asked.completion for _, asked in answered], len(context))
         first = len(self._answered)
         self._answered += answered
@@ -249,9 +249,9 @@ def gone() -> ApiError:
     return ApiError(410, "the episode of this API key has ended")
 
 
-def _ids(asked: CompletedRequest) -> list[int]:
+def _ids(asked: Exchange) -> list[int]:
     return [*asked.context, *asked.completion.token_ids]
 
 
-def _size(asked: CompletedRequest) -> int:
+def _size(asked: Exchange) -> int:
     return len(asked.context) + len(asked.completion.token_ids)

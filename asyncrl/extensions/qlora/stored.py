@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncrl.errors import RecordError
 from asyncrl.extensions.qlora.extension import BLOCK
 from asyncrl.extensions.qlora.packed import Kind, pack_base, quantize
-from asyncrl.parallel import Parallel
+from asyncrl.parallel import Parallel, from_all
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.files import write_stream
 from asyncrl.weights.reshard import Resharder
@@ -104,6 +104,5 @@ def _stored(weights: Resharder, kind: Kind, folder: Path | None, parallel: Paral
 
 def _digest(mine: Iterator[tuple[str, str]]) -> str:
     """Return one hash of the tensors of all stages; waits for all ranks."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, sorted(mine))
+    every = from_all(sorted(mine))
     return hashlib.sha256(json.dumps(sorted(one for stage in every for one in stage)).encode()).hexdigest()

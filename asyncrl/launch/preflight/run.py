@@ -38,21 +38,21 @@ from asyncrl.models.architectures import megatron_arguments
 from asyncrl.weights.choice import choose_lora
 
 
-def preflight(prepared: Preparation, run_dir: Path) -> list[Finding]:
+def preflight(prepared: Preparation) -> list[Finding]:
     """Take the steps of the preparation, and run all checks that are possible before anything is started."""
-    return list(dict.fromkeys(_all(prepared, run_dir)))  # several steps may build the tasks and be refused alike
+    return list(dict.fromkeys(_all(prepared)))  # several steps may build the tasks and be refused alike
 
 
-def require(prepared: Preparation, run_dir: Path) -> None:
+def require(prepared: Preparation) -> None:
     """Run and print the preflight. Raises LaunchError if the run would fail."""
-    findings = preflight(prepared, run_dir)
+    findings = preflight(prepared)
     print(rendered(findings), flush=True)
     if failed(findings):
         names = ", ".join(dict.fromkeys(one.field for one in findings if one.level == "error"))
         raise LaunchError(f"Preflight failed: {names} (cluster.preflight)")
 
 
-def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
+def _all(prepared: Preparation) -> Iterator[Finding]:
     yield from refused(prepared.files, "task")
     recording = refused(prepared.recording, "replay.from")
     yield from recording
@@ -80,7 +80,7 @@ def _all(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
     for hooks in prepared.hooks:
         yield from hooks.preflight(prepared)
     if len(prepared.cluster.nodes) > 1 and prepared.is_placed:
-        yield from _network(prepared, run_dir)
+        yield from _network(prepared)
 
 
 # -- the machines ------------------------------------------------------------------------------------------
@@ -162,9 +162,10 @@ def _model(prepared: Preparation, role: str) -> Iterator[Finding]:
     prepared.weights[role] = files.weights
 
 
-def _network(prepared: Preparation, run_dir: Path) -> Iterator[Finding]:
+def _network(prepared: Preparation) -> Iterator[Finding]:
     """Check the network between the machines of a job."""
     config, placement, cluster = prepared.config, prepared.placement, prepared.cluster
+    run_dir = prepared.run_dir
     names = {"model": "model.path", **{role: f"{role}.model" for role in config.frozen}}
     models = {names[role]: folder for role, folder in prepared.folders.items()}
     shared = Path(config.weights.folder).expanduser() if config.weights.folder else run_dir

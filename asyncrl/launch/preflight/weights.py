@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from asyncrl.config import Config, on_gpu
-from asyncrl.config.adapters import resident_adapters
+from asyncrl.config.lora import resident_adapters
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.preflight.findings import Finding, error, ok

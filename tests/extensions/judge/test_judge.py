@@ -17,8 +17,8 @@ from asyncrl import retries
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.judge.judge import JudgeReward, asked
 from asyncrl.extensions.judge.rubric import RubricReward
+from asyncrl.extensions.judge.verdicts import VerdictParser
 from asyncrl.rewards import RewardInput, Score, build
-from asyncrl.rewards.verdicts import VerdictParser
 from tests.rewards.doubles import answer
 
 URL = "http://judge/v1"

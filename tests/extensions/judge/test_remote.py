@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl import retries
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.judge.batches import RequestBatcher
 from asyncrl.extensions.judge.remote import RewardModel
-from asyncrl.rewards.batches import RequestBatcher
 from tests.rewards.doubles import answer
 
 URLS = ["http://one/score", "http://two/score"]

@@ -11,31 +11,41 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.plan.shapes import tower_parameters
-from asyncrl.extensions.plan.tensors import FAMILIES, tensors
+from asyncrl.extensions.plan.tensors import tensors
 from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.models import tiny_vision
+from asyncrl.models.families import FAMILIES, OF_TYPE
 from asyncrl.models.tiny import write_random_model
 from asyncrl.models.vision import TOWERS, flat
 from scripts.sizes import MODELS
 
 SIZES: dict[str, Any] = {"vocab": 70, "hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 48}
-ARCHITECTURES = {"llama": 0, "qwen2": 1, "qwen3": 2, "qwen3_moe": 3}
 PUBLISHED = {"qwen3_8b": 8.19, "llama3_70b": 70.6, "qwen3_30b_a3b": 30.5, "qwen3_235b_a22b": 235.1}
 """Billions of parameters, as their publishers count them."""
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+TEXT = [family for family in FAMILIES.values() if not family.tower]
+CASES = [
+    pytest.param(family.model_type, dict(fields), id=f"{family.model_type}-{number}")
+    for family in TEXT
+    for number, fields in enumerate(({}, *family.variants))
+]
+
+
+@pytest.mark.parametrize(("arch", "fields"), CASES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_tensors_are_those_of_a_folder(arch: str, tied: bool, tmp_path: Path) -> None:
-    write_random_model(tmp_path, arch, **SIZES, tied=tied, seed=0, dtype="bfloat16", fields={"head_dim": 16})
+def test_tensors_are_those_of_a_folder(arch: str, fields: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+    latent = "kv_lora_rank" in OF_TYPE[arch].tiny
+    sizes = {**SIZES, "kv_heads": 4} if latent else SIZES
+    width = {} if latent else {"head_dim": 16}
+    write_random_model(tmp_path, arch, **sizes, tied=tied, seed=0, dtype="bfloat16", fields={**width, **fields})
     hf = json.loads((tmp_path / "config.json").read_text())
-    assert hf["architectures"] == [FAMILIES[ARCHITECTURES[arch]]]
     assert sorted(tensors(hf)) == sorted((one.name, one.shape) for one in read_model(tmp_path, "model.path").weights)
 
 
-def test_a_family_that_is_not_told_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Shapes can be derived only for"):
-        list(tensors({"architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 1, "vocab_size": 1}))
+def test_a_family_that_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*Supported architectures"):
+        list(tensors({"architectures": ["MambaForCausalLM"], "hidden_size": 1, "vocab_size": 1}))
 
 
 @pytest.mark.parametrize("name", MODELS)

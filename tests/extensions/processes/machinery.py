@@ -14,7 +14,7 @@ from asyncrl.extensions.processes.wire import Channel, Hello, connect
 from asyncrl.extensions.processes.workers import EpisodeWorkers
 from asyncrl.network.addresses import Access
 from asyncrl.network.ports import free_port
-from asyncrl.rollout.group_player import GroupPlayer, PlaysGroups
+from asyncrl.rollout.player import GroupPlayer, PlaysGroups
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import Batch
 from tests.fakes import addresses, tiny_config, until

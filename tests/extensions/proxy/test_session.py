@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.agents.linking import CompletedRequest, check
+from asyncrl.agents.linking import check
 from asyncrl.errors import EngineError, EpisodeFailed
 from asyncrl.extensions.proxy.answers import ApiResponse
 from asyncrl.extensions.proxy.messages import ApiError, read
 from asyncrl.extensions.proxy.session import ProxySession
-from asyncrl.schema import Completion, Message, Trajectory
+from asyncrl.schema import Completion, Exchange, Message, Trajectory
 from tests.agents.talking import Talking, written
 from tests.extensions.proxy.behind import (
     ASKS,
@@ -156,13 +156,11 @@ def edited(history: list[Message], draw: random.Random) -> list[Message]:
     return history
 
 
-def expected(
-    sent: Sequence[Message], before: Sequence[tuple[list[Message], CompletedRequest]]
-) -> tuple[bool, list[int]]:
+def expected(sent: Sequence[Message], before: Sequence[tuple[list[Message], Exchange]]) -> tuple[bool, list[int]]:
     """Return the context that the rule gives: the longest earlier chat that it starts with, the later of equals."""
     keys = [read(message).key for message in sent]
     rendered = [read(message).rendered for message in sent]
-    best: tuple[int, CompletedRequest] | None = None
+    best: tuple[int, Exchange] | None = None
     for chat, asked in before:
         own = [read(message).key for message in chat]
         if keys[: len(own)] == own and (best is None or len(own) >= best[0]):
@@ -186,7 +184,7 @@ def test_history_that_was_kept_is_kept_token_for_token_and_any_other_begins_anew
     completions = [written(*ids, EOS_ID) if ends else written(*ids, finish="length") for ids, ends in script]
 
     async def main() -> None:
-        generate, before = Talking(completions, template()), list[tuple[list[Message], CompletedRequest]]()
+        generate, before = Talking(completions, template()), list[tuple[list[Message], Exchange]]()
         async with session(generate) as behind:
             history, begun = [user("12")], 0
             for _ in completions:

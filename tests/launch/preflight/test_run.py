@@ -100,7 +100,7 @@ def test_an_extension_checks_what_a_task_announces_and_keeps_its_own(tmp_path: P
     task = {"task.kind": f"{__name__}:Announcing", "task.params": {}}
     config = tiny_config(extensions={"checking": f"{__name__}:Checking"}, **task)
     prepared = Preparation(config, tmp_path / "run", cluster_of(config))
-    findings = preflight(prepared, tmp_path / "run")
+    findings = preflight(prepared)
     assert failed(findings)
     assert {one.field: one.value for one in findings}["servers"] == "['a server'] on 1 machine"
     assert "1 servers" in prepared.notes()
@@ -213,12 +213,12 @@ def test_what_a_launch_would_refuse_is_a_finding_among_the_others(
     assert remedy in findings[field].remedy
     assert findings["versions"].level == VERSIONS
     with pytest.raises(LaunchError, match=field):
-        require(Preparation(config, tmp_path / "run", cluster_of(config)), tmp_path / "run")
+        require(Preparation(config, tmp_path / "run", cluster_of(config)))
 
 
 def test_an_error_that_several_steps_meet_is_told_once(tmp_path: Path) -> None:
     config = tiny_config(**{"task.kind": "file", "task.reward": "exact", "task.train_file": "/nowhere.jsonl"})
-    findings = preflight(Preparation(config, tmp_path / "run", cluster_of(config)), tmp_path / "run")
+    findings = preflight(Preparation(config, tmp_path / "run", cluster_of(config)))
     assert [one.field for one in findings if one.level == "error"] == ["task.train_file"]
 
 
@@ -298,14 +298,14 @@ def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
     config = job(**changes)
     machines = [machine(f"node{number}") for number in range(count)]
     allocation = Machines(config, nodes(config, count, 0), machines)
-    return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", allocation), tmp_path / "run")}
+    return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", allocation))}
 
 
 def test_parts_on_gpus_are_checked_on_the_machines_that_run_them(tmp_path: Path) -> None:
     config = job(**{"trainer.device": "cpu"})
     machines = [machine("node0", gpus=1, nvcc="", transformer_engine=None)]
     allocation = Machines(config, nodes(config, 1, 1), machines)
-    told = preflight(Preparation(config, tmp_path / "run", allocation), tmp_path / "run")
+    told = preflight(Preparation(config, tmp_path / "run", allocation))
     findings = {one.field: one for one in told}
     assert findings["nvcc"].level == "error"
     assert "node0 has no nvcc" in findings["nvcc"].value

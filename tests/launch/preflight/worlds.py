@@ -40,9 +40,7 @@ def job(**changes: Any) -> Config:
 
 def found(config: Config, tmp_path: Path) -> dict[str, Finding]:
     """What a check says, by field."""
-    return {
-        one.field: one for one in preflight(Preparation(config, tmp_path / "run", cluster_of(config)), tmp_path / "run")
-    }
+    return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", cluster_of(config)))}
 
 
 def nodes(config: Config, count: int, gpus: int) -> list[Node]:

@@ -1,0 +1,112 @@
+"""What this folder adds: places beside the run folder to which metrics, evaluations and sampled episodes are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, model_validator
+
+from asyncrl import extension
+from asyncrl.config.secret_values import Parameters, Secret
+from asyncrl.errors import ConfigError
+from asyncrl.settings import Natural, Section
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+    from asyncrl.launch.preflight.findings import Finding
+    from asyncrl.launch.prepare import Preparation
+
+SINKS = ("tensorboard", "wandb", "mlflow")
+
+
+class SinkSettings(Section):
+    """Where metrics are sent besides the files of the run folder (asyncrl/extensions/sinks/README.md)."""
+
+    names: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(default=["tensorboard"])
+    """Where the metrics of each step, held-out accuracies and sampled episodes are also sent. tensorboard: event files
+    in tb/; wandb: Weights & Biases; mlflow: a tracking server, or a folder."""
+    episodes: Natural = 4
+    """Number of episodes of each batch, chosen at random, whose texts the sinks receive."""
+    wandb: Parameters = Field(default_factory=lambda: {"project": "asyncrl"})
+    """Arguments of wandb.init, such as project, entity, tags and mode=offline, and api_key; unset: the environment
+    variable WANDB_API_KEY."""
+    mlflow: Parameters = Field(default_factory=lambda: {"experiment": "asyncrl"})
+    """experiment: name of the experiment; tracking_uri: address of the server; unset: the environment variable
+    MLFLOW_TRACKING_URI, or mlruns/ in the run folder. Credentials are MLflow's environment variables."""
+
+    @model_validator(mode="after")
+    def _keys_are_secret(self) -> SinkSettings:
+        for sink in SINKS[1:]:
+            for name, value in getattr(self, sink).items():
+                if name in ("api_key", "token", "password") and not isinstance(value, Secret):
+                    remedy = "It would be written to config.json: export it as a variable, and set ${oc.env:VARIABLE}."
+                    raise ConfigError(f"sinks.{sink}.{name}", "a plain text", remedy)
+        return self
+
+    @model_validator(mode="after")
+    def _sinks_are_on(self) -> SinkSettings:
+        for sink in SINKS[1:]:
+            for name, value in getattr(self, sink).items() if sink not in self.names else ():
+                if value != "asyncrl":  # the defaults
+                    remedy = f"Nothing is sent to {sink}: add it to sinks.names, or remove this."
+                    raise ConfigError(f"sinks.{sink}.{name}", value, remedy)
+        return self
+
+
+class SinkLaunch(extension.LaunchHooks):
+    """What the launcher checks and says of the sinks."""
+
+    def __init__(self, settings: SinkSettings) -> None:
+        self._names = settings.names
+
+    def check_packages(self) -> None:
+        """Refuse sinks whose package is not installed. Raises ConfigError."""
+        from asyncrl.launch.checks import installed
+
+        for name in self._names:
+            if not installed(name):
+                remedy = f"The package {name} is not installed: pip install 'asyncrl[sinks]' or remove it."
+                raise ConfigError("sinks.names", name, remedy)
+
+    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
+        """Report sinks whose package is not installed."""
+        from asyncrl.launch.preflight.findings import refused
+
+        return iter(refused(self.check_packages, "sinks.names"))
+
+    def notes(self, prepared: Preparation) -> list[str]:
+        """Refuse such sinks, if the preflight has not done so."""
+        if not prepared.config.cluster.preflight:
+            self.check_packages()
+        return []
+
+    def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
+        """Yield the commands that show the curves."""
+        if "tensorboard" in self._names:
+            yield "curves", f"tensorboard --logdir {run_dir}/tb"
+        if "mlflow" in self._names and (run_dir / "mlruns").exists():
+            yield "curves", f"mlflow ui --backend-store-uri {run_dir}/mlruns"
+
+
+class SinkExtension(extension.Extension):
+    """Metrics are sent to sinks."""
+
+    Settings = SinkSettings
+    trains = False
+
+    def launch(self) -> SinkLaunch:
+        """Return the hooks in the launcher."""
+        return SinkLaunch(self.settings)
+
+    def steps(
+        self, config: Config, run_dir: Path, model: Path, warn: Callable[[str, int], None], first: int | None
+    ) -> extension.StepListener | None:
+        """Return what sends each step to the sinks."""
+        from asyncrl.extensions.sinks.sinks import Sinks
+
+        return Sinks(config, self.settings, run_dir, model, warn, first) if self.settings.names else None
+
+
+Own = SinkExtension

@@ -1,0 +1,15 @@
+"""Qwen3-VL, dense: Qwen3 with a vision tower."""
+
+from asyncrl.models.families import qwen3
+from asyncrl.models.family import Family, Serving, Tower
+from asyncrl.models.parts import inside
+
+FAMILY = Family(
+    architecture="Qwen3VLForConditionalGeneration",
+    model_type="qwen3_vl",
+    weights=inside(qwen3.FAMILY.weights, "language_model"),
+    arguments=qwen3.FAMILY.arguments,
+    tower=Tower("Qwen3VLVisionModel", "model.visual."),
+    serving=Serving(adapters=True),
+    tiny={"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+)
