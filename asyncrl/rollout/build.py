@@ -195,9 +195,9 @@ class RolloutParts:
             self.server.starting = ""
             (self.run.run_dir / READY).touch()
             if times_restarted():
-                self._tell_of_restart()
+                self._tell_of_restart(float(os.environ["ASYNCRL_DIED_AT"]))
             else:
-                self.observer.ready(addresses.started_at)
+                self.observer.ready(addresses.started_at, "start_up")
             if _trainer_sends_first(config, addresses):
                 await self.groups.released()
             if self.resumed is None:
@@ -229,9 +229,9 @@ class RolloutParts:
             for engine in loads:
                 self.playing.client.narrow(int(engine.longest) - config.engine.draft_room)
 
-    def _tell_of_restart(self) -> None:
-        """Say where a process that was started again goes on."""
-        died = float(os.environ["ASYNCRL_DIED_AT"])
+    def _tell_of_restart(self, died: float) -> None:
+        """Say where a process goes on that died at this time and was started again."""
+        self.observer.ready(died, "recovery")
         age = f"{died - self.left.written:.1f} s before its death, with {len(self.outstanding)} groups under way"
         at = f"its state {age}" if self.left.state else "its beginning"
         self.reporter.warn(f"the rollout process goes on after {time.time() - died:.0f} s, from {at}")
