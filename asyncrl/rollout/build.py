@@ -220,9 +220,9 @@ class RolloutParts:
         if not times_restarted():
             await wait_until_ready(addresses, timeout, attached=attached, tell=tell)
         if self.model.cache is None:
-            tell("an engine that tells the size of its cache")
             deadline = time.monotonic() + timeout
-            while not (loads := await self.loads.ask()):
+            while not (loads := await self.loads.ask()) and times_restarted():
+                tell("an engine behind the router")
                 if time.monotonic() > deadline:
                     raise DeadlineExceeded("an engine behind the router", timeout)
                 await asyncio.sleep(RETRY_SECONDS)
