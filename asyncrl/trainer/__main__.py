@@ -198,9 +198,10 @@ def _tell_the_end(rank: Rank, source: BatchSource, log: StepLog, facts: dict[str
     if plan.exists():
         planned = plan_figures(json.loads(plan.read_text()), metrics, overlap=config.weights.overlap)
     status = source.status()
-    told = {"recoveries": facts["recoveries"] + status["restarts"], "ledger": status["ledger"]}
-    summary = {**facts, **metrics, **accuracy, **machine_figures(machine, metrics), **planned, **told}
-    jsonl.replace(run_dir / "summary.json", summary)
+    if "recoveries" in facts:
+        facts = {**facts, "recoveries": facts["recoveries"] + status["restarts"]}
+    summary = {**facts, **metrics, **accuracy, **machine_figures(machine, metrics), **planned}
+    jsonl.replace(run_dir / "summary.json", {**summary, "ledger": status["ledger"]})
 
 
 def _leave(log: StepLog, progress: Progress) -> None:

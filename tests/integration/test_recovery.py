@@ -81,8 +81,8 @@ def test_trainers_that_die_twice_go_on_with_the_same_weights(tmp_path: Path) -> 
 
 
 def goes_on(run_dir: Path, settings: Sequence[str], strike: Callable[[subprocess.Popen[str]], None]) -> str:
-    """Strike the rollout process of a run that goes on to its end, with the same engines, router and trainers. Return
-    what it printed."""
+    """Strike the rollout process of a run that goes on to its end, with the same router and trainers. Return what it
+    printed."""
     with start(run_dir, *RECOVERS, *settings) as run:
         wait_for_step(run, run_dir, EVERY + 1)
         before = processes_of(run, run_dir)
@@ -91,7 +91,7 @@ def goes_on(run_dir: Path, settings: Sequence[str], strike: Callable[[subprocess
         after = processes_of(run, run_dir)
         code, text = finish(run, run_dir)
     assert code == 0, text
-    same = {"trainer-0", "engine-0", "router"} & after.keys()  # some may have ended with the run
+    same = {"trainer-0", "router"} & after.keys()  # both may have ended with the run
     assert {name: before[name] for name in same} == {name: after[name] for name in same}
     assert json.loads((run_dir / "summary.json").read_text())["recoveries"] == 1
     return text
@@ -110,28 +110,40 @@ def test_rollout_process_that_is_killed_goes_on_from_its_last_state(tmp_path: Pa
 
     text = goes_on(run_dir, [], strike)
     assert "rollout died (killed by SIGKILL" in text
+    assert text.count(" died (") == 1
     check_books(run_dir)
     check_replay(run_dir, tmp_path)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("what", ["publishing weights", "waiting for a batch"])
 @pytest.mark.parametrize("settings", [[], ["processes.count=2"]], ids=["one", "several"])
-def test_rollout_process_that_dies_while_the_trainer_needs_it_goes_on(
-    what: str, settings: list[str], tmp_path: Path
-) -> None:
-    """The engine is stopped meanwhile, so that the trainer stays in this activity."""
+def test_rollout_process_that_dies_within_a_publish_goes_on(settings: list[str], tmp_path: Path) -> None:
+    """The engine is stopped meanwhile, so that the publish waits for it."""
     run_dir = tmp_path / "run"
 
     def strike(run: subprocess.Popen[str]) -> None:
         engine, doing = processes_of(run, run_dir)["engine-0"], run_dir / "progress/trainer-0.lease"
         signal_tree(engine, signal.SIGSTOP)
-        wait_until(lambda: what in doing.read_text(), run, run_dir, f"a trainer that is {what}")
+        wait_until(lambda: "publishing weights" in doing.read_text(), run, run_dir, "a publish that waits")
         os.kill(processes_of(run, run_dir)["rollout"], signal.SIGKILL)
         wait_until(lambda: "rollout died" in output(run_dir), run, run_dir, "the launcher has seen it")
         signal_tree(engine, signal.SIGCONT)
 
     goes_on(run_dir, settings, strike)
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path)
+
+
+@pytest.mark.nightly
+def test_rollout_process_that_dies_while_the_trainer_waits_for_a_batch_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def strike(run: subprocess.Popen[str]) -> None:
+        doing = run_dir / "progress/trainer-0.lease"
+        wait_until(lambda: "waiting for a batch" in doing.read_text(), run, run_dir, "a trainer that waits")
+        os.kill(processes_of(run, run_dir)["rollout"], signal.SIGKILL)
+
+    goes_on(run_dir, ["rollout.max_running_groups=1"], strike)
     check_books(run_dir)
     check_replay(run_dir, tmp_path)
 
