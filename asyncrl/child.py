@@ -1,4 +1,6 @@
-"""Child processes of an event loop, each in a session and process group of its own.
+"""Child processes of an event loop, each in a session and process group of its own, and their messages.
+
+A message is four bytes of length, little-endian, and msgpack.
 
 waits for     the exit of a process, through a pidfd: neither a thread nor the event loop blocks
 on a hang     waits as long as the caller says; `end` kills the process group, and gives up after KILL_SECONDS
@@ -10,19 +12,52 @@ leaves        nothing of the process group: it is killed when its leader exits, 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
+import struct
 import subprocess
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from subprocess import PIPE
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
+
+import msgspec
 
 KEPT_BYTES = 64 << 10
 """Number of bytes that an OutputTail keeps."""
 KILL_SECONDS = 5.0
+LENGTH = struct.Struct("<I")
+"""Length of a message, which stands before it."""
+decoded = msgspec.msgpack.decode
+
+
+def framed(message: object) -> bytes:
+    """Return a message as it is sent. Raises TypeError or OverflowError for what msgpack cannot hold."""
+    data = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(data)) + data
+
+
+def messages(stream: BinaryIO) -> Iterator[Any]:
+    """Yield the messages of the other side, as a child does, up to the end of the stream."""
+    while len(head := stream.read(LENGTH.size)) == LENGTH.size:
+        (size,) = LENGTH.unpack(head)
+        if len(data := stream.read(size)) < size:
+            return
+        yield decoded(data)
+
+
+class OversizedMessage(ValueError):
+    """Raised for a message that is longer than the receiver accepts."""
+
+
+async def received(reader: asyncio.StreamReader, most: int = 1 << 32) -> Any:
+    """Return the next message of a child. Raises asyncio.IncompleteReadError at the end of the stream,
+    OversizedMessage for one of more than `most` bytes, and msgspec.DecodeError for what is no msgpack."""
+    (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if size > most:
+        raise OversizedMessage(f"its answer has {size} bytes, more than the limit of {most}")
+    return decoded(await reader.readexactly(size))
 
 
 class OutputTail(asyncio.Protocol):
@@ -150,9 +185,9 @@ def describe(status: int | None) -> str:
 
 @dataclass(frozen=True)
 class Reply:
-    """Lines of a process in reply to a request, and its exit status if it ended."""
+    """Messages of a process in reply to a request, and its exit status if it ended."""
 
-    lines: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
     exit_code: int | None = None  # negative: the signal number
     late: bool = False
 
@@ -170,16 +205,16 @@ class PoolWorker:
         async with child.ended_on_error():
             return cls(child, await child.writer(), await child.reader())
 
-    async def ask(self, request: dict[str, Any], until: str, lines: list[dict[str, Any]]) -> Reply:
-        """Append the lines of the reply as they come. Returns the reply, which is complete if the process lives."""
+    async def ask(self, request: dict[str, Any], until: str, reply: list[dict[str, Any]]) -> Reply:
+        """Append the messages of the reply as they come. Returns the reply, which is complete if the process lives."""
         with suppress(ConnectionError):  # it has ended: its exit code says why
-            self._stdin.write(json.dumps(request).encode() + b"\n")
+            self._stdin.write(framed(request))
             await self._stdin.drain()
-        while line := await self._stdout.readline():
-            lines.append(json.loads(line))
-            if until in lines[-1]:
-                return Reply(lines)
-        return Reply(lines, exit_code=await self._child.wait())
+        with suppress(asyncio.IncompleteReadError):  # the same
+            while not reply or until not in reply[-1]:
+                reply.append(await received(self._stdout))
+            return Reply(reply)
+        return Reply(reply, exit_code=await self._child.wait())
 
     async def end(self) -> None:
         """Kill the process with all that it started."""
@@ -202,19 +237,19 @@ class WorkerPool:
         self._busy: set[PoolWorker] = set()
 
     async def ask(self, request: dict[str, Any], until: str, seconds: float) -> Reply:
-        """Return the lines up to one with the field `until`, or up to the end of the process."""
+        """Return the messages up to one with the field `until`, or up to the end of the process."""
         async with self._room:
             worker = self._idle.pop() if self._idle else await PoolWorker.start(self._command)
             self._busy.add(worker)
-            lines: list[dict[str, Any]] = []
+            found: list[dict[str, Any]] = []
             try:
                 async with asyncio.timeout(seconds):
-                    reply = await worker.ask(request, until, lines)
+                    reply = await worker.ask(request, until, found)
                 if reply.exit_code is None:
                     self._idle.append(worker)
                 return reply
             except TimeoutError:
-                return Reply(lines, late=True)
+                return Reply(found, late=True)
             finally:
                 self._busy.discard(worker)
                 if worker not in self._idle:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
 from asyncrl.settings import Section
+from asyncrl.user_code import load
 
 if TYPE_CHECKING:
     from starlette.routing import Route
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from asyncrl.algo.table import LossRows, TokenTable
     from asyncrl.config import AuxiliaryModelConfig, Config
     from asyncrl.engine.stream import Headers
+    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement, Seat
     from asyncrl.launch.plan import ProcessSpec
-    from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
@@ -198,8 +198,8 @@ class EngineHooks:
         return None
 
     def install(self, argv: Sequence[str]) -> None:
-        """Patch SGLang's modules when they are imported (importing.after_import). Called in every process of an engine,
-        before it imports sglang. `argv` is the command line, all that the process knows of the run."""
+        """Patch SGLang's modules when they are imported (import_hooks.after_import). Called in every process of an
+        engine, before it imports sglang. `argv` is the command line, all that the process knows of the run."""
 
 
 class TrainerHooks:
@@ -313,6 +313,10 @@ class Extension:
     """Formats of the frozen base by their name in trainer.lora.base."""
     clusters: ClassVar[Mapping[str, str]] = {}
     """Import paths of subclasses of launch.cluster.Cluster by their name in cluster.launcher."""
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """Fields that it adds to metrics.jsonl, each with its meaning (metrics/fields.py). `<word>` stands for any text."""
+    summary_metrics: ClassVar[Mapping[str, str]] = {}
+    """Fields that it adds to summary.json."""
     trains: ClassVar[bool] = True
     """Whether its settings can change what is trained. Those that cannot are not taken from a recorded run by a replay,
     and may differ when a run is resumed."""
@@ -366,6 +370,10 @@ class Extension:
         """Return what receives the steps of a run; None if nothing does. `model` is the folder with the tokenizer,
         `warn` takes a text and a step, and `first` is the step with which a resumed run goes on."""
         return None
+
+    def summary(self, config: Config, run_dir: Path, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields of summary.json. `figures` are those of the core. Called in the first trainer rank."""
+        return {}
 
     def rollout(self) -> RolloutHooks:
         """Return the hooks in the rollout process."""
@@ -488,35 +496,23 @@ def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
     return {name: told for name, told in every.items() if told}
 
 
-def tasks() -> dict[str, str]:
-    """Return the import paths of the task classes of extensions that need not be named, by their name in task.kind."""
-    return {name: path for kind in classes({}).values() for name, path in kind.tasks.items()}
+def offered(table: str, named: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return what extensions offer in a table of their classes (tasks, rewards, bases, transports, clusters), by name:
+    those that need not be named, and with `named` also those that the setting names."""
+    return {name: one for kind in classes(named or {}).values() for name, one in getattr(kind, table).items()}
 
 
-def clusters(named: Mapping[str, str]) -> dict[str, str]:
-    """Return the import paths of clusters by their name in cluster.launcher, also of the extensions that the setting
-    names."""
-    return {name: path for kind in classes(named).values() for name, path in kind.clusters.items()}
+@cache
+def loaded(attribute: str) -> list[Any]:
+    """Return the objects at the import paths that extensions offer in an attribute of their classes (question,
+    hosting), of those that need not be named."""
+    paths = (getattr(kind, attribute) for kind in classes({}).values())
+    return [load(path, "extensions") for path in paths if path]
 
 
 def apart(named: Mapping[str, str]) -> set[str]:
     """Return the names of the extensions whose settings cannot change what is trained."""
     return {name for name, kind in classes(named).items() if not kind.trains}
-
-
-def rewards() -> dict[str, str]:
-    """Return the import paths of rewards of the same extensions, by their name in task.reward."""
-    return {name: path for kind in classes({}).values() for name, path in kind.rewards.items()}
-
-
-def bases() -> dict[str, OfferedBase]:
-    """Return the formats of the frozen base by their name in trainer.lora.base, of the same extensions."""
-    return {name: one for kind in classes({}).values() for name, one in kind.bases.items()}
-
-
-def transports(named: Mapping[str, str]) -> dict[str, OfferedTransport]:
-    """Return the transports of all extensions, by their name in weights.transport."""
-    return {name: one for kind in classes(named).values() for name, one in kind.transports.items()}
 
 
 def wrapped(task: T, section: Any, field: str) -> T:
@@ -526,15 +522,3 @@ def wrapped(task: T, section: Any, field: str) -> T:
             made: T = load(kind.wrappers[field], f"task.{field}")(task, section)
             return made
     raise ConfigError(f"task.{field}", getattr(section, field), NOBODY)
-
-
-def hosting() -> Callable[[], Any] | None:
-    """Return the class of an extension for processes that hold environments; None if no extension has one."""
-    paths = [kind.hosting for kind in classes({}).values() if kind.hosting]
-    return load(paths[0], "extensions") if paths else None
-
-
-@cache
-def question_functions() -> list[Callable[[dict[str, Any], Any], dict[str, Any]]]:
-    """Return the functions of the same extensions through which every question goes before it is rendered."""
-    return [load(kind.question, "extensions") for kind in classes({}).values() if kind.question]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncrl.errors import LaunchError
 from asyncrl.extension import classes
-from asyncrl.imports import load
+from asyncrl.user_code import load
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""Retries of requests: exponential backoff, and the choice among equivalent servers.
+"""Retries: exponential backoff, and the choice among equivalent servers.
 
 When a server fails, a request moves to another one at once. When all of them have failed, it waits. The delays grow and
 have jitter, so that clients do not all retry at the same moment.
@@ -17,9 +17,10 @@ REST_SECONDS = 5.0
 """Time for which a server that has failed is chosen last."""
 
 
-async def pause(number: int) -> None:
-    """Wait before another attempt. `number` counts the earlier pauses; each pause is up to twice as long."""
-    delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(number, 16))
+async def pause(number: int, *, first: float = FIRST_DELAY, longest: float = LONGEST_DELAY) -> None:
+    """Wait before another attempt. `number` counts the earlier pauses. The first takes at most `first` seconds, each
+    further one up to twice as long as that before it, and none more than `longest`."""
+    delay = min(longest, first * 2 ** min(number, 16))
     await asyncio.sleep(delay * random.uniform(0.5, 1.0))
 
 

@@ -1,10 +1,13 @@
-"""Base classes of config sections, and the constrained number types they use."""
+"""Base classes of config sections, the constrained number types they use, and rules between settings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from asyncrl.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 Million = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -54,3 +57,23 @@ class Choice(Section):
     def is_own(self) -> bool:
         """Return whether it is the user's own, given by an import path, module:name."""
         return ":" in self.name
+
+
+Rule = tuple[str, bool, str] | tuple[str, Any, bool, str]
+"""Field, whether its value breaks the rule, and the remedy. To show another value than the field's, it comes second."""
+
+
+def require(section: Section, rules: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
+    """Raise ConfigError for the first rule that is broken. `otherwise` is appended to its remedy, and `prefix` goes
+    before its field, which is one of `section`."""
+    for field, *shown, broken, remedy in rules:
+        if broken:
+            value = shown[0] if shown else value_of(section, field)
+            raise ConfigError(f"{prefix}{field}", value, f"{remedy}{otherwise}")
+
+
+def value_of(section: Any, field: str) -> Any:
+    """Return the value of a field of a section, with dots; of an algorithm its name."""
+    for name in field.split("."):
+        section = section.get(name) if isinstance(section, dict) else getattr(section, name)
+    return section.name if isinstance(section, Choice) else section

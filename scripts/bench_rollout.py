@@ -36,7 +36,6 @@ from asyncrl.engine.stream import GenerateEndpoint  # noqa: E402
 from asyncrl.network.addresses import Access  # noqa: E402
 from asyncrl.network.ports import free_port  # noqa: E402
 from asyncrl.rollout.buffer import CohortBuffer  # noqa: E402
-from asyncrl.rollout.ledger import SourceCounts  # noqa: E402
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan  # noqa: E402
 from scripts import machine, rollout_processes  # noqa: E402
 
@@ -227,7 +226,7 @@ def buffer_seconds(groups: int) -> float:
             buffer.commit(ticket, Group(ticket.uid, ticket.slot, PROMPT, [Trajectory([Turn([], answer)])], "bench"))
         assert buffer.take() is not None
         buffer.publish(version)
-        buffer.ledger(SourceCounts(prompts=issued, tokens=issued, running=0, late=0)).check()
+        buffer.ledger(issued, {"training": issued}, running=0, late=0).check()
         ended += groups // 10
     return (time.process_time() - started) / ended
 

@@ -138,11 +138,10 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _metrics() -> Iterator[str]:
     yield "# Metrics\n\nFields of `metrics.jsonl`, `eval.jsonl` and `summary.json`, and of the sinks.\n"
-    for table, rows in vars(fields).items():
-        if table.isupper() and isinstance(rows, dict):
-            yield f"## {table.lower().replace('_', ' ')}\n\n| field | meaning |\n|---|---|"
-            yield from (_row(name, meaning) for name, meaning in rows.items() if isinstance(meaning, str))
-            yield ""
+    for table, rows in fields.tables().items():
+        yield f"## {table.lower().replace('_', ' ')}\n\n| field | meaning |\n|---|---|"
+        yield from (_row(name, meaning) for name, meaning in rows.items())
+        yield ""
 
 
 def _row(name: str, meaning: str) -> str:

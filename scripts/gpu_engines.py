@@ -82,7 +82,8 @@ def overrides(setting: Setting, model: Path, *, rehearse: bool, spare: bool = Fa
 
 def composed(name: str, folder: Path, *, spare: bool) -> list[Any]:
     """Write the models of a setting, and return the engines that `check` would start on GPUs. Raises ConfigError."""
-    from asyncrl.launch.checks import check_devices, check_model, check_platforms
+    from asyncrl.launch.checks.machines import check_devices, check_platforms
+    from asyncrl.launch.checks.model import check_model
     from tests.integration.fleet import planned
 
     setting, model = SETTINGS[name], folder / "model"

@@ -45,7 +45,7 @@ from asyncrl.extensions.plan import memory  # noqa: E402
 from asyncrl.extensions.plan.activations import Training  # noqa: E402
 from asyncrl.extensions.plan.shapes import ParallelLayout, counted, shape_of  # noqa: E402
 from asyncrl.extensions.plan.tensors import tensors  # noqa: E402
-from asyncrl.launch.preflight.model_files import Weight  # noqa: E402
+from asyncrl.launch.checks.model_files import Weight  # noqa: E402
 from asyncrl.models.tiny import write_random_model  # noqa: E402
 from asyncrl.network.ports import free_port  # noqa: E402
 from scripts.gpu_engines import BACKENDS, check  # noqa: E402

@@ -30,12 +30,12 @@ from asyncrl.extensions.plan.settings import layout_of, served_adapters, trainin
 from asyncrl.extensions.plan.shapes import Shape, shape_of
 from asyncrl.extensions.plan.sizing import Balance, FleetSpec, Hardware, Publish
 from asyncrl.extensions.plan.tensors import tensors
-from asyncrl.launch.checks import check_model
+from asyncrl.launch.checks.model import check_model
+from asyncrl.launch.checks.model_files import Weight
 from asyncrl.launch.compose import find_further_confs
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import imagined, nodes_wanted, place
 from asyncrl.launch.precision import assumed
-from asyncrl.launch.preflight.model_files import Weight
 from asyncrl.weights.choice import choose_lora
 
 DOCS = Path(__file__).parent.parent / "results" / "sizes.md"

@@ -1,7 +1,7 @@
 """One hypothesis profile for all tests: the same examples on every machine, and no deadlines on shared cores. And the
 schedule of the tests: which tier has them (tests/tiers.py), which run in one process, and which start first."""
 
-from asyncrl import importing
+from asyncrl import import_hooks
 
 # isort: split
 import os
@@ -57,7 +57,7 @@ SEPARATE = _files(
 
 def pytest_collection_finish() -> None:
     """All test modules, and what they test, are imported."""
-    importing.done()
+    import_hooks.done()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

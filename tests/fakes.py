@@ -34,9 +34,9 @@ from asyncrl.extension import Extension
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.compose import algorithm_overrides, find_further_confs
 from asyncrl.launch.help import further_confs
+from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import Node
-from asyncrl.launch.preflight.facts import MachineFacts
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.rollout.curriculum import Curriculum, Mixer
 from asyncrl.rollout.hooks import by_weight

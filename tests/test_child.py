@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
 import sys
 from contextlib import closing
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from asyncrl import child
-from asyncrl.child import KEPT_BYTES, ChildProcess, describe
+from asyncrl.child import KEPT_BYTES, ChildProcess, OversizedMessage, WorkerPool, describe, framed, messages, received
 
 
 def python(code: str, **options: object) -> ChildProcess:
@@ -105,3 +106,48 @@ def test_program_that_cannot_be_watched_is_not_left_running(monkeypatch: pytest.
 )
 def test_status_in_words(status: int | None, words: str) -> None:
     assert describe(status) == words
+
+
+# -- messages --------------------------------------------------------------------------------------------------
+
+SAID = [{"text": "\u00e9", "data": b"\x00\n", "numbers": [1, 0.5, None]}, [], "x" * 100_000]
+
+
+def test_a_child_reads_whole_messages_and_ends_with_one_that_was_cut_off() -> None:
+    sent = b"".join(map(framed, SAID))
+    assert list(messages(io.BytesIO(sent))) == SAID
+    for cut in (1, 3, 70_000):
+        assert list(messages(io.BytesIO(sent[:-cut]))) == SAID[:2]
+
+
+def test_a_parent_reads_messages_up_to_its_limit() -> None:
+    async def main() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(framed(SAID[0]) + framed(SAID[2]))
+        reader.feed_eof()
+        assert await received(reader, 1000) == SAID[0]
+        with pytest.raises(OversizedMessage, match="its answer has 100005 bytes, more than the limit of 1000"):
+            await received(reader, 1000)
+
+    asyncio.run(main())
+
+
+def test_a_pool_returns_what_a_worker_said_before_it_ended() -> None:
+    worker = (
+        "import sys\nfrom asyncrl.child import framed, messages\n"
+        "for request in messages(sys.stdin.buffer):\n"
+        "    end = framed({'done': request['n']}) if request['n'] else b''\n"
+        "    sys.stdout.buffer.write(framed({'stage': 1}) + end)\n"
+        "    sys.stdout.flush()\n"
+        "    if not request['n']: sys.exit(7)\n"
+    )
+
+    async def main() -> None:
+        pool = WorkerPool([sys.executable, "-c", worker], 1)
+        for number, status in ((2, None), (0, 7), (3, None)):
+            reply = await pool.ask({"n": number}, "done", 60.0)
+            assert (reply.exit_code, reply.late) == (status, False)
+            assert reply.messages == [{"stage": 1}, *([{"done": number}] if number else [])]
+        await pool.close()
+
+    asyncio.run(main())

@@ -22,13 +22,16 @@ from asyncrl import config as module
 from asyncrl.algo.loss import LOSSES
 from asyncrl.config import load, read, under_new_names
 from asyncrl.errors import CompositionError, ConfigError
-from asyncrl.launch.checks import check_devices, check_model, check_request_fields
+from asyncrl.launch.checks.engines import check_request_fields
+from asyncrl.launch.checks.machines import check_devices
+from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.compose import compose
 from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
 from asyncrl.removed import LAST, MOVED_SETTINGS, REMOVED
 from asyncrl.settings import Choice, Section
 from tests.fakes import JOB, OPTIONS, compose_values, missing, tiny_config, tiny_values
+from tests.models.published import FP8
 
 EXPERIMENTS = sorted(name for group, name in OPTIONS if group == "experiment")
 TASKS = sorted(
@@ -657,9 +660,45 @@ def test_engines_whose_weights_are_cut_in_other_ways_pass_without_verification()
 REPLICATED = {**LLAMA, "architectures": ["Qwen3ForCausalLM"]}
 
 
+MINISTRAL = {
+    **LLAMA,
+    "architectures": ["Ministral3ForCausalLM"],
+    "max_position_embeddings": 65536,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": 16384,
+    },
+}
+OF_TRANSFORMERS = {**LLAMA, "architectures": ["SeedOssForCausalLM"]}
+
+
+def test_a_model_that_engines_compute_otherwise_from_some_position_on_is_refused_unless_none_reaches_it() -> None:
+    with pytest.raises(ConfigError, match="context_length=16384") as caught:
+        check_model(tiny_config(), MINISTRAL)
+    assert caught.value.field == "engine.server_args.context_length"
+    check_model(tiny_config(**{"engine.server_args": {"context_length": 16384}}), MINISTRAL)
+
+
+def test_engines_of_weights_in_fp8_are_refused() -> None:
+    with pytest.raises(ConfigError, match="asyncrl-convert dequantize"):
+        check_model(tiny_config(), {**LLAMA, "quantization_config": FP8})
+
+
+def test_adapters_of_fused_layers_are_refused() -> None:
+    phi = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
+    check_model(tiny_config(), phi)
+    with pytest.raises(ConfigError, match="fused layers") as caught:
+        check_model(tiny_config(**{"trainer.lora.rank": 4, "trainer.lora.alpha": 4}), phi)
+    assert caught.value.field == "trainer.lora.rank"
+
+
 @pytest.mark.parametrize(
     ("hf", "shape", "field", "remedy"),
     [
+        (OF_TRANSFORMERS, {"pipeline_parallel": 2}, "pipeline_parallel", "no stages of SeedOss"),
+        ({**OF_TRANSFORMERS, "num_key_value_heads": 1}, {"tensor_parallel": 2}, "tensor_parallel", "cannot divide 1"),
         (LLAMA, {"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel", "no routed experts"),
         ({**MOE, "num_experts": 3}, {"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel", "3 routed"),
         (LLAMA, {"tensor_parallel": 2, "data_parallel": 2}, "data_parallel", "Qwen3ForCausalLM"),
@@ -888,3 +927,11 @@ def test_launcher_that_no_extension_has_is_refused_with_those_there_are() -> Non
         tiny_config(**{**JOB, "cluster.launcher": "fleet"})
     assert refused.value.field == "cluster.launcher"
     assert tiny_config(**JOB).cluster.launcher == "machines"
+
+
+def test_removed_setting_that_an_earlier_run_left_unset_does_not_keep_it_from_going_on() -> None:
+    megatron: dict[str, Any] = {"transformer": {"apply_rope_fusion": None}, "ddp": {}}
+    before: dict[str, Any] = {"trainer": {"megatron": megatron, "mtp": None}, "mode": "train"}
+    assert under_new_names(before) == {"trainer": {"megatron": {"ddp": {}}}, "mode": "train"}
+    megatron["transformer"]["apply_rope_fusion"] = True
+    assert under_new_names(before)["trainer"]["megatron"]["transformer"] == {"apply_rope_fusion": True}

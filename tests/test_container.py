@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from asyncrl.launch.preflight.versions import MUST_MATCH, SHOULD_MATCH
+from asyncrl.launch.checks.versions import MUST_MATCH, SHOULD_MATCH
 from scripts.container_check import LAST, Image, Instruction, assignments, context, instructions, stages
 from tests.pins import ROOT, lock, pins, project
 

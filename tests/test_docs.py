@@ -106,8 +106,7 @@ def test_settings_that_are_named_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_metrics_that_are_named_exist(page: Path) -> None:
-    tables = [table for name, table in vars(fields).items() if name.isupper() and isinstance(table, dict)]
-    known = {name for table in tables for name in table}
+    known = {name for table in fields.tables().values() for name in table}
     prefixes = {name.partition("/")[0] for name in known if "/" in name}
     named = {code for code in CODE.findall(page.read_text()) if re.fullmatch(r"[a-z_]+(?:/[a-z_0-9@]+)+", code)}
     asked = {name for name in named if name.partition("/")[0] in prefixes and not (ROOT / "asyncrl" / name).exists()}

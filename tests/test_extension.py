@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 
-from asyncrl import extension, imports
+from asyncrl import extension, user_code
 from asyncrl.config import Config, TaskConfig, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.launch import leftovers
-from asyncrl.launch.attached import wanted_of
-from asyncrl.launch.checks import check_model
-from asyncrl.launch.generations import check_generations
+from asyncrl.launch.checks.engines import check_generations, wanted_of
+from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.plan import plan
 from asyncrl.models.catalog import resolve
@@ -34,7 +33,7 @@ from asyncrl.tasks import Task, build, build_all
 from asyncrl.weights.choice import choose_lora
 from asyncrl.weights.publish import build_transport
 from tests.fakes import FakeTemplate, addresses, compose_values, tiny_config, tiny_values
-from tests.launch.preflight.worlds import machine, nodes, placed
+from tests.launch.checks.worlds import machine, nodes, placed
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
 CODE = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -124,7 +123,7 @@ def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorde
 )
 def test_old_name_of_a_module_that_moved_is_refused_with_the_new_one(old: str, new: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"set {new}.")):
-        imports.load(old, "agent")
+        user_code.load(old, "agent")
 
 
 class Wrapping(extension.Extension):
@@ -164,9 +163,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Replace the extensions of this checkout; the result holds those that a test adds."""
     found: dict[str, str] = {}
     monkeypatch.setattr(extension, "shipped", lambda: found)
-    extension.question_functions.cache_clear()
+    extension.loaded.cache_clear()
     yield found
-    extension.question_functions.cache_clear()
+    extension.loaded.cache_clear()
 
 
 def bare(**changes: Any) -> Config:
@@ -188,7 +187,7 @@ def test_question_goes_through_the_functions_of_extensions(alone: dict[str, str]
     plain = question_of(task, FakeTemplate(), 3, "task")
     assert plain == task.question(3)
     alone["wrapping"] = f"{__name__}:Wrapping"
-    extension.question_functions.cache_clear()
+    extension.loaded.cache_clear()
     assert question_of(task, FakeTemplate(), 3, "task")["messages"][-1]["content"].endswith("!")
 
 
@@ -409,4 +408,4 @@ def test_base_of_an_extension_is_known_by_its_name(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(extension, "installed", lambda: {"thin": "thin:Own"})
     config = tiny_config(**changes)
     assert config.changes_base
-    assert extension.bases()["thin"].bytes == 0.25
+    assert extension.offered("bases")["thin"].bytes == 0.25

@@ -141,7 +141,7 @@ def test_sdist_carries_what_the_wheel_is_built_from(tmp_path):
 COMPOSE = """
 import json, re, sys
 from asyncrl.config import load
-from asyncrl.imports import load as imported
+from asyncrl.user_code import load as imported
 from asyncrl.launch.compose import compose
 from asyncrl.launch.main import CONF
 

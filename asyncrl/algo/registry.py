@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import ValidationError, create_model
 
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
 from asyncrl.settings import Choice, Section
+from asyncrl.user_code import load
 
 if TYPE_CHECKING:
     from torch import Tensor

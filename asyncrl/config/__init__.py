@@ -8,6 +8,8 @@ default is written twice. `asyncrl-train --help` prints the docstrings below.
 from __future__ import annotations
 
 import json
+from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,23 +36,19 @@ from asyncrl.config.running import (
 )
 from asyncrl.config.secret_values import Parameters, secrets
 from asyncrl.config.tasks import EvalConfig, TaskConfig
-from asyncrl.config.training import ModelConfig, OptimizerConfig, TrainerConfig
+from asyncrl.config.training import ModelConfig, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.removed import MOVED_SETTINGS, removal
+from asyncrl.removed import MOVED_SETTINGS, REMOVED, removal
 from asyncrl.settings import Name, Section
 
 __all__ = [
     "AgentsConfig",
     "AlgoConfig",
     "AuxiliaryModelConfig",
-    "CheckpointConfig",
     "ClusterConfig",
     "Config",
     "EngineConfig",
     "EvalConfig",
-    "MetricsConfig",
-    "ModelConfig",
-    "OptimizerConfig",
     "PastConfig",
     "ReplayConfig",
     "RolloutConfig",
@@ -172,7 +170,7 @@ class Config(Section):
     @property
     def transport(self) -> extension.OfferedTransport | None:
         """Return the extension's transport that the run uses; None for one of the core."""
-        return extension.transports(self.extensions).get(self.weights.transport)
+        return extension.offered("transports", self.extensions).get(self.weights.transport)
 
     @property
     def sends_files(self) -> bool:
@@ -247,8 +245,14 @@ def read(run_dir: Path) -> Config:
 
 
 def under_new_names(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an earlier run, with those that moved in their new sections."""
-    found = {name: dict(value) if isinstance(value, dict) else value for name, value in recorded.items()}
+    """Return the settings of an earlier run, with those that moved in their new sections, and without removed ones that
+    it had left unset."""
+    found = deepcopy(recorded)
+    for removed in REMOVED:
+        *above, last = removed.split(".")
+        inside: dict[str, Any] = reduce(lambda values, key: values.get(key) or {}, above, found)
+        if last in inside and _is_unset(inside[last]):
+            del inside[last]
     for old, new in MOVED_SETTINGS.items():
         section, _, field = old.partition(".")
         into, _, name = new.partition(".")
@@ -258,6 +262,10 @@ def under_new_names(recorded: dict[str, Any]) -> dict[str, Any]:
             value = found[section].pop(field)
             found.setdefault(into, {}).update({name: value} if name else value)
     return found
+
+
+def _is_unset(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(_is_unset, value.values())))
 
 
 SPELLING = "check the spelling (asyncrl-train --help lists every field)."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import field_validator, model_validator
@@ -10,8 +11,7 @@ from pydantic import field_validator, model_validator
 from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.correction import CORRECTIONS
 from asyncrl.algo.loss import LOSSES, LossTraits
-from asyncrl.errors import ConfigError
-from asyncrl.settings import Bounds, Choice, Count, Natural, NonNegative, Positive, Section
+from asyncrl.settings import Bounds, Choice, Count, Natural, NonNegative, Positive, Rule, Section, require
 
 
 class CriticConfig(Section):
@@ -153,57 +153,44 @@ class AlgoConfig(Section):
         return CORRECTIONS.completed(choice) if choice else None
 
     @model_validator(mode="after")
-    def _counts_nothing_twice(self) -> AlgoConfig:
+    def _settings_agree(self) -> AlgoConfig:
         self.check_loss(LOSSES.traits(self.loss))
-        if self.correction and self.proximal == "behaviour":
-            remedy = "algo.proximal=behaviour already weights this gap: set algo.correction=null."
-            raise ConfigError("algo.correction", self.correction.name, remedy)
-        if self.kl.coefficient and self.kl.place == "loss" and self.kl.estimator == "k1":
-            raise ConfigError(
-                "algo.kl.estimator",
-                "k1",
-                "Its gradient is zero in expectation: use k2 or ratio, or algo.kl.place=reward.",
-            )
-        if self.kl.reference != "weights" and self.kl.reference_path:
-            remedy = f"algo.kl.reference={self.kl.reference} needs no weights: leave it unset."
-            raise ConfigError("algo.kl.reference_path", self.kl.reference_path, remedy)
-        if self.advantage.name == "none" and self.kl.coefficient and self.kl.place == "reward":
-            raise ConfigError("algo.kl.place", "reward", "algo.advantage=none reads no rewards: set loss.")
-        if self.routing_replay == "R2" and self.steps == 1:
-            raise ConfigError(
-                "algo.routing_replay",
-                "R2",
-                "With one optimizer step there is nothing to replay: raise mini_batches, or set none.",
-            )
+        require(self, self._rules(), prefix="algo.")
         return self
 
     def check_loss(self, traits: LossTraits) -> None:
         """Check that the other settings fit a loss. Raises ConfigError."""
-        if self.correction and traits.corrects:
-            remedy = f"algo.loss={self.loss.name} already weights this gap: set algo.correction=null."
-            raise ConfigError("algo.correction", self.correction.name, remedy)
-        if traits.per_sequence and self.aggregation != "sequence":
-            remedy = f"algo.loss={self.loss.name} is a loss over sequences: set sequence."
-            raise ConfigError("algo.aggregation", self.aggregation, remedy)
+        twice = f"algo.loss={self.loss.name} already weights this gap: set algo.correction=null."
+        other = f"algo.loss={self.loss.name} is a loss over sequences: set sequence."
+        rules: list[Rule] = [
+            ("correction", self.correction is not None and traits.corrects, twice),
+            ("aggregation", traits.per_sequence and self.aggregation != "sequence", other),
+        ]
+        require(self, rules, prefix="algo.")
 
-    @model_validator(mode="after")
-    def _acts(self) -> AlgoConfig:
-        """Check that every setting has an effect."""
+    def _rules(self) -> Iterator[Rule]:
+        """Yield the rules of settings that would count something twice, or have no effect."""
+        advantage, kl, behaviour = self.advantage, self.kl, self.proximal == "behaviour"
+        why = "algo.proximal=behaviour already weights this gap: set algo.correction=null."
+        yield "correction", self.correction is not None and behaviour, why
+        why = "Its gradient is zero in expectation: use k2 or ratio, or algo.kl.place=reward."
+        yield "kl.estimator", kl.coefficient > 0 and kl.place == "loss" and kl.estimator == "k1", why
+        why = f"algo.kl.reference={kl.reference} needs no weights: leave it unset."
+        yield "kl.reference_path", kl.reference != "weights" and bool(kl.reference_path), why
+        why = "algo.advantage=none reads no rewards: set loss."
+        yield "kl.place", advantage.name == "none" and kl.coefficient > 0 and kl.place == "reward", why
+        why = "With one optimizer step there is nothing to replay: raise mini_batches, or set none."
+        yield "routing_replay", self.routing_replay == "R2" and self.steps == 1, why
         for name in ("sequence", "geometric"):
             bounds = getattr(self.mask, name)
-            if bounds and bounds[0] > bounds[1]:
-                raise ConfigError(f"algo.mask.{name}", bounds, "The interval is empty: give the lower bound first.")
-            if bounds and self.proximal == "behaviour":
-                remedy = "With algo.proximal=behaviour there is no gap to measure: set start, or leave it unset."
-                raise ConfigError(f"algo.mask.{name}", bounds, remedy)
-        correction = self.correction.settings if self.correction else {}
-        if correction.get("floor", 0.0) > correction.get("cap", math.inf):
-            remedy = f"Must not exceed algo.correction.cap ({correction['cap']})."
-            raise ConfigError("algo.correction.floor", correction["floor"], remedy)
-        advantage = self.advantage
-        if ADVANTAGES.traits(advantage).unshaped:
-            for name in ("overlong_buffer", "length_penalty", "normalize"):
-                if value := getattr(self.shaping, name):
-                    remedy = f"algo.advantage={advantage.name} needs the rewards as the task gave them: turn it off."
-                    raise ConfigError(f"algo.shaping.{name}", value, remedy)
-        return self
+            why = "The interval is empty: give the lower bound first."
+            yield f"mask.{name}", bool(bounds) and bounds[0] > bounds[1], why
+            why = "With algo.proximal=behaviour there is no gap to measure: set start, or leave it unset."
+            yield f"mask.{name}", bool(bounds) and behaviour, why
+        weight = self.correction.settings if self.correction else {}
+        floor, cap = weight.get("floor", 0.0), weight.get("cap", math.inf)
+        yield "correction.floor", floor, floor > cap, f"Must not exceed algo.correction.cap ({cap})."
+        why = f"algo.advantage={advantage.name} needs the rewards as the task gave them: turn it off."
+        for name in ("overlong_buffer", "length_penalty", "normalize"):
+            shaped = bool(getattr(self.shaping, name)) and ADVANTAGES.traits(advantage).unshaped
+            yield f"shaping.{name}", shaped, why

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import model_validator
 
@@ -78,30 +78,6 @@ class PipelineSplitConfig(Section):
         return self
 
 
-class TransformerFields(Section):
-    """Fields of Megatron's TransformerConfig that may be set; unset: as the trainer has them."""
-
-    apply_rope_fusion: bool | None
-    """Rotate queries and keys in TransformerEngine's fused kernel. unset: with its layers, except in latent attention.
-    """
-    fused_single_qkv_rope: bool | None
-    """Rotate queries and keys in one fused kernel, before they are split."""
-    moe_permute_fusion: bool | None
-    """Sort tokens by their experts in TransformerEngine's fused kernel."""
-    moe_deepep_num_sms: Count | None
-    """Multiprocessors of a GPU that DeepEP uses, with trainer.token_dispatcher=deepep."""
-    disable_bf16_reduced_precision_matmul: bool | None
-    """Sum products of bfloat16 matrices in float32 throughout."""
-    disable_parameter_transpose_cache: bool | None
-    """Keep no transposes of weights in FP8."""
-    distribute_saved_activations: bool | None
-    """Divide recomputed layers' inputs among the ranks of tensor parallelism."""
-    clone_scatter_output_in_embedding: bool | None
-    """Copy the embedding's output under sequence parallelism, so that the whole of it can be freed."""
-    pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None
-    """Library that sends activations between pipeline stages."""
-
-
 class DdpFields(Section):
     """Fields of Megatron's DistributedDataParallelConfig that may be set; unset: as the trainer has them."""
 
@@ -115,67 +91,7 @@ class DdpFields(Section):
     """Register the buffers of gradients and parameters with NCCL."""
 
 
-class OptimizerFields(Section):
-    """Fields of Megatron's OptimizerConfig that may be set; unset: as the trainer has them."""
-
-    decoupled_weight_decay: bool | None
-    """AdamW's weight decay; false: that of Adam, in the gradient."""
-    apply_wd_to_qk_layernorm: bool | None
-    """Weight decay of the norms of queries and keys, too."""
-
-
-ELSEWHERE = {
-    "tensor_model_parallel_size": "trainer.tensor_parallel",
-    "pipeline_model_parallel_size": "trainer.pipeline_parallel",
-    "virtual_pipeline_model_parallel_size": "trainer.virtual_pipeline",
-    "context_parallel_size": "trainer.context_parallel",
-    "expert_model_parallel_size": "trainer.expert_parallel",
-    "expert_tensor_parallel_size": "trainer.expert_tensor_parallel",
-    "sequence_parallel": "trainer.sequence_parallel",
-    **dict.fromkeys(("fp16", "bf16", "params_dtype"), "trainer.dtype"),
-    **dict.fromkeys(
-        (f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")), "trainer.recompute"
-    ),
-    **dict.fromkeys(("transformer_impl", "moe_grouped_gemm"), "trainer.layers"),
-    **dict.fromkeys(("fp8", "fp8_recipe"), "trainer.fp8"),
-    **dict.fromkeys(("cpu_offloading", "fine_grained_activation_offloading"), "offload.activations"),
-    **dict.fromkeys(("moe_token_dispatcher_type", "moe_flex_dispatcher_backend"), "trainer.token_dispatcher"),
-    "moe_enable_routing_replay": "algo.routing_replay",
-    "deterministic_mode": "deterministic",
-    "overlap_grad_reduce": "trainer.overlap_grad_reduce",
-    "overlap_param_gather": "trainer.overlap_param_gather",
-    **dict.fromkeys(
-        ("lr", "min_lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"), "trainer.optimizer"
-    ),
-    **dict.fromkeys(
-        ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"), "trainer.optimizer.moments_dtype"
-    ),
-    "optimizer_cpu_offload": "trainer.optimizer.offload",
-}
-"""Fields of Megatron's that have a setting here, and that setting."""
-
-
 class MegatronConfig(Section):
-    """Fields of megatron-core's own dataclasses that have no setting here. Others would break what the trainer promises
-    (docs/parallelism.md)."""
+    """Fields of megatron-core's own dataclasses that have no setting here (docs/parallelism.md)."""
 
-    transformer: TransformerFields
     ddp: DdpFields
-    optimizer: OptimizerFields
-
-    @model_validator(mode="before")
-    @classmethod
-    def _may_be_set(cls, values: Any) -> Any:
-        known: dict[str, type[Section]] = {
-            "transformer": TransformerFields,
-            "ddp": DdpFields,
-            "optimizer": OptimizerFields,
-        }
-        for section, given in values.items() if isinstance(values, dict) else ():
-            fields = known[section].model_fields if section in known else given
-            for name in given:
-                if name not in fields:
-                    only = f"Only {', '.join(fields)} may be set (docs/parallelism.md): remove it."
-                    remedy = f"Set {ELSEWHERE[name]} instead." if name in ELSEWHERE else only
-                    raise ConfigError(f"trainer.megatron.{section}.{name}", given[name], remedy)
-        return values

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from asyncrl import extension
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
@@ -11,29 +11,10 @@ from asyncrl.algo.loss import LOSSES, LossTraits
 from asyncrl.config.lora import LINEARS, adapter_targets, resident_adapters
 from asyncrl.config.roles import POLICY
 from asyncrl.config.running import TRANSPORTS, USABLE
-from asyncrl.errors import ConfigError
-from asyncrl.settings import Choice, Section
+from asyncrl.settings import Choice, Rule, require, value_of
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-
-Rule = tuple[str, bool, str] | tuple[str, Any, bool, str]
-"""Field, whether its value breaks the rule, and the remedy. To show another value than the field's, it comes second."""
-
-
-def require(section: Section, rules: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
-    """Raise ConfigError for the first rule that is broken. `otherwise` is appended to its remedy, and `prefix` goes
-    before its field, which is one of `section`."""
-    for field, *shown, broken, remedy in rules:
-        if broken:
-            value = shown[0] if shown else _value(section, field)
-            raise ConfigError(f"{prefix}{field}", value, f"{remedy}{otherwise}")
-
-
-def _value(section: Any, field: str) -> Any:
-    for name in field.split("."):
-        section = section.get(name) if isinstance(section, dict) else getattr(section, name)
-    return section.name if isinstance(section, Choice) else section
 
 
 def check_settings(config: Config) -> None:
@@ -52,7 +33,7 @@ def check_settings(config: Config) -> None:
         _shared_gpus,
         _turns,
         _roles,
-        adapter_rules,
+        _adapters,
         _tasks,
         _group_sizes,
         _extensions,
@@ -103,12 +84,12 @@ def _modes(config: Config) -> Iterator[Rule]:
 
 def _names(config: Config) -> Iterator[Rule]:
     """Yield the rules of names that extensions add to."""
-    transports = [*TRANSPORTS, *extension.transports(config.extensions)]
+    transports = [*TRANSPORTS, *extension.offered("transports", config.extensions)]
     why = f"Must be one of {', '.join(transports)}."
     yield "weights.transport", config.weights.transport not in transports, why
-    bases = ["none", *extension.bases()]
+    bases = ["none", *extension.offered("bases")]
     yield "trainer.lora.base", config.trainer.lora.base not in bases, f"Must be one of {', '.join(bases)}."
-    launchers = ["local", *extension.clusters(config.extensions)]
+    launchers = ["local", *extension.offered("clusters", config.extensions)]
     why = f"No extension that is installed has this cluster: choose one of {launchers}."
     yield "cluster.launcher", config.cluster.launcher not in launchers, why
 
@@ -247,16 +228,21 @@ def _batch_parts(config: Config) -> Iterator[Rule]:
     yield "cluster.placement", config.cluster.takes_turns, why
     why = f"Timing decides which groups a part consists of. {WHOLE}"
     yield "deterministic", config.deterministic and config.mode == "train", why
-    yield from traits_rules(config, ADVANTAGES.traits(algo.advantage), LOSSES.traits(algo.loss))
+    yield from _traits(config, ADVANTAGES.traits(algo.advantage), LOSSES.traits(algo.loss))
 
 
-def traits_rules(config: Config, advantage: AdvantageTraits, loss: LossTraits) -> Iterator[Rule]:
+def check_traits(config: Config, advantage: AdvantageTraits, loss: LossTraits) -> None:
+    """Refuse an estimator or a loss that needs the whole batch, if it comes in parts. Raises ConfigError."""
+    require(config, _traits(config, advantage, loss))
+
+
+def _traits(config: Config, advantage: AdvantageTraits, loss: LossTraits) -> Iterator[Rule]:
     """Yield the rules of an estimator and a loss that see a batch in parts. The traits of a user's own function are
     known to the trainer only."""
     in_parts = config.trainer.batch_parts > 1
     why = f"It needs the whole batch. {WHOLE}"
     yield "algo.advantage", in_parts and (advantage.whole_batch or advantage.critic), why
-    yield "algo.loss", in_parts and bool(loss.selection), f"Its choice of tokens needs the whole batch. {WHOLE}"
+    yield "algo.loss", in_parts and loss.selection is not None, f"Its choice of tokens needs the whole batch. {WHOLE}"
 
 
 def _overlap(config: Config) -> Iterator[Rule]:
@@ -364,7 +350,12 @@ def _roles(config: Config) -> Iterator[Rule]:
     yield "trainer.overlap_grad_reduce", overlaps, why
 
 
-def adapter_rules(config: Config) -> Iterator[Rule]:
+def check_adapters(config: Config) -> None:
+    """Refuse settings that do not fit adapters in the engines. Raises ConfigError."""
+    require(config, _adapters(config))
+
+
+def _adapters(config: Config) -> Iterator[Rule]:
     """Yield the rules of engines that serve adapters."""
     if not (config.serves_adapters or (config.agents.need_versions and config.mode == "train")):
         return
@@ -419,7 +410,7 @@ def _extensions(config: Config) -> Iterator[Rule]:
     yield "algo.kl.reference", config.algo.kl.reference not in references, why
     served = {field for one in active for field in one.serves}
     for field in ("replay.schedule", "replay.compare"):
-        yield field, bool(_value(config, field)) and field not in served, extension.NOBODY
+        yield field, bool(value_of(config, field)) and field not in served, extension.NOBODY
 
 
 def _signal(config: Config) -> Iterator[Rule]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import model_validator
@@ -11,7 +12,7 @@ from asyncrl.config.megatron import Fp8Config, MegatronConfig, PipelineSplitConf
 from asyncrl.config.secret_values import Parameters
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import PipelineSplit
-from asyncrl.settings import Count, Dtype, Natural, NonNegative, Positive, Section, Share
+from asyncrl.settings import Count, Dtype, Natural, NonNegative, Positive, Rule, Section, Share, require
 
 MOST_BETA = 0.99
 """Largest decay rate of moments in bfloat16. Numbers in bfloat16 differ by a share of at most 2^-7 = 0.0078 from their
@@ -175,36 +176,32 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _layout_is_possible(self) -> TrainerConfig:
-        if self.sequence_parallel and self.tensor_parallel == 1:
-            raise ConfigError("trainer.sequence_parallel", True, "Needs trainer.tensor_parallel of 2 or more.")
-        if self.fp8 and self.dtype == "float32":
-            raise ConfigError("trainer.fp8", self.fp8.format, "Needs trainer.dtype=bfloat16: set it, or fp8=null.")
-        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
-            raise ConfigError(
-                "trainer.virtual_pipeline", self.virtual_pipeline, "Needs pipeline_parallel of 2 or more."
-            )
-        if self.overlap_grad_reduce and self.data_parallel * self.context_parallel == 1:
-            raise ConfigError(
-                "trainer.overlap_grad_reduce", True, "There are no replicas: set trainer.data_parallel of 2 or more."
-            )
-        if self.overlap_grad_reduce and self.vision.tower == "trained":
-            remedy = "A micro-batch without images has no gradient of the tower to reduce: set it to false."
-            raise ConfigError("trainer.overlap_grad_reduce", True, remedy)
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ConfigError("trainer.overlap_param_gather", True, "Needs trainer.overlap_grad_reduce=true.")
-        if self.pipeline_parallel == 1 and self.split != PipelineSplit():
-            raise ConfigError(
-                "trainer.pipeline_split", self.pipeline_split.model_dump(), "Needs pipeline_parallel of 2 or more."
-            )
+        require(self, self._rules(), prefix="trainer.")
+        return self
+
+    def _rules(self) -> Iterator[Rule]:
+        one_rank, one_stage = self.tensor_parallel == 1, self.pipeline_parallel == 1
+        why = "Needs trainer.tensor_parallel of 2 or more."
+        yield "sequence_parallel", self.sequence_parallel and one_rank, why
+        shown = self.fp8.format if self.fp8 else None
+        why = "Needs trainer.dtype=bfloat16: set it, or fp8=null."
+        yield "fp8", shown, shown is not None and self.dtype == "float32", why
+        yield "virtual_pipeline", self.virtual_pipeline > 1 and one_stage, "Needs pipeline_parallel of 2 or more."
+        alone = self.data_parallel * self.context_parallel == 1
+        why = "There are no replicas: set trainer.data_parallel of 2 or more."
+        yield "overlap_grad_reduce", self.overlap_grad_reduce and alone, why
+        why = "A micro-batch without images has no gradient of the tower to reduce: set it to false."
+        yield "overlap_grad_reduce", self.overlap_grad_reduce and self.vision.tower == "trained", why
+        why = "Needs trainer.overlap_grad_reduce=true."
+        yield "overlap_param_gather", self.overlap_param_gather and not self.overlap_grad_reduce, why
+        shares, why = self.pipeline_split.model_dump(), "Needs pipeline_parallel of 2 or more."
+        yield "pipeline_split", shares, one_stage and self.split != PipelineSplit(), why
         stage = self.tensor_parallel * self.context_parallel * self.data_parallel
         matrix = self.expert_tensor_parallel or self.tensor_parallel
-        if stage % (matrix * self.expert_parallel):
-            field = "expert_parallel" if stage % matrix == 0 else "expert_tensor_parallel"
-            raise ConfigError(
-                f"trainer.{field}",
-                getattr(self, field),
-                f"expert_tensor_parallel × expert_parallel ({matrix * self.expert_parallel}) must divide the {stage} "
-                "ranks of a pipeline stage (tensor_parallel × context_parallel × data_parallel): raise "
-                "trainer.data_parallel or lower it.",
-            )
-        return self
+        why = (
+            f"expert_tensor_parallel × expert_parallel ({matrix * self.expert_parallel}) must divide the {stage} ranks "
+            "of a pipeline stage (tensor_parallel × context_parallel × data_parallel): raise trainer.data_parallel or "
+            "lower it."
+        )
+        field = "expert_parallel" if stage % matrix == 0 else "expert_tensor_parallel"
+        yield field, stage % (matrix * self.expert_parallel) > 0, why

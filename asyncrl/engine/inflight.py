@@ -25,7 +25,8 @@ from asyncrl.engine.session import seed_of
 from asyncrl.engine.stream import GenerateEndpoint, Headers, StreamBroken
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
-from asyncrl.observability.intervals import PUBLISH, QUEUED
+from asyncrl.observability import intervals
+from asyncrl.observability.intervals import PREFILL, PUBLISH, QUEUED, Ongoing
 
 if TYPE_CHECKING:
     from asyncrl.engine.client import ClientSettings
@@ -53,6 +54,32 @@ class EngineStats:
     """Tokens prefilled again for these requests, or by the engine under pause_mode=retract."""
     inferred_tokens: int = 0
     """Tokens of broken streams, whose weight versions are inferred."""
+
+
+@dataclass(eq=False)
+class _Sample:
+    """A sample of a request to an engine. It is apart from the request that it answers, because that may be continued
+    by another one while the samples of its siblings are still awaited."""
+
+    request: Request
+    answered: bool = False
+    doing: Ongoing | None = None
+
+    def begin(self) -> None:
+        """Record that the request is sent."""
+        self.request.session.activity.requests += 1
+        self.doing = self.request.session.activity.begin(PREFILL, self.request.role)
+
+    def end(self, outcome: str, changed: Mapping[int, float], answer: PartialAnswer | None = None) -> None:
+        """Record that the sample has ended, unless that is recorded. `changed` says when the engines got each
+        version."""
+        if self.doing is None:
+            return
+        spans = [(span.version, span.end - span.start) for span in answer.spans()] if answer else []
+        queued = (answer.last.queue_time if answer and answer.last else None) or 0.0
+        ended = intervals.request(self.doing, time.time(), spans or [(-1, 1)], changed, queued=queued, outcome=outcome)
+        self.request.session.activity.close(self.doing, ended)
+        self.doing = None
 
 
 @dataclass(eq=False)
@@ -180,22 +207,22 @@ class InFlight:
         routed_from: position of the first token whose experts are not known
         hand_over: is called as soon as a sample has ended: siblings do not wait for the longest
         """
-        for request in requests:
-            request.answered = False
-        while waiting := [request for request in requests if not request.answered]:
+        samples = [_Sample(request) for request in requests]
+        while waiting := [sample for sample in samples if not sample.answered]:
             if self.holding:
                 with ExitStack() as held:
-                    for request in waiting:
-                        held.enter_context(request.session.activity.spent(QUEUED, PUBLISH))
+                    for sample in waiting:
+                        held.enter_context(sample.request.session.activity.spent(QUEUED, PUBLISH))
                     await self._open.wait()
-            for request in waiting:
-                request.begin()
-            sent = _Sent(asyncio.timeout(None), len(token_ids) + waiting[0].added)
+            for sample in waiting:
+                sample.begin()
+            asking = [sample.request for sample in waiting]
+            sent = _Sent(asyncio.timeout(None), len(token_ids) + asking[0].added)
             self._opened(sent)
             try:
-                body = self._body(waiting, token_ids, begun, routed_from)
+                body = self._body(asking, token_ids, begun, routed_from)
                 sent.rid = body["rid"]
-                self._needed += _needed(waiting, body, begun)
+                self._needed += _needed(asking, body, begun)
                 async with sent.scope:
                     await self._read(sent, waiting, body, hand_over)
             except TimeoutError:
@@ -204,47 +231,47 @@ class InFlight:
                 self.figures.continued["overtaken"] += 1
             finally:
                 self._closed(sent)
-                for request in waiting:
-                    request.end("overtaken" if sent.scope.expired() else "cut off", self._changed)
+                for sample in waiting:
+                    sample.end("overtaken" if sent.scope.expired() else "cut off", self._changed)
 
     async def _read(
-        self, sent: _Sent, requests: Sequence[Request], body: dict[str, Any], hand_over: Callable[[Request], object]
+        self, sent: _Sent, samples: Sequence[_Sample], body: dict[str, Any], hand_over: Callable[[Request], object]
     ) -> None:
-        first = requests[0].session
-        adapter = requests[0].adapter
-        asked_at = self.version if adapter is None else adapter
+        first = samples[0].request
+        asked_at = self.version if first.adapter is None else first.adapter
         routed_from = body.get("routed_experts_start_len", 0)
-        answers = [PartialAnswer(asked_at, routed_from, adapter=adapter is not None) for _ in requests]
-        for request, answer in zip(requests, answers, strict=True):
-            request.live = answer
+        answers = [PartialAnswer(asked_at, routed_from, adapter=first.adapter is not None) for _ in samples]
+        for sample, answer in zip(samples, answers, strict=True):
+            sample.request.live = answer
         why = "the stream ended before its last chunk"
         try:
-            headers = self._headers(first.group, first.sample, first.activity.requests)
-            key = first.routing_key or body["rid"]
+            session = first.session
+            headers = self._headers(session.group, session.sample, session.activity.requests)
+            key = session.routing_key or body["rid"]
             async for chunk in self._http.stream(body, key, headers, sent.routed):
-                if not 0 <= chunk.index < len(requests):
+                if not 0 <= chunk.index < len(samples):
                     raise EngineError(
-                        f"the engine returned sample {chunk.index} for a request of {len(requests)} samples"
+                        f"the engine returned sample {chunk.index} for a request of {len(samples)} samples"
                     )
-                request, answer = requests[chunk.index], answers[chunk.index]
+                sample, answer = samples[chunk.index], answers[chunk.index]
                 new = answer.add(chunk)
-                self._count(request, new)
+                self._count(sample, new)
                 sent.answered = True
                 sent.tokens += new
-                stopped = not answer.ended_early and self._stops(request, answer, new)
+                stopped = not answer.ended_early and self._stops(sample.request, answer, new)
                 if stopped and not answer.last and sent.engine:
                     await self._http.abort(sent.engine, sent.rid)
                 if answer.last:
-                    self._end(request, answer, body)
-                    hand_over(request)
+                    self._end(sample, answer, body)
+                    hand_over(sample.request)
         except StreamBroken as broken:
             why = str(broken)
         self.figures.requests += 1
-        for request, answer in zip(requests, answers, strict=True):
-            if not request.answered:
+        for sample, answer in zip(samples, answers, strict=True):
+            if not sample.answered:
                 answer.stop_at(why)
-                self._end(request, answer, body)
-                hand_over(request)
+                self._end(sample, answer, body)
+                hand_over(sample.request)
 
     def _stops(self, request: Request, answer: PartialAnswer, new: int) -> bool:
         """End the answer at a stop string whose last token is among the `new` ones, and return whether it has one. The
@@ -256,28 +283,29 @@ class InFlight:
             answer.stop_after(end - len(before))
         return end is not None
 
-    def _end(self, request: Request, answer: PartialAnswer, body: dict[str, Any]) -> None:
+    def _end(self, sample: _Sample, answer: PartialAnswer, body: dict[str, Any]) -> None:
         """End one sample, complete or not. The others may go on for much longer."""
+        request = sample.request
         read = len(body["input_ids"]) + request.added
         request.session.cached = (body["extra_key"], read + len(answer.token_ids))
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
-        request.end(answer.cut or "", self._changed, answer)
-        request.answered = True
+        sample.end(answer.cut or "", self._changed, answer)
+        sample.answered = True
         request.live = None
         request.parts.append(answer)
 
-    def _count(self, request: Request, tokens: int) -> None:
-        session = request.session
-        self.tokens[request.purpose] += tokens
-        kept = 0 if request.purpose == "past" else tokens
+    def _count(self, sample: _Sample, tokens: int) -> None:
+        session, purpose = sample.request.session, sample.request.purpose
+        self.tokens[purpose] += tokens
+        kept = 0 if purpose == "past" else tokens
         if session.closed:
             self.late_tokens += kept
         else:
             session.hear(kept)
-        if tokens and request.doing and not request.doing.first:
-            session.activity.heard(request.doing)
+        if tokens and sample.doing and not sample.doing.first:
+            session.activity.heard(sample.doing)
 
     def _body(self, requests: Sequence[Request], token_ids: list[int], begun: int, routed_from: int) -> dict[str, Any]:
         """Return the request to an engine. The samples differ in nothing but what an engine draws."""

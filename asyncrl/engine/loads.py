@@ -87,8 +87,8 @@ class Loads:
         except httpx.TransportError:
             return []  # the router is dead or restarting
         workers = response.json()["workers"] if response.status_code == 200 else []
-        found = await asyncio.gather(*[self._ask(worker["url"]) for worker in workers])
-        self.latest, self._asked = [load for load in found if load], time.monotonic()
+        loads = await asyncio.gather(*[self._ask(worker["url"]) for worker in workers])
+        self.latest, self._asked = [load for load in loads if load], time.monotonic()
         return self.latest
 
     async def _ask(self, url: str) -> Load | None:
@@ -112,30 +112,30 @@ class Loads:
             return
         response = await self._http.get(f"{url}/metrics", headers=self._key, follow_redirects=True)
         if response.status_code == 200:
-            found = counters_of(response.text)
-            rates = rates_of(before.found, found, now - before.asked) if before else {}
-            self._counters[url] = _Counters(now, found, rates)
+            counters = counters_of(response.text)
+            rates = rates_of(before.found, counters, now - before.asked) if before else {}
+            self._counters[url] = _Counters(now, counters, rates)
 
     def figures(self) -> dict[str, float]:
         """Return the figures for metrics.jsonl; none while no engine answers."""
         loads = self.latest
         rates = [load.tokens_per_s for load in loads if load.tokens_per_s is not None]
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if loads:
-            found = {
+            metrics = {
                 "engines/running": sum(load.running for load in loads),
                 "engines/queued": sum(load.waiting for load in loads),
                 "engines/cache_use": sum(load.used for load in loads) / max(1.0, sum(load.capacity for load in loads)),
             }
         if rates:
             hits = [load.cache_hit for load in loads if load.cache_hit is not None]
-            found |= {
+            metrics |= {
                 "engines/tokens_per_s": sum(rates),
                 "engines/tokens_per_s/lowest": min(rates),
                 "engines/cache_hit": sum(hits) / max(1, len(hits)),
                 "engines/preemptions": sum(load.preemptions or 0.0 for load in loads),
             }
-        return found | {name: one for load in loads[:MOST_NAMED] for name, one in _own(load).items()}
+        return metrics | {name: one for load in loads[:MOST_NAMED] for name, one in _own(load).items()}
 
     async def close(self) -> None:
         """Close the connections."""
@@ -179,11 +179,11 @@ _MODE = re.compile(r'mode="(\w+)"')
 def counters_of(text: str) -> dict[str, float]:
     """Return an engine's counters by name: "decode", "prefill_compute" and "prefill_cache" tokens, and "retracted"
     requests. The rest of the text, of a thousand lines, is skipped."""
-    found: Counter[str] = Counter()
+    counters: Counter[str] = Counter()
     for _, labels, value in _COUNTER.findall(text):
         mode = _MODE.search(labels)
-        found[mode[1] if mode else "retracted"] += float(value)  # type: ignore[assignment]
-    return dict(found)
+        counters[mode[1] if mode else "retracted"] += float(value)  # type: ignore[assignment]
+    return dict(counters)
 
 
 def rates_of(before: Mapping[str, float], now: Mapping[str, float], seconds: float) -> dict[str, float]:

@@ -61,7 +61,7 @@ class Registry:
 
     def joined(self) -> dict[str, dict[str, Any]]:
         """Return the facts in the leases of engines that others started, by URL."""
-        return {told["url"]: told for name, told in self._leases.look().items() if name != RUN}
+        return {facts["url"]: facts for name, facts in self._leases.look().items() if name != RUN}
 
     # -- engines that leave --------------------------------------------------------------------------------
 
@@ -71,13 +71,13 @@ class Registry:
 
     def leaving(self) -> set[str]:
         """Return the URLs of the engines that are asked to leave."""
-        found = set()
+        urls = set()
         for name in self._names(LEAVE):
             try:
-                found.add((self._folder / name).read_text())
+                urls.add((self._folder / name).read_text())
             except OSError:  # the file was deleted in the meantime
                 continue
-        return found - {""}
+        return urls - {""}
 
     def let_go(self, url: str) -> None:
         """Record that an engine has left. The trainer calls this."""

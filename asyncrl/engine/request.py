@@ -4,8 +4,7 @@ continuations of an interrupted one."""
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -13,8 +12,6 @@ from asyncrl.config.roles import POLICY
 from asyncrl.engine.stream import PASSING, ChunkMeta, StreamChunk
 from asyncrl.errors import EngineError
 from asyncrl.images import image_name
-from asyncrl.observability import intervals
-from asyncrl.observability.intervals import PREFILL, Ongoing
 from asyncrl.schema import Completion, VersionSpan
 
 if TYPE_CHECKING:
@@ -164,8 +161,8 @@ class PartialAnswer:
             return self._ended
         reason = self.last.finish_reason if self.last else None
         if reason is None or reason.type not in ("stop", "length"):
-            told = f"{reason.type!r} ({reason.message})" if reason else self.broken
-            raise EngineError(f"the engine ended a request with {told}")
+            end = f"{reason.type!r} ({reason.message})" if reason else self.broken
+            raise EngineError(f"the engine ended a request with {end}")
         return reason.type
 
     def spans(self) -> list[VersionSpan]:
@@ -182,11 +179,11 @@ class PartialAnswer:
             return [VersionSpan(self.asked_at, 0, len(self.token_ids))]
         if self.broken is not None:
             return [VersionSpan(self.asked_at, 0, len(self.token_ids), inferred=True)]
-        told = self.last.weight_versions if self.last else None
-        if told is None:
+        reported = self.last.weight_versions if self.last else None
+        if reported is None:
             raise EngineError("the engine reports no weight_versions: SGLang 0.5.19 or newer is needed")
-        own = len(self.token_ids) if self._ended else max((span.end for span in told), default=0)
-        return [VersionSpan(int(one.version), one.start, min(one.end, own)) for one in told if one.start < own]
+        own = len(self.token_ids) if self._ended else max((span.end for span in reported), default=0)
+        return [VersionSpan(int(one.version), one.start, min(one.end, own)) for one in reported if one.start < own]
 
 
 @dataclass(eq=False)
@@ -207,8 +204,6 @@ class Request:
     past: bool = False  # whether a past version plays the role
     parts: list[PartialAnswer] = field(default_factory=list)  # ended parts, complete or interrupted
     live: PartialAnswer | None = None  # the part that is streaming now
-    answered: bool = False  # whether the request to an engine has ended that is meant now
-    doing: Ongoing | None = None
     future: asyncio.Future[Completion] | None = None  # what the agent waits for
     completion: Completion | None = None  # set once the answer is complete
 
@@ -227,21 +222,6 @@ class Request:
     def token_ids(self) -> list[int]:
         """Tokens of the answer in the parts that have ended."""
         return [token for part in self.parts for token in part.token_ids]
-
-    def begin(self) -> None:
-        """Record that a request is sent to an engine."""
-        self.session.activity.requests += 1
-        self.doing = self.session.activity.begin(PREFILL, self.role)
-
-    def end(self, outcome: str, changed: Mapping[int, float], answer: PartialAnswer | None = None) -> None:
-        """Record that it has ended, unless that is recorded. `changed` says when the engines got each version."""
-        if self.doing is None:
-            return
-        spans = [(span.version, span.end - span.start) for span in answer.spans()] if answer else []
-        queued = (answer.last.queue_time if answer and answer.last else None) or 0.0
-        ended = intervals.request(self.doing, time.time(), spans or [(-1, 1)], changed, queued=queued, outcome=outcome)
-        self.session.activity.close(self.doing, ended)
-        self.doing = None
 
     def complete(self, completion: Completion) -> None:
         """Give the agent its completion, unless it has been cancelled."""

@@ -121,10 +121,10 @@ class RouterWorkers:
         deadline = time.monotonic() + LISTED_SECONDS
         self._unwanted.add(url)
         deleted: set[str] = set()
-        while (found := self._listed().get(url)) or url in self._awaited:
-            if found and found not in deleted:
-                self._request("DELETE", f"/workers/{found}", gone=True)
-                deleted.add(found)
+        while (worker := self._listed().get(url)) or url in self._awaited:
+            if worker and worker not in deleted:
+                self._request("DELETE", f"/workers/{worker}", gone=True)
+                deleted.add(worker)
                 self._awaited.discard(url)
             elif time.monotonic() > deadline:
                 return

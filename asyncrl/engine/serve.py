@@ -6,7 +6,7 @@ every user of the machine can read a command line. The module is not a `__main__
 re-import that in spawned children, which need them too.
 """
 
-from asyncrl import importing
+from asyncrl import import_hooks
 
 # isort: split
 import os
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    importing.done()
+    import_hooks.done()
     arguments = [*sys.argv[1:], *shlex.split(os.environ.get(ARGUMENTS, ""))]
     if "--enable-dp-attention" in arguments and "--dist-init-addr" not in arguments:
         arguments += ["--dist-init-addr", f"127.0.0.1:{free_block('127.0.0.1', REPLICA_PORTS)}"]

@@ -120,11 +120,11 @@ def _argv(section: EngineConfig | AuxiliaryModelConfig, model: Path, url: str, *
 
 def flags(arguments: dict[str, Any]) -> list[str]:
     """Return arguments as a command line has them. Those that are None or False are left out."""
-    found: list[str] = []
+    argv: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
         if value is True:
-            found.append(flag)
+            argv.append(flag)
         elif value is not False and value is not None:
-            found += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
-    return found
+            argv += [flag, *(map(str, value) if isinstance(value, list | tuple) else [str(value)])]
+    return argv

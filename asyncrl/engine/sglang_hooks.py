@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from asyncrl.importing import after_import
+from asyncrl.import_hooks import after_import
 from asyncrl.network.addresses import metrics_key
 
 MEMORY_FRACTION = "--mem-fraction-static"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from asyncrl.importing import after_import
+from asyncrl.import_hooks import after_import
 
 NAME, IMAGES = "asyncrl", "asyncrl_images"
 """Names of the warm-ups in SGLang's arguments: of engines on GPUs, and of those on CPUs."""

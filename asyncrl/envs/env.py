@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from asyncrl.imports import check_arguments, load, made
 from asyncrl.schema import Message, number
+from asyncrl.user_code import check_arguments, load, made
 
 Question = dict[str, Any]
 

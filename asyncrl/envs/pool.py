@@ -180,10 +180,10 @@ class EnvironmentPool:
 
 def _hosts() -> EnvironmentHosts:
     """Return processes of an extension for the environments of a pool. Raises ConfigError."""
-    if (kind := extension.hosting()) is None:
+    if not (offers := extension.loaded("hosting")):
         remedy = "No extension that is installed runs environments in processes: make `step` async, or set false."
         raise ConfigError("task.environments.hosted", None, remedy)
-    hosts: EnvironmentHosts = kind()
+    hosts: EnvironmentHosts = offers[0]()
     return hosts
 
 

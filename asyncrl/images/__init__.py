@@ -10,12 +10,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-REQUEST, REPLY = struct.Struct(">II"), struct.Struct(">cI")
-"""Heads of what the decoder and its process exchange (worker.py)."""
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 

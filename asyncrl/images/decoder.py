@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 import re
 import select
@@ -22,8 +21,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from asyncrl.images import REPLY, REQUEST, ImageRefused, ImageTokens
+from asyncrl.child import LENGTH, decoded, framed
+from asyncrl.images import ImageRefused, ImageTokens
 
 DEADLINE = 60.0
 WORKERS = 4
@@ -44,7 +45,7 @@ class ImageDecoder:
 
     def __init__(self, sizes: ImageSizes, max_bytes: int) -> None:
         """`max_bytes` is the maximum size of a file as it is given."""
-        self._sizes, self._max_bytes = json.dumps(asdict(sizes)).encode(), max_bytes
+        self._sizes, self._max_bytes = asdict(sizes), max_bytes
         self._threads = ThreadPoolExecutor(WORKERS, "images")
         self._idle: list[subprocess.Popen[bytes]] = []
 
@@ -64,15 +65,16 @@ class ImageDecoder:
         process = self._idle.pop() if self._idle else _started()
         replied = False
         try:
-            kind, content = _ask(process, self._sizes, data)
+            reply = _ask(process, {**self._sizes, "data": data})
             replied = True
         finally:
             if not replied:  # its next reply would be of this image
                 _end(process)
         self._idle.append(process)
-        if kind != b"p":
-            raise ImageRefused(content.decode())
-        return content
+        if why := reply.get("refused"):
+            raise ImageRefused(why)
+        png: bytes = reply["png"]
+        return png
 
     def close(self) -> None:
         """End the processes, after the images that are being decoded."""
@@ -126,8 +128,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def _ask(process: subprocess.Popen[bytes], sizes: bytes, data: bytes) -> tuple[bytes, bytes]:
-    """Return the kind and the content of the reply. Raises ImageRefused if the process does not reply."""
+def _ask(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply. Raises ImageRefused if the process does not reply."""
     assert process.stdin is not None
     assert process.stdout is not None
     end, deadline = process.stdout.fileno(), time.monotonic() + DEADLINE
@@ -146,9 +148,10 @@ def _ask(process: subprocess.Popen[bytes], sizes: bytes, data: bytes) -> tuple[b
         return bytes(found)
 
     try:
-        process.stdin.write(REQUEST.pack(len(sizes), len(data)) + sizes + data)
+        process.stdin.write(framed(request))
         process.stdin.flush()
     except BrokenPipeError:
         process.wait(DEADLINE)
-    kind, size = REPLY.unpack(read(REPLY.size))
-    return kind, read(size)
+    (size,) = LENGTH.unpack(read(LENGTH.size))
+    reply: dict[str, Any] = decoded(read(size))
+    return reply

@@ -1,30 +1,30 @@
-"""Process that decodes images of unknown origin. It imports nothing of asyncrl but sizes, and can open nothing.
+"""Process that decodes images of unknown origin. It imports little of asyncrl, and can open nothing.
 
 Decoders of images are C code that reads what strangers wrote. Here they run in a process that, once its imports are
 done, can open no file and no socket, write no file, and has limits on memory and on the CPU time of each image. Of
 Pillow's formats only PNG, JPEG and WebP are tried, and the number of pixels is checked before any is decoded.
 
-in     two lengths (unsigned, 32 bits, big-endian), JSON {"side", "least", "most"} and a file of an image
-out    one byte, a length and as many bytes: "p" and a PNG file, or "r" and why the file is refused, with the remedy
+in     {"data": a file of an image, "side", "least", "most"} (asyncrl/child.py)
+out    {"png": a PNG file}, or {"refused": why the file is, with the remedy}
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import resource
 import signal
 import struct
 import sys
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
 from PIL import MpoImagePlugin as _Mpo  # noqa: F401  (imported later, they would open files)
 from PIL import TiffImagePlugin as _Exif  # noqa: F401
 from PIL import WebPImagePlugin as _WebP  # noqa: F401
 
-from asyncrl.images import REPLY, REQUEST, fitted_size
+from asyncrl.child import framed, messages
+from asyncrl.images import fitted_size
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
@@ -109,9 +109,9 @@ def _limit() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the run, which closes the pipe
 
 
-def _reply(out: BinaryIO, kind: bytes, content: bytes) -> None:
+def _reply(out: BinaryIO, message: dict[str, object]) -> None:
     signal.setitimer(signal.ITIMER_PROF, 0.0)
-    out.write(REPLY.pack(kind, len(content)) + content)
+    out.write(framed(message))
     out.flush()
 
 
@@ -120,16 +120,13 @@ def main() -> None:
     Image.MAX_IMAGE_PIXELS = None  # Pillow only warns at first; _opened refuses
     _warm_up()
     _limit()
-    source, out = sys.stdin.buffer, sys.stdout.buffer
-    while len(head := source.read(REQUEST.size)) == REQUEST.size:
-        about, size = REQUEST.unpack(head)
-        sizes: dict[str, Any] = json.loads(source.read(about))
-        data = source.read(size)
+    out = sys.stdout.buffer
+    for request in messages(sys.stdin.buffer):
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         try:
-            _reply(out, b"p", prepare(data, **sizes))
+            _reply(out, {"png": prepare(**request)})
         except Refused as refused:
-            _reply(out, b"r", str(refused).encode(errors="replace"))
+            _reply(out, {"refused": str(refused).encode(errors="replace").decode()})
     os._exit(0)
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncrl.config import Config
-from asyncrl.extension import clusters
-from asyncrl.imports import load
-from asyncrl.launch.machine import count_gpus, this_node
+from asyncrl.extension import offered
+from asyncrl.launch.checks.versions import installed
+from asyncrl.launch.machine import MachineFacts, count_gpus, this_machine, this_node
 from asyncrl.launch.placement import Node, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.preflight.facts import MachineFacts, this_machine
-from asyncrl.launch.preflight.versions import installed
+from asyncrl.user_code import load
 
 OWN_PORTS = 2
 """Number of ports per machine that are reserved for the preflight: the last ones, which placement does not use."""
@@ -141,7 +140,7 @@ class Cluster:
 
 def cluster_of(config: Config) -> Cluster:
     """Return the machines that cluster.launcher names. Raises ConfigError or LaunchError."""
-    path = clusters(config.extensions).get(config.cluster.launcher)
+    path = offered("clusters", config.extensions).get(config.cluster.launcher)
     kind: type[Cluster] = load(path, "cluster.launcher") if path else Cluster
     return kind(config)
 
@@ -149,5 +148,5 @@ def cluster_of(config: Config) -> Cluster:
 def surrounding(config: Config) -> Cluster:
     """Return the machines of the job that this process runs in, whatever the launcher of the run; outside of a job this
     machine."""
-    kinds: list[type[Cluster]] = [load(path, "extensions") for path in clusters(config.extensions).values()]
+    kinds: list[type[Cluster]] = [load(path, "extensions") for path in offered("clusters", config.extensions).values()]
     return next((kind for kind in kinds if kind.surrounds()), Cluster)(config)

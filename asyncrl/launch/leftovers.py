@@ -132,7 +132,8 @@ class Scratch:
         """Create the folder, and remove what killed launchers have left. The model's code may run as another user, who
         can enter the folder by its name but cannot list it."""
         remove_abandoned()
-        self._mark, self._clock = {"variable": variable, "value": value}, clock
+        self._mark = {"variable": variable, "value": value}
+        self._clock = clock
         self._noted: set[Path] = set()
         self._members: set[int] = set()
         self._started_at = self._noted_at = clock()

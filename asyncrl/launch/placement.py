@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from asyncrl import extension
@@ -64,6 +65,11 @@ class Placement:
     hosts: list[Seat] = field(default_factory=list)  # a seat without ports on each machine of rollouts and engines
     ports: dict[str, list[Seat]] = field(default_factory=dict)  # of extensions, on the rollout process's machine
 
+    @property
+    def fleets(self) -> dict[str, list[Seat]]:
+        """Return the seats of all engines, by the name of their section; several of an engine on several machines."""
+        return {"engine": [seat for seats in self.engines for seat in seats], **self.frozen}
+
     def urls(self) -> dict[str, Any]:
         """Return the URLs of the servers, as fields of Addresses."""
         return {
@@ -75,8 +81,7 @@ class Placement:
 
     def listening(self) -> list[str]:
         """Return the URLs of all seats with a listening process, including those of an engine's further ranks."""
-        fleets = (*self.frozen.values(), *self.engines)
-        return [seat.url for seat in (self.router, self.rollout, *(seat for seats in fleets for seat in seats))]
+        return [seat.url for seat in (self.router, self.rollout, *chain(*self.fleets.values()))]
 
     def local_rank(self, rank: int) -> int:
         """Return the local rank of a trainer rank: its index among the ranks of its node."""
@@ -88,7 +93,8 @@ class _Room:
     """The unassigned GPUs and ports of a node."""
 
     def __init__(self, node: Node, cluster: ClusterConfig) -> None:
-        self.node, self._scheme = node, "https" if cluster.tls else "http"
+        self.node = node
+        self._scheme = "https" if cluster.tls else "http"
         self.free = list(range(len(node.gpus)))
         self._ports: Iterator[int] = iter(node.ports)
 

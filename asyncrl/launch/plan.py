@@ -184,7 +184,6 @@ def engines(
     # an IPC handle can only be opened where the trainer's GPU is visible
     by_ipc = config.weights.transport in (("auto", "tensor") if config.cluster.shares_gpus else ("tensor",))
     for number, seats in enumerate(seats_of):
-        platform = platforms.chosen(gpu=gpu)
         for place, seat in enumerate(seats):  # if several: one per machine, of which the first answers
             full = server_argv(
                 config.engine,
@@ -204,37 +203,53 @@ def engines(
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
                 **(deterministic_args(gpu=gpu) if config.deterministic else {}),
             )
-            argv, hidden = _without_ports(full)
             env = {
-                **_shared_env(addresses, seat),
-                **hidden,
-                **platform.environment,
-                **platform.engine_environment(config.engine.ranks),
-                **extension.engine_environment(config),
                 **_nccl_env(config.engine),
                 **(DETERMINISTIC_ENV if config.deterministic else {}),
                 **(NO_HEALTH_TOKENS if turns else {}),
                 **(NO_IMAGE_CACHE if config.trainer.vision.tower == "trained" else {}),
-                "CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus) if gpu and by_ipc else seat.visible,
+                **({"CUDA_VISIBLE_DEVICES": ",".join(seat.node.gpus)} if gpu and by_ipc else {}),
             }
             name = f"engine-{label}{number}"
-            # on SIGTERM SGLang drains its requests in steps of 5 s; here nobody waits for them, and it owns no files
-            specs.append(
-                ProcessSpec(
-                    f"{name}.{place}" if place else name,
-                    argv,
-                    env,
-                    stop_signal=signal.SIGKILL,
-                    restarts=_restarts(config),
-                    url="" if place else seat.url,
-                    watch="" if place else f"{seat.url}/server_info",  # answered by its scheduler, not just the server
-                    patience=config.weights.timeout,
-                    node=seat.node.name,
-                    together=name if len(seats) > 1 else "",
-                    shares=turns,
-                )
-            )
+            spec = _engine(f"{name}.{place}" if place else name, full, env, config, config.engine, addresses, seat)
+            together = name if len(seats) > 1 else ""
+            url, watch = ("", "") if place else (seat.url, spec.watch)  # the first one answers
+            specs.append(replace(spec, together=together, shares=turns, url=url, watch=watch))
     return _changed(config, addresses, run_dir, specs)
+
+
+def _engine(
+    name: str,
+    full: list[str],
+    env: Mapping[str, str],
+    config: Config,
+    section: EngineConfig | AuxiliaryModelConfig,
+    addresses: Addresses,
+    seat: Seat,
+) -> ProcessSpec:
+    """Return the specification of an engine of any model: its whole command line, and its environment beyond that of
+    every engine."""
+    argv, hidden = _without_ports(full)
+    platform = platforms.chosen(gpu=on_gpu(section, addresses.gpus))
+    env = {
+        **_shared_env(addresses, seat),
+        **hidden,
+        **platform.environment,
+        **platform.engine_environment(section.ranks),
+        **extension.engine_environment(config),
+        "CUDA_VISIBLE_DEVICES": seat.visible,
+        **env,
+    }
+    return ProcessSpec(
+        name,
+        argv,
+        env,
+        stop_signal=signal.SIGKILL,  # on SIGTERM SGLang drains its requests, for which nobody waits; it owns no files
+        restarts=_restarts(config),
+        watch=f"{seat.url}/server_info",  # answered by its scheduler, not just the server
+        patience=config.weights.timeout,
+        node=seat.node.name,
+    )
 
 
 def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -270,30 +285,9 @@ def _frozen(config: Config, addresses: Addresses, placement: Placement, run_dir:
         section = config.frozen[role]
         for number, seat in enumerate(seats):
             gpu = on_gpu(section, addresses.gpus)
-            platform = platforms.chosen(gpu=gpu)
             shown = {"nccl_port": _meeting(section, seat.meeting), **_shown(run_dir, seat.url)}
             full = frozen_argv(section, addresses.frozen_models[role], seat.url, gpu=gpu, **shown)
-            argv, hidden = _without_ports(full)
-            env = {
-                **_shared_env(addresses, seat),
-                **hidden,
-                **platform.environment,
-                **platform.engine_environment(section.ranks),
-                **extension.engine_environment(config),
-                "CUDA_VISIBLE_DEVICES": seat.visible,
-            }
-            specs.append(
-                ProcessSpec(
-                    f"{role}-{number}",
-                    argv,
-                    env,
-                    stop_signal=signal.SIGKILL,
-                    restarts=_restarts(config),
-                    watch=f"{seat.url}/server_info",
-                    patience=config.weights.timeout,
-                    node=seat.node.name,
-                )
-            )
+            specs.append(_engine(f"{role}-{number}", full, {}, config, section, addresses, seat))
     return specs
 
 

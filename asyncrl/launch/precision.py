@@ -1,30 +1,36 @@
-"""Resolution of `dtype: auto` for trainer, engines, and models that are not trained.
+"""Resolution of what a run leaves to its machines: the format of numbers (`dtype: auto` of trainer, engines, and models
+that are not trained), and the trainer's layers.
 
-On a GPU it becomes bfloat16. On a CPU it becomes the format with the faster matrix multiplication on the machines that
-will run the part (Platform.measure); the slowest machine decides, so that all ranks agree. The format of a run
-that is resumed or replayed takes precedence. The launcher writes the result to config.json, which every process reads,
-and the reasons to machine.json.
+On a GPU the dtype becomes bfloat16. On a CPU it becomes the format with the faster matrix multiplication on the
+machines that will run the part (Platform.measure); the slowest machine decides, so that all ranks agree. A run that is
+resumed or replayed keeps its formats, and its layers: TransformerEngine's round differently from Megatron's own. The
+launcher writes the result to config.json, which every process reads, and the reasons to machine.json.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch.cluster import Cluster
-from asyncrl.launch.placement import Placement, Seat
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.resume import origins
 from asyncrl.platforms import DTYPES, Rates, without_gpu
+from asyncrl.settings import Rule, require
 
 AUTO = "auto"
 SLOW = 1.5
 """Slowdown of an explicit dtype, relative to the other one, from which a warning is given."""
+TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
+PACKAGES = ("transformer_engine", "transformer_engine_torch")
+"""TransformerEngine's Python modules, and its compiled extension."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +63,6 @@ class Precision:
     choices: list[DtypeChoice] = field(default_factory=list)
 
 
-def used(config: Config, models: Mapping[str, Any]) -> list[str]:
-    """Return the parts that this run starts and whose model is known. `models` maps parts to the contents of
-    config.json."""
-    parts = ["trainer"] if config.mode != "rollout_only" else []
-    parts += ["engine"] if config.mode != "replay" else []
-    parts += [role for role, section in config.frozen.items() if section.started]
-    return [part for part in parts if part in models]
-
-
 def sections(config: Config) -> list[str]:
     """Return the sections with a dtype."""
     return ["trainer", "engine", *config.frozen]
@@ -89,7 +86,9 @@ def resolve(
     """Resolve every `auto` and explain the choice. `models` maps each part to its model's config.json, `before` is the
     resolved configuration of the run that is resumed or replayed, `attached` the dtype of the engines of engine.urls.
     Raises LaunchError if a machine cannot be measured."""
-    parts = used(config, models)
+    trained, started = ["trainer"] * (config.mode != "rollout_only"), ["engine"] * (config.mode != "replay")
+    frozen = [role for role, section in config.frozen.items() if section.started]
+    parts = [part for part in (*trained, *started, *frozen) if part in models]
     measured = [part for part in parts if not on_gpu(getattr(config, part), gpus)]
     wanted = {part: (_shape(models[part]), _machines(placement, part)) for part in measured}
     try:
@@ -117,6 +116,46 @@ def resolve(
         else:
             choices.append(_choose(part, setting, slowest, (before or {}).get(part, {}).get("dtype")))
     return Precision(_replaced(config, {choice.part: choice.dtype for choice in choices}, gpus), choices)
+
+
+def resolve_layers(config: Config, gpus: int, before: dict[str, Any] | None = None) -> Config:
+    """Return the configuration with the trainer's layers resolved. `gpus` is the number of GPUs of a machine, `before`
+    the resolved configuration of the run that is resumed or replayed. Raises ConfigError if the machine cannot run
+    them."""
+    trainer = config.trainer
+    layers: str = trainer.layers
+    if layers == AUTO and before is not None:
+        layers = before.get("trainer", {}).get("layers", LOCAL)  # runs without this setting had the local ones
+    trains = config.mode != "rollout_only"
+    problem = _problem(on_gpu(trainer, gpus)) if trains else None
+    if layers == AUTO:
+        layers = TRANSFORMER_ENGINE if trains and not problem and trainer.lora.base == "none" else LOCAL
+    if trains:
+        require(config, _layer_rules(config, layers, problem))
+    return config.model_copy(update={"trainer": trainer.model_copy(update={"layers": layers})})
+
+
+def _layer_rules(config: Config, layers: str, problem: str | None) -> Iterator[Rule]:
+    """Yield the rules of these layers; `problem` says why TransformerEngine's cannot run."""
+    trainer, fused = config.trainer, layers == TRANSFORMER_ENGINE
+    yield "trainer.layers", layers, fused and bool(problem), f"{problem}, or set local."
+    why = "Megatron's own layers alone compute with a quantized base (trainer.lora.base): set local."
+    yield "trainer.layers", layers, fused and trainer.lora.base != "none", why
+    scaled = trainer.fp8.format if trainer.fp8 else None
+    why = f"Only layers of TransformerEngine have it ({problem or 'trainer.layers=local'}): set fp8=null."
+    yield "trainer.fp8", scaled, scaled is not None and not fused, why
+    rounded = trainer.optimizer.moments_dtype != "float32"
+    why = f"Only TransformerEngine's FusedAdam has such moments, and {problem}, or set float32."
+    yield "trainer.optimizer.moments_dtype", rounded and bool(problem), why
+
+
+def _problem(gpu: bool) -> str | None:
+    """Return why TransformerEngine's layers cannot run, with a remedy; None if they can."""
+    if not gpu:
+        return "TransformerEngine has no CPU kernels: run the trainer on GPUs"
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        return f"{' and '.join(missing)} cannot be found here: install requirements/gpu.txt"
+    return None
 
 
 def measured(hf: dict[str, Any], machines: Sequence[str], cluster: Cluster) -> Rates:
@@ -188,11 +227,8 @@ def _shape(hf: dict[str, Any]) -> str:
 def _machines(placement: Placement, part: str) -> list[str]:
     """Return the machines of a part. Attached engines cannot be probed, so the trainers' machines stand in for
     theirs."""
-    seats: Iterable[Seat] = {
-        "trainer": placement.trainers,
-        "engine": [seat for engine in placement.engines for seat in engine] or placement.trainers,
-        **placement.frozen,
-    }.get(part) or [placement.rollout]
+    placed = {"trainer": placement.trainers, **placement.fleets}.get(part)
+    seats = placed or (placement.trainers if part == "engine" else []) or [placement.rollout]
     return list(dict.fromkeys(seat.node.name for seat in seats))
 
 

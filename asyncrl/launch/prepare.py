@@ -14,15 +14,16 @@ from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Planned, active, first
-from asyncrl.launch import layers, precision, resume
-from asyncrl.launch.attached import attached_dtype, check_attached, run_key
-from asyncrl.launch.checks import check_devices, check_files, check_model, check_platforms
+from asyncrl.launch import precision, resume
+from asyncrl.launch.checks.engines import attached_dtype, check_attached, check_generations, run_key
+from asyncrl.launch.checks.machines import check_devices, check_platforms
+from asyncrl.launch.checks.model import check_model
+from asyncrl.launch.checks.model_files import Weight
+from asyncrl.launch.checks.tasks import check_files
 from asyncrl.launch.cluster import Cluster
-from asyncrl.launch.generations import check_generations
+from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.placement import Node, Placement, imagined, job_size, place
 from asyncrl.launch.precision import Precision
-from asyncrl.launch.preflight.facts import MachineFacts
-from asyncrl.launch.preflight.model_files import Weight
 from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.resume import Resume
 from asyncrl.models import catalog
@@ -44,7 +45,7 @@ class Preparation:
         self.key = run_key(config)
         self.hooks = [one.launch() for one in active(config).values()]
         self.announced: list[object] = []
-        """What tasks, rewards and agents announced for the checks of extensions (imports.announce)."""
+        """What tasks, rewards and agents announced for the checks of extensions (user_code.announce)."""
         self.nodes: Sequence[Node] = ()
         self._placement: Placement | None = None
         self.folders: dict[str, Path] = {}
@@ -128,8 +129,7 @@ class Preparation:
             check_devices(self.config, self.gpus)
         check_platforms(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
-        seats = [seat for seats in self._placement.engines for seat in seats]
-        check_generations(self.config, seats, self.nodes, self.machines if self.gpus else ())
+        check_generations(self.config, self._placement.fleets["engine"], self.nodes, self.machines if self.gpus else ())
 
     @property
     def imagined(self) -> bool:
@@ -180,7 +180,7 @@ class Preparation:
         models = {part: measurable[role] for part, role in roles.items() if role in measurable}
         before = self.origin.manifest.config if self.origin else precision.recorded(self.config, self.run_dir)
         attached = attached_dtype(self.config, self.key)
-        config = layers.resolve(self.config, self.gpus, before)
+        config = precision.resolve_layers(self.config, self.gpus, before)
         if "model" in self.hf:
             config, self.lora = choose_lora(config, self.hf["model"], self.gpus)
         self.chosen = precision.resolve(

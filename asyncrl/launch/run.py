@@ -20,12 +20,12 @@ from asyncrl.errors import LaunchError, Paused, ProcessDied, Stopped
 from asyncrl.extension import first
 from asyncrl.jsonl import replace_text
 from asyncrl.launch import resume, run_folder
+from asyncrl.launch.checks.findings import failed, rendered
+from asyncrl.launch.checks.run import preflight, require
+from asyncrl.launch.checks.tasks import check_questions
 from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.machine import allow_files
 from asyncrl.launch.plan import ProcessSpec, plan
-from asyncrl.launch.preflight.findings import failed, rendered
-from asyncrl.launch.preflight.questions import check_questions
-from asyncrl.launch.preflight.run import preflight, require
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.replay import differences

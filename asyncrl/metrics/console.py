@@ -152,8 +152,6 @@ class Console:
             table.add_row("warnings", f"{self._total} of {len(self._texts)} kinds, in warnings.jsonl")
         if self._config.metrics.console:
             self._out.print(table)
-        if "plan/samples_per_s" in summary:
-            self._print(planned_line(summary))
         for what, where in self._next():
             self._print(f"[dim]{what:<18}[/] {escape(where)}")
 
@@ -219,17 +217,6 @@ class Console:
 def kind_of(text: str) -> str:
     """Return a text without what differs between its repetitions: numbers, and names of groups."""
     return re.sub(r"\b[a-z]?\d[\w.]*", "#", text)
-
-
-def planned_line(summary: dict[str, Any]) -> str:
-    """Return what the plan predicted, what came of it, and the errors."""
-    errors = {name: summary[f"plan/error/{name}"] for name in ("samples_per_s", "trainer_busy", "staleness")}
-    rate, busy, age = (summary[f"plan/{name}"] for name in errors)
-    return (
-        f"plan: predicted {rate:.3g} samples/s, measured {summary['samples_per_s']:.3g} "
-        f"({errors['samples_per_s']:+.0%}); trainer busy {busy:.0%}, {busy - errors['trainer_busy']:.0%}; "
-        f"staleness {age:.1f}, {age - errors['staleness']:.1f}"
-    )
 
 
 def escape(text: str) -> str:

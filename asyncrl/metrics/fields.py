@@ -1,5 +1,8 @@
 """Documentation of the fields in every metrics file that a run writes. Scripts may rely on it; a test compares it with
-the files.
+the files. Fields of extensions are rows of their classes (Extension.metrics).
+
+The fields of the core stand here, and not beside the code that computes them: whoever shows them (the console, the
+rollout process with /metrics, the documentation) would have to import trainers and engines for that.
 
 Times are in seconds, log-probability gaps in nats. `step` counts batches and equals `version`, which it published.
 """
@@ -7,7 +10,9 @@ Times are in seconds, log-probability gaps in nats. `step` counts batches and eq
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from asyncrl import extension
 
 # metrics.jsonl: one object per batch
 STEP = {
@@ -113,12 +118,6 @@ STEP_REFERENCE = {
     "kl/reference": "k3 estimate of KL(policy || reference) over the trained tokens, at the start of the step",
 }
 
-# The same file, with quantized weights in the engines, except for adapters, whose base is quantized once
-STEP_QUANTIZATION = {
-    "quantization/error": "norm of the error of the quantized weights that this rank sent, relative to that of the "
-    "weights",
-}
-
 # The same file, with algo.entropy_bonus: computing the entropy takes a pass over the logits
 STEP_ENTROPY = {"entropy": "mean entropy of the policy at the trained tokens"}
 
@@ -129,18 +128,6 @@ STEP_CRITIC = {
     "critic/skipped": "1 if the critic's update was not applied, otherwise 0",
     "critic/explained_variance": "1 - Var(returns - values) / Var(returns), before the update",
     "critic/value": "mean predicted value before the update",
-}
-
-# The same file, if there is a teacher
-STEP_TEACHER = {
-    "kl/teacher": "k3 estimate of KL(policy || teacher) over the trained tokens, at the start of the step; only if "
-    "rollout.temperature is 1",
-    "teacher/gap": "mean log-probability of the policy minus that of the teacher over the trained tokens (k1 "
-    "estimate); if rollout.temperature is not 1, the gap at temperature 1 divided by rollout.temperature",
-    "teacher/tokens": "number of tokens that were sent to the teacher's engines since the previous step",
-    "teacher/cached": "fraction of these tokens that the engines found in their prefix cache",
-    "teacher/retried": "number of requests to the teacher that were sent again since the previous step",
-    "time/teacher": "mean time from the end of an episode until the teacher has scored it, since the previous step",
 }
 
 # The same file, with algo.routing_replay; over tokens and layers with experts, in the passes with gradient
@@ -154,13 +141,6 @@ STEP_ROUTER = {
 STEP_RECORDING = {
     "time/recording": "time that recording took in the rollout process since the previous step",
     "recording/bytes": "bytes written to the recording since the previous step",
-}
-
-# The same file, with replay.compare; over all trajectories so far
-STEP_COMPARISON = {
-    "compare/same": "fraction of trajectories whose tokens equal those of the recorded run",
-    "compare/gap": "largest difference in log-probability before the first differing token",
-    "compare/others": "number of groups that the recording lacks, or has with another prompt",
 }
 
 # The same file, with checkpoint.every, if the previous step ended with a checkpoint
@@ -195,14 +175,6 @@ STEP_ADAPTIVE = {
     "concurrency/in_play": "number of episodes that were running when the batch was taken",
     "concurrency/cuts": "number of times the limit was lowered to relieve the engines, since the start of the run",
     "engines/prefill_wasted": "fraction of the engines' time spent on prefilling tokens that they had prefilled before",
-}
-
-# The same file, with processes.count above 1; as they were when the batch was taken
-STEP_PROCESSES = {
-    "processes/playing": "number of processes that play episodes, without those that are being restarted",
-    "processes/episodes/most": "number of running episodes of the process that had most of them",
-    "processes/lost": "number of processes that were lost since the start of the run; each is restarted",
-    "processes/replayed": "number of groups that were played anew for that reason since the start of the run",
 }
 
 # The same file, if engines answer; as they were when the batch was taken
@@ -277,15 +249,6 @@ STEP_OVERLONG = {
 # The same file, if rewards have parts (Score.parts); <part> is the name of a part
 STEP_BY_PART = {"reward/part/<part>": "mean of the part over the answers that were scored since the previous step"}
 
-# The same file, if agents use OpenAI's API; counts since the start of the run
-STEP_PROXY = {
-    "proxy/turns": "number of answers that agents received",
-    "proxy/contexts_begun": "number of these answers that did not continue an earlier answer of their episode; each "
-    "one beyond the first of an episode costs an extra sample, caused by an edited history",
-    "proxy/refused": "number of requests that were refused because they asked for something that would spoil training",
-    "proxy/abandoned": "number of requests whose agent or episode ended before the answer",
-}
-
 # eval.jsonl: one object per evaluation and set; the sets of one evaluation follow each other
 EVAL = {
     "set": "name of the evaluated task, or of the set (eval.sets)",
@@ -333,24 +296,9 @@ SUMMARY = {
     "ledger": "final counts of prompts, groups, trajectories and tokens by state, as in ledger.json",
 }
 
-# The same file; <part> is trainer, engine, teacher or judge
+# The same file; <part> is trainer, engine, or a model of an extension
 SUMMARY_MACHINE = {
     "dtype/<part>": "number format of the part, and the reason for choosing it",
-    "estimate/step": "time of a step as estimated before the run from the measured speed of the CPU",
-    "estimate/run": "time of the whole run as estimated before it",
-    "estimate/error": "relative error of the estimate: the estimate for the trained steps divided by time/total, "
-    "minus 1",
-}
-
-# The same file, with cluster.plan=auto
-SUMMARY_PLAN = {
-    "plan/samples_per_s": "trajectories per second as the plan predicted (plan.json)",
-    "plan/trainer_busy": "fraction of the time for which the trainer neither waits for a batch nor for the pause of a "
-    "publish, as predicted",
-    "plan/staleness": "mean staleness of trained trajectories as predicted",
-    "plan/error/samples_per_s": "relative error of the prediction: it divided by samples_per_s, minus 1",
-    "plan/error/trainer_busy": "predicted minus measured fraction",
-    "plan/error/staleness": "predicted minus measured mean staleness",
 }
 
 # The same file, with checkpoint.every
@@ -367,10 +315,19 @@ SUMMARY_BY_SET = {
 }
 
 
+def tables() -> dict[str, Mapping[str, str]]:
+    """Return all tables by name: those of this module, and those of the extensions that need not be named."""
+    found: dict[str, Mapping[str, str]]
+    found = {name: table for name, table in globals().items() if name.isupper() and isinstance(table, dict)}
+    for name, kind in extension.classes({}).items():
+        own = {f"STEP_{name}": kind.metrics, f"SUMMARY_{name}": kind.summary_metrics}
+        found |= {table.upper(): rows for table, rows in own.items() if rows}
+    return found
+
+
 def of_steps() -> list[str]:
     """Return all documented fields of metrics.jsonl, with their placeholders."""
-    tables = [table for name, table in globals().items() if name.startswith("STEP") and isinstance(table, dict)]
-    return [field for table in tables for field in table]
+    return [field for name, table in tables().items() if name.startswith("STEP") for field in table]
 
 
 def unknown(names: Iterable[str]) -> list[str]:

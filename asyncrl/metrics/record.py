@@ -192,37 +192,9 @@ def accuracies(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]
     return figures
 
 
-def machine_figures(machine: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of machine.json for the summary: the number format of each part with its reason, and the error
-    of the time estimate."""
-    figures: dict[str, Any] = {}
-    for part, choice in machine["dtype"].items():
-        figures[f"dtype/{part}"] = f"{choice['dtype']} ({choice['why']})"
-    if estimate := machine.get("estimate"):
-        figures["estimate/step"], figures["estimate/run"] = estimate["step"], estimate["run"]
-        untrained = estimate["steps"] - summary["steps"]  # cut off by a budget, a target or a signal
-        figures["estimate/error"] = (estimate["run"] - untrained * estimate["step"]) / summary["time/total"] - 1
-    return figures
-
-
-def plan_figures(planned: dict[str, Any], summary: dict[str, Any], *, overlap: bool) -> dict[str, float]:
-    """Return what plan.json predicted, for the summary, and how far that is off the run. With weights.overlap the
-    trainer does not wait while the engines are paused."""
-    seconds = summary["tokens/generated"] / summary["tokens_per_s/generated"]
-    paused = 0.0 if overlap else summary["pause/mean"] * summary["steps"] / seconds
-    ages = summary["staleness/histogram"]
-    measured = {
-        "samples_per_s": summary["samples_per_s"],
-        "trainer_busy": 1 - summary["share/trainer_idle"] - paused,
-        "staleness": sum(int(age) * count for age, count in ages.items()) / sum(ages.values()),
-    }
-    row = planned["prediction"]
-    said = {name: row["staleness_mean" if name == "staleness" else name] for name in measured}
-    return {
-        **{f"plan/{name}": value for name, value in said.items()},
-        "plan/error/samples_per_s": said["samples_per_s"] / measured["samples_per_s"] - 1,
-        **{f"plan/error/{name}": said[name] - measured[name] for name in ("trainer_busy", "staleness")},
-    }
+def dtype_figures(machine: dict[str, Any]) -> dict[str, str]:
+    """Return the number format of each part, with its reason, from machine.json for the summary."""
+    return {f"dtype/{part}": f"{choice['dtype']} ({choice['why']})" for part, choice in machine["dtype"].items()}
 
 
 def _mean(name: str, steps: Sequence[Step]) -> dict[str, float]:

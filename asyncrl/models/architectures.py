@@ -72,8 +72,12 @@ def _unsupported(family: Family, hf: HF) -> Iterator[tuple[str, str]]:
         yield f"hidden_act={hf['hidden_act']}", "Only gated MLPs with silu are supported so far."
     if hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
         yield f"sliding_window={hf['sliding_window']}", "Sliding-window attention is not supported yet."
-    if hf.get("quantization_config"):
-        yield "quantization_config", "Convert the weights to bfloat16 first."
+    codes = hf.get("quantization_config")
+    if codes and (codes.get("quant_method"), codes.get("weight_block_size")) != ("fp8", [128, 128]):
+        yield (
+            "quantization_config",
+            "Of quantized weights, FP8 in blocks of 128 x 128 is read: convert to bfloat16 first.",
+        )
     if not hf.get("rope_interleave", True):
         yield "rope_interleave=false", "Latent attention is supported with interleaved rotary dimensions only."
     yield from family.unsupported(hf)

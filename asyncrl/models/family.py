@@ -41,7 +41,7 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightRow:
     """One Megatron parameter, the HF tensors in it, and the engine's parameter with these tensors. `{layer}` and
     `{expert}` are numbers in the whole model, whatever rank holds them."""
 
@@ -113,7 +113,7 @@ class Family:
     """Its name in `architectures` of config.json."""
     model_type: str
     """transformers' name of its configuration; a config.json may have another name for the same (Kimi-K2)."""
-    weights: tuple[Weight, ...]
+    weights: tuple[WeightRow, ...]
     arguments: Callable[[HF], Arguments] = lambda hf: {}
     """Arguments in which its TransformerConfig differs from a plain Llama's. A field that a config.json must have is
     read with `hf[...]`."""

@@ -10,9 +10,9 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from asyncrl.models.family import HF, Arguments, Layout, Weight
+from asyncrl.models.family import HF, Arguments, Layout, WeightRow
 
-Weights = tuple[Weight, ...]
+Weights = tuple[WeightRow, ...]
 SAME = "the name of its HF tensor"
 
 # --- weights ------------------------------------------------------------------------------------------------
@@ -20,14 +20,16 @@ SAME = "the name of its HF tensor"
 
 def layer(
     megatron: str, layout: Layout, *hf: str, engine: str | None = SAME, needs: str = "", layers: str = ""
-) -> Weight:
+) -> WeightRow:
     """Return a weight of each layer, or of each of one kind."""
     at = "model.layers.{layer}."
     place = None if engine is None else at + (hf[0] if engine == SAME else engine)
-    return Weight(f"decoder.layers.{{layer}}.{megatron}", layout, tuple(at + name for name in hf), place, needs, layers)
+    return WeightRow(
+        f"decoder.layers.{{layer}}.{megatron}", layout, tuple(at + name for name in hf), place, needs, layers
+    )
 
 
-def qkv(kind: str, needs: str = "") -> Weight:
+def qkv(kind: str, needs: str = "") -> WeightRow:
     """Return the weight or the bias of the projections to queries, keys and values."""
     names = (f"self_attn.{one}_proj.{kind}" for one in "qkv")
     megatron = f"self_attention.linear_qkv.{kind}"
@@ -68,11 +70,11 @@ def inside(weights: Weights, model: str) -> Weights:
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 BODY: Weights = (
-    Weight("embedding.word_embeddings.weight", Layout.EMBEDDING, (EMBEDDING,), EMBEDDING),
+    WeightRow("embedding.word_embeddings.weight", Layout.EMBEDDING, (EMBEDDING,), EMBEDDING),
     layer("input_layernorm.weight", Layout.WHOLE, "input_layernorm.weight"),
     layer("pre_mlp_layernorm.weight", Layout.WHOLE, "post_attention_layernorm.weight"),
-    Weight("decoder.final_layernorm.weight", Layout.WHOLE, ("model.norm.weight",), "model.norm.weight"),
-    Weight("output_layer.weight", Layout.HEAD, (HEAD,), HEAD),
+    WeightRow("decoder.final_layernorm.weight", Layout.WHOLE, ("model.norm.weight",), "model.norm.weight"),
+    WeightRow("output_layer.weight", Layout.HEAD, (HEAD,), HEAD),
 )
 OUT_PROJECTION: Weights = (layer("self_attention.linear_proj.weight", Layout.OUT, "self_attn.o_proj.weight"),)
 ATTENTION: Weights = (qkv("weight"), *OUT_PROJECTION)

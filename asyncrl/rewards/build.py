@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from asyncrl import extension, imports
+from asyncrl import extension, user_code
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.parameters import check
 from asyncrl.rewards.reward import Result, Reward, RewardInput
@@ -52,7 +52,7 @@ class FunctionReward:
 
 def registered() -> dict[str, str]:
     """Return the import paths of rewards by name: those of the core and of extensions."""
-    return REGISTERED | extension.rewards()
+    return REGISTERED | extension.offered("rewards")
 
 
 def build(use: str, params: Mapping[str, Any] | None = None, field: str = "reward") -> Reward:
@@ -62,7 +62,7 @@ def build(use: str, params: Mapping[str, Any] | None = None, field: str = "rewar
     known = registered()
     if use not in known and ":" not in use:
         raise ConfigError(f"{field}.use", use, f"Must be one of {sorted(known)} or an import path, module:name.")
-    found = imports.load(known.get(use, use), f"{field}.use")
+    found = user_code.load(known.get(use, use), f"{field}.use")
     if inspect.isclass(found):
         return _reward(_made(found, params, use, field), use, field)
     if hasattr(found, "inline") and hasattr(found, "pure") and not inspect.isroutine(found):
@@ -94,7 +94,7 @@ def _made(maker: Callable[..., Any], params: Mapping[str, Any], use: str, field:
     below, use_field = f"{field}.params", f"{field}.use"
     check(maker, params, below)
     try:
-        return imports.made(maker, params, use_field, use)
+        return user_code.made(maker, params, use_field, use)
     except ConfigError as error:  # about a parameter: its field is relative to the params
         place = error.field if error.field == use_field else f"{below}.{error.field}"
         raise ConfigError(place, error.value, error.remedy) from error.__cause__

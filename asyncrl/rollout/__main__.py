@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncrl import importing  # noqa: F401  # first: see there
+from asyncrl import import_hooks  # noqa: F401  # first: see there
 
 # isort: split
 import asyncio

@@ -18,9 +18,9 @@ from asyncrl.agents.multi_turn import MultiTurn
 from asyncrl.config import Config
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings
 from asyncrl.errors import AsyncRLError, ConfigError, raised_by
-from asyncrl.imports import check_arguments, load, made
 from asyncrl.schema import Generate, Prompt, Trajectory
 from asyncrl.tasks import Task
+from asyncrl.user_code import check_arguments, load, made
 
 T = TypeVar("T")
 Played = Trajectory | float | None
@@ -48,14 +48,14 @@ class FunctionAgent:
 
 def load_agent(path: str, params: Mapping[str, Any], field: str = "agent") -> Agent:
     """Load the agent at an import path, module:name, with its parameters. Raises ConfigError for that field."""
-    found = load(path, field)
-    if inspect.iscoroutinefunction(found):
-        _check_takes_prompt(found, path, field)
-        check_arguments(found, params, f"{field}_params", path, None, None)
-        return FunctionAgent(found, params)
-    if not isinstance(found, type) or not inspect.iscoroutinefunction(getattr(found, "run", None)):
+    kind = load(path, field)
+    if inspect.iscoroutinefunction(kind):
+        _check_takes_prompt(kind, path, field)
+        check_arguments(kind, params, f"{field}_params", path, None, None)
+        return FunctionAgent(kind, params)
+    if not isinstance(kind, type) or not inspect.iscoroutinefunction(getattr(kind, "run", None)):
         raise ConfigError(field, path, FORMS)
-    agent = _made(found, params, field)
+    agent = _made(kind, params, field)
     _check_takes_prompt(agent.run, path, field)
     return agent
 
@@ -86,7 +86,7 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
     and, if the environment has several roles, these as `roles`. `tell` receives messages about environments that fail.
     """
     every = load_agent(config.agent, config.agent_params)
-    found = {}
+    playing = {}
     for name, section in (config.mixture | config.eval_sets).items():
         task = tasks[name]
         field = f"{config.field_of(name)}.agent"
@@ -98,15 +98,15 @@ def agents(config: Config, tasks: Mapping[str, Task], tell: Callable[[str], None
             if roles:
                 params["roles"] = roles
         if section.agent:
-            found[name] = load_agent(section.agent, params, field)
+            playing[name] = load_agent(section.agent, params, field)
         elif own := getattr(task, "agent", None):
-            found[name] = own
+            playing[name] = own
         elif spec and roles:
             remedy = f"Name an agent that plays the roles {list(roles)}: asyncrl_recipes.self_play.agent:SelfPlay does."
             raise ConfigError(field, None, remedy)
         else:
-            found[name] = _made(MultiTurn, params, field) if spec else every
-    return found
+            playing[name] = _made(MultiTurn, params, field) if spec else every
+    return playing
 
 
 def figures(agents: Iterable[Agent]) -> dict[str, float]:

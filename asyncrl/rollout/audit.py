@@ -99,19 +99,19 @@ class Audit:
 
     def warnings(self) -> list[str]:
         """Return a message for each drift that has not been reported before."""
-        found = []
+        messages = []
         for kind in KINDS:
             generated, trained = self._generated.values[kind], self._trained.values[kind]
             if kind in self._told or min(len(generated), len(trained)) < ENOUGH:
                 continue
             if abs(self._difference(kind)) > MUCH and (p := ks_p_value(list(generated), list(trained))) < SURE:
                 self._told.add(kind)
-                found.append(
+                messages.append(
                     f"the trained groups are not a fair sample of the generated ones: mean {kind} {fmean(trained):.4g} "
                     f"against {fmean(generated):.4g} ({len(trained)} of {len(generated)}, KS test p = {p:.1g}): "
                     "see the ledger for what was discarded (rollout.accept, oversample, over_age, failures)"
                 )
-        return found
+        return messages
 
     def _difference(self, kind: str) -> float:
         generated, trained = self._generated.values[kind], self._trained.values[kind]

@@ -38,14 +38,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Literal
 
 from asyncrl.rollout.cohorts import BufferState, Cohort, Demand, ReadyGroup, RunningGroup, Ticket, demands, units
 from asyncrl.rollout.hooks import Select, lowest_first
-from asyncrl.rollout.ledger import EventCounts, Ledger, SourceCounts, StateCounts, TokenCounts
+from asyncrl.rollout.ledger import EventCounts, Ledger, StateCounts, TokenCounts
 from asyncrl.schema import Group
 
 SURPLUS, OVER_AGE = "surplus", "over_age"  # the seats went to other groups; the batch was taken without it
@@ -170,10 +170,10 @@ class CohortBuffer:
         if self._drops:
             self._drop_late()
         later = left - count
-        found = [(one.must - later, one.ready) for one in self._demands()]
-        if not self._drops and any(must > ready for must, ready in found):
+        bounds = [(one.must - later, one.ready) for one in self._demands()]
+        if not self._drops and any(must > ready for must, ready in bounds):
             return None
-        slots = sorted(self._ready)[: max(0, *(min(must, ready) for must, ready in found))]
+        slots = sorted(self._ready)[: max(0, *(min(must, ready) for must, ready in bounds))]
         taken = [self._ready.pop(slot) for slot in sorted(slots + self._chosen(set(slots), count))]
         self._ready_of -= Counter(one.cohort for one in taken)
         self._training.setdefault(self.step, []).extend(taken)
@@ -197,26 +197,34 @@ class CohortBuffer:
         """Count the groups by state."""
         return self._places()["groups"]
 
-    def ledger(self, source: SourceCounts, retried: dict[str, int] | None = None) -> Ledger:
-        """Return the ledger: the buffer's own counts, and what `source` has counted independently."""
+    def ledger(
+        self, drawn: int, received: Mapping[str, int], running: int, late: int, retried: dict[str, int] | None = None
+    ) -> Ledger:
+        """Return the ledger: the buffer's own counts, and those that were taken at the source.
+
+        drawn: prompts
+        received: tokens by purpose; of those for training, `running` are of running groups, and `late` came for groups
+            that had ended
+        retried: requests that were continued after an interruption, by cause
+        """
         places = self._places()
         return Ledger(
-            prompts=replace(places["prompts"], issued=source.prompts),
+            prompts=replace(places["prompts"], issued=drawn),
             groups=places["groups"],
             trajectories=places["trajectories"],
             tokens=TokenCounts(
-                generated=source.tokens,
-                running=source.running,
+                generated=received.get("training", 0),
+                running=running,
                 held=sum(played.tokens for played in (*self._ready.values(), *chain(*self._training.values()))),
                 trained=self._tokens["trained"],
                 rejected=self._tokens["rejected"],
-                discarded=self._tokens["discarded"] + source.late,
+                discarded=self._tokens["discarded"] + late,
             ),
             events=EventCounts(
                 self._requeued,
                 retried or {},
-                evaluation_tokens=source.evaluation,
-                past_tokens=source.past,
+                evaluation_tokens=received.get("evaluation", 0),
+                past_tokens=received.get("past", 0),
             ),
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl import extension, importing
+from asyncrl import extension, import_hooks
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config
 from asyncrl.engine.loads import Loads
@@ -19,7 +19,6 @@ from asyncrl.engine.router import wait_until_ready
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import DeadlineExceeded
 from asyncrl.extension import RolloutHooks
-from asyncrl.imports import load
 from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import READY, Addresses, times_restarted
 from asyncrl.records.events import Began, Event
@@ -45,6 +44,7 @@ from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
+from asyncrl.user_code import load
 
 RETRY_SECONDS = 0.5
 
@@ -78,7 +78,7 @@ class RolloutParts:
         """Build all of them. What has been built is not running yet."""
         rollout = config.rollout
         model = ModelParts.load(config, addresses)
-        importing.done()
+        import_hooks.done()
         reporter = RunReporter(run_dir, lambda: playing.client.inflight.version)
         restarted = bool(times_restarted())
         journal = Journal(run_dir, reporter.warn, restarted=restarted) if config.recovers else NoJournal()
@@ -156,8 +156,9 @@ class RolloutParts:
         if resumed:
             prompts.go_on(resumed.cursor)
             mixer.restore(resumed.mixer)
-            for ticket, name, sessions in groups.restore(resumed.service):
-                outstanding.append((ticket, prompts.again(name.uid, name.task, name.index), sessions))
+            for group in groups.restore(resumed.service):
+                name = group.prompt
+                outstanding.append((group.ticket, prompts.again(name.uid, name.task, name.index), group.siblings))
         served, version = left.served, groups.published_version
         since = range(version + 1, version + 1)
         if left.state or served is not None:

@@ -93,15 +93,15 @@ class Demand:
 def demands(cohorts: Mapping[int, Cohort], ready: Mapping[int, int], step: int, batch: int) -> list[Demand]:
     """Return the demands of all cohorts on step `step`, of `batch` groups, by the rule of rollout/buffer.py. `ready` is
     the number of ready groups of each cohort that has any."""
-    found = []
+    wanted = []
     untrained = 0
     counted = 0
     for number, cohort in sorted(cohorts.items()):
         counted += ready.get(number, 0)
         untrained += cohort.seats - cohort.taken + ready.get(number, 0)
         must = untrained - (cohort.due - step) * batch
-        found.append(Demand(number, max(0, must) if untrained else 0, counted))
-    return found
+        wanted.append(Demand(number, max(0, must) if untrained else 0, counted))
+    return wanted
 
 
 def units(groups: Collection[RunningGroup | ReadyGroup]) -> Counter[str]:

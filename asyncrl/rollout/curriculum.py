@@ -84,8 +84,8 @@ class Mixer:
 
     def draw(self, version: int) -> Prompt:
         """Return the next prompt, while the engines serve `version`. Raises ConfigError if weights are invalid."""
-        found = self._curriculum(CurriculumInput(version, {name: self._progress_of(name) for name in self._streams}))
-        (name,) = self._draws.choices(list(self._streams), self._checked(found))
+        weights = self._curriculum(CurriculumInput(version, {name: self._progress_of(name) for name in self._streams}))
+        (name,) = self._draws.choices(list(self._streams), self._checked(weights))
         return next(self._streams[name])
 
     def record(self, group: Group) -> None:
@@ -111,11 +111,11 @@ class Mixer:
         self._progress = {}
 
     def _progress_of(self, name: str) -> TaskProgress:
-        if (found := self._progress.get(name)) is None:
+        if (progress := self._progress.get(name)) is None:
             history = self._played[name]
             recent = [fmean(of) if of else None for of in (history.rewards, history.solved, history.tokens)]
-            found = self._progress[name] = TaskProgress(self._weights[name], history.groups, *recent)
-        return found
+            progress = self._progress[name] = TaskProgress(self._weights[name], history.groups, *recent)
+        return progress
 
     def _checked(self, weights: Mapping[str, float]) -> list[float]:
         """Return one weight per task, in the order of the configuration. Raises ConfigError."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
@@ -22,17 +22,17 @@ from typing import Any
 from asyncrl.config import RolloutConfig
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
-from asyncrl.imports import load
 from asyncrl.records.events import Adjusted, Admitted, PartTaken, Published, Saved, Taken
 from asyncrl.rollout.audit import Audit
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.ledger import Ledger, SourceCounts
+from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.snapshot import GroupsState, Outstanding, PartState, PromptName, SiblingSnapshot
 from asyncrl.rollout.timelines import COMMITTED, Timelines
 from asyncrl.schema import Batch, Group, Prompt, part_of
+from asyncrl.user_code import load
 
 CHECK_SECONDS = 5.0
 """The ledger is checked at every batch and version, and in between when a group ends, but at most once per this
@@ -50,12 +50,32 @@ class WrongBatch(Exception):
 
 
 @dataclass(frozen=True)
-class _Group:
-    """A running group."""
+class GroupInPlay:
+    """A running group, with the session of each sibling."""
 
+    ticket: Ticket
     prompt: PromptName
     siblings: Sequence[GenerationSession]
     admitted: float = field(default_factory=time.time)
+
+    def silence(self, now: float) -> float:
+        """Return the seconds since the last activity of the episode that has been silent longest."""
+        return max((now - one.since for one in self.siblings if one.waits_for), default=0.0)
+
+    def described(self, now: float) -> str:
+        """Describe the group in one line; its slowest episode represents it."""
+        left = [one for one in self.siblings if one.waits_for]
+        tokens = sum(one.received for one in self.siblings)
+        so_far = f"{self.ticket.uid}: {len(left)} of {len(self.siblings)} episodes left, {tokens} tokens"
+        if not left:
+            return so_far
+        slowest = min(left, key=lambda one: one.since)
+        return f"{so_far}, waits {now - slowest.since:.0f} s for {slowest.waits_for}"
+
+
+def most_silent(groups: Iterable[GroupInPlay], count: int, now: float) -> list[GroupInPlay]:
+    """Return the groups that have been silent longest, in this order."""
+    return sorted(groups, key=lambda group: -group.silence(now))[:count]
 
 
 class GroupLifecycle:
@@ -87,7 +107,7 @@ class GroupLifecycle:
         self._released = asyncio.Event()
         self._rewards: list[float] = []
         self._drawn = 0
-        self._playing: dict[Ticket, _Group] = {}
+        self._playing: dict[Ticket, GroupInPlay] = {}
         self._parts: dict[int, list[Batch]] = {}  # of the batches that are in training, by version
         self._retried: Counter[str] = Counter()
         self._tokens_reported: Counter[str] = Counter()
@@ -112,7 +132,8 @@ class GroupLifecycle:
         """Record that the group of a ticket plays this prompt, with one trajectory per session."""
         self._buffer.begin(ticket, prompt.uid, len(siblings))
         self._recorder.write(Admitted(ticket.slot, ticket.born, ticket.cohort, prompt.uid, len(siblings)))
-        self._playing[ticket] = _Group(PromptName(prompt.uid, prompt.task, prompt.index), siblings)
+        name = PromptName(prompt.uid, prompt.task, prompt.index)
+        self._playing[ticket] = GroupInPlay(ticket, name, siblings)
 
     async def commit(self, ticket: Ticket, group: Group) -> None:
         """Hand in a finished group; engines may have generated more tokens for it than its agent kept."""
@@ -286,7 +307,7 @@ class GroupLifecycle:
             },
         )
 
-    def restore(self, state: GroupsState) -> list[tuple[Ticket, PromptName, Sequence[GenerationSession]]]:
+    def restore(self, state: GroupsState) -> list[GroupInPlay]:
         """Restore a saved state, before anything has begun. Returns the groups that must be continued."""
         self._buffer.restore(state.buffer)
         self._client.inflight.restore(state.buffer.version, state.tokens, state.late)
@@ -300,7 +321,7 @@ class GroupLifecycle:
                 self._client.resume(uid, f"{uid} {number}", one.ticket.born, sibling.received, sibling.said)
                 for number, sibling in enumerate(one.siblings)
             ]
-            self._playing[one.ticket] = _Group(one.prompt, sessions)
+            self._playing[one.ticket] = GroupInPlay(one.ticket, one.prompt, sessions)
         for version, parts in state.parts.items():
             taken = iter(self._buffer.taken(version))
             self._parts[version] = [
@@ -332,30 +353,23 @@ class GroupLifecycle:
 
     def ledger(self) -> Ledger:
         """Return the ledger after checking it. Raises LedgerError."""
-        tokens, late = self._client.inflight.tokens, self._client.inflight.late_tokens
+        flight = self._client.inflight
         running = sum(session.received for group in self._playing.values() for session in group.siblings)
-        source = SourceCounts(
-            self._drawn,
-            tokens["training"],
-            running,
-            late,
-            evaluation=tokens["evaluation"],
-            past=tokens["past"],
-        )
-        ledger = self._buffer.ledger(source, dict(self._retried + self._client.inflight.figures.continued))
+        retried = dict(self._retried + flight.figures.continued)
+        ledger = self._buffer.ledger(self._drawn, flight.tokens, running, flight.late_tokens, retried)
         ledger.check()
         self._checked = time.monotonic()
         return ledger
 
-    def running(self) -> list[tuple[Ticket, PromptName, Sequence[GenerationSession]]]:
+    def running(self) -> list[GroupInPlay]:
         """Return the running groups."""
-        return [(ticket, group.prompt, group.siblings) for ticket, group in self._playing.items()]
+        return list(self._playing.values())
 
     def waiting_for(self) -> str:
         """Say why the next batch is not ready, and what the groups that have been silent longest are waiting for."""
-        playing = [(ticket.cohort, ticket.uid, group.siblings) for ticket, group in self._playing.items()]
-        due = [group for group in playing if group[0] <= self._buffer.awaited()]
-        lines = slowest((uid, siblings) for _, uid, siblings in due or playing)
+        groups, now = self.running(), time.monotonic()
+        due = [group for group in groups if group.ticket.cohort <= self._buffer.awaited()]
+        lines = [group.described(now) for group in most_silent(due or groups, NAMED, now)]
         return "; ".join([self._buffer.waiting_for(), *lines])
 
     def _figures(self) -> dict[str, float]:
@@ -364,9 +378,10 @@ class GroupLifecycle:
         self._retried.update(seen.continued)
         ledger = self.ledger()
         rewards, self._rewards = self._rewards, []
-        events = ledger.events
         tokens = Counter(
-            generated=ledger.tokens.generated, evaluation=events.evaluation_tokens, past=events.past_tokens
+            generated=ledger.tokens.generated,
+            evaluation=ledger.events.evaluation_tokens,
+            past=ledger.events.past_tokens,
         )
         since, self._tokens_reported = tokens - self._tokens_reported, tokens
         return {
@@ -382,7 +397,7 @@ class GroupLifecycle:
             "groups/ready": ledger.groups.ready,
             "groups/rejected": sum(ledger.groups.rejected.values()),
             **{f"groups/rejected/{reason}": count for reason, count in ledger.groups.rejected.items()},
-            "groups/requeued": events.requeued,
+            "groups/requeued": ledger.events.requeued,
             "admission/lead": self._buffer.lead,
             "time/engine_busy": seen.seconds_busy,
             **self._audit.figures(),
@@ -406,25 +421,3 @@ def build_buffer(rollout: RolloutConfig, *, overlap: bool) -> CohortBuffer:
         overlap=overlap,
         select=load(rollout.select, "rollout.select"),
     )
-
-
-def silence(siblings: Collection[GenerationSession], now: float) -> float:
-    """Return the seconds since the last activity of the episode that has been silent longest."""
-    return max((now - one.since for one in siblings if one.waits_for), default=0.0)
-
-
-def describe(uid: str, siblings: Collection[GenerationSession], now: float) -> str:
-    """Describe a group in one line; its slowest episode represents it."""
-    left = [one for one in siblings if one.waits_for]
-    so_far = f"{uid}: {len(left)} of {len(siblings)} episodes left, {sum(one.received for one in siblings)} tokens"
-    if not left:
-        return so_far
-    silent = min(left, key=lambda one: one.since)
-    return f"{so_far}, waits {now - silent.since:.0f} s for {silent.waits_for}"
-
-
-def slowest(groups: Iterable[tuple[str, Collection[GenerationSession]]]) -> list[str]:
-    """Return one line for each of the NAMED groups that have been silent longest."""
-    now = time.monotonic()
-    ranked = sorted(groups, key=lambda group: -silence(group[1], now))
-    return [describe(uid, siblings, now) for uid, siblings in ranked[:NAMED]]

@@ -44,18 +44,6 @@ class TokenCounts:
 
 
 @dataclass(frozen=True)
-class SourceCounts:
-    """Counts taken at the source, outside the buffer."""
-
-    prompts: int  # drawn
-    tokens: int  # received
-    running: int  # of these, for running groups
-    late: int  # of these, for groups that had ended
-    evaluation: int = 0  # received for evaluation, not included in `tokens`
-    past: int = 0  # received from past versions that play roles, not included in `tokens`
-
-
-@dataclass(frozen=True)
 class EventCounts:
     """Counts that are not part of the balance."""
 

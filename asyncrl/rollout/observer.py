@@ -36,7 +36,7 @@ class Gpus:
 
     def sample(self) -> list[dict[str, Any]]:
         """Return what each GPU does now; one that does not answer is left out."""
-        found = []
+        samples = []
         for index, handle in enumerate(self._handles):
             try:
                 busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
@@ -45,8 +45,8 @@ class Gpus:
                 continue
             self._seen[f"gpu/{index}/utilization"].append(busy)
             self._seen[f"gpu/{index}/memory"].append(memory.used)
-            found.append({"gpu": index, "utilization": busy, "memory": memory.used, "capacity": memory.total})
-        return found
+            samples.append({"gpu": index, "utilization": busy, "memory": memory.used, "capacity": memory.total})
+        return samples
 
     def take_figures(self) -> dict[str, float]:
         """Return the means of the samples since the last call, under their names in metrics.jsonl."""

@@ -19,7 +19,6 @@ from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks, active
 from asyncrl.images.decoder import Vision
-from asyncrl.imports import load
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
@@ -31,6 +30,7 @@ from asyncrl.rollout.prompts import Ahead, load_tokenizer, stop_tokens, vision_o
 from asyncrl.rollout.reporters import FailureReporter, Warn
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import rewards
+from asyncrl.user_code import load
 
 OTHER_FILES = 256
 """Open files of a process besides the connections of its episodes."""
@@ -68,38 +68,30 @@ class PlaysEpisodes(Protocol):
     @property
     def client(self) -> Any:
         """The client of the engines, as everything else in this process sees it (engine/client.py)."""
-        ...
 
     @property
     def groups(self) -> PlaysGroups:
         """What plays groups."""
-        ...
 
     @property
     def attempts(self) -> Attempts:
         """What plays the questions of evaluations."""
-        ...
 
     @property
     def ahead(self) -> Ahead:
         """What renders questions before they are drawn."""
-        ...
 
     async def serve(self) -> None:
         """Do what has to be done while the run goes on, until cancelled."""
-        ...
 
     async def start(self) -> None:
         """Wait until episodes can be played. The engines can answer."""
-        ...
 
     def take_played(self) -> dict[str, float]:
         """Return the figures since the last call, under their names in metrics.jsonl."""
-        ...
 
     async def close(self) -> None:
         """Close everything."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -234,7 +226,7 @@ def _client(
 
 def headers_of(config: Config, addresses: Addresses, hooks: Sequence[PlayerHooks]) -> Headers:
     """Return what makes the headers that extensions add to requests."""
-    found = [headers for one in hooks if (headers := one.headers(config, addresses))]
-    if len(found) < 2:
-        return found[0] if found else no_headers
-    return lambda *request: {name: value for one in found for name, value in one(*request).items()}
+    makers = [headers for one in hooks if (headers := one.headers(config, addresses))]
+    if len(makers) < 2:
+        return makers[0] if makers else no_headers
+    return lambda *request: {name: value for one in makers for name, value in one(*request).items()}

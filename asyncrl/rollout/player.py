@@ -8,7 +8,7 @@ on a hang     the episode's timeouts end it
 from __future__ import annotations
 
 import asyncio
-import random
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -22,6 +22,7 @@ from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
 from asyncrl.extension import PlayerHooks
 from asyncrl.images import image_name
 from asyncrl.observability.intervals import RETRY
+from asyncrl.retries import pause
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.cohorts import Ticket
@@ -73,13 +74,13 @@ class EpisodePlayer:
         async def score(trajectory: Trajectory) -> Trajectory:
             texts = [self._template.decode(turn.completion.token_ids) for turn in trajectory.turns]
             answer, reward = RewardInput(texts[-1], texts, prompt.question, trajectory), self._rewards[prompt.task]
-            found = await self._tried(session, lambda: self._scorer.score(reward, answer))
-            for name, part in found.parts.items():
+            result = await self._tried(session, lambda: self._scorer.score(reward, answer))
+            for name, part in result.parts.items():
                 self._parts.setdefault(name, []).append(part)
             turns = list(trajectory.turns)
-            for place, more in enumerate(found.turns):
+            for place, more in enumerate(result.turns):
                 turns[place] = msgspec.structs.replace(turns[place], reward=turns[place].reward + more)
-            return Trajectory(turns, found.reward)
+            return Trajectory(turns, result.reward)
 
         annotate: list[Annotate] = []
         if session.purpose == "training":
@@ -103,7 +104,7 @@ class EpisodePlayer:
                 self._retried[failed.reason] += 1
                 self._failures.tell(failed.reason, f"{session.group}, which is retried,", failed)
                 with session.activity.spent(RETRY, failed.reason):
-                    await asyncio.sleep(RETRY_DELAY * random.uniform(0.5, 1.0) * 2 ** (self._retries - left))
+                    await pause(self._retries - left, first=RETRY_DELAY, longest=math.inf)
         raise AssertionError("the last attempt always returns or raises")
 
     def take_sums(self) -> Sums:
@@ -122,11 +123,9 @@ class PlaysGroups(Protocol):
     ) -> tuple[Group, bool | str]:
         """Return the group, and whether it may be trained or the reason why not (rollout.accept). Raises
         EpisodeFailed, which has been reported."""
-        ...
 
     def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
         """Make `play` end soon, as cancelled or failed. `playing` is the task that waits for it."""
-        ...
 
 
 class GroupPlayer:

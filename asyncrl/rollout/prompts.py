@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from asyncrl import extension
 from asyncrl.config import Config
 from asyncrl.config.generation import ImagesConfig
 from asyncrl.errors import ConfigError
-from asyncrl.extension import question_functions
 from asyncrl.images import ImageRefused, ImageTokens, fitted_size
 from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
 from asyncrl.images.parts import images_in, without_images
-from asyncrl.importing import imported_without
+from asyncrl.import_hooks import imported_without
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Prompt, Template
 from asyncrl.tasks import Question, Task, ask
@@ -231,7 +231,7 @@ class Prompts:
         task = self._tasks[name]
         if task.size is None:
             return ()
-        found: dict[int, int] = {}
+        overlong: dict[int, int] = {}
         begins = len(self._template.begin([{"role": "user", "content": ""}], ()))
         for index in range(task.size):
             question = question_of(task, self._template, index, self._field(name))
@@ -241,18 +241,18 @@ class Prompts:
             if question.get("tools") or most > self._longest:
                 with suppress(ImageRefused):  # it is left out when it is drawn
                     if (length := self._read(question, self._decoding(question))[2]) > self._longest:
-                        found[index] = length
-        if found:
-            longest = max(found.values())
+                        overlong[index] = length
+        if overlong:
+            longest = max(overlong.values())
             text = (
-                f"{len(found)} of the {task.size} questions of {name} are longer than the {self._longest} tokens that "
-                f"rollout.max_new_tokens leaves for a prompt; the longest has {longest}, the first is number "
-                f"{min(found)}"
+                f"{len(overlong)} of the {task.size} questions of {name} are longer than the {self._longest} tokens "
+                f"that rollout.max_new_tokens leaves for a prompt; the longest has {longest}, the first is number "
+                f"{min(overlong)}"
             )
-            if self._refuses or len(found) == task.size:
+            if self._refuses or len(overlong) == task.size:
                 raise ConfigError("rollout.overlong_prompts", "refuse" if self._refuses else "skip", f"{text}.")
             self._tell(f"{text}: they are skipped (rollout.overlong_prompts)")
-        return found.keys()
+        return overlong.keys()
 
     def _rendered_ahead(self, uid: str, name: str, index: int, held_out: Collection[tuple[int, ...]]) -> Prompt | None:
         """Return a prompt that was rendered elsewhere, without its question, which the process that plays it makes
@@ -310,7 +310,7 @@ def question_of(task: Task, template: Template, index: int, field: str) -> Quest
     """Return question `index` of the task that this setting configures, as a model with this chat template is shown
     it."""
     question = ask(task, index, field)
-    for function in question_functions():
+    for function in extension.loaded("question"):
         question = function(question, template)
     return question
 
@@ -346,8 +346,8 @@ def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenize
 def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token ids that end an answer: those of the generation config and the tokenizer's own."""
     file = model / "generation_config.json"
-    found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    ids = set(found if isinstance(found, list) else [found]) | {tokenizer.eos_token_id}
+    ends = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ids = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
     return sorted(token for token in ids if token is not None)
 
 

@@ -68,13 +68,13 @@ class FailureReporter:
 
     def tell(self, reason: str, uid: str, error: BaseException) -> None:
         """Report that the group `uid` failed."""
-        began, told = self._minutes.get(reason, (self._clock(), 0))
+        began, count = self._minutes.get(reason, (self._clock(), 0))
         left_out = ""
         if self._clock() - began >= 60.0:
-            left_out = f" ({told - PER_MINUTE} more of these were left out)" if told > PER_MINUTE else ""
-            began, told = self._clock(), 0
-        self._minutes[reason] = (began, told + 1)
-        if told < PER_MINUTE:
+            left_out = f" ({count - PER_MINUTE} more of these were left out)" if count > PER_MINUTE else ""
+            began, count = self._clock(), 0
+        self._minutes[reason] = (began, count + 1)
+        if count < PER_MINUTE:
             cause = error.__cause__
             trace = "".join(traceback.format_exception(cause)) if cause else None
             self._write(f"{uid} failed: {error}{left_out}", trace)

@@ -69,7 +69,7 @@ class Scorer:
     def _in_a_thread(self, reward: Reward, answer: RewardInput) -> asyncio.Future[Result]:
         """Call the reward in a daemon thread: neither the loop nor the process's exit waits for it."""
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[Result] = loop.create_future()
+        future: asyncio.Future[Result] = loop.create_future()
         hangs = False
 
         def give_up() -> None:
@@ -77,7 +77,7 @@ class Scorer:
             hangs = True
             self.hanging += 1
             self._room.release()
-            _unless_cancelled(found, found.set_exception, self._too_late())
+            _unless_cancelled(future, future.set_exception, self._too_late())
 
         timer = loop.call_later(self._timeout, give_up)
 
@@ -87,19 +87,19 @@ class Scorer:
             else:
                 timer.cancel()
                 self._room.release()
-            _unless_cancelled(found, settle, value)
+            _unless_cancelled(future, settle, value)
 
         def work() -> None:
             settled: tuple[Callable[[Any], None], Result | AsyncRLError]
             try:  # raised_by turns everything else, KeyboardInterrupt included, into an AsyncRLError
-                settled = found.set_result, _call(reward, answer)
+                settled = future.set_result, _call(reward, answer)
             except AsyncRLError as error:
-                settled = found.set_exception, error
+                settled = future.set_exception, error
             with suppress(RuntimeError):  # the loop has been closed: nobody awaits the result
                 loop.call_soon_threadsafe(ended, *settled)
 
         threading.Thread(target=work, name="reward", daemon=True).start()
-        return found
+        return future
 
 
 def _call(reward: Reward, answer: RewardInput) -> Result:
@@ -122,10 +122,10 @@ async def score_by_branch(trajectory: Trajectory, score: Callable[[Trajectory], 
     turns, shares = list(trajectory.turns), trajectory.shares()
     for way in ways:
         alone = Trajectory([msgspec.structs.replace(trajectory.turns[place], fork=None) for place in way])
-        found = await score(alone)
-        assert found.reward is not None
-        for place, before, after in zip(way, alone.turns, found.turns, strict=True):
+        scored = await score(alone)
+        assert scored.reward is not None
+        for place, before, after in zip(way, alone.turns, scored.turns, strict=True):
             more = (after.reward - before.reward) * shares[way[-1]] / shares[place]
-            more += found.reward if place == way[-1] else 0.0
+            more += scored.reward if place == way[-1] else 0.0
             turns[place] = msgspec.structs.replace(turns[place], reward=turns[place].reward + more)
     return Trajectory(turns, 0.0)

@@ -27,13 +27,10 @@ from typing import Any
 from asyncrl import jsonl
 from asyncrl.engine.inflight import InFlight
 from asyncrl.engine.loads import Load, Loads
-from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Addresses
-from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.groups import GroupLifecycle, silence
+from asyncrl.rollout.groups import GroupInPlay, GroupLifecycle, most_silent
 from asyncrl.rollout.observer import Gpus
-from asyncrl.rollout.snapshot import PromptName
 
 FILE = "status.json"
 PERIOD = 1.0
@@ -98,7 +95,7 @@ class StatusFile:
             "time": time.time(),
             **state,
             "holding": self._inflight.holding,
-            "episodes": Counter(one.activity.phase for _, _, siblings in groups for one in siblings),
+            "episodes": Counter(one.activity.phase for group in groups for one in group.siblings),
             **_silent(groups),
             "seconds": self._seconds,
             "gpus": self._of_gpus,
@@ -111,17 +108,16 @@ class StatusFile:
         return [*serving, *({"url": url, "state": "silent"} for url in silent)]
 
 
-def _silent(groups: Sequence[tuple[Ticket, PromptName, Sequence[GenerationSession]]]) -> dict[str, Any]:
+def _silent(groups: Sequence[GroupInPlay]) -> dict[str, Any]:
     """Return the groups that have been silent longest, and the number of the others."""
     now = time.monotonic()
-    ranked = sorted(groups, key=lambda group: -silence(group[2], now))[:MOST_GROUPS]
     named = [
         {
-            "uid": ticket.uid,
-            "task": prompt.task,
-            "born": ticket.born,
-            "tokens": sum(one.received for one in siblings),
-            "seconds": round(silence(siblings, now), 3),
+            "uid": group.ticket.uid,
+            "task": group.prompt.task,
+            "born": group.ticket.born,
+            "tokens": sum(one.received for one in group.siblings),
+            "seconds": round(group.silence(now), 3),
             "episodes": [
                 {
                     "phase": one.activity.phase,
@@ -129,9 +125,9 @@ def _silent(groups: Sequence[tuple[Ticket, PromptName, Sequence[GenerationSessio
                     "seconds": round(now - one.since, 3),
                     "tokens": one.received,
                 }
-                for one in siblings
+                for one in group.siblings
             ],
         }
-        for ticket, prompt, siblings in ranked
+        for group in most_silent(groups, MOST_GROUPS, now)
     ]
     return {"groups": named, "groups_left_out": len(groups) - len(named)}

@@ -92,11 +92,11 @@ class Timelines:
     def _tell(self, record: Record, began: float) -> None:
         for listener in self._listeners:
             listener(record)
-        told = time.thread_time()
-        self.seconds += told - began
+        composed = time.thread_time()
+        self.seconds += composed - began
         for listener in self._metrics:
             listener(record)
-        self.metrics_seconds += time.thread_time() - told
+        self.metrics_seconds += time.thread_time() - composed
 
 
 def _episodes(

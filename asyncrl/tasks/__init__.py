@@ -13,9 +13,9 @@ from asyncrl import extension
 from asyncrl.config import Config
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
-from asyncrl.imports import load
 from asyncrl.schema import Message
 from asyncrl.tasks.custom import custom_task
+from asyncrl.user_code import load
 
 Question = dict[str, Any]
 
@@ -74,7 +74,7 @@ def build(config: TaskConfig) -> Task:
 
 
 def _without_tools(config: TaskConfig) -> Task:
-    kinds = KINDS | extension.tasks()
+    kinds = KINDS | extension.offered("tasks")
     if config.kind in kinds:
         task: Task = load(kinds[config.kind], "task.kind")(config)
         return task

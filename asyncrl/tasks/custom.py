@@ -17,7 +17,7 @@ from typing import Any
 
 from asyncrl.envs.env import EnvSpec
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
+from asyncrl.user_code import load
 
 WAYS = (("score",), ("reset", "step"), ("run",))
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from asyncrl.config import Config
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
 from asyncrl.rewards.build import build, registered
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.tasks import Task
+from asyncrl.user_code import load
 
 
 class TaskScoreReward:

@@ -5,7 +5,7 @@ Connects the policy, the batch source, the publisher, the checkpoints and the lo
 
 from __future__ import annotations
 
-from asyncrl import importing
+from asyncrl import import_hooks
 
 # isort: split
 import json
@@ -30,8 +30,8 @@ from asyncrl.engine.fleet import build_fleet  # noqa: E402
 from asyncrl.errors import PeerFailed  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.gap import GapWatch  # noqa: E402
-from asyncrl.metrics.record import StepLog, accuracies, machine_figures, plan_figures  # noqa: E402
-from asyncrl.network.addresses import MACHINE, PEER_FAILED, PLAN, READY, STOP, STOPPED  # noqa: E402
+from asyncrl.metrics.record import StepLog, accuracies, dtype_figures  # noqa: E402
+from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
@@ -53,7 +53,7 @@ from asyncrl.weights.publisher import VersionPublisher  # noqa: E402
 
 def main(run_dir: Path) -> None:
     """Train one run on this rank."""
-    importing.done()
+    import_hooks.done()
     rank = join(run_dir)
     config, addresses, parallel = rank.config, rank.addresses, rank.parallel
     fleet = build_fleet(config, addresses, run_dir, decides=parallel.is_first)
@@ -192,15 +192,12 @@ def _tell_the_end(rank: Rank, source: BatchSource, log: StepLog, facts: dict[str
         lines = (run_dir / "eval.jsonl").read_text().splitlines()
         accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
     metrics = log.summary(config.run.reward_window)
-    machine = json.loads((run_dir / MACHINE).read_text())
-    plan = run_dir / PLAN
-    planned = {}
-    if plan.exists():
-        planned = plan_figures(json.loads(plan.read_text()), metrics, overlap=config.weights.overlap)
+    summary = {**facts, **metrics, **accuracy, **dtype_figures(json.loads((run_dir / MACHINE).read_text()))}
+    for one in extension.active(config).values():
+        summary |= one.summary(config, run_dir, metrics)
     status = source.status()
     if "recoveries" in facts:
-        facts = {**facts, "recoveries": facts["recoveries"] + status["restarts"]}
-    summary = {**facts, **metrics, **accuracy, **machine_figures(machine, metrics), **planned}
+        summary["recoveries"] += status["restarts"]
     jsonl.replace(run_dir / "summary.json", {**summary, "ledger": status["ledger"]})
 
 

@@ -42,9 +42,9 @@ from torch import Tensor, nn
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError
-from asyncrl.extension import bases
-from asyncrl.imports import load
+from asyncrl.extension import offered
 from asyncrl.parallel import Parallel, from_all
+from asyncrl.user_code import load
 from asyncrl.weights.layouts import QKV, ROW, Dims, of_rank
 from asyncrl.weights.names import module_of
 from asyncrl.weights.reshard import LinearShard, Resharder
@@ -68,8 +68,8 @@ class BaseFormat(Protocol):
 
 def base_format(settings: LoraConfig) -> BaseFormat | None:
     """Return the format of the frozen base; None if it is that of the other weights."""
-    offered = bases().get(settings.base)
-    made: BaseFormat | None = load(offered.path, "trainer.lora.base")(settings.base) if offered else None
+    base = offered("bases").get(settings.base)
+    made: BaseFormat | None = load(base.path, "trainer.lora.base")(settings.base) if base else None
     return made
 
 

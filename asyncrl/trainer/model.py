@@ -114,7 +114,7 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         **recompute.arguments(trainer),
         **family,
     )
-    return configured(of_family, arguments, "transformer", trainer.megatron.transformer)
+    return of_family(**arguments)
 
 
 def configured(of: type[T], arguments: dict[str, Any], section: str, fields: BaseModel) -> T:

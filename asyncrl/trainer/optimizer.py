@@ -19,7 +19,6 @@ from torch import Tensor
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import BadStep
-from asyncrl.trainer.model import configured
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.offload import DeviceMemory, HeldTensors
 
@@ -60,7 +59,7 @@ class NetworkOptimizer:
             "timers": network.meter,
             **_of_moments(settings.moments_dtype),
         }
-        config = configured(OptimizerConfig, arguments, "optimizer", trainer.megatron.optimizer)
+        config = OptimizerConfig(**arguments)
         self._optimizer: Any = get_megatron_optimizer(config, network.wrapped, _overrides(config, trainer))
         network.config.grad_scale_func = self._optimizer.scale_loss
         on_cpu = next(network.parameters()).device.type == "cpu"

@@ -18,7 +18,7 @@ from asyncrl.algo.samples import build_samples
 from asyncrl.algo.shaping import shaped, trainable
 from asyncrl.algo.table import TokenTable, TrainingTable, build_table
 from asyncrl.config import Config
-from asyncrl.config.rules import require, traits_rules
+from asyncrl.config.rules import check_traits
 from asyncrl.errors import RecordError
 from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
@@ -53,7 +53,7 @@ class Policy:
         self.optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
         self._reference = self._load_reference(folder)
         self._advantage = ADVANTAGES.find(algo.advantage)
-        require(config, traits_rules(config, self._advantage.traits, LOSSES.find(algo.loss).traits))
+        check_traits(config, self._advantage.traits, LOSSES.find(algo.loss).traits)
         self._critic = (
             Critic(config, folder, parallel, progress, self.network.meter, self.network.vision)
             if self._advantage.traits.critic

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from asyncrl.config import ReplayConfig
 from asyncrl.errors import RecordError
-from asyncrl.imports import load
 from asyncrl.records.events import Scored, scored
 from asyncrl.records.reading import RECORDS, TRAINER, Recording
 from asyncrl.records.writer import Writer
 from asyncrl.schema import Batch, Group, Turn, VersionSpan, encode, part_of
 from asyncrl.trainer.batch_source import BatchSource
+from asyncrl.user_code import load
 from asyncrl.weights.publisher import Staged, StagedPublisher
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from asyncrl.config import Config, on_gpu
-from asyncrl.config.rules import adapter_rules, require
+from asyncrl.config.rules import check_adapters
 from asyncrl.errors import ConfigError
 from asyncrl.extension import active
 from asyncrl.models.families import FAMILIES
@@ -69,7 +69,7 @@ def _way(config: Config, hf: dict[str, Any], gpus: int) -> tuple[str, str]:
         return "merged", "engine.urls names engines, which may have been started without adapters"
     versions = _with(config, "versions")
     try:
-        require(versions, adapter_rules(versions))
+        check_adapters(versions)
         for one in active(versions).values():
             for wrong in one.check(versions):
                 raise wrong

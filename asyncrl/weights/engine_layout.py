@@ -24,7 +24,7 @@ from torch import Tensor
 
 from asyncrl.errors import WeightsError
 from asyncrl.models.families import family_of
-from asyncrl.models.family import Family, Layout, Weight
+from asyncrl.models.family import Family, Layout, WeightRow
 from asyncrl.models.parts import EMBEDDING, HEAD
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.layouts import dims_of
@@ -215,7 +215,7 @@ def table(family: Family, hf: dict[str, Any]) -> Table:
     return (*found, *(EngineParameter(name, tuple((part, _whole) for part in parts)) for name, parts in tower))
 
 
-def _cuts(weight: Weight) -> tuple[Cut, ...]:
+def _cuts(weight: WeightRow) -> tuple[Cut, ...]:
     return (CUTS_OF_EXPERTS if "{expert}" in weight.hf[0] else CUTS)[weight.layout]
 
 

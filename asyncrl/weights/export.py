@@ -134,9 +134,10 @@ def _file_names(count: int) -> list[str]:
 
 def _describe(folder: Path, dtype: str, *, drafts: bool) -> None:
     """Write the precision into config.json, and that there are no layers of multi-token prediction unless the folder
-    has them."""
+    has them. Everything else stays as the publisher wrote it: SGLang reads fields that transformers does not write."""
     config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)
     if "num_nextn_predict_layers" in config and not drafts:
         config["num_nextn_predict_layers"] = 0
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))

@@ -1,4 +1,5 @@
-"""Reader of the tensors of an HF folder by name, one at a time."""
+"""Reader of the tensors of an HF folder by name, one at a time. Weights in FP8 (e4m3 with a scale for each block of 128
+x 128, as in DeepSeek-V3's files) are read in bfloat16."""
 
 from __future__ import annotations
 
@@ -22,7 +23,20 @@ from asyncrl.weights.names import Mapping
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers in old checkpoints; the model computes them from the config
 HASHERS = 8
 """Threads that compute hashes, each with one tensor in memory."""
+SCALES, BLOCK = "_scale_inv", 128
 MTP_LAYER = re.compile(r"(.*\.layers\.\d+\.)eh_proj\.weight")  # only layers of multi-token prediction have this tensor
+
+
+def dequantized(name: str, codes: Tensor, scales: Tensor) -> Tensor:
+    """Return in bfloat16 the weight of which a folder holds codes and scales. Raises WeightsError if they do not
+    fit."""
+    rows, columns = codes.shape
+    blocks = [-(-rows // BLOCK), -(-columns // BLOCK)]
+    if codes.dtype is not torch.float8_e4m3fn or list(scales.shape) != blocks:
+        found = f"{name} is {codes.dtype} {list(codes.shape)} with scales {list(scales.shape)}"
+        raise WeightsError(f"{found}, but only e4m3 with one scale for each block of 128 x 128 is read, here {blocks}")
+    wide = scales.float().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return (codes.float() * wide).bfloat16()
 
 
 class HFFolder:
@@ -59,13 +73,14 @@ class HFFolder:
         return files
 
     def names(self) -> list[str]:
-        """Return the names of all tensors."""
-        return list(self._file_of)
+        """Return the names of all tensors but scales."""
+        return [name for name in self._file_of if not name.endswith(SCALES)]
 
     def described(self, name: str) -> Tensor:
         """Return a tensor without its values, on the meta device."""
         found = self._file_of[name].get_slice(name)
         dtype = next(dtype for dtype, short in DTYPES.items() if short == found.get_dtype())
+        dtype = torch.bfloat16 if name + SCALES in self._file_of else dtype
         return torch.empty(found.get_shape(), dtype=dtype, device="meta")
 
     def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
@@ -78,7 +93,8 @@ class HFFolder:
             raise WeightsError(f"{name} in {self._folder} is {found}, but config.json asks for {list(shape)}")
         self._read.add(name)
         tensor: Tensor = file.get_tensor(name)
-        return tensor
+        scales = self._file_of.get(name + SCALES)
+        return tensor if scales is None else dequantized(name, tensor, scales.get_tensor(name + SCALES))
 
     def digest(self) -> str:
         """Return a SHA-256 of all tensors with their names, which does not depend on how files divide them."""
@@ -95,13 +111,13 @@ class HFFolder:
     def mtp_names(self) -> list[str]:
         """Return the tensors of multi-token prediction layers, which draft further tokens. The trainer does not load
         them; exports contain them unchanged."""
-        layers = tuple(found[1] for name in self._file_of if (found := MTP_LAYER.fullmatch(name)))
-        return [name for name in self._file_of if name.startswith(layers)]
+        layers = tuple(found[1] for name in self.names() if (found := MTP_LAYER.fullmatch(name)))
+        return [name for name in self.names() if name.startswith(layers)]
 
     def check_nothing_left(self, mapping: Mapping, mine: Callable[[str], bool] = lambda name: False) -> None:
         """Raise WeightsError with the tensors that would be lost silently: those that no Megatron parameter holds, and
         those that belong to this reader (`mine`) but were not read."""
-        given = self._file_of.keys() - set(self.mtp_names())
+        given = set(self.names()) - set(self.mtp_names())
         left = sorted(
             name
             for name in given

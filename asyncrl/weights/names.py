@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import WeightsError
 from asyncrl.models import families, parts
-from asyncrl.models.family import Weight
+from asyncrl.models.family import WeightRow
 from asyncrl.models.vision import TOWERS
 from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, LAYOUTS, QKV, ROW, WHOLE, TensorLayout
 
@@ -79,7 +79,7 @@ class NameRule:
 Table = tuple[NameRule, ...]
 
 
-def table(weights: Iterable[Weight]) -> Table:
+def table(weights: Iterable[WeightRow]) -> Table:
     """Return the rules of a family's weights."""
     return tuple(NameRule(one.megatron, LAYOUTS[one.layout], one.hf) for one in weights)
 

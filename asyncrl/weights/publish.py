@@ -42,8 +42,8 @@ from asyncrl.config.roles import POLICY
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Pause, Update
 from asyncrl.errors import EngineError
-from asyncrl.imports import load
 from asyncrl.parallel import Parallel, from_all, from_first
+from asyncrl.user_code import load
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
 from asyncrl.weights.checksum import Checksums, ExpectedChecksums, SentWeights, differing, merge, parse
 from asyncrl.weights.choice import choose

@@ -28,8 +28,8 @@ from asyncrl.agents.playing import (
 from asyncrl.envs.env import Question, awaited
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
 from asyncrl.schema import Generate, Message, Prompt, Trajectory
+from asyncrl.user_code import load
 
 Guide = Callable[[Question, list[Message]], str | Awaitable[str]]
 """Function of the question and the chat of the failed attempt that returns the text to add to the question. An empty

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.imports import load
 from asyncrl.schema import Message
+from asyncrl.user_code import load
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

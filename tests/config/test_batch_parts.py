@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.algo.advantage import AdvantageTraits
 from asyncrl.algo.loss import LossTraits
-from asyncrl.config.rules import require, traits_rules
+from asyncrl.config.rules import check_traits
 from asyncrl.errors import ConfigError
 from tests.fakes import reusing, tiny_config
 
@@ -41,6 +41,6 @@ def test_settings_that_need_a_whole_batch_are_refused(changes: dict[str, Any], f
 
 def test_own_estimator_that_compares_groups_is_refused_by_the_trainer() -> None:
     config = tiny_config(**PARTS)
-    require(config, traits_rules(config, AdvantageTraits(), LossTraits()))
+    check_traits(config, AdvantageTraits(), LossTraits())
     with pytest.raises(ConfigError, match="needs the whole batch"):
-        require(config, traits_rules(config, AdvantageTraits(whole_batch=True), LossTraits()))
+        check_traits(config, AdvantageTraits(whole_batch=True), LossTraits())

@@ -13,7 +13,8 @@ from asyncrl.config.lora import resident_adapters
 from asyncrl.config.roles import PastConfig
 from asyncrl.engine.adapters import AdapterUse
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import _check_roles
+from asyncrl.launch.checks.model import _roles
+from asyncrl.settings import require
 from tests.fakes import tiny_config
 
 OVERLAP = {"trainer.overlap_grad_reduce": True, "trainer.data_parallel": 2}
@@ -69,8 +70,8 @@ def test_what_cannot_be_trained_or_served_is_refused_by_name(
 def test_roles_are_refused_for_models_whose_adapters_engines_do_not_serve(family: str) -> None:
     for name, roles in (("a", {"a": {"adapter": "b"}}), ("old", {"old": {"past": PAST}})):
         with pytest.raises(ConfigError, match=rf"agents.roles: got \['{name}'\].*engines serve adapters of"):
-            _check_roles(config(roles), {"architectures": [family]})
-    _check_roles(config({"a": {}}), {"architectures": [family]})
+            require(one := config(roles), _roles(one, {"architectures": [family]}))
+    require(one := config({"a": {}}), _roles(one, {"architectures": [family]}))
 
 
 def test_roles_of_one_adapter_that_engines_never_see_need_no_lora() -> None:

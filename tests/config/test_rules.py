@@ -13,11 +13,11 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 import asyncrl
-from asyncrl.config import Config, rules
-from asyncrl.config.rules import Rule, require
+from asyncrl.config import Config
 from asyncrl.config.running import TRANSPORTS
 from asyncrl.errors import ConfigError
-from asyncrl.launch.engine_shape import check_shape
+from asyncrl.launch.checks.model import check_shape
+from asyncrl.settings import Rule, require
 from tests.fakes import JOB, tiny_config
 
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
@@ -42,14 +42,14 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "_shared_gpus": [{"cluster.placement": "shared"}],
     "_turns": [{"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"}],
     "_roles": [ROLES],
-    "adapter_rules": [
+    "_adapters": [
         *(LORA, {**LORA, "trainer.lora.targets": ["q_a_proj"]}, {**LORA, "trainer.lora.targets": ["q_proj"]}),
     ],
     "_tasks": [{}],
     "_group_sizes": [{"algo.advantage": "grpo"}],
     "_extensions": [{}],
     "_signal": [{"algo.advantage": "none"}],
-    "engine_shape": [
+    "_shape": [
         base | {"engine.tensor_parallel": 2, f"engine.{size}_parallel": 2}
         for base in ({}, LORA)
         for size in ("expert", "data", "pipeline")
@@ -94,7 +94,7 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
         *({"task.kind": "hf", "task.dataset": "d", "task.train_split": split} for split in ("test", None)),
         FILE,
     ],
-    "engine_shape": [{"algo.routing_replay": "R3"}],
+    "_shape": [{"algo.routing_replay": "R3"}],
     "auto_plan": [{**JOB, "cluster.trainer_nodes": 1}],
 }
 """Settings by subject that break rules whose cause is in other fields than the one that they name."""
@@ -115,6 +115,8 @@ SEEING: dict[str, Any] = {
     "vision_config": {},
 }
 
+APART = {"algorithm", "training", "precision"}
+"""Modules with limits of one section, or rules of what is resolved, whose tests break them."""
 Place = tuple[str, int, str, int]
 """A rule: its subject, the line that requires it, its field, and which of the rules of this field."""
 
@@ -153,10 +155,11 @@ class Rules:
 
     def _instead(self, module: str) -> Any:
         def note(section: Any, found: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
-            inside = module.startswith("asyncrl.config")
-            subject = getattr(found, "__name__", "") if inside else module.rpartition(".")[2]
-            self.note(subject, sys._getframe(1).f_lineno, prefix, found)
-            if not inside:
+            subject = getattr(found, "__name__", "")
+            self.note(
+                subject if subject in BASES else module.rpartition(".")[2], sys._getframe(1).f_lineno, prefix, found
+            )
+            if not module.startswith("asyncrl.config"):
                 raise Recorded
 
         return note
@@ -164,8 +167,8 @@ class Rules:
 
 def with_rules() -> list[str]:
     """Return the modules that state rules."""
-    states = re.compile(r"config\.rules import require$|def require\(section", re.MULTILINE)
-    files = [file for file in ROOT.rglob("*.py") if states.search(file.read_text())]
+    uses = re.compile(r"^from asyncrl.settings import .*\brequire\b", re.MULTILINE)
+    files = [file for file in ROOT.rglob("*.py") if file.stem not in APART and uses.search(file.read_text())]
     return [".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__") for file in files]
 
 
@@ -210,7 +213,7 @@ def outside(module: str, config: Config | None) -> None:
     """Run the checks of a module that looks at more than the configuration."""
     if config is None:
         return
-    if module == "engine_shape":
+    if module == "_shape":
         for hf, experts in ((LLAMA, 0), (SEEING, 3), (OF_TRANSFORMERS, 0)):
             with suppress(Recorded):
                 check_shape(config, hf, experts)
@@ -231,6 +234,7 @@ def test_each_rule_has_a_case_that_breaks_it(monkeypatch: pytest.MonkeyPatch) ->
                 for case in cases + [base | cause for cause in CAUSES.get(subject, []) + EVERYWHERE]:
                     outside(subject, tried(case))
     assert {subject for subject, *_ in found.broken} == BASES.keys()
+    assert {module.rpartition(".")[2] for module in with_rules()} == {"rules", "model"} | BASES.keys() & {"auto_plan"}
     served = {place for place in found.seen if place[2] in SERVED}
     assert found.seen - found.broken == served
 
@@ -245,5 +249,5 @@ def test_rules_are_refused_in_order_with_field_value_and_remedy() -> None:
     assert (caught.value.field, caught.value.value) == ("rollout.lead", config.rollout.lead)
     assert caught.value.remedy == "Lower it, or not."
     with pytest.raises(ConfigError) as caught:
-        rules.require(config.engine, [("count", "shown", True, "Raise it")], prefix="engine.")
+        require(config.engine, [("count", "shown", True, "Raise it")], prefix="engine.")
     assert (caught.value.field, caught.value.value) == ("engine.count", "shown")

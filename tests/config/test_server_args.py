@@ -10,7 +10,7 @@ import pytest
 from asyncrl.config.generation import MOST_DRAFTS
 from asyncrl.engine.server import expert_args, server_argv
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import check_platforms
+from asyncrl.launch.checks.machines import check_platforms
 from tests.fakes import tiny_config
 
 ARGS = "engine.server_args"

@@ -12,7 +12,7 @@ from asyncrl.config import Config
 from asyncrl.extensions.plan import memory as planner
 from asyncrl.extensions.plan.settings import layout_of, training_of
 from asyncrl.extensions.plan.shapes import counted, shape_of
-from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.launch.checks.model_files import read_model
 from tests.cuda_stub.fake import MODE
 
 STATE = ("weights", "frozen base", "gradients", "masters", "moments", "frozen weights", "gather buffer")

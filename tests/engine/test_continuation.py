@@ -189,6 +189,38 @@ def test_each_sibling_goes_on_by_itself() -> None:
     assert [len(request["input_ids"]) for request in engine.requests] == [len(PROMPT), len(PROMPT) + 1]
 
 
+def test_sibling_that_goes_on_by_itself_is_asked_once_while_the_others_are_awaited() -> None:
+    """The request of the siblings ends after its continuation began, whose end it is not."""
+    continued = asyncio.Event()
+
+    def answer(request: dict[str, Any]) -> Reply:
+        if request["sampling_params"]["n"] == 1:
+            rest = Completion([9], [-0.5], [VersionSpan(1, 0, 1)], "length")
+            return [going_on, stream(pieces(rest))]
+        cut = Completion([7, 8], [-0.5] * 2, [VersionSpan(0, 0, 2)], "abort")
+        whole = Completion([1, 2], [-0.5] * 2, [VersionSpan(0, 0, 2)], "stop")
+        first, *last = (
+            stream([event]).removesuffix(b"data: [DONE]\n\n") for event in (*pieces(cut), *pieces(whole, 1))
+        )
+        return [first, continued, *last, b"data: [DONE]\n\n"]
+
+    going_on = asyncio.Event()
+    engine = FakeEngine(answer)
+
+    async def play(client: GenerationClient) -> list[Completion]:
+        asking = asyncio.ensure_future(siblings(client, 2))
+        await until(lambda: len(engine.requests) == 2)
+        continued.set()
+        await until(lambda: client.inflight.in_flight == 1)
+        going_on.set()
+        return await asking
+
+    cut, whole = asked(engine, play, retry_timeout=5.0)
+    assert [request["sampling_params"]["n"] for request in engine.requests] == [2, 1]
+    assert (cut.token_ids, whole.token_ids) == ([7, 8, 9], [1, 2])
+    assert cut.versions == [VersionSpan(0, 0, 2), VersionSpan(1, 2, 3)]
+
+
 NEVER: dict[str, tuple[Reply, str]] = {
     "aborted": (stream(pieces(Completion([], [], [], "abort"))), "the last one failed: aborted"),
     "cut": (b"", "the last one failed: the stream ended without its last event"),

@@ -153,7 +153,8 @@ def _filled(kind: Any) -> Any:
 
 def of_metrics() -> Iterator[tuple[str, Any]]:
     """Yield the names of all metrics."""
-    for table in vars(metrics).values():
+    offered = metrics.tables().values() if hasattr(metrics, "tables") else ()  # of extensions, too
+    for table in (*vars(metrics).values(), *offered):
         if isinstance(table, dict):
             yield from ((f"metric/{name}", "") for name in table if isinstance(name, str) and "__" not in name)
 

@@ -39,13 +39,20 @@ from asyncrl.schema import Completion
 from tests.integration.publisher import publish
 
 PROMPT, EOS = [12, 1, 2, 3, 11], 10
-OF_EXTENSIONS = tuple(extension.transports({}))
+OF_EXTENSIONS = tuple(extension.offered("transports"))
 """Transports of extensions that are there, which go through the tests of all transports."""
 EVERY_WAY = ("tensor", "distributed", "disk", *OF_EXTENSIONS)
 LOADER = tuple(f"weights.transport={name}" for name in OF_EXTENSIONS[-1:])
 """The setting with which engines are started that also load what such a transport sends."""
 START = 400.0
 """Time limit for engines to start in seconds: many times what they take on an idle machine."""
+
+
+def logprobs(model: torch.nn.Module, answer: list[int]) -> torch.Tensor:
+    """Return the log-probabilities of an answer's tokens, computed by transformers."""
+    with torch.no_grad():
+        every = model(torch.tensor([PROMPT + answer])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    return every.gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
 class Engines:

@@ -33,6 +33,7 @@ from asyncrl.config import TrainerConfig  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
 from asyncrl.trainer import model as megatron  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
+from asyncrl.weights.export import save_hf  # noqa: E402
 from asyncrl.weights.layouts import dims_of  # noqa: E402
 from asyncrl.weights.reshard import Resharder  # noqa: E402
 from tests.integration.families import CHOOSES, factors, groups  # noqa: E402
@@ -117,6 +118,7 @@ def main(folder: Path, layout: str) -> None:
     for name in settings["models"]:
         rank = Rank(folder / name, trainer, parallel)
         logits = rank.run(batch, torch.cat([factors(g, rank.vocab) for g in mine]))
+        save_hf(folder / f"{layout}-{name}", folder / name, rank.weights, parallel, "float32")
         exported = {**rank.gradients(), **rank.choosing_biases()}
         out = str(folder / f"{layout}-{name}")
         if parallel.tp_rank == 0 and parallel.is_last_stage:

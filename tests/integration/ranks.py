@@ -83,7 +83,7 @@ def _zygote() -> subprocess.Popen[str]:
 
 def serve(prepare: Callable[[], None] = lambda: None) -> None:
     """Execute orders until the tests end. `prepare` runs between the CPU shim and the import of Megatron."""
-    from asyncrl import importing
+    from asyncrl import import_hooks
     from asyncrl.platforms import here
 
     here().prepare_trainer()
@@ -92,7 +92,7 @@ def serve(prepare: Callable[[], None] = lambda: None) -> None:
     for module in PRELOADED:
         importlib.import_module(module)
 
-    importing.done()
+    import_hooks.done()
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not be taken for an answer
     for line in sys.stdin:

@@ -21,6 +21,7 @@ from tests.integration.fleet import (
     answers_across_publishes,
     ask,
     engines,
+    logprobs,
     reloaded,
     settings,
 )
@@ -52,13 +53,6 @@ SHAPES = {
     "stages": ("engine.pipeline_parallel=2", "weights.pause_mode=abort"),
 }
 PAUSES = {"replicas": ("in_place", "retract", "abort"), "stages": ("abort",)}
-
-
-def logprobs(model: torch.nn.Module, answer: list[int]) -> torch.Tensor:
-    """Return the log-probabilities of an answer's tokens, computed by transformers."""
-    with torch.no_grad():
-        every = model(torch.tensor([PROMPT + answer])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    return every.gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
 @contextmanager

@@ -9,21 +9,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from asyncrl.models.families import OF_TYPE
 from asyncrl.models.tiny import write_random_model
+from asyncrl.weights.folder import HFFolder
 from tests.integration.families import (
     CASES,
     CHOOSES,
     CHOOSING,
+    PUBLISHED_AS,
     TEXT,
     check,
     exported,
     launch,
     written,
 )
-from tests.integration.fleet import ask, engines, reloaded, settings
+from tests.integration.fleet import ask, engines, logprobs, reloaded, settings
 from tests.integration.publisher import SeededWeights, make, publish
-from tests.integration.test_engine_shapes import logprobs
 
 pytestmark = pytest.mark.integration
 
@@ -49,6 +52,20 @@ def megatron(folder: Path) -> Any:
 def test_logits_and_gradients_are_those_of_transformers(layout: str, name: str, folder: Path, megatron: Any) -> None:
     megatron(layout)
     check(folder, layout, name)
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES)
+def test_transformers_loads_what_is_exported_and_finds_the_same_model(
+    layout: str, name: str, folder: Path, megatron: Any
+) -> None:
+    megatron(layout)
+    export = folder / f"{layout}-{name}"
+    with HFFolder(folder / name) as given, HFFolder(export) as found:
+        assert sorted(found.names()) == sorted(given.names())
+        assert found.digest() == given.digest()
+    if name not in PUBLISHED_AS:
+        _, report = AutoModelForCausalLM.from_pretrained(export, output_loading_info=True)
+        assert not any(report.values()), report
 
 
 @pytest.mark.parametrize(("layout", "name"), [case for case in CASES if case[1] in CHOOSING])
@@ -88,6 +105,7 @@ def test_engines_compute_what_transformers_computes_with_weights_of_the_folder_a
         dtype="float32",
         max_positions=64,
         spread=0.15,
+        fields={"moe_intermediate_size": 32} if "n_shared_experts" in OF_TYPE[kind].tiny else {},  # needs no padding
     )
     with engines(tmp_path, f"model.path={model}", "engine.count=1", "engine.dtype=float32") as fleet:
         weights = SeededWeights(model, share=0.05)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 
 SLOW = """
 import time
-from asyncrl.importing import after_import
+from asyncrl.import_hooks import after_import
 
 def slow_at_first(module):
     first, own = [True], module.Scheduler.run_batch

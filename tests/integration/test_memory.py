@@ -13,7 +13,7 @@ from asyncrl.extensions.plan.activations import Recompute, Training
 from asyncrl.extensions.plan.memory import trainer_rank
 from asyncrl.extensions.plan.settings import adapters_of, layout_of, recompute_of
 from asyncrl.extensions.plan.shapes import counted, shape_of
-from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.launch.checks.model_files import read_model
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import tiny_config
 from tests.integration.ranks import run_ranks

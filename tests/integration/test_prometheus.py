@@ -109,7 +109,7 @@ def test_every_query_of_the_board_finds_data_in_a_prometheus_that_scrapes_a_run(
     where = addresses(rollout=f"https://127.0.0.1:{port}")
     where.write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"run": {"name": "a run"}}))
-    documented = [name for table in vars(fields) if table.startswith("STEP") for name in getattr(fields, table)]
+    documented = fields.of_steps()
     append(tmp_path / "metrics.jsonl", dict.fromkeys(documented, 0.5))
     append(tmp_path / "eval.jsonl", dict.fromkeys(fields.EVAL, 0.5) | {"set": "sum"})
     hooks = observing(tmp_path, where=where)

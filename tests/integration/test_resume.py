@@ -78,7 +78,7 @@ def test_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert "process" not in json.loads((run_dir / "summary.json").read_text())["ledger"]["groups"]["rejected"]
     assert f"resuming from {CheckpointStore(run_dir).path(newest)}" in text
     assert "plan for other devices: engine.count=1" in text
-    assert f"plan: predicted {plan['prediction']['samples_per_s']:.3g} samples/s" in text
+    assert f"plan               predicted {plan['prediction']['samples_per_s']:.3g} samples/s" in text
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *layout)
     check_conversion(run_dir, tmp_path)

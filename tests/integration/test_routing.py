@@ -18,7 +18,7 @@ from asyncrl.config import load
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.engine.stream import GenerateEndpoint
-from asyncrl.launch.checks import check_model
+from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.tiny import write_random_model

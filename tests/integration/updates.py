@@ -17,7 +17,7 @@ from torch import Tensor
 
 from asyncrl.algo.samples import Sample
 from asyncrl.config import load
-from asyncrl.launch.checks import check_model
+from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.main import CONF
 from asyncrl.models.tiny import write_random_model
 from asyncrl.routing import RoutingShape, share_prompt

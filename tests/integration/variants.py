@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config import Config, load
-from asyncrl.launch.checks import check_model
+from asyncrl.launch.checks.model import check_model
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import changed, tiny_config, tiny_values

@@ -12,17 +12,17 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks import check_devices
+from asyncrl.launch.checks.engines import check_sync
+from asyncrl.launch.checks.machines import check_devices
+from asyncrl.launch.checks.model_files import Weight
 from asyncrl.launch.placement import Placement, imagined, place
 from asyncrl.launch.plan import plan
-from asyncrl.launch.preflight.model_files import Weight
-from asyncrl.launch.preflight.weights import check_sync
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.network.addresses import READY, TRAINING
 from asyncrl.weights.choice import choose
 from asyncrl.weights.publish import build_transport
 from tests.fakes import JOB, addresses, tiny_config
-from tests.launch.preflight.worlds import ENGINE, ROUTER
+from tests.launch.checks.worlds import ENGINE, ROUTER
 
 COLOCATED = {
     "cluster.placement": "colocated",

@@ -18,7 +18,7 @@ from asyncrl.launch.restarts import RestartPolicy, restart_policy
 from asyncrl.network.addresses import LOST, READY, Addresses
 from asyncrl.observability.timeline import ProcessSpan, TimelineReader
 from asyncrl.progress import begin_file, end_file, failing, failures
-from tests.launch.preflight.worlds import ENGINE, ROUTER
+from tests.launch.checks.worlds import ENGINE, ROUTER
 
 TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True, recovers=True)
 

@@ -48,3 +48,98 @@ DEEPSEEK_V3 = {
         "original_max_position_embeddings": 4096,
     },
 }
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+# The fields that matter here, with the values of the publishers' files on the Hub as their reports, NVIDIA's Megatron
+# Bridge and the models' loaders in other projects state them: these files themselves could not be downloaded.
+DEEPSEEK_V3_1 = {**DEEPSEEK_V3, "model_type": "deepseek_v3", "quantization_config": {**FP8, "scale_fmt": "ue8m0"}}
+KIMI_K2 = {
+    **DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 50000.0,
+    "rope_scaling": {**DEEPSEEK_V3["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},  # type: ignore[dict-item]
+    "quantization_config": FP8,
+}
+GLM_4_6 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "num_hidden_layers": 92,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 160,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+}
+"""GLM-4.7 has the same fields and values."""
+GLM_4_7_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"],
+    "model_type": "glm4_moe_lite",
+    "attention_bias": False,
+    "num_hidden_layers": 47,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "partial_rotary_factor": 1.0,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+}
+DENSE = {
+    "Mistral 7B v0.3": {"architectures": ["MistralForCausalLM"], "sliding_window": None, "rope_theta": 1000000.0},
+    "SmolLM3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_hidden_layers": 36,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    },
+    "Seed-OSS 36B": {
+        "architectures": ["SeedOssForCausalLM"],
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "rope_scaling": {"rope_type": "default"},
+    },
+    "ERNIE-4.5 0.3B": {"architectures": ["Ernie4_5ForCausalLM"], "use_bias": False, "rope_theta": 500000.0},
+    "Phi-4": {"architectures": ["Phi3ForCausalLM"], "sliding_window": None, "rope_scaling": None, "rope_theta": 250000},
+    "Ministral 3 8B, text": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+}

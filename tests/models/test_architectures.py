@@ -12,7 +12,17 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
 from asyncrl.models.families import FAMILIES
 from asyncrl.models.tiny import write_random_model
-from tests.models.published import DEEPSEEK_V3, QWEN3_MOE
+from tests.models.page import cells
+from tests.models.published import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V3_1,
+    DENSE,
+    FP8,
+    GLM_4_6,
+    GLM_4_7_FLASH,
+    KIMI_K2,
+    QWEN3_MOE,
+)
 
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
 
@@ -26,6 +36,39 @@ def test_deepseek_v3_as_published() -> None:
     assert (found["rotary_scaling_factor"], found["mscale_all_dim"]) == (40, 1.0)
     assert rope(DEEPSEEK_V3)["rope_type"] == "yarn"
     assert found["moe_router_bias_update_rate"] == 0.0
+
+
+def test_deepseek_v3_1_and_kimi_k2_as_published() -> None:
+    """Both in FP8, and Kimi-K2 under a model type of its own."""
+    check_architecture(DEEPSEEK_V3_1)
+    assert megatron_arguments(DEEPSEEK_V3_1) == megatron_arguments(DEEPSEEK_V3)
+    check_architecture(KIMI_K2)
+    found = megatron_arguments(KIMI_K2)
+    assert (found["num_moe_experts"], found["moe_router_num_groups"]) == (384, None)
+    assert found["moe_layer_freq"] == [0] + [1] * 60
+    assert (rope(KIMI_K2)["rope_theta"], rope(KIMI_K2)["factor"]) == (50000.0, 32.0)
+
+
+def test_glm_4_6_4_7_and_flash_as_published() -> None:
+    check_architecture(GLM_4_6)
+    found = megatron_arguments(GLM_4_6)
+    assert (found["qk_layernorm"], found["add_qkv_bias"], found["num_moe_experts"]) == (True, True, 160)
+    assert found["moe_layer_freq"] == [0] * 3 + [1] * 89
+    assert rope(GLM_4_6)["partial_rotary_factor"] == 0.5
+    check_architecture(GLM_4_7_FLASH)
+    found = megatron_arguments(GLM_4_7_FLASH)
+    assert (found["q_lora_rank"], found["v_head_dim"], found["moe_router_topk_scaling_factor"]) == (768, 256, 1.8)
+    assert found["moe_shared_expert_intermediate_size"] == 1536
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_models_as_published(name: str) -> None:
+    check_architecture(DENSE[name])
+    megatron_arguments(DENSE[name])
+
+
+def test_smollm3_rotates_three_layers_of_four() -> None:
+    assert megatron_arguments(DENSE["SmolLM3"])["no_rope_freq"] == [0, 0, 0, 1] * 9
 
 
 def test_one_group_of_experts_is_no_group() -> None:
@@ -81,6 +124,12 @@ def test_what_transformers_writes_for_a_family_is_accepted(kind: str, tmp_path: 
         ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type=dynamic.*default, linear, llama3"),
         ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn.*attention_factor"),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, "quantization_config.*bfloat16"),
+        ({**LLAMA, "quantization_config": {**FP8, "weight_block_size": [64, 64]}}, "quantization_config.*bfloat16"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window=4096"),
+        ({"architectures": ["SeedOssForCausalLM"], "attention_out_bias": True}, "attention_out_bias=true"),
+        ({"architectures": ["Ernie4_5ForCausalLM"], "use_bias": True}, "use_bias=true"),
+        ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "rope_type=longrope"),
+        ({"architectures": ["SmolLM3ForCausalLM"]}, "no no_rope_layers"),
         ({**QWEN3_MOE, "use_sliding_window": True}, "sliding_window=4096"),
         ({**QWEN3_MOE, "num_experts_per_tok": 1}, "num_experts_per_tok=1.*normalized"),
         ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave=false"),
@@ -98,3 +147,9 @@ def test_what_would_give_other_logits_is_refused(hf: dict[str, Any], said: str) 
 
 def test_yarn_without_a_factor_on_sines_and_cosines_is_accepted() -> None:
     check_architecture({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}})
+
+
+def test_the_page_of_models_has_a_row_for_each_family_that_says_what_its_record_says() -> None:
+    rows = [line[2:-2].split(" | ") for line in Path("docs/models.md").read_text().splitlines() if "For" in line[:60]]
+    found = {name.strip("`"): said for name, _, *said in rows if name.strip("`") in FAMILIES}
+    assert found == {name: cells(family) for name, family in FAMILIES.items()}

@@ -218,7 +218,7 @@ class Machinery:
         whole = snapshot.decode(saved)
         self.mixer.restore(whole.mixer)
         playing = self.groups.restore(whole.service)
-        self.outstanding = [(ticket, prompt(name.uid), sessions) for ticket, name, sessions in playing]
+        self.outstanding = [(one.ticket, prompt(one.prompt.uid), one.siblings) for one in playing]
 
     def batches(self, steps: int, train: Callable[[Batch], None] = lambda batch: None) -> list[Batch]:
         """Return the batches of a trainer that trains and publishes one after the other, or with overlap."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import BufferState, Ticket
 from asyncrl.rollout.hooks import lowest_first
-from asyncrl.rollout.ledger import Ledger, SourceCounts
+from asyncrl.rollout.ledger import Ledger
 from asyncrl.schema import Group
 from tests.fakes import group
 
@@ -145,8 +145,8 @@ class Run:
 
     def _ledger(self) -> Ledger:
         books = self.books
-        source = SourceCounts(books["issued"], books["generated"], sum(self.received.values()), books["late"])
-        ledger = self.buffer.ledger(source)
+        received = {"training": books["generated"]}
+        ledger = self.buffer.ledger(books["issued"], received, sum(self.received.values()), books["late"])
         ledger.check()
         return ledger
 

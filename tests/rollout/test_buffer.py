@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.ledger import SourceCounts
 from asyncrl.schema import Group
 from tests.examples import examples
 from tests.fakes import group
@@ -252,7 +251,7 @@ def test_no_batch_waits_for_a_replacement_of_the_newest_cohort() -> None:
     buffer.reject(tickets[0], "no_signal")
     late = buffer.admit()
     assert late == Ticket(slot=4, born=0, cohort=1)
-    assert buffer.ledger(SourceCounts(0, 0, 0, 0)).events.requeued == 1
+    assert buffer.ledger(0, {}, 0, 0).events.requeued == 1
     assert buffer.admit() is None  # as many as before are under way
     for ticket in tickets[1:3]:
         buffer.commit(ticket, group(ticket.slot))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.imports import load
 from asyncrl.rollout.hooks import ends, freshest_first, has_signal, lowest_first
+from asyncrl.user_code import load
 from tests.fakes import group
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from asyncrl.rollout.buffer import OVER_AGE, SURPLUS, CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.ledger import SourceCounts
 from asyncrl.schema import Group
 from tests.examples import examples
 from tests.fakes import group
@@ -81,7 +80,7 @@ def test_seats_of_a_cohort_go_to_the_first_that_end_and_the_rest_is_dismissed() 
     assert buffer.unwanted() == []
     buffer.commit(tickets[2], group(2, tokens=5))  # it ended before it could be stopped
     assert buffer.groups().rejected == {"judge": 1, SURPLUS: 1}
-    assert buffer.ledger(SourceCounts(0, 0, 0, 0)).tokens.rejected == 10
+    assert buffer.ledger(0, {}, 0, 0).tokens.rejected == 10
     taken = buffer.take()
     assert taken is not None
     assert [one.slot for one in taken] == [1, 3]

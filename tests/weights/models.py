@@ -30,6 +30,11 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", False, {}),
     "deepseek-v3-one-query-matrix": ("deepseek_v3", False, {"q_lora_rank": None}),
 }
+MODELS |= {
+    family.model_type: (family.model_type, number % 2 == 1, {})
+    for number, family in enumerate(FAMILIES.values())
+    if not family.tower and family.model_type not in {kind for kind, *_ in MODELS.values()}
+}
 
 
 def config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:

@@ -44,12 +44,14 @@ def alone() -> Iterator[Parallel]:
     dist.destroy_process_group()
 
 
-def test_exported_folder_holds_the_new_weights_and_a_config_without_multi_token_prediction(
+def test_exported_folder_holds_the_new_weights_and_the_publishers_config_without_multi_token_prediction(
     alone: Parallel, tmp_path: Path
 ) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
-    given = {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 1, "torch_dtype": "float16"}
+    kept = {"architectures": ["DeepseekV3ForCausalLM"], "scoring_func": "sigmoid", "a_field": "of the publisher's code"}
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    given = {**kept, "num_nextn_predict_layers": 1, "torch_dtype": "float16", "quantization_config": fp8}
     (source / "config.json").write_text(json.dumps(given))
     (source / "tokenizer.json").write_text("{}")
     save_file({"old": torch.zeros(2)}, source / "model-00001-of-00009.safetensors")
@@ -62,7 +64,7 @@ def test_exported_folder_holds_the_new_weights_and_a_config_without_multi_token_
     ]  # fmt: skip
     assert load_file(target / "model-00001-of-00001.safetensors")["model.norm.weight"].tolist() == [0.0, 1.0, 2.0]
     config = json.loads((target / "config.json").read_text())
-    assert config == {"architectures": given["architectures"], "num_nextn_predict_layers": 0, "dtype": "bfloat16"}
+    assert config == {**kept, "num_nextn_predict_layers": 0, "dtype": "bfloat16"}
     assert json.loads((target / "model.safetensors.index.json").read_text()) == {
         "metadata": {"total_size": 12},
         "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"},

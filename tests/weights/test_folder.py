@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from asyncrl.errors import WeightsError
 from asyncrl.weights.folder import HFFolder
 
 
@@ -35,3 +37,39 @@ def test_digest_depends_on_every_name_shape_type_and_value_and_not_on_files(tmp_
         {"a": a},
     ]
     assert len({whole, *(digest(tmp_path / str(number), one) for number, one in enumerate(others))}) == 7
+
+
+def test_weights_in_fp8_are_read_in_bfloat16_with_the_scale_of_their_block(tmp_path: Path) -> None:
+    """The file is as DeepSeek-V3's: 130 x 300 values have 2 x 3 blocks, of which the last are partial."""
+    codes = torch.full((130, 300), 0.5).to(torch.float8_e4m3fn)
+    codes[129, 299] = 448.0  # the largest
+    scales = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 0.25]])
+    plain = torch.arange(3.0)
+    tensors = {"w.weight": codes, "w.weight_scale_inv": scales, "norm.weight": plain}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with HFFolder(tmp_path) as folder:
+        assert sorted(folder.names()) == ["norm.weight", "w.weight"]
+        assert (folder.described("w.weight").dtype, folder.described("w.weight").shape) == (torch.bfloat16, (130, 300))
+        found = folder.read("w.weight", (130, 300))
+        assert folder.read("norm.weight").equal(plain)
+    assert found.dtype == torch.bfloat16
+    expected = torch.empty(130, 300)
+    for row, column in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)):
+        rows, columns = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+        expected[rows, columns] = 0.5 * scales[row, column]
+    expected[129, 299] = 112.0
+    assert found.float().equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales"),
+    [
+        (torch.zeros(130, 300).to(torch.float8_e4m3fn), torch.ones(2, 2)),
+        (torch.zeros(130, 300).to(torch.float8_e5m2), torch.ones(2, 3)),
+        (torch.zeros(130, 300, dtype=torch.int8), torch.ones(130, 1)),
+    ],
+)
+def test_codes_of_another_form_are_refused(codes: Tensor, scales: Tensor, tmp_path: Path) -> None:
+    save_file({"w.weight": codes, "w.weight_scale_inv": scales}, tmp_path / "model.safetensors")
+    with HFFolder(tmp_path) as folder, pytest.raises(WeightsError, match=r"w.weight is .* 128 x 128"):
+        folder.read("w.weight")

@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import SkipValidation
 
-from asyncrl import imports
+from asyncrl import user_code
 from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.code import code_tests
 from asyncrl.extensions.code.code_process import BOOT, MOST_OUTPUT
@@ -173,7 +173,7 @@ def _parts(code: float = 0.0, passed: float = 0.0, timeout: float = 0.0, no_verd
 def _backend(sandbox: object, params: Mapping[str, Any], limits: Limits) -> SandboxBackend:
     """Return the backend; one that is created here gets `limits` unless its params override them."""
     if isinstance(sandbox, str):
-        maker = imports.load(sandbox, "sandbox")
+        maker = user_code.load(sandbox, "sandbox")
         takes = inspect.signature(maker).parameters
         wanted = {"limits": limits, "nested": True}
         params = {**{name: value for name, value in wanted.items() if name in takes}, **params}

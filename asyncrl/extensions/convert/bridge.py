@@ -68,6 +68,14 @@ def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | N
     write_hf(out, companions, dtype, stream(checkpoint.described), stream(checkpoint.read), limit, changes)
 
 
+def dequantize(source: Path, out: Path, *, limit: int) -> None:
+    """Write an HF folder whose weights are in FP8 as one in bfloat16, one tensor in memory at a time."""
+    with HFFolder(source) as given:
+        names = given.names()
+        described = ((name, given.described(name)) for name in names)
+        write_hf(out, source, torch.bfloat16, described, ((name, given.read(name)) for name in names), limit)
+
+
 def write_hf(
     out: Path,
     companions: Path,

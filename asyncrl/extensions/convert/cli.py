@@ -5,6 +5,7 @@ examples:
     asyncrl-convert to-megatron Qwen3-0.6B checkpoints/start --dtype bfloat16
     asyncrl-convert to-hf checkpoints/iter_0000100 exported --model Qwen3-0.6B
     asyncrl-convert merge Qwen3-0.6B adapter merged
+    asyncrl-convert dequantize DeepSeek-V3.1 deepseek-bf16
     asyncrl-convert to-peft RUN/checkpoints/00000040 adapter
     asyncrl-convert from-slime debug/data_*.pt RUN
     asyncrl-convert export RUN rollouts.parquet
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "to-hf":
                 convert = adapters.to_hf if adapters.holds_adapters(arguments.source) else bridge.to_hf
                 convert(arguments.source, arguments.out, model=arguments.model, dtype=dtype, limit=limit)
+            case "dequantize":
+                bridge.dequantize(arguments.source, arguments.out, limit=limit)
             case "merge":
                 adapters.merge(arguments.source, arguments.adapter, arguments.out, limit=limit)
             case "to-peft":
@@ -95,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     merge = commands.add_parser("merge", help="write a model with a PEFT adapter in its weights")
     merge.add_argument("source", type=Path, metavar="HF_FOLDER", help="the model that the adapter was trained on")
     merge.add_argument("adapter", type=Path, metavar="PEFT_FOLDER", help="adapter_config.json and safetensors file")
+    plain = commands.add_parser("dequantize", help="write a folder in FP8, as DeepSeek-V3's, in bfloat16")
+    plain.add_argument("source", type=Path, metavar="HF_FOLDER", help="weights with scales of 128 x 128 blocks")
     peft = commands.add_parser("to-peft", help="write the adapters of a checkpoint as a PEFT folder")
     peft.add_argument("source", type=Path, metavar="CHECKPOINT", help="of a run with trainer.lora, or of from-peft")
     peft.add_argument("--model", type=Path, metavar="HF_FOLDER", help="the base model (default: that of the run)")
@@ -105,10 +110,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--dtype", choices=["bfloat16", "float16", "float32"], help="cast to this type (default: unchanged)"
         )
-    for command in (into, out, merge, peft, back):
+    for command in (into, out, merge, plain, peft, back):
         command.add_argument("out", type=Path, metavar="OUT", help="a new folder; it appears when it is complete")
         command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-    for command in (into, out, merge, back):
+    for command in (into, out, merge, plain, back):
         command.add_argument(
             "--shard-gb", type=_positive, default=SHARD_GB, metavar="N", help="maximum size of a file (default: 5)"
         )

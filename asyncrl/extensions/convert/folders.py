@@ -77,13 +77,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def copy_companions(source: Path, target: Path, changes: dict[str, Any]) -> None:
     """Copy the config (with `changes`), the tokenizer and everything else but weights. Without changes config.json
-    keeps its bytes. Raises WeightsError for a link out of the folder: its target could be any file of the user.
+    keeps its bytes, but for the mark of quantized weights, which are written in bfloat16. Raises WeightsError for a
+    link out of the folder: its target could be any file of the user.
 
     Modes are not copied, because a source may be read-only.
     """
     _copy_companions(source, target, _roots(source))
-    if changes:
+    if changes or "quantization_config" in read_config(target):
         hf = read_config(target)
+        hf.pop("quantization_config", None)
         if "dtype" in changes:
             hf.pop("torch_dtype", None)  # the name before transformers 5
         (target / "config.json").write_text(json.dumps({**hf, **changes}, indent=2) + "\n")

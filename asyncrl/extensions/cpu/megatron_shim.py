@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.extensions.cpu import compiler
-from asyncrl.importing import hidden
+from asyncrl.import_hooks import hidden
 
 CPU = torch.device("cpu")
 

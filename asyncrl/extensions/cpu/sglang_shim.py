@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.extensions.cpu import compiler
-from asyncrl.importing import after_import
+from asyncrl.import_hooks import after_import
 
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
 """Processors of images that load without torchvision, by model type."""

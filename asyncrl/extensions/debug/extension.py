@@ -34,6 +34,12 @@ class Debug(extension.Extension):
     """Replay of schedules, and comparison."""
 
     serves = ("replay.schedule", "replay.compare")
+    metrics = {  # noqa: RUF012
+        "compare/same": "fraction of trajectories whose tokens equal those of the recorded run",
+        "compare/gap": "largest difference in log-probability before the first differing token",
+        "compare/others": "number of groups that the recording lacks, or has with another prompt",
+    }
+    """With replay.compare; over all trajectories so far."""
 
     def launch(self) -> extension.LaunchHooks:
         """Return the hooks in the launcher."""

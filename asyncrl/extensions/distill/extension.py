@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.settings import NonNegative, Positive, Section, Share
 
 if TYPE_CHECKING:
-    from asyncrl.launch.preflight.findings import Finding
+    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.prepare import Preparation
 
 
@@ -77,7 +77,7 @@ class DistillHooks(extension.LaunchHooks):
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Report a teacher that cannot score the policy."""
         from asyncrl.extensions.distill.tokens import FIELD, check
-        from asyncrl.launch.preflight.findings import refused
+        from asyncrl.launch.checks.findings import refused
 
         return iter(refused(lambda: check(prepared), FIELD))
 
@@ -96,6 +96,16 @@ class Distill(extension.Extension):
     Settings = DistillSettings
     models = {"teacher": TeacherConfig}  # noqa: RUF012
     references = ("teacher",)
+    metrics = {  # noqa: RUF012
+        "kl/teacher": "k3 estimate of KL(policy || teacher) over the trained tokens, at the start of the step; only if "
+        "rollout.temperature is 1",
+        "teacher/gap": "mean log-probability of the policy minus that of the teacher over the trained tokens (k1 "
+        "estimate); if rollout.temperature is not 1, the gap at temperature 1 divided by rollout.temperature",
+        "teacher/tokens": "number of tokens that were sent to the teacher's engines since the previous step",
+        "teacher/cached": "fraction of these tokens that the engines found in their prefix cache",
+        "teacher/retried": "number of requests to the teacher that were sent again since the previous step",
+        "time/teacher": "mean time from the end of an episode until the teacher has scored it, since the previous step",
+    }
 
     @property
     def signal(self) -> bool:

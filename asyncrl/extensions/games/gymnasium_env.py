@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl.envs.env import Question, Step
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.games.toy_text import NONE, TOYS
-from asyncrl.imports import load
+from asyncrl.user_code import load
 
 Describe = Callable[[Any, Any], str]
 """Function (unwrapped environment, observation) -> text."""

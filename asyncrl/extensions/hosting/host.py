@@ -1,7 +1,7 @@
 """Process that hosts environments: python -m asyncrl.extensions.hosting.host FD. The other side is hosted.py.
 
-A frame is four bytes of length and msgpack: [number, environment, method, arguments] one way, [number, outcome, value]
-back. Each environment has a thread of its own, so that one that is slow stops no other.
+Messages (asyncrl/child.py) are [number, environment, method, arguments] one way, [number, outcome, value] back. Each
+environment has a thread of its own, so that one that is slow stops no other.
 
     waits for     the next frame; the end of the stream, or of the parent, is its end
     on a hang     the parent kills it
@@ -15,19 +15,16 @@ import inspect
 import os
 import queue
 import signal
-import struct
 import sys
 import threading
 import traceback
 from typing import Any
 
-import msgspec
-
+from asyncrl.child import framed, messages
 from asyncrl.envs.env import EnvSpec, Step, awaited
 from asyncrl.errors import AsyncRLError, EpisodeFailed, raised_by
 from asyncrl.schema import number
 
-LENGTH = struct.Struct("<I")
 VALUE, FAILED = "value", "failed"
 """Outcomes: what a method returned; or reason, detail and retry of an EpisodeFailed."""
 PR_SET_PDEATHSIG = 1
@@ -90,37 +87,24 @@ def _told(error: AsyncRLError) -> list[Any]:
 def main(fd: int) -> None:
     """Serve until the stream ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    stream = os.fdopen(fd, "r+b", buffering=0)
     residents: dict[int, HostedInstance] = {}
     writing = threading.Lock()
 
     def reply(number: int, outcome: str, value: Any) -> None:
         try:
-            data = msgspec.msgpack.encode([number, outcome, value])
+            data = framed([number, outcome, value])
         except (TypeError, OverflowError) as error:
             why = ["environment_error", f"it returned a value that cannot be sent: {error}", True]
-            data = msgspec.msgpack.encode([number, FAILED, why])
+            data = framed([number, FAILED, why])
         with writing:
-            _write(fd, LENGTH.pack(len(data)) + data)
+            _write(fd, data)
 
-    while header := _read(stream, LENGTH.size):
-        number, name, method, arguments = msgspec.msgpack.decode(_read(stream, *LENGTH.unpack(header)))
+    for serial, name, method, arguments in messages(os.fdopen(fd, "rb")):
         if method == "make":
             residents[name] = HostedInstance(reply)
-        residents[name].call(number, method, arguments)
+        residents[name].call(serial, method, arguments)
         if method == "close":
             residents.pop(name).end()
-
-
-def _read(stream: Any, count: int) -> bytes:
-    """Read so many bytes. Returns none at the end of the stream."""
-    found = bytearray()
-    while len(found) < count:
-        piece = stream.read(count - len(found))
-        if not piece:
-            return b""
-        found += piece
-    return bytes(found)
 
 
 def _write(fd: int, data: bytes) -> None:

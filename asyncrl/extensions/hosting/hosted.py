@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.child import ChildProcess, OutputTail, describe
+from asyncrl.child import ChildProcess, OutputTail, OversizedMessage, describe, framed, received
 from asyncrl.envs.env import EnvSpec, Question, Step
 from asyncrl.envs.pool import PoolSettings
 from asyncrl.errors import EpisodeFailed
-from asyncrl.extensions.hosting.host import LENGTH, VALUE
+from asyncrl.extensions.hosting.host import VALUE
 from asyncrl.schema import Message
 
 OVERSIZED = 16 << 20
@@ -78,7 +78,7 @@ class Host:
         """Call a method of an environment and return its result. Raises EpisodeFailed. `limit` names the setting that
         bounds the seconds."""
         try:
-            data = msgspec.msgpack.encode([number := next(self._serial), env, method, list(arguments)])
+            data = framed([number := next(self._serial), env, method, list(arguments)])
         except (TypeError, OverflowError) as error:
             raise EpisodeFailed("environment_error", f"its arguments cannot be sent to its process: {error}") from None
         if not self.alive:
@@ -87,7 +87,7 @@ class Host:
         try:
             async with asyncio.timeout(seconds):
                 async with self._writing:
-                    self._writer.write(LENGTH.pack(len(data)) + data)
+                    self._writer.write(data)
                     await self._writer.drain()
                 return await answer
         except TimeoutError:
@@ -111,13 +111,10 @@ class Host:
         why = EpisodeFailed("environment_died", "")
         try:
             while True:
-                (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                if length > OVERSIZED:
-                    why = EpisodeFailed(
-                        "environment_oversized", f"its answer has {length} bytes, more than the limit of {OVERSIZED}"
-                    )
-                    break
-                self._settle(*msgspec.msgpack.decode(await self._reader.readexactly(length), type=tuple[int, str, Any]))
+                answer = await received(self._reader, OVERSIZED)
+                self._settle(*msgspec.convert(answer, tuple[int, str, Any]))
+        except OversizedMessage as error:
+            why = EpisodeFailed("environment_oversized", str(error))
         except (msgspec.DecodeError, ValueError) as error:
             why = EpisodeFailed("environment_garbage", f"its process sent an invalid answer: {error}")
         except (asyncio.IncompleteReadError, ConnectionError):

@@ -32,8 +32,8 @@ import httpx
 from asyncrl.config import on_gpu, read
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped, visible
+from asyncrl.launch.checks.engines import check_generations
 from asyncrl.launch.cluster import surrounding
-from asyncrl.launch.generations import check_generations
 from asyncrl.launch.placement import Node, place_engines
 from asyncrl.launch.plan import engines
 from asyncrl.launch.processes import Supervisor

@@ -24,14 +24,13 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from asyncrl.child import Reply, WorkerPool
 from asyncrl.errors import EpisodeFailed
 from asyncrl.rewards.parameters import Count, Name, Seconds
 from asyncrl.rewards.reward import RewardInput, Score
 
-WORKER = Path(__file__).with_name("math_worker.py")
+WORKER = "asyncrl.extensions.mathematics.math_worker"
 
 
 class MathReward:
@@ -51,8 +50,7 @@ class MathReward:
         """`seconds` is the CPU time for the gold answer and again for the answer. `command` replaces the worker in
         tests."""
         self._answer_key, self._seconds, self._deadline = answer_key, seconds, deadline
-        # -P: no module of the script's folder can stand in for a package
-        self._workers = WorkerPool(command or [sys.executable, "-P", str(WORKER), str(memory_mb)], workers)
+        self._workers = WorkerPool(command or [sys.executable, "-P", "-m", WORKER, str(memory_mb)], workers)
 
     async def __call__(self, answer: RewardInput) -> Score:
         """Score an answer. Raises EpisodeFailed for every failure that is not the answer's fault."""
@@ -78,13 +76,13 @@ class MathReward:
                 f"math_verify has neither finished nor used up its CPU time within {self._deadline:.0f} s",
                 retry=True,  # the machine is busy
             )
-        if not reply.lines or "verdict" not in reply.lines[-1]:
+        if not reply.messages or "verdict" not in reply.messages[-1]:
             if reply.exit_code != -signal.SIGPROF:
                 return None
-            if not reply.lines:
+            if not reply.messages:
                 raise EpisodeFailed("reward_error", f"math_verify cannot read {gold!r} in {self._seconds} CPU seconds")
             return Score(0.0, parts=_parts(timeout=1.0))
-        verdict, detail = reply.lines[-1]["verdict"], reply.lines[-1]["detail"]
+        verdict, detail = reply.messages[-1]["verdict"], reply.messages[-1]["detail"]
         if verdict == "gold":
             raise EpisodeFailed("reward_error", f"math_verify cannot use {gold!r} as a reference: {detail}")
         return Score(float(verdict == "equal"), parts=_parts(error=verdict == "error", unparsed=verdict == "unparsed"))

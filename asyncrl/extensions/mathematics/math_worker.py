@@ -1,4 +1,4 @@
-"""Process that runs math_verify: one JSON line in, two out. It imports nothing of asyncrl.
+"""Process that runs math_verify: one message in, two out (asyncrl/child.py).
 
 math_verify's own timeouts are signals, which work only in a main thread and which sympy or a long power in C outlives
 (its issues 63 and 65). Here each stage has a limit of CPU seconds (ITIMER_PROF) instead of wall-clock seconds, so that
@@ -15,7 +15,6 @@ out    {"stage": "answer"} once the gold answer has been read; then {"verdict": 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -28,6 +27,8 @@ from typing import Any
 
 from math_verify import parse, verify
 from sympy import Integer
+
+from asyncrl.child import framed, messages
 
 PROBE = [Integer(-271828)]
 DELIMITED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")  # \$36 is money
@@ -103,16 +104,16 @@ def main() -> None:
     log.setLevel(logging.DEBUG)
     log.propagate = False
     log.addHandler(errors)
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # keep what libraries print out of the answers
 
     def tell(message: dict[str, str]) -> None:
         limit(0)
-        answers.write(json.dumps(message) + "\n")
+        answers.write(framed(message))
 
     equal(read("$x+1$"), read("$\\frac{x}{2}+2$"))  # warm-up: sympy's imports must not count against an answer
-    for line in sys.stdin:
-        judge(json.loads(line), tell, errors)
+    for request in messages(sys.stdin.buffer):
+        judge(request, tell, errors)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from typing import Any
 from asyncrl import config as configuration
 from asyncrl import jsonl
 from asyncrl.config import Config, cache_tokens, on_gpu
-from asyncrl.config.rules import require
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.plan import forecast
 from asyncrl.extensions.plan.estimate import MachineRates, plan_fields
@@ -29,12 +28,13 @@ from asyncrl.extensions.plan.model_splits import HARDWARE
 from asyncrl.extensions.plan.report import overrides, report
 from asyncrl.extensions.plan.search import NEAR, Choices, GpuSplit, in_play, search
 from asyncrl.launch import precision
+from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, imagined, place
-from asyncrl.launch.preflight.facts import Gpu, MachineFacts
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.resume import origins
 from asyncrl.network.addresses import PLAN
 from asyncrl.platforms import Rates
+from asyncrl.settings import require
 
 LAYOUT = tuple(f"trainer.{name}_parallel" for name in ("tensor", "pipeline", "expert", "expert_tensor", "sequence"))
 """Settings of the trainer's layout: if the command line sets one of them, all are kept."""

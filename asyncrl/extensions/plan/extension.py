@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl import extension
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from asyncrl.config import Config
     from asyncrl.extensions.plan.estimate import Estimate
+    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement
-    from asyncrl.launch.preflight.findings import Finding
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
 
@@ -32,7 +33,7 @@ class PlanHooks(extension.LaunchHooks):
         """Estimate the duration of the run, and check memory and disks."""
         from asyncrl.extensions.plan import preflight
         from asyncrl.extensions.plan.forecast import in_words
-        from asyncrl.launch.preflight.findings import ok, refused
+        from asyncrl.launch.checks.findings import ok, refused
 
         self._checked = True
         models = preflight.models_of(prepared)
@@ -70,6 +71,14 @@ class PlanHooks(extension.LaunchHooks):
 
         return ElasticPilot(config, run_dir, addresses, placement, cluster)
 
+    def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
+        """Yield what the plan predicted, what came of it, and the errors."""
+        from asyncrl.extensions.plan.summary import planned_line
+
+        summary = json.loads((run_dir / "summary.json").read_text())
+        if "plan/samples_per_s" in summary:
+            yield "plan", planned_line(summary)
+
     def _estimate(self, prepared: Preparation) -> None:
         from asyncrl.extensions.plan.forecast import forecast
 
@@ -80,9 +89,34 @@ class PlanHooks(extension.LaunchHooks):
 class Plans(extension.Extension):
     """The planner."""
 
+    summary_metrics = {  # noqa: RUF012
+        "estimate/step": "time of a step as estimated before the run from the measured speed of the CPU",
+        "estimate/run": "time of the whole run as estimated before it",
+        "estimate/error": "relative error of the estimate: the estimate for the trained steps divided by time/total, "
+        "minus 1",
+        "plan/samples_per_s": "trajectories per second as the plan predicted (plan.json)",
+        "plan/trainer_busy": "fraction of the time for which the trainer neither waits for a batch nor for the pause "
+        "of a publish, as predicted",
+        "plan/staleness": "mean staleness of trained trajectories as predicted",
+        "plan/error/samples_per_s": "relative error of the prediction: it divided by samples_per_s, minus 1",
+        "plan/error/trainer_busy": "predicted minus measured fraction",
+        "plan/error/staleness": "predicted minus measured mean staleness",
+    }
+
     def launch(self) -> extension.LaunchHooks:
         """Return the hooks in the launcher."""
         return PlanHooks()
+
+    def summary(self, config: Config, run_dir: Path, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the errors of the estimate and of the plan."""
+        from asyncrl.extensions.plan.summary import estimate_figures, plan_figures
+        from asyncrl.network.addresses import MACHINE, PLAN
+
+        found = estimate_figures(json.loads((run_dir / MACHINE).read_text()), figures)
+        plan = run_dir / PLAN
+        if plan.exists():
+            found |= plan_figures(json.loads(plan.read_text()), figures, overlap=config.weights.overlap)
+        return found
 
 
 Own = Plans

@@ -17,8 +17,8 @@ from asyncrl.config import Config
 from asyncrl.extensions.plan.estimate import ANSWER, Estimate, MachineRates, ModelSize, StepWorkload, estimate
 from asyncrl.extensions.plan.settings import adapters_of
 from asyncrl.extensions.plan.shapes import counted, shape_of
+from asyncrl.launch.checks.model_files import read_model
 from asyncrl.launch.precision import Precision
-from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.network.addresses import MACHINE
 from asyncrl.tasks import Task
 

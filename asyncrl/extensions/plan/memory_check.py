@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl.extensions.plan.memory import away, turns
+from asyncrl.launch.checks.findings import Finding, error, ok, warning
+from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.placement import Placement, Seat
-from asyncrl.launch.preflight.facts import MachineFacts
-from asyncrl.launch.preflight.findings import Finding, error, ok, warning
 
 CERTAIN = 0.5
 """Fraction of the estimated activations that is certainly needed; the rest only leads to a warning."""
@@ -68,11 +68,7 @@ def check_memory(
 ) -> list[Finding]:
     """Check every role against its GPUs, and every machine against its processes. `needs` is by role, `machines` by
     node name. Unknown memory sizes are not compared."""
-    ranks = {
-        "trainer": placement.trainers,
-        "engine": [seat for seats in placement.engines for seat in seats],
-        **placement.frozen,
-    }
+    ranks = {"trainer": placement.trainers, **placement.fleets}
     found = []
     for role, need in needs.items():
         if ranks[role]:

@@ -27,7 +27,7 @@ from asyncrl.extensions.plan.search import GpuSplit
 from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, counted, shape_of
 from asyncrl.extensions.plan.sizing import FleetSpec, Hardware
 from asyncrl.extensions.plan.tensors import tensors
-from asyncrl.launch.preflight.model_files import Weight
+from asyncrl.launch.checks.model_files import Weight
 from asyncrl.models import catalog
 
 if TYPE_CHECKING:

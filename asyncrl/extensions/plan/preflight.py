@@ -15,8 +15,8 @@ from asyncrl.extensions.plan import memory as planner
 from asyncrl.extensions.plan.memory_check import MemoryNeed, check_memory, in_turns
 from asyncrl.extensions.plan.settings import layout_of, served_adapters, training_of
 from asyncrl.extensions.plan.shapes import Shape, counted, parameters, shape_of
-from asyncrl.launch.preflight.findings import Finding
-from asyncrl.launch.preflight.model_files import Weight
+from asyncrl.launch.checks.findings import Finding
+from asyncrl.launch.checks.model_files import Weight
 from asyncrl.launch.prepare import Preparation
 
 

@@ -18,7 +18,7 @@ from asyncrl.extensions.plan.search import GpuSplit
 from asyncrl.extensions.plan.settings import layout_of, served_adapters, training_of
 from asyncrl.extensions.plan.shapes import Shape, counted, shape_of
 from asyncrl.extensions.plan.tensors import tensors
-from asyncrl.launch.preflight.model_files import Weight
+from asyncrl.launch.checks.model_files import Weight
 
 PEAK = "memory/peak"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.config.lora import LoraConfig, engine_slots
-from asyncrl.extension import bases, layers_held
+from asyncrl.extension import layers_held, offered
 from asyncrl.extensions.plan.activations import Recompute, Training
 from asyncrl.extensions.plan.adapters import Adapters
 from asyncrl.extensions.plan.shapes import ParallelLayout
@@ -64,8 +64,8 @@ def adapters_of(lora: LoraConfig, count: int = 1) -> Adapters | None:
     if lora.rank is None:
         return None
     targets = () if lora.targets == "all" else tuple(lora.targets)
-    offered = bases().get(lora.base)
-    return Adapters(lora.rank, targets, offered.bytes if offered else None, dropout=lora.dropout > 0, count=count)
+    base = offered("bases").get(lora.base)
+    return Adapters(lora.rank, targets, base.bytes if base else None, dropout=lora.dropout > 0, count=count)
 
 
 def served_adapters(config: Config) -> dict[str, Any]:

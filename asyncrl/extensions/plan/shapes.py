@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from asyncrl.launch.preflight.model_files import TOWERS, Weight, loaded
+from asyncrl.launch.checks.model_files import TOWERS, Weight, loaded
 from asyncrl.models.architectures import megatron_arguments, rope
 from asyncrl.models.vision import deepstack
 from asyncrl.parallel import PipelineSplit

@@ -26,8 +26,8 @@ from asyncrl.extensions.plan.engine import EngineShape
 from asyncrl.extensions.plan.estimate import ModelSize
 from asyncrl.extensions.plan.laws import engines_bound, trainer_bound
 from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, of_stage, parameters
-from asyncrl.launch.preflight.model_files import BYTES, Weight
-from asyncrl.launch.preflight.weights import packed
+from asyncrl.launch.checks.engines import packed
+from asyncrl.launch.checks.model_files import BYTES, Weight
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.models.families import family_of
-from asyncrl.models.family import HF, Layout, Weight
+from asyncrl.models.family import HF, Layout, WeightRow
 
 Tensor = tuple[str, tuple[int, ...]]
 """Name and shape; for a matrix, [output features, input features]."""
@@ -33,7 +33,7 @@ def tensors(hf: HF) -> Iterator[Tensor]:
         yield from _of(weight, hf, 0, 0)
 
 
-def _of(weight: Weight, hf: HF, layer: int, expert: int) -> Iterator[Tensor]:
+def _of(weight: WeightRow, hf: HF, layer: int, expert: int) -> Iterator[Tensor]:
     for name in weight.hf:
         yield name.format(layer=layer, expert=expert), _shape(name, hf)
 

@@ -10,7 +10,7 @@ on death      of the rollout process: ends, as having lost its peer. An error of
 
 from __future__ import annotations
 
-from asyncrl import importing
+from asyncrl import import_hooks
 
 # isort: split
 import asyncio
@@ -217,7 +217,7 @@ async def main(run_dir: Path, number: int) -> int:
     count = (config.model_extra or {})["processes"].count
     requests = f"{number:04d}{secrets.token_hex(4)}-"  # another one after each start: engines may still have old ones
     parts = PlayingParts.build(config, addresses, model, tasks, channel.warn, requests, count)
-    importing.done()
+    import_hooks.done()
     following = asyncio.create_task(progress.follow())
 
     def question(task: str, index: int) -> Question:

@@ -85,6 +85,13 @@ class Processes(extension.Extension):
     """Several processes that play."""
 
     Settings = ProcessesSettings
+    metrics = {  # noqa: RUF012
+        "processes/playing": "number of processes that play episodes, without those that are being restarted",
+        "processes/episodes/most": "number of running episodes of the process that had most of them",
+        "processes/lost": "number of processes that were lost since the start of the run; each is restarted",
+        "processes/replayed": "number of groups that were played anew for that reason since the start of the run",
+    }
+    """With processes.count above 1; as they were when the batch was taken."""
     trains = False
 
     def launch(self) -> extension.LaunchHooks:

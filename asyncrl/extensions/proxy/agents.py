@@ -32,8 +32,8 @@ from asyncrl.extensions.proxy import programs
 from asyncrl.extensions.proxy.server import Proxy
 from asyncrl.extensions.proxy.session import ProxySession
 from asyncrl.images.parts import with_data_urls
-from asyncrl.imports import check_arguments, load
 from asyncrl.schema import Generate, Prompt, Trajectory
+from asyncrl.user_code import check_arguments, load
 
 OWN = "ASYNCRL_"
 RUN_ID = "ASYNCRL_RUN_ID"

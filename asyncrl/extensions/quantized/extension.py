@@ -10,6 +10,7 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.extension import EngineHooks, Extension, LaunchHooks, TrainerHooks
 from asyncrl.extensions.quantized import fits
+from asyncrl.models.families import family_of
 from asyncrl.settings import Section
 
 if TYPE_CHECKING:
@@ -40,10 +41,13 @@ class QuantizedLaunch(LaunchHooks):
     """Refuses what engines with codes cannot hold."""
 
     def __init__(self, settings: QuantizedSettings) -> None:
+        self._format = settings.format
         self._kind = settings.format if settings.holds_codes else None
 
     def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
         """Refuse models of which an engine cannot hold codes."""
+        if self._format != "none" and not family_of(model).adapters:
+            yield ConfigError("quantized.format", self._format, "The model's files have fused layers: set none.")
         if self._kind and config.mode == "train":
             yield from fits.model(self._kind, model, config.engine.parallel, gpu=on_gpu(config.engine, gpus))
 
@@ -104,6 +108,11 @@ class Quantized(Extension):
 
     Settings = QuantizedSettings
     settings: QuantizedSettings
+    metrics = {  # noqa: RUF012
+        "quantization/error": "norm of the error of the quantized weights that this rank sent, relative to that of the "
+        "weights",
+    }
+    """Except for adapters, whose base is quantized once."""
 
     def check(self, config: Config) -> Iterator[ConfigError]:
         """Refuse settings that do not fit quantized engines."""

@@ -56,8 +56,8 @@ def model(kind: str, fields: dict[str, Any], shape: EngineParallel, *, gpu: bool
     if not gpu:
         remedy = f"SGLang's kernels for it need a GPU, and these engines run on CPUs: {instead}."
         yield ConfigError(FIELD, kind, remedy)
-    if not family_of(fields).adapters:
-        yield ConfigError(FIELD, kind, f"{family_of(fields).architecture} has fused layers in its files: set none.")
+    if not family_of(fields).serving.fuses:
+        yield ConfigError(FIELD, kind, f"SGLang has no class of its own for this model: {instead}.")
     if "vision_config" in fields:
         yield ConfigError(FIELD, kind, f"Engines would quantize the vision tower, too: {instead}.")
     unit = BLOCK if kind == "fp8" else 16

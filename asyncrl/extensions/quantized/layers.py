@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from asyncrl.importing import after_import
+from asyncrl.import_hooks import after_import
 
 
 def install(arguments: Sequence[str]) -> None:

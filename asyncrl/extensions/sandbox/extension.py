@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from asyncrl import extension
 
 if TYPE_CHECKING:
-    from asyncrl.launch.preflight.findings import Finding
+    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.prepare import Preparation
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from asyncrl.extensions.sandbox.local import FOR_ISOLATION, LocalSandboxes
 from asyncrl.extensions.sandbox.protections import Protections
-from asyncrl.launch.preflight.findings import Finding, ok, refused, warning
+from asyncrl.launch.checks.findings import Finding, ok, refused, warning
 from asyncrl.launch.prepare import Preparation
 
 

@@ -18,7 +18,7 @@ from asyncrl.extensions.sandbox.protections import Protections
 from asyncrl.extensions.sandbox.protocol import Limits, run_python
 from asyncrl.extensions.sandbox.session import LocalSandbox
 from asyncrl.extensions.sandbox.start import SandboxStarter, ways
-from asyncrl.imports import announce
+from asyncrl.user_code import announce
 
 FOR_ISOLATION = (
     "Install bubblewrap (or run `make bubblewrap`) and let this user create namespaces "

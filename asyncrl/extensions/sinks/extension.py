@@ -15,7 +15,7 @@ from asyncrl.settings import Natural, Section
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-    from asyncrl.launch.preflight.findings import Finding
+    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.prepare import Preparation
 
 SINKS = ("tensorboard", "wandb", "mlflow")
@@ -63,7 +63,7 @@ class SinkLaunch(extension.LaunchHooks):
 
     def check_packages(self) -> None:
         """Refuse sinks whose package is not installed. Raises ConfigError."""
-        from asyncrl.launch.checks import installed
+        from asyncrl.launch.checks.tasks import installed
 
         for name in self._names:
             if not installed(name):
@@ -72,7 +72,7 @@ class SinkLaunch(extension.LaunchHooks):
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Report sinks whose package is not installed."""
-        from asyncrl.launch.preflight.findings import refused
+        from asyncrl.launch.checks.findings import refused
 
         return iter(refused(self.check_packages, "sinks.names"))
 

@@ -108,7 +108,8 @@ class Wandb:
         import wandb
 
         given = dict(arguments)
-        common = {"name": config.run.name, "resume": "allow", "config": json.loads(config.model_dump_json())}
+        common: dict[str, Any] = {"project": "asyncrl", "name": config.run.name, "resume": "allow"}
+        common |= {"config": json.loads(config.model_dump_json())}
         settings = wandb.Settings(console="off", disable_git=True, silent=True)
         if key := given.pop("api_key", None):
             settings.api_key = str.__str__(key)

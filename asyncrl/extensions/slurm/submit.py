@@ -12,7 +12,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extensions.slurm.extension import settings_of
 from asyncrl.extensions.slurm.script import Script
-from asyncrl.launch.checks import check_files
+from asyncrl.launch.checks.tasks import check_files
 from asyncrl.launch.placement import imagined, job_size, place
 
 COMMAND = "asyncrl-train"

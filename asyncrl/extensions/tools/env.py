@@ -164,7 +164,7 @@ async def _mismatch(arguments: dict[str, Any], tool: Tool) -> str:
         found = schemas.check(arguments, tool.parameters)
     else:
         pool = shared("schemas", None, lambda: WorkerPool([sys.executable, "-P", "-m", schemas.__name__], CHECKERS))
-        request = {"arguments": arguments, "schema": tool.parameters}
+        request = {"json": json.dumps({"arguments": arguments, "schema": tool.parameters})}  # of any number, any text
         reply = await pool.ask(request, "wrong", CHECK_SECONDS)
         if reply.late:
             raise EpisodeFailed("tool", f"the arguments of {tool.name} were not checked within {CHECK_SECONDS:g} s")
@@ -172,7 +172,7 @@ async def _mismatch(arguments: dict[str, Any], tool: Tool) -> str:
             return f"checking the arguments took more than {schemas.CPU_SECONDS:g} s of CPU time: shorten them."
         if reply.exit_code is not None:
             raise EpisodeFailed("tool", f"the process that checks arguments {describe(reply.exit_code)}")
-        found = reply.lines[-1]
+        found = reply.messages[-1]
     if found["schema"]:
         raise EpisodeFailed("tool", f"the schema of {tool.name} cannot be used: {found['schema']}", retry=False)
     wrong: str = found["wrong"]

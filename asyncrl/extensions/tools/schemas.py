@@ -4,7 +4,7 @@ A model chooses the arguments, so it can choose those that take forever: `^(a+)+
 must be unique. Python's `re` also holds the interpreter's lock, so a thread would not help. Schemas with such keywords
 are therefore checked in a process, whose CPU time for each check is limited: a busy machine changes no verdict.
 
-in     {"arguments": object, "schema": object}, one line of JSON
+in     {"json": {"arguments": object, "schema": object} as JSON}, since msgpack has neither all numbers nor all texts
 out    {"wrong": how the arguments violate the schema or "", "schema": what is wrong with the schema or ""}
 """
 
@@ -22,9 +22,11 @@ from jsonschema.exceptions import best_match
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
+from asyncrl.child import framed, messages
+
 MEMORY, CPU_SECONDS = 2 << 30, 2.0
 MOST_CHARS = 4000
-"""Characters of a message, which repeats the argument. As JSON it must fit a line of asyncio's readers (64 KiB)."""
+"""Characters of a message, which repeats the argument."""
 SLOW = {
     *("pattern", "patternProperties", "uniqueItems", "multipleOf"),
     *("$ref", "$dynamicRef", "unevaluatedItems", "unevaluatedProperties"),
@@ -65,11 +67,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the run, which closes the pipe
-    for line in sys.stdin.buffer:
+    for request in messages(sys.stdin.buffer):
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process, also inside of `re`
-        found = check(**json.loads(line))
+        found = check(**json.loads(request["json"]))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        print(json.dumps(found), flush=True)
+        sys.stdout.buffer.write(framed({name: text.encode(errors="replace").decode() for name, text in found.items()}))
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

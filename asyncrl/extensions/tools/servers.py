@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from asyncrl.errors import EpisodeFailed
 from asyncrl.extensions.tools.connection import Connection
 from asyncrl.extensions.tools.tool import ToolOutput
+from asyncrl.retries import pause
 
 LONGEST_DELAY = 30.0
 
@@ -26,7 +27,8 @@ class Starter:
         self, name: str, connect: Callable[[], Connection], *, start_timeout: float, restarts: int, delay: float = 1.0
     ) -> None:
         """Configure the starter. `start_timeout` bounds one start in seconds. `restarts` is the number of further
-        attempts after a failure. `delay` is the wait in seconds before the first of these; it doubles each time."""
+        attempts after a failure. `delay` is the longest wait in seconds before the first of these; it doubles each
+        time."""
         self._name, self._connect, self._seconds, self._restarts = name, connect, start_timeout, restarts
         self._delay = delay
 
@@ -40,7 +42,7 @@ class Starter:
             except EpisodeFailed as failed:
                 if not failed.retry or not left:
                     raise
-            await asyncio.sleep(min(LONGEST_DELAY, self._delay * 2 ** (self._restarts - left)))
+            await pause(self._restarts - left, first=self._delay, longest=LONGEST_DELAY)
         raise AssertionError("the last attempt always returns or raises")
 
 

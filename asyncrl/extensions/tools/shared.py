@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from asyncrl.errors import ConfigError
-from asyncrl.imports import check_arguments, load
+from asyncrl.user_code import check_arguments, load
 
 if TYPE_CHECKING:
     from asyncrl.extensions.sandbox.protocol import SandboxBackend

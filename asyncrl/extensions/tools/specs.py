@@ -20,7 +20,7 @@ from asyncrl.extensions.tools.functions import FunctionTool
 from asyncrl.extensions.tools.python import PythonTool
 from asyncrl.extensions.tools.shared import LOCAL, check_sandboxes, sandboxes
 from asyncrl.extensions.tools.tool import OnFault, Tool
-from asyncrl.imports import check_arguments, load
+from asyncrl.user_code import check_arguments, load
 
 PARTS = ("name", "description", "parameters", "call")
 """Parameters of a Tool."""

@@ -14,8 +14,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.extensions.tools.env import ToolEnv
 from asyncrl.extensions.tools.specs import source
 from asyncrl.extensions.tools.tool import function
-from asyncrl.imports import check_arguments
 from asyncrl.schema import Message
+from asyncrl.user_code import check_arguments
 
 Spec = Mapping[str, Any]
 

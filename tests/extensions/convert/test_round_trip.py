@@ -117,6 +117,26 @@ def test_layers_that_config_does_not_name_are_left_out_and_named(
     assert tensors(back).keys() == tensors(source).keys() - further.keys()
 
 
+def test_a_folder_in_fp8_becomes_one_in_bfloat16_with_the_publishers_config(tmp_path: Path) -> None:
+    source, out = written(tmp_path / "hf", "deepseek-v3"), tmp_path / "plain"
+    plain, name = tensors(source), "model.layers.0.mlp.gate_proj.weight"
+    codes = {name: plain[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((1, 1), 2.0)}
+    save_file({**plain, **codes}, source / "model.safetensors")
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    rewritten(source, quantization_config=fp8, a_field="of the publisher's code")
+    before = json.loads((source / "config.json").read_text())
+    assert main(["dequantize", str(source), str(out)]) == 0
+    found = tensors(out)
+    assert found.keys() == plain.keys()
+    assert found.pop(name).equal((codes[name].float() * 2).bfloat16())
+    assert all(tensor.equal(plain[other]) for other, tensor in found.items())
+    del before["quantization_config"]
+    assert json.loads((out / "config.json").read_text()) == {**before, "dtype": "bfloat16"}
+    _, back = converted(source)  # to a checkpoint of Megatron, too
+    assert tensors(back)[name].equal((codes[name].float() * 2).bfloat16())
+    assert json.loads((back / "config.json").read_text()) == before
+
+
 def test_a_tied_models_second_embedding_is_not_stored(tmp_path: Path) -> None:
     source = written(tmp_path / "hf", "llama-tied")
     save_file({"lm_head.weight": tensors(source)["model.embed_tokens.weight"]}, source / "head.safetensors")

@@ -18,8 +18,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.extensions.delta.extension import Delta
 from asyncrl.extensions.delta.loader import DeltaMismatch, KeepWhereNaN, apply, load
 from asyncrl.extensions.delta.transport import DeltaTransport, changed
-from asyncrl.imports import load as imported
 from asyncrl.network.addresses import Access
+from asyncrl.user_code import load as imported
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
 from asyncrl.weights.layouts import Pieces
 from tests.fakes import tiny_config

@@ -13,7 +13,8 @@ from asyncrl.config import load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.distill.extension import DistillHooks
 from asyncrl.extensions.distill.tokens import check_teacher
-from asyncrl.launch.checks import check_devices, check_model
+from asyncrl.launch.checks.machines import check_devices
+from asyncrl.launch.checks.model import check_model
 from tests.fakes import compose_values, tiny_config
 
 HF = {"vocab_size": 8, "max_position_embeddings": 64, "num_attention_heads": 4}

@@ -132,11 +132,11 @@ def double(tmp_path: Path, body: str) -> list[str]:
     """A worker that writes its id to `starts` when it begins, and then runs `body` for each request."""
     script = tmp_path / "worker.py"
     lines = [
-        "import json, os, signal, sys, time",
+        "import os, signal, sys, time",
+        "from asyncrl.child import framed, messages",
         f"open({str(tmp_path / 'starts')!r}, 'a').write(f'start {{os.getpid()}}\\n')",
-        "for line in sys.stdin:",
-        "    request = json.loads(line)",
-        "    say = lambda **message: print(json.dumps(message), flush=True)",
+        "for request in messages(sys.stdin.buffer):",
+        "    say = lambda **message: os.write(1, framed(message))",
         *(f"    {line}" for line in body.splitlines()),
     ]
     script.write_text("\n".join(lines))

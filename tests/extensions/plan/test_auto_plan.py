@@ -15,11 +15,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.extensions.plan import auto_plan
 from asyncrl.extensions.plan.auto_plan import Devices, RunPlan, applied, devices_of, kept, make, recorded
 from asyncrl.extensions.plan.cli import main
+from asyncrl.extensions.plan.extension import Plans
+from asyncrl.extensions.plan.summary import plan_figures, planned_line
+from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, imagined, place
-from asyncrl.launch.preflight.facts import Gpu, MachineFacts
-from asyncrl.metrics.console import planned_line
-from asyncrl.metrics.fields import SUMMARY_PLAN
-from asyncrl.metrics.record import plan_figures
 from asyncrl.models import catalog
 from asyncrl.platforms import Rates
 from scripts import sizes
@@ -170,14 +169,14 @@ def test_summary_compares_the_run_with_its_plan() -> None:
         "staleness/histogram": {"1": 1, "2": 3},
     }
     found = plan_figures({"prediction": row}, summary, overlap=False)
-    assert found.keys() == SUMMARY_PLAN.keys()
+    assert found.keys() == {name for name in Plans.summary_metrics if name.startswith("plan/")}
     assert found["plan/error/samples_per_s"] == pytest.approx(0.2)
     assert found["plan/error/trainer_busy"] == pytest.approx(0.1)
     assert found["plan/error/staleness"] == pytest.approx(0.25)
     beside = plan_figures({"prediction": row}, summary, overlap=True)
     assert beside["plan/error/trainer_busy"] == pytest.approx(0.0)
     line = planned_line(summary | found)
-    assert line == ("plan: predicted 12 samples/s, measured 10 (+20%); trainer busy 50%, 40%; staleness 2.0, 1.8")
+    assert line == ("predicted 12 samples/s, measured 10 (+20%); trainer busy 50%, 40%; staleness 2.0, 1.8")
 
 
 def test_a_synchronous_run_that_is_nearly_as_fast_is_named() -> None:

@@ -11,13 +11,14 @@ import pytest
 from asyncrl.config import Config, load
 from asyncrl.extensions.plan import forecast
 from asyncrl.extensions.plan.estimate import Estimate
-from asyncrl.extensions.plan.extension import PlanHooks
+from asyncrl.extensions.plan.extension import PlanHooks, Plans
+from asyncrl.extensions.plan.summary import estimate_figures
+from asyncrl.launch.checks.model_files import read_model
 from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.precision import DtypeChoice, Precision
-from asyncrl.launch.preflight.model_files import read_model
 from asyncrl.launch.prepare import Preparation
 from asyncrl.metrics.fields import SUMMARY_MACHINE
-from asyncrl.metrics.record import machine_figures
+from asyncrl.metrics.record import dtype_figures
 from asyncrl.models import catalog
 from asyncrl.platforms import Rates
 from tests.fakes import compose_values, tiny_config
@@ -62,21 +63,15 @@ def test_summary_tells_the_choices_and_compares_the_estimate_with_the_truth(tmp_
     run.hooks = [hooks]
     run.begins()
     machine = json.loads((tmp_path / "machine.json").read_text())
-    figures = machine_figures(machine, {"time/total": 400.0, "steps": 100})
-    assert figures == {
-        "dtype/trainer": "float32 (auto: faster)",
-        "dtype/engine": "float32 (auto: faster)",
-        "estimate/step": 2.0,
-        "estimate/run": 300.0,
-        "estimate/error": -0.25,
-    }
-    ended_early = machine_figures(machine, {"time/total": 400.0, "steps": 50})
-    assert ended_early["estimate/error"] == -0.5
-    documented = {name.replace("<part>", part) for name in SUMMARY_MACHINE for part in ("trainer", "engine")}
-    assert figures.keys() <= documented
+    told = dtype_figures(machine)
+    assert told == {"dtype/trainer": "float32 (auto: faster)", "dtype/engine": "float32 (auto: faster)"}
+    assert told.keys() == {name.replace("<part>", part) for name in SUMMARY_MACHINE for part in ("trainer", "engine")}
+    figures = Plans(None).summary(config, tmp_path, {"time/total": 400.0, "steps": 100})
+    assert figures == {"estimate/step": 2.0, "estimate/run": 300.0, "estimate/error": -0.25}
+    assert figures.keys() <= Plans.summary_metrics.keys()
+    assert estimate_figures(machine, {"time/total": 400.0, "steps": 50})["estimate/error"] == -0.5, "it ended early"
     prepared(config, tmp_path).begins()
-    machine = json.loads((tmp_path / "machine.json").read_text())
-    assert machine_figures(machine, {"time/total": 400.0, "steps": 100}).keys() == {"dtype/trainer", "dtype/engine"}
+    assert Plans(None).summary(config, tmp_path, {"time/total": 400.0, "steps": 100}) == {}
 
 
 class Questions:

@@ -9,7 +9,7 @@ from asyncrl.extensions.plan.layouts import TrainerLayouts
 from asyncrl.extensions.plan.shapes import ParallelLayout, counted, shape_of
 from asyncrl.extensions.plan.sizing import Hardware
 from asyncrl.extensions.plan.tensors import tensors
-from asyncrl.launch.preflight.model_files import Weight
+from asyncrl.launch.checks.model_files import Weight
 from scripts import sizes
 
 H100 = Hardware()

@@ -24,7 +24,7 @@ from asyncrl.extensions.plan.memory import (
 )
 from asyncrl.extensions.plan.settings import layout_of
 from asyncrl.extensions.plan.shapes import ParallelLayout, RankParameters, Shape, counted, held, of_stage, parameters
-from asyncrl.launch.preflight.model_files import Weight, read_model
+from asyncrl.launch.checks.model_files import Weight, read_model
 from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
 from asyncrl.weights.names import FAMILIES

@@ -10,10 +10,10 @@ import pytest
 from asyncrl.extensions.plan.folders import look_at
 from asyncrl.extensions.plan.preflight import ModelFolder, needs_of
 from asyncrl.extensions.plan.shapes import shape_of
-from asyncrl.launch.preflight.findings import failed
+from asyncrl.launch.checks.findings import failed
 from asyncrl.models import catalog
 from tests.fakes import JOB, tiny_config
-from tests.launch.preflight.worlds import found, job, write_model
+from tests.launch.checks.worlds import found, job, write_model
 
 
 def test_a_run_on_this_machine_is_told_its_room_and_its_time(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from asyncrl.extensions.plan.folders import FolderState, SpaceNeeded, StoredBytes, check_folders, look_at, room_of
 from asyncrl.extensions.plan.memory_check import MemoryNeed, check_memory, in_turns
-from asyncrl.launch.preflight.facts import Gpu, MachineFacts
-from asyncrl.launch.preflight.findings import Finding, failed
-from tests.launch.preflight.worlds import GB, job, machine, placed
+from asyncrl.launch.checks.findings import Finding, failed
+from asyncrl.launch.machine import Gpu, MachineFacts
+from tests.launch.checks.worlds import GB, job, machine, placed
 
 # -- memory --------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from asyncrl.extensions.plan.engine import EngineShape
 from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, active
 from asyncrl.extensions.plan.sizing import FleetSpec, Hardware, Publish, balance, engine_shape, publish, train_rate
-from asyncrl.launch.preflight.model_files import Weight
-from asyncrl.launch.preflight.weights import packed
+from asyncrl.launch.checks.engines import packed
+from asyncrl.launch.checks.model_files import Weight
 
 SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8)
 PLAIN = Hardware(hbm=1e30, inside=100.0, between=10.0, share=1.0, call=0.0, tensor=0.0)

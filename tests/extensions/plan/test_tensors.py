@@ -12,7 +12,7 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.plan.shapes import tower_parameters
 from asyncrl.extensions.plan.tensors import tensors
-from asyncrl.launch.preflight.model_files import read_model
+from asyncrl.launch.checks.model_files import read_model
 from asyncrl.models import tiny_vision
 from asyncrl.models.families import FAMILIES, OF_TYPE
 from asyncrl.models.tiny import write_random_model

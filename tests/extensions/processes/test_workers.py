@@ -17,10 +17,10 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.adapters import InUse
 from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
 from asyncrl.extensions.processes import wire, workers
+from asyncrl.extensions.processes.extension import Processes
 from asyncrl.extensions.processes.rendering import CHUNK
 from asyncrl.extensions.processes.wire import Hello, connect
 from asyncrl.extensions.processes.workers import EpisodeWorkers
-from asyncrl.metrics.fields import STEP_PROCESSES
 from asyncrl.network.addresses import Access
 from asyncrl.rollout import server
 from asyncrl.rollout.buffer import CohortBuffer
@@ -86,7 +86,7 @@ def _with_deaths(seed: int) -> tuple[int, int]:
     made.buffer.begin = begun  # type: ignore[method-assign]
     batches = made.batches(STEPS, train)
     told = dying.told()
-    assert told.keys() >= STEP_PROCESSES.keys()
+    assert told.keys() >= Processes.metrics.keys()
     assert told["processes/lost"] >= STEPS - 1
     ledger = made.groups.ledger()
     assert ledger.groups.rejected == {}

@@ -13,11 +13,11 @@ from asyncrl.platforms import here
 here().prepare_trainer()
 
 from asyncrl.errors import ConfigError  # noqa: E402
-from asyncrl.extension import bases  # noqa: E402
+from asyncrl.extension import offered  # noqa: E402
 from asyncrl.extensions.qlora.packed import quantize  # noqa: E402
 from asyncrl.extensions.qlora.stored import QuantizedBase  # noqa: E402
-from asyncrl.launch import layers  # noqa: E402
-from asyncrl.launch.checks import check_model  # noqa: E402
+from asyncrl.launch import precision  # noqa: E402
+from asyncrl.launch.checks.model import check_model  # noqa: E402
 from asyncrl.trainer.lora import base_format  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
@@ -51,16 +51,16 @@ def test_layer_that_would_cut_blocks_is_refused(changes: dict[str, Any], remedy:
 
 
 def test_only_megatrons_own_layers_compute_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "_problem", lambda gpu: None)
+    monkeypatch.setattr(precision, "_problem", lambda gpu: None)
     config = tiny_config(**BASE, **{"trainer.dtype": "bfloat16", "trainer.layers": "auto"})
-    assert layers.resolve(config, 8).trainer.layers == "local"
+    assert precision.resolve_layers(config, 8).trainer.layers == "local"
     with pytest.raises(ConfigError, match=r"trainer\.layers.*quantized base.*set local"):
-        layers.resolve(tiny_config(**BASE, **{"trainer.layers": "transformer_engine"}), 8)
+        precision.resolve_layers(tiny_config(**BASE, **{"trainer.layers": "transformer_engine"}), 8)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_planned_bytes_are_those_of_codes_and_scales(kind: Any) -> None:
     lora = tiny_config(**BASE | {"trainer.lora.base": kind}).trainer.lora
     weight = torch.randn(128, 256)
-    assert quantize(weight, kind).nbytes == weight.numel() * bases()[kind].bytes
+    assert quantize(weight, kind).nbytes == weight.numel() * offered("bases")[kind].bytes
     assert isinstance(base_format(lora), QuantizedBase)

@@ -6,8 +6,8 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.quantized.fits import FIELD
-from asyncrl.launch.generations import check_generations
-from tests.launch.preflight.worlds import AMPERE, BLACKWELL, HOPPER, check, job, nodes, placed
+from asyncrl.launch.checks.engines import check_generations
+from tests.launch.checks.worlds import AMPERE, BLACKWELL, HOPPER, check, job, nodes, placed
 
 
 @pytest.mark.parametrize(

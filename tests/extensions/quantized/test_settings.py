@@ -12,20 +12,21 @@ from asyncrl import extension
 from asyncrl.config import Config, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.quantized.fits import FIELD
-from asyncrl.launch.checks import check_model
+from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.replay import differing
 from asyncrl.removed import removal
 from asyncrl.weights.choice import choose_lora
 from tests.fakes import tiny_config
 
-MODEL = {
+MODEL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
     "hidden_size": 512,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 128,
     "intermediate_size": 1024,
 }
-LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, **MODEL}
+LLAMA: dict[str, Any] = {"num_hidden_layers": 2, **MODEL}
 LATENT = {
     "q_lora_rank": 256,
     "kv_lora_rank": 128,
@@ -61,7 +62,7 @@ def test_setting_that_does_not_fit_is_refused(changes: dict[str, Any], field: st
 
 
 def test_no_transport_of_an_extension_carries_codes() -> None:
-    for name in extension.transports({}):
+    for name in extension.offered("transports"):
         with pytest.raises(ConfigError, match=r"set auto or disk, or quantized\.format=int8_simulated"):
             tiny_config(**{FIELD: "int8", "engine.dtype": "bfloat16", "weights.transport": name})
         tiny_config(**{FIELD: "int8_simulated", "weights.transport": name})
@@ -106,7 +107,10 @@ def test_blocks_cross_neither_ranks_nor_parts_of_a_fused_layer(
     assert (found == []) if remedy is None else re.search(remedy, found[0].remedy)
 
 
-@pytest.mark.parametrize(("gpus", "more"), [(0, {}), (8, {"vision_config": {}})])
+@pytest.mark.parametrize(
+    ("gpus", "more"),
+    [(0, {}), (8, {"vision_config": {}}), (8, {"architectures": ["SmolLM3ForCausalLM"]})],
+)
 def test_engines_that_cannot_hold_codes_are_told_what_can(gpus: int, more: dict[str, Any]) -> None:
     real, simulated = (tiny_config(**{FIELD: kind, "engine.dtype": "bfloat16"}) for kind in ("fp8", "fp8_simulated"))
     (found,) = problems(real, MODEL | more, gpus)
@@ -115,6 +119,13 @@ def test_engines_that_cannot_hold_codes_are_told_what_can(gpus: int, more: dict[
     assert problems(simulated, MODEL | more, gpus) == []
     with pytest.raises(ConfigError, match="set fp8_simulated"):
         check_model(real, LLAMA, gpus=0)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8_simulated"])
+def test_models_whose_files_have_fused_layers_are_refused(kind: str) -> None:
+    config = tiny_config(**{FIELD: kind, "engine.dtype": "bfloat16"})
+    (found,) = problems(config, {**MODEL, "architectures": ["Phi3ForCausalLM"]})
+    assert "fused layers: set none" in found.remedy
 
 
 def test_engines_that_hold_codes_start_with_random_ones_in_the_format_of_the_publishes() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import glob
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from asyncrl.extensions.sinks import sinks as module
 from asyncrl.extensions.sinks.extension import SinkLaunch
 from asyncrl.extensions.sinks.sinks import Sinks
 from asyncrl.jsonl import append
-from asyncrl.launch import checks
+from asyncrl.launch.checks import tasks as checks
 from asyncrl.metrics.fields import STEP
 from asyncrl.metrics.record import StepLog
 from tests.fakes import Clock, tiny_config, tiny_values
@@ -187,3 +189,17 @@ def test_run_without_sinks_has_no_listener(tmp_path: Path) -> None:
     none, some = (tiny_config(**{"sinks.names": names}) for names in ([], ["tensorboard"]))
     found = [len(step_listeners(config, tmp_path, tmp_path, lambda text, step: None)) for config in (none, some)]
     assert found == [0, 1]
+
+
+@pytest.mark.parametrize(("given", "project"), [({"entity": "team"}, "asyncrl"), ({"project": "mine"}, "mine")])
+def test_project_has_a_name_also_where_only_other_arguments_are_given(
+    given: dict[str, str], project: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`+sinks.wandb.entity=team` replaces the default of the whole field."""
+    asked: dict[str, Any] = {}
+    run = SimpleNamespace(define_metric=lambda *_, **__: None)
+    fake = SimpleNamespace(Settings=SimpleNamespace, Table=None, init=lambda **own: asked.update(own) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = tiny_config(**{"sinks.names": ["wandb"], "sinks.wandb": given})
+    module.Wandb(config, config.sinks.wandb, tmp_path, "id")
+    assert (asked["project"], asked["id"]) == (project, "id")

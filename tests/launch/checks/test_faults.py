@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.launch.checks.engines import check_sync
+from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
+from asyncrl.launch.checks.machines import check_gpus, check_idle
+from asyncrl.launch.checks.model_files import Weight, check_model_files, read_model
+from asyncrl.launch.checks.network import check_allreduce, check_ports, check_reach, check_shared
+from asyncrl.launch.checks.node_programs import AllReduce, Reach
+from asyncrl.launch.checks.versions import check_gpu_engines, check_gpu_trainers, check_versions, pinned
 from asyncrl.launch.placement import place
-from asyncrl.launch.preflight.allreduce import AllReduce
-from asyncrl.launch.preflight.devices import check_gpus, check_idle
-from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.preflight.model_files import Weight, check_model_files, read_model
-from asyncrl.launch.preflight.network import check_allreduce, check_ports, check_reach
-from asyncrl.launch.preflight.reach import Reach
-from asyncrl.launch.preflight.versions import check_gpu_engines, check_gpu_trainers, check_versions, pinned
-from asyncrl.launch.preflight.weights import check_shared, check_sync
-from tests.launch.preflight.worlds import job, machine, nodes, placed, weights, write_model
+from tests.launch.checks.worlds import job, machine, nodes, placed, weights, write_model
 
 MODEL = "model.path"
 REACH = Reach("node0", "10.0.0.0", 20000, ["node1", "node2"], 30.0, {}, {})

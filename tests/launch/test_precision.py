@@ -9,7 +9,7 @@ import torch
 
 from asyncrl.config.training import MOST_BETA
 from asyncrl.errors import ConfigError
-from asyncrl.launch import layers
+from asyncrl.launch import precision
 from tests.fakes import tiny_config
 
 GPU: dict[str, Any] = {"trainer.device": "cuda", "trainer.dtype": "bfloat16"}
@@ -17,19 +17,19 @@ FP8 = {"format": "hybrid", "recipe": "blockwise"}
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    monkeypatch.setattr(layers, "find_spec", lambda name: object() if name in packages else None)
+    monkeypatch.setattr(precision, "find_spec", lambda name: object() if name in packages else None)
 
 
 def resolved(setting: str = "auto", before: dict[str, Any] | None = None, **changes: Any) -> str:
-    return layers.resolve(tiny_config(**{"trainer.layers": setting, **changes}), 8, before).trainer.layers
+    return precision.resolve_layers(tiny_config(**{"trainer.layers": setting, **changes}), 8, before).trainer.layers
 
 
 def test_auto_needs_a_gpu_and_both_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, *layers.PACKAGES)
+    install(monkeypatch, *precision.PACKAGES)
     assert resolved(**GPU) == "transformer_engine"
     assert resolved(**{"trainer.device": "cpu"}) == "local"
     assert resolved("local", **GPU) == "local"
-    for present in layers.PACKAGES:
+    for present in precision.PACKAGES:
         install(monkeypatch, present)
         assert resolved(**GPU) == "local"
 
@@ -43,7 +43,7 @@ def test_explicit_choice_that_cannot_run_is_refused_with_what_is_missing(monkeyp
 
 
 def test_run_that_goes_on_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, *layers.PACKAGES)
+    install(monkeypatch, *precision.PACKAGES)
     assert resolved(before={"trainer": {"layers": "local"}}, **GPU) == "local"
     assert resolved(before={"trainer": {}}, **GPU) == "local"  # written before there was a choice
     assert resolved(before={"trainer": {"layers": "transformer_engine"}}, **GPU) == "transformer_engine"
@@ -54,7 +54,7 @@ def test_run_that_goes_on_keeps_its_layers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_fp8_needs_layers_of_transformer_engine_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, *layers.PACKAGES)
+    install(monkeypatch, *precision.PACKAGES)
     assert resolved(**GPU, **{"trainer.fp8": FP8}) == "transformer_engine"
     with pytest.raises(ConfigError, match=r"trainer\.fp8.*trainer\.layers=local"):
         resolved("local", **GPU, **{"trainer.fp8": FP8})
@@ -68,7 +68,7 @@ def test_fp8_needs_layers_of_transformer_engine_and_bfloat16(monkeypatch: pytest
 
 def test_moments_in_bfloat16_need_transformer_engine_and_rates_that_move_them(monkeypatch: pytest.MonkeyPatch) -> None:
     low = {"trainer.optimizer.moments_dtype": "bfloat16"}
-    install(monkeypatch, *layers.PACKAGES)
+    install(monkeypatch, *precision.PACKAGES)
     assert resolved("local", **GPU, **low) == "local"  # the optimizer is TransformerEngine's whatever the layers
     with pytest.raises(ConfigError, match=r"moments_dtype.*FusedAdam.*no CPU kernels"):
         resolved(**{**GPU, **low, "trainer.device": "cpu"})

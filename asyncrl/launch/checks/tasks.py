@@ -1,4 +1,4 @@
-"""Check the questions of a run, in a process that may import a tokenizer (rollout/questions.py)."""
+"""Checks of tasks, rewards and agents, also of a user's own, and of what they read and send."""
 
 from __future__ import annotations
 
@@ -7,14 +7,45 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
+from asyncrl import tasks
 from asyncrl.config import Config
-from asyncrl.launch.preflight.findings import Finding, error
+from asyncrl.errors import ConfigError
+from asyncrl.launch.checks.engines import check_request_fields
+from asyncrl.launch.checks.findings import Finding, error
+from asyncrl.tasks.scores import rewards
+from asyncrl.user_code import announced
 
 SECONDS = 900.0
 """The deadline for reading all questions."""
 LAST_LINES = 5
+
+
+def check_files(config: Config) -> list[object]:
+    """Refuse tasks, rewards and agents that cannot be built, and a missing chat template. Return the parts that they
+    announce to extensions."""
+    from asyncrl.rollout.agent import agents  # imports a web server
+
+    check_request_fields(config)
+    with announced() as parts:
+        built = tasks.build_all(config)
+        rewards(config, built)
+        if config.mode != "replay":
+            agents(config, built, tell=print)
+    template = config.model.chat_template
+    if template is not None and not Path(template).expanduser().is_file():
+        raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")
+    return parts
+
+
+def installed(package: str) -> bool:
+    """Return whether a package can be imported, without importing more than its parents."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def check_questions(config: Config, model: Path) -> list[Finding]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.preflight import facts
-from asyncrl.launch.preflight.facts import Gpu, MachineFacts, parse_gpus, this_machine
+from asyncrl.launch import machine
+from asyncrl.launch.machine import Gpu, MachineFacts, parse_gpus, this_machine
 
 TWO = """\
 0, NVIDIA H100 80GB HBM3, 81559, GPU-6b3f7d8e-2d0e-9c1f-6f4e-0a2b5c7d9e11
@@ -48,16 +48,16 @@ def test_the_lowest_limit_on_the_way_up_counts(tmp_path: Path) -> None:
     for folder, limit in ((".", "max"), ("slurm", "9000"), ("slurm/job", "4000"), ("slurm/job/step", "max")):
         (root / folder).mkdir(exist_ok=True)
         (root / folder / "memory.max").write_text(limit + "\n")
-    assert min(facts._limits(root, "/slurm/job/step")) == 4000
-    assert facts._limits(root, "/other") == []
-    assert facts._limits(root, "/slurm/job/without") == [4000, 9000]  # one that tells none of its own
+    assert min(machine._limits(root, "/slurm/job/step")) == 4000
+    assert machine._limits(root, "/other") == []
+    assert machine._limits(root, "/slurm/job/without") == [4000, 9000]  # one that tells none of its own
 
 
 def test_memory_is_what_processes_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = this_machine("node3", {}).memory
-    monkeypatch.setattr(facts, "_limits", lambda root, group: [4000, 9000])
+    monkeypatch.setattr(machine, "_limits", lambda root, group: [4000, 9000])
     assert this_machine("node3", {}).memory == 4000
-    monkeypatch.setattr(facts, "_limits", lambda root, group: [1 << 60])
+    monkeypatch.setattr(machine, "_limits", lambda root, group: [1 << 60])
     assert this_machine("node3", {}).memory >= whole
 
 
@@ -68,7 +68,7 @@ def test_a_driver_that_fails_or_hangs_shows_no_gpu(
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\ncat <<END\n{TWO}END\n{end}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(facts, "SMI_SECONDS", 1.0)
+    monkeypatch.setattr(machine, "SMI_SECONDS", 1.0)
     assert len(this_machine("node3", {}).gpus) == count
 
 

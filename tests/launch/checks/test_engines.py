@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.attached import KEY, check_attached, run_key
+from asyncrl.launch.checks.engines import KEY, check_attached, run_key
 from tests.fakes import tiny_config
 
 URL = "http://10.0.0.9:30000"
@@ -31,7 +31,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 raise info
             return httpx.Response(status, json={"weight_version": version} if "model_info" in url else info)
 
-        monkeypatch.setattr("asyncrl.launch.attached.httpx.get", get)
+        monkeypatch.setattr("asyncrl.launch.checks.engines.httpx.get", get)
 
     return answers
 

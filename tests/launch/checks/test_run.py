@@ -14,27 +14,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.config import load
-from asyncrl.errors import LaunchError
+from asyncrl.config import Config, load
+from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extension import Extension, LaunchHooks
-from asyncrl.imports import announce
+from asyncrl.launch.checks import network, versions
+from asyncrl.launch.checks.engines import packed
+from asyncrl.launch.checks.findings import Finding, error, failed
+from asyncrl.launch.checks.model_files import INDEX, read_model
+from asyncrl.launch.checks.node_programs import AllReduce, Reach
+from asyncrl.launch.checks.run import preflight, require
 from asyncrl.launch.cluster import Cluster, cluster_of
 from asyncrl.launch.main import main
 from asyncrl.launch.placement import Placement
-from asyncrl.launch.preflight import network, versions
-from asyncrl.launch.preflight.allreduce import AllReduce
-from asyncrl.launch.preflight.findings import Finding, error, failed
-from asyncrl.launch.preflight.model_files import INDEX, read_model
-from asyncrl.launch.preflight.reach import Reach
-from asyncrl.launch.preflight.run import preflight, require
-from asyncrl.launch.preflight.weights import packed
 from asyncrl.launch.prepare import Preparation
 from asyncrl.models import catalog
 from asyncrl.rollout.questions import look
+from asyncrl.user_code import announce
 from asyncrl.weights.bucket import plan_buckets
-from tests.fakes import Machines, compose_values, tiny_config, with_scorer
+from tests.fakes import JOB, Machines, compose_values, tiny_config, with_scorer
 from tests.forks import forked
-from tests.launch.preflight.worlds import TENSORS, found, job, machine, nodes, write_model, write_shard
+from tests.launch.checks.worlds import TENSORS, found, job, machine, nodes, write_model, write_shard
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -70,6 +69,10 @@ class Checking(Extension):
 
 
 class CheckingHooks(LaunchHooks):
+    def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
+        if gpus:
+            yield ConfigError("gpus", gpus, "Use none.")
+
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         yield error("servers", f"{prepared.announced} on {len(prepared.nodes)} machine", "Start them.")
 
@@ -109,6 +112,13 @@ def test_an_extension_checks_what_a_task_announces_and_keeps_its_own(tmp_path: P
     assert (tmp_path / "run" / "servers.json").read_text() == '["engine", "trainer"]'
     announce("nobody listens")
     assert prepared.announced == ["a server"]
+
+
+def test_an_extension_checks_the_model_with_the_number_of_gpus_that_the_run_has(tmp_path: Path) -> None:
+    extensions = {**JOB["extensions"], "checking": f"{__name__}:Checking"}
+    for gpus in (0, 8):
+        findings = found(job(extensions=extensions, **{"cluster.gpus": gpus, "cluster.nodes": 2}), tmp_path)
+        assert ("gpus" in findings) == (gpus > 0)
 
 
 LONG = [{"prompt": "1" * (70 if row % 10 == 3 else 1 + row % 9), "answer": "1"} for row in range(40)]

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from asyncrl.extension import shipped
-from asyncrl.launch.preflight.versions import pinned
+from asyncrl.launch.checks.versions import pinned
 
 PLAYER = "asyncrl.extensions.processes.episodes"
 PLAYS = "processes" in shipped()
@@ -19,7 +19,7 @@ PLAYS = "processes" in shipped()
 
 def test_collector_rests_until_all_is_imported_and_then_passes_over_it() -> None:
     code = (
-        "import gc; from asyncrl import importing; assert not gc.isenabled(); importing.done();"
+        "import gc; from asyncrl import import_hooks; assert not gc.isenabled(); import_hooks.done();"
         "assert gc.isenabled(); assert gc.get_freeze_count() > 1000; a = []; a.append(a); del a; assert gc.collect()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
@@ -45,7 +45,7 @@ importlib.import_module({entry!r})
 assert not gc.isenabled()
 own = {{name for name in awake - known if name.startswith("asyncrl")}}
 words = {entry!r}.split(".")
-parents = {{"asyncrl.importing", *(".".join(words[:count + 1]) for count in range(len(words)))}}
+parents = {{"asyncrl.import_hooks", *(".".join(words[:count + 1]) for count in range(len(words)))}}
 assert own <= parents, own - parents
 assert not awake & {{"torch", "numpy", "sglang", "transformers", "asyncio"}}, awake
 """
@@ -79,7 +79,7 @@ def test_a_program_for_the_terminal_does_not_stop_the_collector() -> None:
 
 def test_a_hidden_package_is_found_again_afterwards() -> None:
     code = (
-        "import sys, importlib.util; from asyncrl.importing import hidden\n"
+        "import sys, importlib.util; from asyncrl.import_hooks import hidden\n"
         "with hidden('json.tool'):\n"
         "    assert importlib.util.find_spec('json.tool') is None\n"
         "    try: import json.tool\n"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.launch.preflight.findings import Finding, error, ok
+from asyncrl.launch.checks.findings import Finding, error, ok
 from asyncrl.models import vision
 
 INDEX = "model.safetensors.index.json"

@@ -8,8 +8,8 @@ from importlib import metadata
 
 import asyncrl
 from asyncrl import lock_file
-from asyncrl.launch.preflight.facts import MachineFacts
-from asyncrl.launch.preflight.findings import Finding, error, ok, warning
+from asyncrl.launch.checks.findings import Finding, error, ok, warning
+from asyncrl.launch.machine import MachineFacts
 
 MUST_MATCH = ("sglang", "smg", "megatron-core")
 """Packages whose internals are used: any other version breaks in ways that no test has seen."""

@@ -8,12 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from asyncrl.config import Config
+from asyncrl.launch.checks.findings import Finding, error, ok
+from asyncrl.launch.checks.node_programs import AllReduce, Reach, parse
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Node, Placement
-from asyncrl.launch.preflight.allreduce import AllReduce
-from asyncrl.launch.preflight.findings import Finding, error, ok
-from asyncrl.launch.preflight.node_report import parse
-from asyncrl.launch.preflight.reach import Reach
 
 REACH_SECONDS, SUM_SECONDS = 30.0, 60.0
 """Deadlines on the machines, once the programs have been started there."""
@@ -86,7 +85,7 @@ def unseen(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
 def ask_allreduce(cluster: Cluster, placement: Placement, *, gpu: bool) -> tuple[AllReduce, dict[str, dict[str, Any]]]:
     """Run an all-reduce with one rank on each of the trainers' machines."""
     nodes = list(dict.fromkeys(seat.node for seat in placement.trainers))
-    told = AllReduce(
+    program = AllReduce(
         "nccl" if gpu else "gloo",
         [node.name for node in nodes],
         nodes[0].address,
@@ -94,23 +93,39 @@ def ask_allreduce(cluster: Cluster, placement: Placement, *, gpu: bool) -> tuple
         {node.name: node.interface for node in nodes},
         SUM_SECONDS,
     )
-    outputs = cluster.everywhere([sys.executable, *told.argv()], SUM_SECONDS, nodes=told.names)
-    return told, parse(outputs, told.names)
+    outputs = cluster.everywhere([sys.executable, *program.argv()], SUM_SECONDS, nodes=program.names)
+    return program, parse(outputs, program.names)
 
 
-def check_allreduce(told: AllReduce, answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def check_allreduce(program: AllReduce, answers: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     """Check that every machine has the correct sum."""
     problems = {
         name: answers[name]["problem"] if name in answers else "no answer"
-        for name in told.names
+        for name in program.names
         if name not in answers or answers[name]["problem"]
     }
-    used = ", ".join(f"{name}: {told.interfaces.get(name) or 'its own choice'}" for name in told.names)
+    used = ", ".join(f"{name}: {program.interfaces.get(name) or 'its own choice'}" for name in program.names)
     if problems:
         said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-        text = f"all-reduce over {told.backend} failed between {', '.join(told.names)}: {said}"
-        remedy = f"Set cluster.interface to a network that connects all of them ({told.backend} used: {used})."
+        text = f"all-reduce over {program.backend} failed between {', '.join(program.names)}: {said}"
+        remedy = f"Set cluster.interface to a network that connects all of them ({program.backend} used: {used})."
         return [error("cluster.interface", text, remedy)]
-    slowest = max(float(answers[name]["seconds"]) for name in told.names)
-    text = f"4 MiB over {told.backend} between {len(told.names)} machines in {slowest * 1000:.1f} ms ({used})"
+    slowest = max(float(answers[name]["seconds"]) for name in program.names)
+    text = f"4 MiB over {program.backend} between {len(program.names)} machines in {slowest * 1000:.1f} ms ({used})"
     return [ok("all-reduce", text)]
+
+
+def check_shared(
+    config: Config, missing: Mapping[str, Sequence[str]], folder: str, models: Mapping[str, str]
+) -> list[Finding]:
+    """Check that all machines see the run folder, the folder of published files, and the model folders.
+    `models` maps model folders to their settings; `missing` maps each machine to the folders that it does not see."""
+    found = []
+    for machine, paths in sorted(missing.items()):
+        for path in paths:
+            files = config.sends_files or config.serves_adapters
+            by_files = path == folder and files
+            field = models.get(path) or ("weights.folder" if by_files else "run.dir")
+            text = f"on {machine}, {path} is not the folder that the first machine sees"
+            found.append(error(field, text, "Choose a folder on a file system that all machines of the job share."))
+    return found

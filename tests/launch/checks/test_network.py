@@ -18,14 +18,12 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import LaunchError
+from asyncrl.launch.checks.network import ask_allreduce, ask_reach, check_allreduce, check_reach, unseen
+from asyncrl.launch.checks.node_programs import MARK, NODE, AllReduce, Reach, _connect, end_after, parse
 from asyncrl.launch.placement import place
-from asyncrl.launch.preflight.allreduce import AllReduce
-from asyncrl.launch.preflight.network import ask_allreduce, ask_reach, check_allreduce, check_reach, unseen
-from asyncrl.launch.preflight.node_report import MARK, NODE, end_after, parse
-from asyncrl.launch.preflight.reach import Reach, _connect
 from asyncrl.network.ports import free_port
 from tests.fakes import Machines
-from tests.launch.preflight.worlds import job, nodes
+from tests.launch.checks.worlds import job, nodes
 
 HERE = "127.0.0.1"
 NOT_OURS = "192.0.2.1"  # of documentation (RFC 5737): no machine's

@@ -15,23 +15,22 @@ from pathlib import Path
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch import precision
-from asyncrl.launch.checks import check_model
-from asyncrl.launch.leftovers import SHARED
-from asyncrl.launch.machine import allow_files
-from asyncrl.launch.placement import ports_wanted
-from asyncrl.launch.preflight import network
-from asyncrl.launch.preflight.devices import check_gpus, check_idle
-from asyncrl.launch.preflight.facts import MachineFacts, this_machine
-from asyncrl.launch.preflight.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.preflight.model_files import check_model_files, loaded, read_model
-from asyncrl.launch.preflight.versions import (
+from asyncrl.launch.checks import network
+from asyncrl.launch.checks.engines import check_sync
+from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
+from asyncrl.launch.checks.machines import check_gpus, check_idle
+from asyncrl.launch.checks.model import check_model
+from asyncrl.launch.checks.model_files import check_model_files, loaded, read_model
+from asyncrl.launch.checks.versions import (
     check_gpu_engines,
     check_gpu_trainers,
     check_versions,
     installed,
     pinned,
 )
-from asyncrl.launch.preflight.weights import check_shared, check_sync
+from asyncrl.launch.leftovers import SHARED
+from asyncrl.launch.machine import MachineFacts, allow_files, this_machine
+from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
 from asyncrl.models.architectures import megatron_arguments
@@ -108,9 +107,8 @@ def _on_machines(prepared: Preparation) -> Iterator[Finding]:
 def _gpu_software(config: Config, prepared: Preparation, known: Mapping[str, MachineFacts]) -> Iterator[Finding]:
     """Check the packages and the compiler that only parts on GPUs need, on the machines of these parts."""
     placed, pins = prepared.placement, pinned(gpu=True)
-    seats_of = {"engine": [seat for seats in placed.engines for seat in seats], **placed.frozen}
     on_gpus = [name for name, section in config.fleets.items() if on_gpu(section, prepared.gpus)]
-    serving = dict.fromkeys(seat.node.name for name in on_gpus for seat in seats_of.get(name, ()))
+    serving = dict.fromkeys(seat.node.name for name in on_gpus for seat in placed.fleets.get(name, ()))
     yield from check_gpu_engines([known[name] for name in serving if name in known], pins)
     if on_gpu(config.trainer, prepared.gpus) and "model" in prepared.weights:
         training = dict.fromkeys(seat.node.name for seat in placed.trainers)
@@ -155,7 +153,7 @@ def _model(prepared: Preparation, role: str) -> Iterator[Finding]:
         return
     hf = prepared.read(role)
     if role == "model":
-        problems = refused(partial(check_model, prepared.config, hf), field)
+        problems = refused(partial(check_model, prepared.config, hf, prepared.gpus), field)
         yield from problems
         if problems:
             return
@@ -175,7 +173,7 @@ def _network(prepared: Preparation) -> Iterator[Finding]:
         reached = network.check_reach(reach, answers)
         yield from reached
         named = {str(folder): name for name, folder in models.items()}
-        yield from check_shared(config, network.unseen(answers), str(nearest[shared]), named)
+        yield from network.check_shared(config, network.unseen(answers), str(nearest[shared]), named)
         machines = {seat.node.name for seat in placement.trainers}
         if len(machines) > 1 and not failed(reached):  # the all-reduce would only run into its timeout
             gpu = on_gpu(config.trainer, max(len(node.gpus) for node in cluster.nodes))

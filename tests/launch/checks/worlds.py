@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.launch.checks.engines import check_generations
+from asyncrl.launch.checks.findings import Finding
+from asyncrl.launch.checks.model_files import BYTES, Weight
+from asyncrl.launch.checks.run import preflight
+from asyncrl.launch.checks.versions import pinned
 from asyncrl.launch.cluster import cluster_of
-from asyncrl.launch.generations import check_generations
+from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, Placement, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
-from asyncrl.launch.preflight.facts import Gpu, MachineFacts
-from asyncrl.launch.preflight.findings import Finding
-from asyncrl.launch.preflight.model_files import BYTES, Weight
-from asyncrl.launch.preflight.run import preflight
-from asyncrl.launch.preflight.versions import pinned
 from asyncrl.launch.prepare import Preparation
 from tests.fakes import JOB, tiny_config
 

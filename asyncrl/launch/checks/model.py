@@ -1,0 +1,248 @@
+"""Checks of the layouts of trainer and engines against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+from asyncrl.config import Config, TrainerConfig
+from asyncrl.errors import ConfigError
+from asyncrl.extension import active
+from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
+from asyncrl.models.families import FAMILIES, family_of
+from asyncrl.models.vision import deepstack, image_shape
+from asyncrl.settings import Rule, require
+from asyncrl.weights.choice import not_served
+from asyncrl.weights.peft_config import check_start
+
+REPLICATED = tuple(name for name, family in FAMILIES.items() if family.serving.replicates)
+"""Families whose attention SGLang 0.5.21 can replicate within an engine; others divide their heads over all ranks."""
+
+
+def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
+    """Refuse models and layouts that cannot be built. `hf` is the model folder's config.json, `gpus` the number of each
+    machine."""
+    check_architecture(hf)
+    require(config, _heads(config, hf))
+    _check_layers(config.trainer, hf["num_hidden_layers"])
+    family = megatron_arguments(hf)
+    experts = family.get("num_moe_experts", 0)
+    require(config, _serving(config, hf))
+    check_shape(config, hf, experts)
+    for rules in (
+        _roles(config, hf),
+        _recompute(config.trainer, hf["num_hidden_layers"], family),
+        _features(config.trainer, {**hf, **family}),
+        _experts(config.trainer, experts),
+        _dispatcher(config.trainer, experts),
+        _routing(config, hf),
+        _vision(config, hf),
+    ):
+        require(config, rules)
+    for one in active(config).values():
+        for problem in one.launch().check_model(config, {**hf, **family}, gpus):
+            raise problem
+    if config.trainer.lora.path:
+        check_start(config.trainer.lora, config.adapters)
+    longest = hf.get("max_position_embeddings", 0)
+    why = f"Must leave room for a prompt within the model's {longest} positions."
+    require(config, [("rollout.max_new_tokens", config.rollout.max_new_tokens >= longest, why)])
+
+
+def _heads(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of ranks that share attention heads."""
+    heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
+    serves = [d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)]
+    rows = (heads + 2 * kv_heads) * (hf.get("head_dim") or hf.get("hidden_size", heads) // heads)
+    trains = [d for d in serves if rows % d == 0]  # Megatron shares out the rows of queries, keys and values
+    for field, degree, allowed in (
+        ("trainer", config.trainer.tensor_parallel, trains),
+        ("engine", config.engine.parallel.attention, serves),  # SGLang replicates KV heads
+    ):
+        number, what = (heads, "attention heads") if heads % degree else (kv_heads, "key-value heads")
+        why = f"Must divide the model's {number} {what}: one of {allowed}."
+        yield f"{field}.tensor_parallel", degree, degree not in allowed, why
+
+
+def _serving(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of what engines or adapters cannot do with models of this family."""
+    of = family_of(hf)
+    for unsupported, why in of.serving.unsupported(hf):
+        yield "model.path", unsupported, True, why
+    why = "Trainers read FP8, but engines would keep it: asyncrl-convert dequantize FOLDER OUT, and set OUT."
+    yield "model.path", "quantization_config", bool(hf.get("quantization_config")), why
+    context = int(config.engine.server_args.get("context_length") or hf.get("max_position_embeddings", 0))
+    longest = of.serving.longest(hf) or context
+    why = (
+        f"SGLang computes another function than transformers from position {longest} on: set "
+        f"+engine.server_args.context_length={longest}."
+    )
+    yield "engine.server_args.context_length", context, context > longest, why
+    why = f"Adapters of {of.architecture} are not supported, because its files hold fused layers: set null."
+    yield "trainer.lora.rank", config.trainer.lora.rank is not None and not of.adapters, why
+
+
+def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
+    """Refuse engines of a shape that SGLang cannot give this model, or in which it cannot do what the run needs."""
+    require(config, _shape(config, hf, experts))
+
+
+def _shape(config: Config, hf: dict[str, Any], experts: int) -> Iterator[Rule]:
+    """Yield the rules of an engine of several groups of experts, replicas of attention, or pipeline stages."""
+    engine, family, layers = config.engine, hf["architectures"][0], hf["num_hidden_layers"]
+    tied, adapters, serving = hf.get("tie_word_embeddings", False), config.serves_adapters, family_of(hf).serving
+    if engine.expert_parallel > 1:
+        field = "engine.expert_parallel"
+        yield field, not experts, "The model has no routed experts: set it to 1."
+        why = f"Must divide the model's {experts} routed experts."
+        yield field, experts % engine.expert_parallel > 0, why
+    if engine.data_parallel > 1:
+        field = "engine.data_parallel"
+        why = f"SGLang replicates the attention of {REPLICATED} alone: set 1."
+        yield field, family not in REPLICATED, why
+        yield field, adapters, "Adapters in engines were tried with one replica alone: set 1."
+        yield field, tied, "A tied output layer was not tried with several replicas: set 1."
+    if engine.tensor_parallel > 1:
+        kv_heads = hf.get("num_key_value_heads") or hf["num_attention_heads"]
+        why = f"SGLang, which runs transformers' {family}, cannot divide {kv_heads} key-value heads: lower it."
+        yield "engine.tensor_parallel", not serving.fuses and kv_heads % engine.tensor_parallel > 0, why
+    if engine.pipeline_parallel > 1:
+        field = "engine.pipeline_parallel"
+        yield field, not serving.stages, f"SGLang has no stages of {family}: set 1."
+        sees = image_shape(hf) is not None
+        yield field, sees, "SGLang's stages of models with images were not tried: set 1."
+        yield field, adapters, "Adapters in engines were tried with one stage alone: set 1."
+        why = f"SGLang's {family} has no tied output layer on the last stage: set 1."
+        yield field, tied and not serving.tied_stages, why
+        yield field, layers < engine.pipeline_parallel, f"There are only {layers} layers: lower it."
+        pauses = config.mode == "train" and config.weights.pause_mode not in ("abort", "drain")
+        why = "SGLang does not pause the steps that are between stages: set weights.pause_mode=abort or drain."
+        yield field, pauses, why
+        why = "Engines cannot report routed experts of other stages: set 1, or algo.routing_replay=none."
+        yield field, config.algo.routing_replay == "R3", why
+
+
+def _check_layers(trainer: TrainerConfig, layers: int) -> None:
+    """Check that pipeline stages and their chunks can share the layers as they are told to, and that none is empty."""
+    try:
+        chunks = trainer.split.chunk_layers(layers)
+    except ValueError as error:
+        field, problem = error.args
+        remedy = f"The model has {layers} layers, and {problem}: change it, or set trainer.pipeline_split."
+        raise ConfigError(f"trainer.{field}", getattr(trainer, field), remedy) from None
+    if chunks[-1][-1].stop != layers or not all(len(chunk) for stage in chunks for chunk in stage):
+        sizes = [[len(chunk) for chunk in stage] for stage in chunks]
+        remedy = f"These are not the model's {layers} layers, at least one in each chunk."
+        raise ConfigError("trainer.pipeline_split", sizes, remedy)
+
+
+def _roles(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rule of roles with adapters of their own or past versions, of a model whose adapters engines serve."""
+    needs = config.mode == "train" and config.agents.need_versions
+    problem = not_served(hf)
+    why = f"Roles have adapters of their own or past versions, but {problem}: remove them."
+    yield "agents.roles", sorted(config.agents.roles), needs and bool(problem), why
+
+
+def _recompute(trainer: TrainerConfig, layers: int, family: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of units of layers, which divide each chunk, and of modules that the model has."""
+    recompute, field = trainer.recompute, "trainer.recompute"
+    if recompute.granularity == "full" and recompute.method == "uniform":
+        for chunk in (len(chunk) for stage in trainer.split.chunk_layers(layers) for chunk in stage):
+            why = f"Must divide the {chunk} layers of a pipeline stage's chunk: set method=block, or a divisor."
+            yield f"{field}.num_layers", chunk % recompute.num_layers > 0, why
+    if recompute.granularity != "selective":
+        return
+    experts, latent = family.get("num_moe_experts"), family.get("multi_latent_attention")
+    shared = family.get("moe_shared_expert_intermediate_size")
+    for module, has in (("moe", experts), ("moe_act", experts), ("shared_experts", shared), ("mla_up_proj", latent)):
+        lacks = module in recompute.modules and not has
+        yield f"{field}.modules", module, lacks, "The model has no such module: remove it."
+    ungrouped = trainer.layers != "transformer_engine" or trainer.lora.rank is not None
+    why = "Only grouped experts have it: set trainer.layers=transformer_engine without trainer.lora, or use moe."
+    yield f"{field}.modules", "moe_act", "moe_act" in recompute.modules and ungrouped, why
+
+
+def _features(trainer: TrainerConfig, model: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of tensor-parallel ranks, which divide every MLP evenly. Heads are checked elsewhere, and the
+    vocabulary is padded."""
+    if "kv_lora_rank" in model:
+        model = {**model, "latent": model["kv_lora_rank"] + model["qk_rope_head_dim"]}
+    tensor, expert_tensor = trainer.tensor_parallel, trainer.expert_tensor_parallel or trainer.tensor_parallel
+    for field, degree, of, features in (
+        ("tensor_parallel", tensor, "an MLP", "intermediate_size"),
+        ("tensor_parallel", tensor, "the shared experts", "moe_shared_expert_intermediate_size"),
+        ("tensor_parallel", tensor, "the latent queries", "q_lora_rank"),
+        ("tensor_parallel", tensor, "the latent keys and values", "latent"),
+        ("expert_tensor_parallel", expert_tensor, "a routed expert", "moe_ffn_hidden_size"),
+    ):
+        size = model.get(features) or 0
+        why = f"{degree} ranks cannot share the {size} features of {of} evenly: set it to a divisor."
+        yield f"trainer.{field}", size % degree > 0, why
+
+
+def _experts(trainer: TrainerConfig, experts: int) -> Iterator[Rule]:
+    """Yield the rules of expert parallelism, which divides the routed experts of models that have some."""
+    for field, off in (("expert_parallel", 1), ("expert_tensor_parallel", None)):
+        why = f"The model has no routed experts: set it to {off}."
+        yield f"trainer.{field}", not experts and getattr(trainer, field) != off, why
+    why = f"Must divide the model's {experts} routed experts."
+    yield "trainer.expert_parallel", experts % trainer.expert_parallel > 0, why
+    needs = experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel
+    why = "Megatron trains routed experts under trainer.tensor_parallel > 1 only with it: set it to true."
+    yield "trainer.sequence_parallel", bool(needs), why
+
+
+def _dispatcher(trainer: TrainerConfig, experts: int) -> Iterator[Rule]:
+    """Yield the rules of a token dispatcher whose kernels must be installed, and have ranks to exchange tokens
+    between."""
+    if trainer.token_dispatcher == "alltoall":
+        return
+    ranks = trainer.expert_parallel * (trainer.expert_tensor_parallel or trainer.tensor_parallel)
+    for wrong, why in (
+        (not experts, "The model has no routed experts"),
+        (ranks == 1, "One rank holds all experts"),
+        (trainer.device == "cpu", "Its kernels are for GPUs"),
+        (find_spec("deep_ep") is None, "The package deep_ep, which has its kernels, is not installed"),
+    ):
+        yield "trainer.token_dispatcher", wrong, f"{why}: set alltoall."
+
+
+def _routing(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of routing replay, which needs routers, and for R3 engines that report their routing."""
+    field, replay = "algo.routing_replay", config.algo.routing_replay
+    if replay == "none":
+        return
+    yield field, routing_shape(hf) is None, "The model has no routed experts: set none."
+    unreported = replay == "R3" and not family_of(hf).serving.reports_experts
+    name = hf["architectures"][0].removesuffix("ForCausalLM")
+    yield field, unreported, f"SGLang's {name} does not report its experts: set R2 or none."
+
+
+def _vision(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of a model that sees. It cannot be trained with what reads images with another vision tower than
+    the policy's, or under another distribution than the one without image tokens."""
+    if image_shape(hf) is None:
+        return
+    trainer = config.trainer
+    for field, value, who in (
+        ("algo.kl.reference_path", config.algo.kl.reference_path, "The reference"),
+        ("algo.critic.path", config.algo.critic.path, "The critic"),
+    ):
+        why = f"{who} sees with the policy's vision tower: unset it, or choose a text model."
+        yield field, bool(value), why
+    levels, first = deepstack(hf), trainer.split.chunk_layers(hf["num_hidden_layers"])[0][0]
+    field = "virtual_pipeline" if trainer.virtual_pipeline > 1 else "pipeline_parallel"
+    why = f"The first {levels} layers add features of images, and must be on the first stage: set fewer stages."
+    yield f"trainer.{field}", levels > len(first), why
+    if trainer.vision.tower == "frozen":
+        return
+    why = "Adapters are trained on frozen weights: set frozen."
+    yield "trainer.vision.tower", trainer.lora.rank is not None, why
+    repeats = bool(levels) and trainer.recompute.granularity == "full"
+    why = "Recomputed layers would repeat the backward pass of the vision tower whose features they add: set none."
+    yield "trainer.recompute.granularity", repeats, why
+    unknown = bool(levels) or config.engine.tensor_parallel > 1
+    why = "How engines of this model or layout lay out a trained vision tower is not known: set it to false."
+    yield "weights.verify", config.weights.verify and unknown, why

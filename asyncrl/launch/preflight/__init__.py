@@ -1,1 +1,0 @@
-"""Preflight: checks of a run before any of its processes is started."""
