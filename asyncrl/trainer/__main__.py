@@ -193,7 +193,10 @@ def _tell_the_end(rank: Rank, source: BatchSource, log: StepLog, facts: dict[str
     summary = {**facts, **metrics, **accuracy, **dtype_figures(json.loads((run_dir / MACHINE).read_text()))}
     for one in extension.active(config).values():
         summary |= one.summary(config, run_dir, metrics)
-    jsonl.replace(run_dir / "summary.json", {**summary, "ledger": source.status()["ledger"]})
+    status = source.status()
+    if "recoveries" in facts:
+        summary["recoveries"] += status["restarts"]
+    jsonl.replace(run_dir / "summary.json", {**summary, "ledger": status["ledger"]})
 
 
 def _leave(log: StepLog, progress: Progress) -> None:

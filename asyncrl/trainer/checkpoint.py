@@ -30,6 +30,7 @@ from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import METADATA, write_frame
 from asyncrl.errors import DeadlineExceeded, RecordError
 from asyncrl.metrics.record import StepLog
+from asyncrl.network.addresses import times_restarted
 from asyncrl.parallel import from_all, from_first
 from asyncrl.trainer import recovery, sharded
 from asyncrl.trainer.policy import Policy
@@ -127,7 +128,7 @@ class Checkpoints:
         """Return the statistics for summary.json."""
         if not self._settings.every:
             return {}
-        return {"checkpoint/last": self.last, "checkpoint/failed": self.failed, "recoveries": recovery.count()}
+        return {"checkpoint/last": self.last, "checkpoint/failed": self.failed, "recoveries": times_restarted()}
 
     # -- in the training loop ------------------------------------------------------------------------------
 

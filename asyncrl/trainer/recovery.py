@@ -22,7 +22,7 @@ from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
-from asyncrl.network.addresses import OUT_OF_MEMORY, RESTARTED
+from asyncrl.network.addresses import OUT_OF_MEMORY, times_restarted
 from asyncrl.parallel import from_first
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.weights.checksum import QUESTION, Checksums, differing, parse
@@ -69,7 +69,7 @@ def find_start(rank: Rank, source: BatchSource, fleet: Fleet, first: int) -> Sta
     """Return where the trainers begin: after a checkpoint, of this run or of the one that it resumes, or at `first`.
     Those that were started again take the fleet over. Collective."""
     checkpoint, recovered = rank.addresses.resume, None
-    if os.environ.get("ASYNCRL_INCARNATION"):
+    if times_restarted():
         if rank.parallel.is_first:
             newest = CheckpointStore(rank.run_dir).newest(lambda text: print(f"asyncrl: {text}", flush=True))
             checkpoint = newest[0] if newest else checkpoint
@@ -87,11 +87,6 @@ def _recovery(run_dir: Path, source: BatchSource, fleet: Fleet) -> Recovery:
         updating=bool(status["held"]),
         began=float(os.environ["ASYNCRL_DIED_AT"]),
     )
-
-
-def count() -> int:
-    """Return how often these trainers were started again."""
-    return int(os.environ.get("ASYNCRL_INCARNATION", "").removeprefix(RESTARTED) or 0)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ end. A resumed run asks only what has no answer yet; a question with a failed at
 
 from __future__ import annotations
 
-from asyncrl import importing  # noqa: F401  # first: see there
+from asyncrl import import_hooks  # noqa: F401  # first: see there
 
 # isort: split
 import asyncio
@@ -99,7 +99,7 @@ class Evaluator:
         results = self.results()
         summary: dict[str, Any] = {"reason": "every question was asked"}
         for name, one in results["sets"].items():
-            self._parts.reporter.evaluated(_line(name, one))
+            self._parts.reporter.evaluated([_line(name, one)])
             for figure, value in one["figures"].items():
                 summary[f"{name}/{figure}"] = str(Figure(**value))
             summary |= {f"{name}/failed": one["failed"]} if one["failed"] else {}
