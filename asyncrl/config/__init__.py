@@ -11,7 +11,7 @@ import json
 from copy import deepcopy
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ConfigDict, ValidationError, model_validator
 
@@ -23,7 +23,7 @@ from asyncrl.config.generation import (
     RolloutConfig,
 )
 from asyncrl.config.roles import AgentsConfig, PastConfig
-from asyncrl.config.rules import check_settings
+from asyncrl.config.rules import MODES, check_settings
 from asyncrl.config.running import (
     ENGINE_FRACTION,
     USABLE,
@@ -71,10 +71,11 @@ class Config(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    mode: Literal["train", "rollout_only", "replay"]
+    mode: str
     """train: engines generate and trainers train. rollout_only: only engines run, with their initial weights, and their
     output is recorded. replay: only trainers run and train the batches of a recording in its order. The same batches
-    give bitwise identical weights; a different algorithm can be tested on the same data."""
+    give bitwise identical weights; a different algorithm can be tested on the same data. Extensions have further
+    modes."""
     record: bool
     """Record all groups, and every event that determines the order of the run, in records/ of the run folder."""
     deterministic: bool
@@ -136,6 +137,21 @@ class Config(Section):
         """Return the models that are not trained and have engines of their own, by role: the name of the section."""
         extra = (self.model_extra or {}).items()
         return {name: section for name, section in extra if isinstance(section, AuxiliaryModelConfig)}
+
+    @property
+    def program(self) -> str:
+        """Return the module that asks the engines in place of the rollout process, in a mode of an extension."""
+        return "" if self.mode in MODES else str(extension.offered("modes", self.extensions)[self.mode].program)
+
+    @property
+    def trains(self) -> bool:
+        """Return whether trainers run."""
+        return self.mode != "rollout_only" and not self.program
+
+    @property
+    def generates(self) -> bool:
+        """Return whether engines run."""
+        return self.mode in ("train", "rollout_only") or bool(self.program)
 
     @property
     def fleets(self) -> dict[str, EngineConfig | AuxiliaryModelConfig]:

@@ -78,7 +78,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     trainers = _trainers(config, addresses, placement, run_dir)
     hooks = [one.launch() for one in extension.active(config).values()]
     more = [spec for one in hooks for spec in one.processes(config, addresses, placement, run_dir)]
-    if config.mode == "replay":
+    if not config.generates:
         return _changed(config, addresses, run_dir, [*more, *trainers])
     shown = signed(run_dir, addresses.router)
     router, hidden = _without_ports(router_argv(config.engine, addresses.router, placement.router.meeting, shown))
@@ -94,7 +94,12 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
             stop_signal=signal.SIGKILL,  # on SIGTERM smg waits for 5 s; its clients have ended, and it has no files
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
-        replace(rollout_process("asyncrl.rollout", addresses, placement.rollout, run_dir), **_recovery(config)),
+        replace(
+            rollout_process(config.program or "asyncrl.rollout", addresses, placement.rollout, run_dir),
+            ends_the_run=bool(config.program),
+            reports=True,
+            **_recovery(config),
+        ),
         *more,
         *([_collector(addresses, placement.rollout, run_dir)] if config.mode == "rollout_only" else trainers),
     ]

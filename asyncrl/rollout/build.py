@@ -184,21 +184,25 @@ class RolloutParts:
             outstanding=outstanding,
         )
 
+    async def begin(self, working: asyncio.TaskGroup) -> None:
+        """Wait until episodes can be played. What goes on meanwhile and afterwards are tasks of `working`."""
+        working.create_task(self.status.follow())
+        working.create_task(self.playing.serve())
+        await self._engines_ready()
+        self.server.starting = "the agents and environments to start"
+        await self.playing.start()
+        self.server.starting = ""
+        (self.run.run_dir / READY).touch()
+        if times_restarted():
+            self._tell_of_restart(float(os.environ["ASYNCRL_DIED_AT"]))
+        else:
+            self.observer.ready(self.run.addresses.started_at, "start_up")
+
     async def roll_out(self) -> None:
         """Wait for the engines, and play until cancelled."""
         config, addresses, inflight = self.run.config, self.run.addresses, self.playing.client.inflight
         async with asyncio.TaskGroup() as working:
-            working.create_task(self.status.follow())
-            working.create_task(self.playing.serve())
-            await self._engines_ready()
-            self.server.starting = "the agents and environments to start"
-            await self.playing.start()
-            self.server.starting = ""
-            (self.run.run_dir / READY).touch()
-            if times_restarted():
-                self._tell_of_restart(float(os.environ["ASYNCRL_DIED_AT"]))
-            else:
-                self.observer.ready(addresses.started_at, "start_up")
+            await self.begin(working)
             if _trainer_sends_first(config, addresses):
                 await self.groups.released()
             if self.resumed is None:
@@ -213,7 +217,7 @@ class RolloutParts:
         """Wait until the engines of the policy can answer. What fits their caches may be less than the context. Where
         this process was started again, the trainers decide which engines serve."""
         config, addresses = self.run.config, self.run.addresses
-        timeout, attached = config.engine.start_timeout, config.mode == "rollout_only"
+        timeout, attached = config.engine.start_timeout, not config.trains
 
         def tell(text: str) -> None:
             self.server.starting = text

@@ -56,8 +56,8 @@ class Evaluations:
         self._earlier = earlier
         self._attempts = attempts
         self._client = client
-        self._tasks = tasks
-        self._sets = sets
+        self.tasks = tasks
+        self.sets = sets
         self._settings = settings
         self._write = write
         self._timelines = timelines or Timelines()
@@ -77,7 +77,7 @@ class Evaluations:
         if self._running and self._running.done():
             self._running.result()  # its error ends the run here, not at its very end
             self._running = None
-        if not self._sets or not self._settings.every or version % self._settings.every:
+        if not self.sets or not self._settings.every or version % self._settings.every:
             return
         if self._running:
             self._skipped += 1
@@ -105,7 +105,7 @@ class Evaluations:
         if not self._earlier:
             return []
         version = self._client.inflight.version if self.newest is None else self.newest
-        return [line for line in self._earlier if line["version_min"] >= version][-len(self._sets) :]
+        return [line for line in self._earlier if line["version_min"] >= version][-len(self.sets) :]
 
     @property
     def under_way(self) -> bool:
@@ -131,18 +131,18 @@ class Evaluations:
         with self._client.roles.newest() as adapter:
             async with asyncio.TaskGroup() as group:
                 asked = {
-                    name: [group.create_task(self._ask(prompt, adapter)) for prompt in prompts]
-                    for name, prompts in self._sets.items()
+                    name: [group.create_task(self.ask(prompt, adapter)) for prompt in prompts]
+                    for name, prompts in self.sets.items()
                 }
         seconds = time.monotonic() - started
         lines = []
         for name, tasks in asked.items():
-            figures = summarize(name, [task.result() for task in tasks], self._tasks[name].correct)
+            figures = summarize(name, [task.result() for task in tasks], self.tasks[name].correct)
             lines.append({**figures, "skipped": self._skipped, "time/eval": seconds})
         self._write(lines)
         return lines
 
-    async def _ask(self, prompt: Prompt, adapter: int | None) -> Sequence[Attempt]:
+    async def ask(self, prompt: Prompt, adapter: int | None = None) -> Sequence[Attempt]:
         """Return all answers to one question. They share an engine, and the sampled ones share a request."""
         async with self._room:
             name = f"e{next(self._serial):010d}"

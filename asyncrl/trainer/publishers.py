@@ -65,7 +65,7 @@ def build_publisher(
             rank.warn(text, version)
             rank.timeline.phase("recovery", version, died, time.time())
 
-        sender = CatchingUp(sender, start, fleet, tell if rank.parallel.is_first else lambda *_: None)
+        sender = CatchingUp(sender, start, fleet, tell if rank.parallel.is_first else None)
     if config.cluster.takes_turns:
         release = partial(_release, source, hand_over) if hand_over else lambda: None
         return Colocated(sender, policy.memory, log, release), why
@@ -130,8 +130,8 @@ class _Builder:
         """Return a publisher of all weights, or of the base alone, and the reason for its transport. `update` is the
         protocol, if the engines need another than usual."""
         rank, config, policy = self.rank, self.rank.config, self.policy
-        if config.mode == "replay":
-            return NoEngines(self.source.announce, first=rank.parallel.is_first), "none (mode=replay)"
+        if not config.generates:
+            return NoEngines(self.source.announce, first=rank.parallel.is_first), f"none (mode={config.mode})"
         weights, gpus = policy.sent(), rank.addresses.gpus
         transport, why = build_transport(
             config,

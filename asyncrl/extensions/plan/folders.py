@@ -99,7 +99,7 @@ class SpaceNeeded:
 def room_of(config: Config, elements: int, stored: StoredBytes | None = None) -> SpaceNeeded:
     """Return the disk space for a policy of this many parameters, all of which are trained unless `stored` says
     otherwise."""
-    training, steps = config.mode != "rollout_only", config.run.max_steps
+    training, steps = config.trains, config.run.max_steps
     weights = elements * BYTES[config.trainer.dtype]
     stored = stored or StoredBytes(elements * CHECKPOINT * (1 + config.algo.has_critic), weights)
     one = stored.checkpoint if training else 0
