@@ -83,7 +83,7 @@ class Sft(extension.Extension):
             return extension.TrainerHooks()
         from asyncrl.extensions.sft import training
 
-        return training.Sft(self.settings, policy)
+        return training.Supervised(self.settings, policy)
 
 
 Own = Sft

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.sft.training import RowOrder, Sft, SftBatches, State
+from asyncrl.extensions.sft.training import RowOrder, SftBatches, State, Supervised
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.plan import plan
 from asyncrl.schema import Batch, Group, Trajectory, decode_batch
@@ -57,7 +57,7 @@ def test_parts_of_a_batch_have_its_rows_and_figures_once() -> None:
 
 
 def test_checkpoint_of_other_rows_is_not_gone_on_with() -> None:
-    hooks = object.__new__(Sft)
+    hooks = object.__new__(Supervised)
     hooks._state = State("a", 4, 0)
     hooks.restore(hooks.state())
     for state, problem in (
