@@ -6,7 +6,7 @@ end. A resumed run asks only what has no answer yet; a question with a failed at
 
 from __future__ import annotations
 
-from asyncrl import importing  # noqa: F401  # first: see there
+from asyncrl import import_hooks  # noqa: F401  # first: see there
 
 # isort: split
 import asyncio
