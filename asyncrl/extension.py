@@ -382,7 +382,8 @@ class Extension:
         return EngineHooks()
 
     def trainer(self, policy: Policy) -> TrainerHooks:
-        """Return the hooks on a trainer rank, whose networks hold the weights of the model folder."""
+        """Return the hooks on a trainer rank, whose networks hold the weights of the model folder. Blocks around a
+        network's micro-batches are added to its `around_forward`."""
         return TrainerHooks()
 
     def steps(

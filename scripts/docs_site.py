@@ -34,6 +34,7 @@ COMMANDS = {
     "asyncrl-inspect": "shows a recorded run in the terminal, or as a page ([its page](../extensions/view.md))",
     "asyncrl-watch": "serves a live page of runs from their files ([its page](../extensions/view.md))",
     "asyncrl-convert": "converts weights between the formats of Megatron and HF ([its page](../extensions/convert.md))",
+    "asyncrl-envs": "installs environments of verifiers ([their page](../extensions/verifiers.md))",
     "asyncrl-install": "installs the CPU engine and the locked dependencies beside an installed wheel",
 }
 PYTHON = ("asyncrl.schema", "asyncrl.algo.registry", "asyncrl.algo.table", "asyncrl.envs.env", "asyncrl.rewards.reward")

@@ -201,9 +201,9 @@ class Config(Section):
 
     @property
     def recovers(self) -> bool:
-        """Return whether trainers that die start again from a checkpoint: not yet those that hand over their GPUs, or
-        whose versions are adapters."""
-        asked = self.cluster.on_trainer_death == "recover" and self.mode == "train" and bool(self.checkpoint.every)
+        """Return whether trainers and the rollout process are started again when they die: not yet where trainers hand
+        over their GPUs, or where versions are adapters."""
+        asked = self.cluster.on_death == "recover" and self.mode == "train" and bool(self.checkpoint.every)
         return asked and not self.cluster.takes_turns and self.weights.lora != "versions"
 
     @property

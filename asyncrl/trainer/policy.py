@@ -47,9 +47,12 @@ class Policy:
     ) -> None:
         """Load the model of an HF folder. `progress` is called at the start of each micro-batch."""
         algo = config.algo
-        self.config, self.parallel, self.folder = config, parallel, folder
+        self.config = config
+        self.parallel = parallel
+        self.folder = folder
         self.network = Network(config.trainer, folder, parallel, adapters=config.adapters, progress=progress)
-        self.weights, self.hf = self.network.weights, self.network.hf
+        self.weights = self.network.weights
+        self.hf = self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
         self.optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
         self._reference = self._load_reference(folder)

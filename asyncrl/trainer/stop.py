@@ -15,7 +15,8 @@ class StopRule:
     def __init__(self, run: RunConfig, end: int | None = None) -> None:
         """Set up the rule. `end` is the version after the last batch, where all are given; then nothing else ends
         the run."""
-        self._run, self._end = run, end
+        self._run = run
+        self._end = end
         self._rewards: deque[float] = deque(maxlen=run.reward_window)
         self._tokens = 0.0
 

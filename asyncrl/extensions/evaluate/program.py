@@ -99,7 +99,7 @@ class Evaluator:
         results = self.results()
         summary: dict[str, Any] = {"reason": "every question was asked"}
         for name, one in results["sets"].items():
-            self._parts.reporter.evaluated(_line(name, one))
+            self._parts.reporter.evaluated([_line(name, one)])
             for figure, value in one["figures"].items():
                 summary[f"{name}/{figure}"] = str(Figure(**value))
             summary |= {f"{name}/failed": one["failed"]} if one["failed"] else {}

@@ -6,5 +6,7 @@ histories.py    which chat a request continues, and its exact tokens
 messages.py     canonical form in which messages are compared and rendered; error responses
 fields.py       request fields, of which those that would corrupt training are refused
 answers.py      responses in the OpenAI format
+responses_api.py, messages_api.py   OpenAI's responses and Anthropic's messages, in the form of chats
+parsing.py      tool calls in an answer, and how one is forced
 rewards.py      rewards posted by the programs
 """

@@ -42,8 +42,8 @@ RUN_ID = "ASYNCRL_RUN_ID"
 class ThroughTheProxy:
     """Base class of agents behind the proxy. Its server runs from the first episode on."""
 
-    def __init__(self, tool_format: str, host: str, port: int) -> None:
-        self._proxy = Proxy(host=host, port=port, tool_format=tool_format)
+    def __init__(self, tool_format: str, host: str, port: int, reasoning: bool = False) -> None:
+        self._proxy = Proxy(host=host, port=port, tool_format=tool_format, reasoning=reasoning)
 
     def figures(self) -> dict[str, int]:
         """Return counts of requests. More than one of `proxy/contexts_begun` per episode means extra samples from
@@ -78,6 +78,7 @@ class Proxied(ThroughTheProxy):
         *,
         params: Mapping[str, Any] | None = None,
         tool_format: str = "hermes",
+        reasoning: bool = False,
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
@@ -85,7 +86,7 @@ class Proxied(ThroughTheProxy):
 
         agent: import path, module:name, of an async function of (question, base_url, api_key) and `params`
         """
-        super().__init__(tool_format, host, port)
+        super().__init__(tool_format, host, port, reasoning)
         self._solve, self._params = load(agent, "agent_params.agent"), dict(params or {})
         if not inspect.iscoroutinefunction(self._solve):
             remedy = "Must be an async function of (question, base_url, api_key); use Command for code that blocks."
@@ -114,6 +115,7 @@ class Command(ThroughTheProxy):
         cwd: str | None = None,
         reads_reward: bool = False,
         tool_format: str = "hermes",
+        reasoning: bool = False,
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
@@ -123,7 +125,7 @@ class Command(ThroughTheProxy):
             folder of this process's python
         reads_reward: read the reward from the last line of the program's stdout, which must be {"reward": x}
         """
-        super().__init__(tool_format, host, port)
+        super().__init__(tool_format, host, port, reasoning)
         if isinstance(argv, str) or not argv:
             raise ConfigError("agent_params.argv", argv, "Must be a list: the program, then its arguments.")
         if cwd is not None and not Path(cwd).expanduser().is_dir():

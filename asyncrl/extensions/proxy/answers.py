@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,17 @@ class ResponseChoice:
     turn: int
     completion: Completion
     message: Message
+    stopped_at: str | None = None
+    """The stop string of the request at which the message was cut."""
+    malformed: Sequence[str] = ()
+    """What is wrong with each tool call that stayed in the text."""
 
     @property
     def finish_reason(self) -> str:
         """Finish reason: stop, length or tool_calls."""
-        return "tool_calls" if "tool_calls" in self.message else self.completion.finish_reason
+        if "tool_calls" in self.message:
+            return "tool_calls"
+        return "stop" if self.stopped_at else self.completion.finish_reason
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class ApiResponse:
         form = _chat_choice if route == "chat" else _text_choice
         choices = [form(n, choice, self.wanted, template) for n, choice in enumerate(self.choices)]
         kind = "chat.completion" if route == "chat" else "text_completion"
-        body = {**_head(kind, self.wanted.model), "choices": choices, "usage": self._usage()}
+        body = {**_head(kind, self.wanted.model), "choices": choices, "usage": self.usage()}
         if self.wanted.token_ids:
             body["prompt_token_ids"] = self.context
         return msgspec.json.encode(body)
@@ -62,12 +68,18 @@ class ApiResponse:
             else:
                 chunks.append({**head, "choices": [_text_choice(n, choice, self.wanted, template)]})
         if self.wanted.usage:
-            chunks.append({**head, "choices": [], "usage": self._usage()})
+            chunks.append({**head, "choices": [], "usage": self.usage()})
         return b"".join(b"data: " + msgspec.json.encode(chunk) + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
 
-    def _usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, int]:
+        """Return the numbers of tokens."""
         read, written = len(self.context), sum(len(choice.completion.token_ids) for choice in self.choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+def server_event(kind: str, data: dict[str, Any]) -> bytes:
+    """Return a server-sent event with a name."""
+    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def _head(kind: str, model: str) -> dict[str, Any]:
@@ -89,6 +101,8 @@ def _pieces(index: int, choice: ResponseChoice, wanted: RequestOptions, template
     """Yield a chat message as deltas: its role, its content, its tool calls and its finish reason."""
     message, empty = choice.message, {"index": index, "finish_reason": None, "logprobs": None}
     yield {**empty, "delta": {"role": "assistant", "content": ""}}
+    if thought := message.get("reasoning_content"):
+        yield {**empty, "delta": {"reasoning_content": thought}}
     if message["content"] or wanted.logprobs:
         logprobs = _chat_logprobs(choice.completion, template) if wanted.logprobs else None
         yield {**empty, "delta": {"content": message["content"] or ""}, "logprobs": logprobs}
@@ -108,7 +122,9 @@ def _text_choice(index: int, choice: ResponseChoice, wanted: RequestOptions, tem
 
 
 def _more(choice: ResponseChoice, wanted: RequestOptions) -> dict[str, Any]:
-    return {"turn": choice.turn} | ({"token_ids": choice.completion.token_ids} if wanted.token_ids else {})
+    malformed = {"malformed_tool_calls": list(choice.malformed)} if choice.malformed else {}
+    tokens = {"token_ids": choice.completion.token_ids} if wanted.token_ids else {}
+    return {"turn": choice.turn} | malformed | tokens
 
 
 def _chat_logprobs(completion: Completion, template: Template) -> dict[str, Any]:

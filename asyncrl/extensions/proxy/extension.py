@@ -15,6 +15,7 @@ class OpenAIProxy(extension.Extension):
         "proxy/refused": "number of requests that were refused because they asked for something that would spoil "
         "training",
         "proxy/abandoned": "number of requests whose agent or episode ended before the answer",
+        "proxy/malformed": "number of tool calls that could not be read, and stayed in the text of the answer",
     }
     """Counts since the start of the run."""
 

@@ -7,7 +7,7 @@ would be silently wrong. Unknown fields are refused too, because they may have t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ _SHAPING: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
 }
 _OTHER: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tool_choice": (("auto", "none"), 'Must be "auto" or "none": what forces a call draws from another distribution.'),
     "parallel_tool_calls": ((True,), "Remove it: nothing keeps the model from writing two calls."),
     "top_logprobs": ((0,), "Remove it: the engine tells the log-probabilities of the tokens that were drawn."),
     "best_of": ((1,), "Remove it: what is not shown would be trained too. Ask for n, and choose."),
@@ -38,7 +37,7 @@ _OTHER: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 _READ = {"model", "stream", "stream_options", "max_tokens", "n", "logprobs", "temperature", "stop", "return_token_ids"}
 _READ_BY: dict[Route, set[str]] = {
-    "chat": _READ | {"messages", "tools", "max_completion_tokens"},
+    "chat": _READ | {"messages", "tools", "tool_choice", "max_completion_tokens"},
     "text": _READ | {"prompt"},
 }
 _WITHOUT_EFFECT = {
@@ -65,6 +64,13 @@ class RequestOptions:
     usage: bool  # include the usage in the stream
     logprobs: bool
     token_ids: bool
+    stop: Sequence[str] = ()  # texts at which the client's copy of an answer ends
+
+    def cut(self, text: str) -> tuple[str, str | None]:
+        """Return the text up to the first of `stop`, and which it was."""
+        found = [(place, one) for one in self.stop if (place := text.find(one)) >= 0]
+        place, stop = min(found, default=(len(text), None))
+        return text[:place], stop
 
 
 def read(body: Body, route: Route, *, temperature: float, end: str) -> RequestOptions:
@@ -79,9 +85,9 @@ def read(body: Body, route: Route, *, temperature: float, end: str) -> RequestOp
         remedy = f"Remove it, or train at it: rollout.temperature is {temperature}."
         raise bad_field("temperature", body["temperature"], remedy)
     stop = body.get("stop") or []
-    if not isinstance(stop, str | list) or any(one != end for one in ([stop] if isinstance(stop, str) else stop)):
-        remedy = f"Remove it: answers end where the run's do ({end}), and nowhere else. Cut the text that you read."
-        raise bad_field("stop", body["stop"], remedy)
+    stops = stop if isinstance(stop, list) else [stop]
+    if not all(isinstance(one, str) and one for one in stops):
+        raise bad_field("stop", stop, "Must be a text, or a list of texts.")
     limits = [_whole(body, name, 1) for name in ("max_tokens", "max_completion_tokens")]
     options = _typed(body, "stream_options", dict, "an object") or {}
     return RequestOptions(
@@ -92,6 +98,7 @@ def read(body: Body, route: Route, *, temperature: float, end: str) -> RequestOp
         usage=bool(options.get("include_usage")),
         logprobs=_logprobs(body, route),
         token_ids=bool(_typed(body, "return_token_ids", bool, "true or false")),
+        stop=tuple(one for one in stops if one != end),  # answers end there anyway, and its text is not shown
     )
 
 

@@ -51,7 +51,8 @@ def read(message: Any, name: str = "message") -> CanonicalMessage:
     calls = normal.get("tool_calls", [])
     if calls:
         normal["tool_calls"] = _calls(calls, f"{name}.tool_calls")
-    key = msgspec.json.encode(normal, order="deterministic")
+    compared = {name: value for name, value in normal.items() if name != "reasoning_content"}  # clients may drop it
+    key = msgspec.json.encode(compared, order="deterministic")
     return CanonicalMessage(key, {"content": "", **normal}, len(calls))
 
 
@@ -77,6 +78,14 @@ def assistant(content: str, calls: Sequence[ToolCall]) -> Message:
             for call in calls
         ]
     return message
+
+
+def without_thoughts(text: str) -> tuple[str, str]:
+    """Return the thoughts at the beginning of an answer, and the rest. The template may have opened the tag."""
+    thought, closed, rest = text.partition("</think>")
+    if closed:
+        return thought.removeprefix("<think>").strip("\n"), rest.lstrip("\n")
+    return (text.removeprefix("<think>").strip("\n"), "") if text.startswith("<think>") else ("", text)
 
 
 def _text(content: Any, name: str) -> str | list[Message]:
@@ -136,7 +145,8 @@ class ApiError(AsyncRLError):
     def body(self) -> dict[str, Any]:
         """Return the error in the OpenAI API's format."""
         kind = TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self._param, "code": self._code}}
+        error = {"message": str(self), "type": kind, "param": self._param, "code": self._code}
+        return {"type": "error", "error": error}  # Anthropic's clients read the first field
 
 
 def bad_field(param: str, value: object, remedy: str) -> ApiError:

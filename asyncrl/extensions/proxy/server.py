@@ -1,11 +1,14 @@
 """HTTP server of the proxy, in the event loop of the rollout process.
 
     POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{name}
+    POST /v1/responses           POST /v1/messages
     POST /v1/reward {"reward": x}                  reward of the episode
     POST /v1/reward {"reward": x, "turn": k}       reward of the answer whose choice has this `turn`
 
 The API key identifies the episode: `Authorization: Bearer SECRET-SESSION`. All keys of a proxy have the same SECRET, so
-that the key of an episode that has ended (410) can be told from one that was never issued (401).
+that the key of an episode that has ended (410) can be told from one that was never issued (401). A client that serves
+several episodes has the SECRET alone, and names the episode in a header: `X-Session-ID: SESSION`, or SESSION.ROLE for
+one of several actors in an episode.
 
 waits for     request bodies and engines, until the client disconnects or the episode ends, which cancels the request.
               The proxy needs no deadlines, because episodes have them (rollout/episode.py)
@@ -20,6 +23,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -31,6 +35,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.extensions.proxy import messages_api, parsing, responses_api
 from asyncrl.extensions.proxy.answers import ApiResponse
 from asyncrl.extensions.proxy.fields import Body
 from asyncrl.extensions.proxy.fields import Route as Kind
@@ -54,15 +59,20 @@ Handle = Callable[[ProxySession, Body], Awaitable[Response]]
 class Proxy:
     """The proxy's server and its sessions."""
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, tool_format: str = "hermes") -> None:
+    def __init__(
+        self, *, host: str = "127.0.0.1", port: int = 0, tool_format: str = "hermes", reasoning: bool = False
+    ) -> None:
         """Create the proxy. Raises ConfigError for an unknown `tool_format`.
 
         port: 0 for any free port
-        tool_format: format in which the model writes tool calls (extensions/tools/calls.py)
+        tool_format: format in which the model writes tool calls (parsing.py)
+        reasoning: tell thoughts (<think>) apart from the content of answers
         """
+        self._reasoning = reasoning
         self._host, self._port = host, port
-        self._tool_format = tool_calls.known(tool_format, "agent_params.tool_format")
-        self._secret = secrets.token_urlsafe(12)
+        self._tool_format = parsing.known(tool_format, "agent_params.tool_format")
+        self.secret = secrets.token_urlsafe(12)
+        """Key of clients that serve several episodes."""
         self._sessions: dict[str, ProxySession] = {}
         self._server: SignalFreeServer | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -72,6 +82,7 @@ class Proxy:
         """Start the server unless it is running. Raises OSError when the address is taken."""
         if self._serving is not None:
             return
+        parsing.load(self._tool_format)
         listening = _listen(self._host, self._port)
         self._port = listening.getsockname()[1]
         settings: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "lifespan": "off"}
@@ -110,7 +121,13 @@ class Proxy:
         self.start()
         if self._serving and self._serving.done():
             raise AsyncRLError("the proxy's server has ended") from self._serving.exception()
-        made = ProxySession(generate, tool_format=self._tool_format, figures=self.figures, secret=self._secret)
+        made = ProxySession(
+            generate,
+            tool_format=self._tool_format,
+            figures=self.figures,
+            secret=self.secret,
+            reasoning=self._reasoning,
+        )
         self._sessions[made.key] = made
         try:
             async with made:
@@ -124,6 +141,8 @@ class Proxy:
         routes = [
             Route("/v1/chat/completions", self._route(_chat), methods=["POST"]),
             Route("/v1/completions", self._route(_complete), methods=["POST"]),
+            Route("/v1/responses", self._route(_responses), methods=["POST"]),
+            Route("/v1/messages", self._route(_messages), methods=["POST"]),
             Route("/v1/reward", self._route(_reward), methods=["POST"]),
             Route("/v1/models", self._route(_models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._route(_model), methods=["GET"]),
@@ -133,7 +152,7 @@ class Proxy:
     def _route(self, handle: Handle) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
-                return await _while_wanted(self._of(request), request, handle)
+                return await _while_wanted(*self._of(request), request, handle)
             except ApiError as refused:
                 self.figures.refused += refused.status in (400, 413)
                 return _refusal(refused)
@@ -142,18 +161,23 @@ class Proxy:
 
         return endpoint
 
-    def _of(self, request: Request) -> ProxySession:
-        """Return the session of a request. Raises ApiError (401 or 410)."""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and (session := self._sessions.get(key.strip())):
-            return session
-        if key.strip().startswith(f"{self._secret}-"):
+    def _of(self, request: Request) -> tuple[ProxySession, str]:
+        """Return the session of a request, and the role. Raises ApiError (401 or 410)."""
+        anthropic = f"bearer {request.headers.get('x-api-key', '')}"
+        scheme, _, key = request.headers.get("authorization", anthropic).partition(" ")
+        key, role = key.strip(), ""
+        if key == self.secret:
+            name, _, role = request.headers.get("x-session-id", "").partition(".")
+            key = f"{key}-{name}"
+        if scheme.lower() == "bearer" and (session := self._sessions.get(key)):
+            return session, role
+        if key.startswith(f"{self.secret}-"):
             raise gone()
         raise ApiError(401, "the proxy does not know this API key: use the one that the episode received")
 
     async def _bug(self, request: Request, error: Exception) -> Response:
         """Fail the session after a bug in the proxy, so that the run ends with it instead of blaming the agent."""
-        self._of(request).fail(AsyncRLError(f"a bug in the proxy: {error!r}"))
+        self._of(request)[0].fail(AsyncRLError(f"a bug in the proxy: {error!r}"))
         return _refusal(ApiError(500, f"a bug in the proxy: {error!r}"))
 
 
@@ -179,7 +203,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-async def _while_wanted(session: ProxySession, request: Request, handle: Handle) -> Response:
+async def _while_wanted(session: ProxySession, role: str, request: Request, handle: Handle) -> Response:
     """Handle a request, and cancel it when its client disconnects. Raises ApiError, or ClientDisconnect."""
     watching: asyncio.Task[None] | None = None
     left = False
@@ -192,7 +216,7 @@ async def _while_wanted(session: ProxySession, request: Request, handle: Handle)
         task.cancel()
 
     try:
-        with session.call() as task:
+        with session.call(role) as task:
             body = await _body(request) if request.method == "POST" else {}
             watching = asyncio.create_task(watch(task))
             return await handle(session, body)
@@ -232,6 +256,14 @@ async def _complete(session: ProxySession, body: Body) -> Response:
     return _sent(session, await session.complete(body), "text")
 
 
+async def _responses(session: ProxySession, body: Body) -> Response:
+    return _in_form(await session.chat(responses_api.as_chat(body)), body, responses_api)
+
+
+async def _messages(session: ProxySession, body: Body) -> Response:
+    return _in_form(await session.chat(messages_api.as_chat(body)), body, messages_api)
+
+
 async def _reward(session: ProxySession, body: Body) -> Response:
     session.take_reward(body)
     return _json({})
@@ -254,6 +286,12 @@ def _sent(session: ProxySession, answer: ApiResponse, kind: Kind) -> Response:
     if answer.wanted.stream:
         return Response(answer.events(kind, session.template), media_type="text/event-stream")
     return Response(answer.whole(kind, session.template), media_type="application/json")
+
+
+def _in_form(answer: ApiResponse, body: Body, form: ModuleType) -> Response:
+    if answer.wanted.stream:
+        return Response(form.events(answer, body), media_type="text/event-stream")
+    return _json(form.whole(answer, body))
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,13 +25,12 @@ from jinja2 import TemplateError
 
 from asyncrl.agents.linking import link
 from asyncrl.errors import AsyncRLError, EpisodeFailed, PromptRefused
-from asyncrl.extensions.proxy import messages
+from asyncrl.extensions.proxy import messages, parsing
 from asyncrl.extensions.proxy.answers import ApiResponse, ResponseChoice
 from asyncrl.extensions.proxy.fields import Body, RequestOptions, Route, read
 from asyncrl.extensions.proxy.histories import ChatHistories, TextHistories
 from asyncrl.extensions.proxy.messages import ApiError, bad_field
 from asyncrl.extensions.proxy.rewards import Rewards
-from asyncrl.extensions.tools import calls as tool_calls
 from asyncrl.images import ImageRefused, image_name
 from asyncrl.images.parts import images_in
 from asyncrl.schema import Completion, Exchange, Generate, Message, Template, Trajectory
@@ -45,23 +44,28 @@ class ProxyStats:
     contexts_begun: int = 0  # of these, answers that continue no earlier answer of their session
     refused: int = 0  # requests refused because of their content
     abandoned: int = 0  # requests whose client disconnected or whose episode ended first
+    malformed: int = 0  # tool calls that could not be read, and stayed in the text
 
 
 class ProxySession:
     """Session of one episode."""
 
-    def __init__(self, generate: Generate, *, tool_format: str, figures: ProxyStats, secret: str = "") -> None:
-        """Create a session. Its API key begins with `secret`."""
-        self.key = f"{secret}-{secrets.token_urlsafe(24)}"
+    def __init__(
+        self, generate: Generate, *, tool_format: str, figures: ProxyStats, secret: str = "", reasoning: bool = False
+    ) -> None:
+        """Create a session. Its API key is `secret` and its name."""
+        self.name = secrets.token_hex(16)
+        self.key = f"{secret}-{self.name}"
         self.closed = False
         self._generate, self._tool_format, self._figures = generate, tool_format, figures
+        self._reasoning = reasoning
         self._chats, self._texts = ChatHistories(), TextHistories()
         self._serial = itertools.count()
         self._answered: list[tuple[int, Exchange]] = []  # with the numbers of their requests
         self._images: dict[str, bytes] = {}  # of the answered requests, by name
         self._rewards = Rewards()
         self._full = False
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._calls: dict[asyncio.Task[Any], str] = {}  # open requests with their roles
         self._fault: AsyncRLError | None = None
         self._scope = asyncio.timeout(None)
 
@@ -88,14 +92,15 @@ class ProxySession:
             call.cancel()
 
     @contextmanager
-    def call(self) -> Iterator[asyncio.Task[Any]]:
+    def call(self, role: str = "") -> Iterator[asyncio.Task[Any]]:
         """Track the current task as one request, and yield it, so that it can be cancelled when its client disconnects.
+        `role` names the actor that makes it, in an episode with several.
 
         Raises ApiError (410) when the episode ends first.
         """
         task = asyncio.current_task()
         assert task is not None
-        self._calls.add(task)
+        self._calls[task] = role
         try:
             yield task
         except asyncio.CancelledError:
@@ -104,7 +109,7 @@ class ProxySession:
                 raise
             raise gone() from None
         finally:
-            self._calls.discard(task)
+            del self._calls[task]
 
     def fail(self, error: AsyncRLError) -> None:
         """End the episode with this error, which its block raises."""
@@ -123,22 +128,28 @@ class ProxySession:
         """Answer POST /v1/chat/completions. Raises ApiError."""
         wanted = self._wanted(body, "chat")
         sent = messages.read_all(body.get("messages"))
-        tools = body.get("tools") or []
-        keys, tools_key = [message.key for message in sent], messages.tools_key(tools)
+        tools, choice = body.get("tools") or [], body.get("tool_choice") or "auto"
+        keys, tools_key = [message.key for message in sent], self._role.encode() + messages.tools_key(tools)
         known, length = self._chats.find(tools_key, keys)
         new = [message.rendered for message in sent[length:]]
         images = [*self._seen(known), *await self._read(new)]
-        context = self._render(new, tools, known)
+        begins = parsing.forced(choice, tools, self._tool_format)
+        context = [*self._render(new, tools, known), *(self.template.encode(begins) if begins else ())]
         asked = await self._ask(context, wanted, images, begins=known is None)
         choices = []
         for turn, one in asked:
-            text, calls = self.template.decode(one.completion.token_ids), list[tool_calls.ToolCall]()
-            if tools and body.get("tool_choice") != "none":
+            written = self.template.decode(one.completion.token_ids)
+            text, stop = wanted.cut(begins + written)
+            thought, rest = messages.without_thoughts(text) if self._reasoning else ("", text)
+            read = parsing.Parsed(rest)
+            if tools and choice != "none":
                 before = sum(message.calls for message in sent)
-                text, calls = tool_calls.parse(text, self._tool_format, before=before)
-            said = messages.assistant(text, calls)
-            self._chats.keep(tools_key, [*keys, messages.read(said).key], one)
-            choices.append(ResponseChoice(turn, one.completion, said))
+                read = parsing.parse(rest, self._tool_format, tools, before=before)
+            said = messages.assistant(read.text, read.calls) | ({"reasoning_content": thought} if thought else {})
+            if begins + written == text + (stop or ""):  # else more was written than the client has read
+                self._chats.keep(tools_key, [*keys, messages.read(said).key], one)
+            self._figures.malformed += len(read.malformed)
+            choices.append(ResponseChoice(turn, one.completion, said, stop, read.malformed))
         return ApiResponse(wanted, context, choices)
 
     async def complete(self, body: Body) -> ApiResponse:
@@ -157,10 +168,10 @@ class ProxySession:
             raise bad_field("prompt", prompt, "Must be one text, or the token ids of one.")
         choices = []
         for turn, one in await self._ask(context, wanted, self._seen(known), begins=known is None):
-            text = self.template.decode(one.completion.token_ids)
-            if isinstance(prompt, str):
+            text, stop = wanted.cut(said := self.template.decode(one.completion.token_ids))
+            if isinstance(prompt, str) and said == text + (stop or ""):
                 self._texts.keep(prompt + text, one)
-            choices.append(ResponseChoice(turn, one.completion, {"role": "assistant", "content": text}))
+            choices.append(ResponseChoice(turn, one.completion, {"role": "assistant", "content": text}, stop))
         return ApiResponse(wanted, context, choices)
 
     def take_reward(self, body: Body) -> None:
@@ -172,13 +183,27 @@ class ProxySession:
         """Posted reward of the episode, or None."""
         return self._rewards.episode
 
-    def trajectory(self, prompt_ids: list[int], reward: float | None, images: Sequence[bytes] = ()) -> Trajectory:
-        """Return all answers as a trajectory, with the rewards of turns. Raises EpisodeFailed when there are none."""
-        if not self._answered:
-            raise EpisodeFailed("agent_error", "it made no request to the model")
+    def trajectory(
+        self,
+        prompt_ids: list[int],
+        reward: float | None,
+        images: Sequence[bytes] = (),
+        roles: Container[str] | None = None,
+    ) -> Trajectory:
+        """Return all answers as a trajectory, or those of some roles, with the rewards of turns. Raises EpisodeFailed
+        when there are none."""
         in_order = sorted(self._answered, key=lambda answer: answer[0])
+        in_order = [one for one in in_order if roles is None or one[1].role in roles]
+        if not in_order:
+            raise EpisodeFailed("agent_error", "it made no request to the model")
         turns = link(prompt_ids, [asked for _, asked in in_order], [image_name(png) for png in images])
         return Trajectory(self._rewards.given(turns, [asked for _, asked in self._answered]), reward)
+
+    @property
+    def _role(self) -> str:
+        """Role of the actor whose request the current task is."""
+        task = asyncio.current_task()
+        return self._calls.get(task, "") if task else ""
 
     # -- tokens --------------------------------------------------------------------------------------------
 
@@ -211,7 +236,8 @@ class ProxySession:
     ) -> list[tuple[int, Exchange]]:
         """Generate the answers and return each with the number of its turn. Raises ApiError (503) when engines fail."""
         numbers = [next(self._serial) for _ in range(wanted.choices)]
-        calls = [self._generate(context, max_new_tokens=wanted.limit, images=images) for _ in numbers]
+        role = self._role
+        calls = [self._generate(context, max_new_tokens=wanted.limit, role=role, images=images) for _ in numbers]
         answered, names = [], [image_name(png) for png in images]
         self._images |= zip(names, images, strict=True)
         for number, completion in zip(numbers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
@@ -223,7 +249,7 @@ class ProxySession:
                 raise ApiError(400, f"the request is refused: {completion}", param=field)
             if isinstance(completion, BaseException):
                 raise completion
-            answered.append((number, Exchange(context, completion, images=names)))
+            answered.append((number, Exchange(context, completion, role, names)))
         self._look_at_room([asked.completion for _, asked in answered], len(context))
         first = len(self._answered)
         self._answered += answered

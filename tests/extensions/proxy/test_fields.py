@@ -21,12 +21,9 @@ REFUSED: list[tuple[str, Any]] = [
     ("repetition_penalty", 1.1),
     ("logit_bias", {"1": 5}),
     ("response_format", {"type": "json_object"}),
-    ("tool_choice", "required"),
-    ("tool_choice", TOOL),
     ("parallel_tool_calls", False),
     ("top_logprobs", 2),
-    ("stop", "\n"),
-    ("stop", ["<eos>", "."]),
+    ("stop", ["<eos>", 7]),
     ("stop", 7),
     ("guided_json", {}),
     ("reasoning_effort", "low"),
@@ -75,6 +72,12 @@ def test_null_is_as_good_as_absent(field: str) -> None:
 )
 def test_what_changes_nothing_is_taken(body: dict[str, Any]) -> None:
     assert of(**body) == of()
+
+
+def test_stop_strings_cut_at_the_first_of_them() -> None:
+    wanted = of(stop=["<eos>", ".", "b"], tool_choice="required")
+    assert wanted.stop == (".", "b")
+    assert [wanted.cut(text) for text in ("ab.", "a.b", "a")] == [("a", "b"), ("a", "."), ("a", None)]
 
 
 def test_temperature_is_the_runs() -> None:

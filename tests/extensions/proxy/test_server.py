@@ -21,7 +21,7 @@ from asyncrl.extensions.proxy.session import ProxySession
 from asyncrl.network.addresses import Access
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
 from tests.agents.talking import Talking, written
-from tests.extensions.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, Blocking, Raising, soon, template, user
+from tests.extensions.proxy.behind import ASKS, BOS_ID, DEADLINE, EOS_ID, PAIR, Blocking, Raising, soon, template, user
 from tests.fakes import FakeEngine, echo
 
 ASK = {"messages": [user("1")]}
@@ -64,6 +64,42 @@ def test_key_names_an_open_episode_and_no_other(proxy: Proxy, runner: asyncio.Ru
             assert error(await http.post("/chat/completions", json=ASK))[0] == 401
             assert error(await http.get("/models"))[0] == 401
         assert [one.asked[0].context, other.asked[0].context] == [FIRST, FIRST]
+
+    runner.run(main())
+
+
+def test_client_of_several_episodes_names_each_in_a_header(proxy: Proxy, runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        one, other = (Talking([written(n, EOS_ID)] * 2, template()) for n in (3, 4))
+        async with client(proxy, proxy.secret) as http:
+
+            async def ask(name: str) -> httpx.Response:
+                return await http.post("/chat/completions", json=ASK, headers={"X-Session-ID": name})
+
+            async with proxy.session(one) as first, proxy.session(other) as second:
+                assert (await ask(second.name)).json()["choices"][0]["message"]["content"] == "4"
+                for name in (first.name, f"{first.name}.critic"):
+                    assert (await ask(name)).json()["choices"][0]["message"]["content"] == "3"
+                assert error(await ask("another"))[0] == 410
+                found = first.trajectory(FIRST, 1.0)
+                assert [turn.role for turn in found.turns] == ["", "critic"]
+                assert [turn.role for turn in first.trajectory(FIRST, 1.0, roles={"critic"}).turns] == ["critic"]
+            assert error(await ask(first.name))[0] == 410
+        assert [[asked.role for asked in talking.asked] for talking in (one, other)] == [["", "critic"], [""]]
+
+    runner.run(main())
+
+
+def test_histories_of_two_actors_with_the_same_words_are_two(proxy: Proxy, runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        talking = Talking([written(1, 2, EOS_ID), written(3, EOS_ID)], template())
+        async with client(proxy, proxy.secret) as http, proxy.session(talking) as session:
+            messages = [user("1")]
+            for role in ("left", "right"):  # the second repeats the first one's words, tokenized anew
+                headers = {"X-Session-ID": f"{session.name}.{role}"}
+                said = (await http.post("/chat/completions", json={"messages": messages}, headers=headers)).json()
+                messages += [said["choices"][0]["message"], user("1")]
+        assert talking.asked[1].context[: len(FIRST) + 2] == [*FIRST, PAIR, EOS_ID]
 
     runner.run(main())
 
@@ -213,15 +249,15 @@ def test_request_under_way_ends_with_its_episode(proxy: Proxy, runner: asyncio.R
     runner.run(main())
 
 
-class Told(set[Any]):
+class Told(dict[Any, str]):
     """Tells when something is added."""
 
     def __init__(self, added: asyncio.Event) -> None:
         super().__init__()
         self._added = added
 
-    def add(self, item: Any) -> None:
-        super().add(item)
+    def __setitem__(self, item: Any, role: str) -> None:
+        super().__setitem__(item, role)
         self._added.set()
 
 

@@ -1,0 +1,196 @@
+"""POST /v1/responses, in the form of chats: what Codex and other clients of OpenAI's Responses API send and read.
+
+Every request has the whole history (`store: false`, as Codex does it): the proxy keeps no responses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from asyncrl.extensions.proxy.answers import ApiResponse, ResponseChoice, server_event
+from asyncrl.extensions.proxy.fields import Body
+from asyncrl.extensions.proxy.messages import bad_field
+from asyncrl.schema import Message
+
+_RENAMED = {"max_output_tokens": "max_tokens"}
+_IGNORED = {"input", "instructions", "tools", "tool_choice", "include", "reasoning", "text", "truncation", "background"}
+_KINDS = {"input_text", "output_text", "text", "refusal"}
+
+
+def as_chat(body: Body) -> Body:
+    """Return the request as one for /v1/chat/completions. Raises ApiError (400)."""
+    if "n" in body:
+        raise bad_field("n", body["n"], "Remove it: one answer is made.")
+    if body.get("previous_response_id") or body.get("conversation"):
+        name = "previous_response_id" if body.get("previous_response_id") else "conversation"
+        raise bad_field(name, body[name], "Remove it, and send the whole input: responses are not kept.")
+    text = body.get("text") or {}
+    if isinstance(text, dict) and (text.get("format") or {}).get("type", "text") != "text":
+        raise bad_field("text.format", text["format"], "Must be text: what forces a form draws differently.")
+    given = {name: value for name, value in body.items() if name not in _IGNORED}
+    for name in ("previous_response_id", "conversation", "prompt_cache_retention"):
+        given.pop(name, None)
+    chat = {_RENAMED.get(name, name): value for name, value in given.items()}
+    head = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
+    chat["messages"] = [*head, *_messages(body.get("input"))]
+    if tools := [_tool(tool) for tool in body.get("tools") or []]:
+        chat["tools"] = tools
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return chat | ({} if choice is None else {"tool_choice": choice})
+
+
+def _messages(given: Any) -> Iterator[Message]:
+    """Yield chat messages. Text, thoughts and calls of the model that follow each other are one message."""
+    if isinstance(given, str):
+        yield {"role": "user", "content": given}
+        return
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        raise bad_field("input", given, "Must be a text, or a list of items.")
+    said: Message = {}
+    for place, item in enumerate(given):
+        kind = item.get("type", "message")
+        if kind == "function_call":
+            call = {"name": item.get("name"), "arguments": item.get("arguments") or ""}
+            said.setdefault("role", "assistant")
+            said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
+        elif kind == "reasoning":
+            said.setdefault("role", "assistant")
+        elif kind == "message" and item.get("role") == "assistant":
+            if "content" in said or "tool_calls" in said:
+                yield said
+                said = {}
+            said |= {"role": "assistant", "content": _content(item.get("content"), place)}
+        else:
+            if len(said) > 1:
+                yield said
+            said = {}
+            yield _other(item, kind, place)
+    if len(said) > 1:
+        yield said
+
+
+def _other(item: Message, kind: str, place: int) -> Message:
+    if kind == "message":
+        role = "system" if item.get("role") == "developer" else item.get("role")
+        return {"role": role, "content": _content(item.get("content"), place)}
+    if kind == "function_call_output":
+        return {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"), place)}
+    remedy = "Must be of type message, function_call, function_call_output or reasoning."
+    raise bad_field(f"input[{place}].type", kind, remedy)
+
+
+def _content(content: Any, place: int) -> Any:
+    if not isinstance(content, list):
+        return content
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _KINDS:
+            parts.append({"type": "text", "text": part.get("refusal") if kind == "refusal" else part.get("text")})
+        elif kind == "input_image":
+            parts.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})
+        else:
+            raise bad_field(f"input[{place}].content", part, "Must be a part of type input_text or input_image.")
+    return parts
+
+
+def _tool(tool: Any) -> Message:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise bad_field("tools", tool, "Must be of type function: the model has no tools of a provider.")
+    named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": named}
+
+
+def whole(answer: ApiResponse, body: Body) -> dict[str, Any]:
+    """Return the answer as a response. `turn` is its number for /v1/reward."""
+    (choice,) = answer.choices
+    usage = answer.usage()
+    cut = choice.finish_reason == "length"
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "instructions": body.get("instructions"),
+        "metadata": body.get("metadata") or {},
+        "model": answer.wanted.model,
+        "output": list(_items(choice)),
+        "parallel_tool_calls": True,
+        "temperature": body.get("temperature"),
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": body.get("tools") or [],
+        "top_p": 1.0,
+        "turn": choice.turn,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def _items(choice: ResponseChoice) -> Iterator[dict[str, Any]]:
+    said, status = choice.message, "incomplete" if choice.finish_reason == "length" else "completed"
+    if thought := said.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thought}]
+        yield {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [], "content": content}
+    if said["content"] or not said.get("tool_calls"):
+        content = [{"type": "output_text", "text": said["content"] or "", "annotations": [], "logprobs": []}]
+        name = f"msg_{uuid.uuid4().hex}"
+        yield {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
+    for call in said.get("tool_calls", []):
+        told = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call["id"], "status": status}
+        yield told | call["function"]
+
+
+def events(answer: ApiResponse, body: Body) -> bytes:
+    """Return the answer as the events of a stream."""
+    numbers, told = itertools.count(), whole(answer, body)
+    begun = told | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    found: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": begun}),
+        ("response.in_progress", {"response": begun}),
+    ]
+    for index, item in enumerate(told["output"]):
+        at = {"output_index": index, "item_id": item["id"]}
+        found.append(("response.output_item.added", {"output_index": index, "item": _begun(item)}))
+        if item["type"] == "message":
+            (part,) = item["content"]
+            text = {**at, "content_index": 0, "logprobs": []}
+            place = {**at, "content_index": 0}
+            found += [
+                ("response.content_part.added", {**place, "part": part | {"text": ""}}),
+                ("response.output_text.delta", {**text, "delta": part["text"]}),
+                ("response.output_text.done", {**text, "text": part["text"]}),
+                ("response.content_part.done", {**place, "part": part}),
+            ]
+        elif item["type"] == "function_call":
+            written = item["arguments"]
+            found.append(("response.function_call_arguments.delta", {**at, "delta": written}))
+            done = {**at, "name": item["name"], "arguments": written}
+            found.append(("response.function_call_arguments.done", done))
+        found.append(("response.output_item.done", {"output_index": index, "item": item}))
+    found.append((f"response.{told['status']}", {"response": told}))
+    return b"".join(
+        server_event(kind, {"type": kind, "sequence_number": next(numbers), **data}) for kind, data in found
+    )
+
+
+def _begun(item: dict[str, Any]) -> dict[str, Any]:
+    empty: dict[str, dict[str, Any]] = {
+        "message": {"content": []},
+        "function_call": {"arguments": ""},
+        "reasoning": {"content": []},
+    }
+    status = {} if item["type"] == "reasoning" else {"status": "in_progress"}
+    return item | empty[item["type"]] | status

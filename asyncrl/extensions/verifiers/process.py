@@ -1,0 +1,246 @@
+"""The worker process as asyncrl sees it: asked once for its tasks, or kept to play episodes.
+
+waits for     the worker's first line (start_timeout), then its episodes, which the core's timeouts end
+on a hang     an episode that is given up is cancelled in the worker; the process is killed at the end of the run
+on death      EpisodeFailed("environment_died") for all of its episodes; the next one starts a new process
+leaves        nothing: the process ends when its stdin does, and it has a process group of its own, which is killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl.child import ChildProcess, OutputTail, describe
+from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
+from asyncrl.extensions.verifiers import envs
+
+HERE = Path(__file__).parent
+MOST_BYTES = 64 << 20
+"""Most bytes of a line."""
+LAST_LINES, LAST_CHARACTERS = 10, 2000
+END_SECONDS = 5.0
+"""Time that the worker has to end its tools and sandboxes."""
+RUN_ID = "ASYNCRL_RUN_ID"
+PAID = ("PRIME_", "MODAL_", "E2B_")
+"""Beginnings of the variables with keys of paid services, which a worker has only if its settings name them."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a worker is started: task.name, and task.params."""
+
+    env: str
+    args: Mapping[str, Any] | None = None
+    """verifiers' own configuration of the environment: taskset, agents by name, timeout, ..."""
+    venv: str | None = None
+    """Virtual environment (asyncrl-envs), by default that of the environment's name."""
+    select: Mapping[str, Any] | None = None
+    """verifiers' choice of tasks: include, exclude, shuffle, seed, skip, limit."""
+    most: int = 1000
+    """Number of tasks of an endless environment."""
+    start_timeout: float = 300.0
+    """Seconds until the worker must be ready."""
+    tool_format: str = "hermes"
+    """How the model writes tool calls (extensions/proxy/parsing.py)."""
+
+    def argv(self) -> list[str]:
+        """Return the command. Raises ConfigError if the virtual environment is not there."""
+        return [str(envs.python(self.venv or self.env)), str(HERE / "worker.py")]
+
+    def first_line(self, url: str | None) -> bytes:
+        """Return what the worker reads first. It may hold keys, so it is no argument."""
+        args = dict(self.args or {})
+        env = {**args, "taskset": {"id": self.env, **args.get("taskset", {})}}
+        told = {"env": env, "select": dict(self.select or {}), "most": self.most, "url": url}
+        return json.dumps(told).encode() + b"\n"
+
+    def environment(self, secret: str = "") -> dict[str, str]:
+        """Return the worker's environment, with no secrets of the run but that of the proxy, and the run's id, by which
+        the launcher finds what is left."""
+        named = json.dumps(dict(self.args or {}))
+        hidden = ("ASYNCRL_", "PYTHON", *(begin for begin in PAID if begin not in named))
+        found = {name: value for name, value in os.environ.items() if not name.startswith(hidden) or name == RUN_ID}
+        direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
+        path = f"{Path(self.argv()[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        found |= {"no_proxy": direct, "NO_PROXY": direct, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        return found | {"PYTHONPATH": str(HERE / "harness"), "ASYNCRL_PROXY_API_KEY": secret}
+
+    def ready(self, line: bytes, said: str) -> dict[str, Any]:
+        """Return what the worker's first line tells. Raises ConfigError."""
+        try:
+            told = json.loads(line)
+        except ValueError:
+            remedy = f"Its worker ended before it was ready. The last lines that it wrote:\n{said or '(none)'}"
+            raise ConfigError("task.name", self.env, remedy) from None
+        if refused := told.get("refused"):
+            raise ConfigError(f"task.params.{refused['field']}", refused["value"], refused["remedy"])
+        found: dict[str, Any] = told["ready"]
+        if not found["tasks"]:
+            raise ConfigError("task.params.select", self.select, f"It leaves no task of {self.env}.")
+        return found
+
+    def late(self) -> ConfigError:
+        """Return the error of a worker that is not ready in time."""
+        return ConfigError("task.params.start_timeout", self.start_timeout, "Its worker was not ready by then.")
+
+    def tasks(self) -> dict[str, Any]:
+        """Ask a worker of its own for the agents and tasks of the environment. Raises ConfigError."""
+        try:
+            done = subprocess.run(
+                self.argv(),
+                input=self.first_line(None),
+                env=self.environment(),
+                capture_output=True,
+                timeout=self.start_timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise self.late() from None
+        said = "\n".join(done.stderr.decode(errors="replace").splitlines()[-LAST_LINES:])
+        return self.ready(done.stdout, said[-LAST_CHARACTERS:])
+
+
+async def lines_of(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream; those of a StreamReader may have 64 KiB alone. Raises ValueError."""
+    rest = bytearray()
+    while piece := await reader.read(1 << 16):
+        rest += piece
+        if b"\n" in piece:
+            *whole, last = rest.split(b"\n")
+            rest = bytearray(last)
+            for line in whole:
+                yield bytes(line)
+        elif len(rest) > MOST_BYTES:
+            raise ValueError(f"a line of more than {MOST_BYTES} bytes")
+
+
+class Running:
+    """A worker that plays."""
+
+    def __init__(self, child: ChildProcess, stdin: asyncio.StreamWriter, printed: OutputTail) -> None:
+        self._child, self._stdin, self._printed = child, stdin, printed
+        self._numbers = itertools.count()
+        self._open: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ended: EpisodeFailed | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, launch: Launch, url: str, secret: str, keys: list[str]) -> Running:
+        """Start a worker, and wait until it can play. Raises ConfigError, also if its tasks have other keys."""
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        child = ChildProcess(launch.argv(), env=launch.environment(secret), **pipes)
+        async with child.ended_on_error():
+            worker = cls(child, await child.writer(), await child.tail("stderr"))
+            worker._stdin.write(launch.first_line(url))
+            lines = lines_of(await child.reader())
+            try:
+                async with asyncio.timeout(launch.start_timeout):
+                    first = await anext(lines, b"")
+                    if not first:
+                        await worker._printed.ended
+            except TimeoutError:
+                raise launch.late() from None
+            told = launch.ready(first, worker._said())
+            if [task["key"] for task in told["tasks"]] != keys:
+                remedy = "Its tasks are others each time that it is loaded: give its taskset a seed."
+                raise ConfigError("task.name", launch.env, remedy)
+            worker._listening = asyncio.create_task(worker._listen(lines))
+            return worker
+
+    @property
+    def alive(self) -> bool:
+        """Return whether it can play."""
+        return self._ended is None
+
+    @property
+    def pid(self) -> int:
+        """Return the process's id."""
+        return self._child.pid
+
+    async def play(self, task: int, session: str) -> dict[str, Any]:
+        """Return what the worker tells of an episode. Raises EpisodeFailed when it dies."""
+        if self._ended:
+            raise self._ended
+        number = next(self._numbers)
+        self._open[number] = told = asyncio.get_running_loop().create_future()
+        try:
+            self._send({"play": number, "task": task, "session": session})
+            return await told
+        except asyncio.CancelledError:
+            if self.alive:
+                self._send({"cancel": number})
+            raise
+        finally:
+            self._open.pop(number, None)
+
+    async def close(self) -> None:
+        """Let the worker end what it started, then kill it."""
+        self._ended = self._ended or EpisodeFailed("environment_died", "its worker was ended")
+        with suppress(ConnectionError):
+            self._stdin.close()
+        await self._child.wait(END_SECONDS)
+        self._child.kill()
+        if self._listening:
+            await self._listening
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with suppress(ConnectionError):  # the listener tells of its death
+            self._stdin.write(json.dumps(message).encode() + b"\n")
+
+    def _said(self) -> str:
+        return self._printed.last_lines(LAST_LINES, LAST_CHARACTERS)
+
+    async def _listen(self, lines: AsyncIterator[bytes]) -> None:
+        """Pass what is told to those who wait for it, until the process ends."""
+        why: EpisodeFailed | None = None
+        try:
+            async for line in lines:
+                told = json.loads(line)
+                waiting = self._open.get(told["played"])
+                if waiting and not waiting.done():
+                    waiting.set_result(told)
+        except (ValueError, KeyError, TypeError) as error:
+            why = EpisodeFailed("environment_garbage", f"its worker wrote an invalid line: {error!r}")
+        status = await self._child.end()
+        await asyncio.wait({self._printed.ended}, timeout=END_SECONDS)  # a process that left the group may hold it
+        said = f"; its last lines:\n{self._said()}" if self._said() else ""
+        self._ended = why or self._ended or EpisodeFailed("environment_died", f"its worker {describe(status)}{said}")
+        self._child.close()
+        for waiting in self._open.values():
+            if not waiting.done():
+                waiting.set_exception(EpisodeFailed(self._ended.reason, self._ended.detail))
+
+
+class RestartedWorker:
+    """The worker of one environment in this process, which is started again when it has died."""
+
+    def __init__(self, launch: Launch, keys: list[str]) -> None:
+        self._launch, self._keys = launch, keys
+        self._starting = asyncio.Lock()
+        self._running: Running | None = None
+
+    async def running(self, url: str, secret: str) -> Running:
+        """Return the worker, after starting it if there is none that lives. Raises EpisodeFailed if one that had worked
+        cannot be started again, and ConfigError for the first."""
+        async with self._starting:
+            if self._running and not self._running.alive:
+                try:
+                    self._running = await Running.start(self._launch, url, secret, self._keys)
+                except (AsyncRLError, OSError) as error:
+                    raise EpisodeFailed("environment_died", f"its worker cannot be started again: {error}") from error
+            self._running = self._running or await Running.start(self._launch, url, secret, self._keys)
+            return self._running
+
+    async def close(self) -> None:
+        """End it."""
+        if self._running:
+            await self._running.close()

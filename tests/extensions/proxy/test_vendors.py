@@ -1,0 +1,310 @@
+"""Other routes and fields by the vendors' own clients: responses, messages, forced calls, stop strings, thoughts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import pytest
+from openai import AsyncOpenAI, BadRequestError
+
+from asyncrl.agents.linking import check
+from asyncrl.extensions.proxy import parsing
+from asyncrl.extensions.proxy.messages import without_thoughts
+from asyncrl.extensions.proxy.server import Proxy
+from tests.agents.talking import Talking, written
+from tests.extensions.proxy.behind import CALLS, EOS_ID, Says, template, user
+
+ADD = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CHAT_TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": ADD}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 5}}</tool_call>'
+BAD = '<tool_call>{"name": "add", "arguments": {"a": 5,}}</tool_call>'
+
+
+def says(*texts: str, chat_template: str = CALLS) -> Talking:
+    """Return an engine that answers with these texts, each a token of its own."""
+    answers = [written(100 + number, EOS_ID) for number in range(len(texts))]
+    return Talking(answers, Says(template(chat_template), *texts))
+
+
+def on(proxy: Proxy, runner: asyncio.Runner, generate: Talking, act: Callable[[str, str], Any]) -> Any:
+    """Let an agent act in an episode of its own, and check what would be trained."""
+
+    async def main() -> tuple[Any, Any]:
+        async with proxy.session(generate) as session:
+            found = await act(proxy.base_url, session.key)
+        return found, session.trajectory(generate.asked[0].context, None)
+
+    found, played = runner.run(main())
+    check(played, generate.asked[0].context, generate.asked)
+    return found, played
+
+
+# --- OpenAI's responses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_loop_of_tools_over_responses_is_one_sample(proxy: Proxy, runner: asyncio.Runner, stream: bool) -> None:
+    tool: Any = {"type": "function", "name": "add", "parameters": ADD, "strict": False}
+
+    async def agent(base_url: str, key: str) -> list[Any]:
+        said = []
+        async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+            history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "1"}]}]
+            for _ in range(2):
+                asked: Any = {"model": "m", "input": history, "tools": [tool], "instructions": "2", "store": False}
+                if stream:
+                    async with client.responses.stream(**asked) as events:
+                        answer = await events.get_final_response()
+                else:
+                    answer = await client.responses.create(**asked)
+                assert answer.status == "completed"
+                history += [item.model_dump(exclude={"parsed", "parsed_arguments"}) for item in answer.output]
+                for item in answer.output:
+                    if item.type == "function_call":
+                        told = {"type": "function_call_output", "call_id": item.call_id, "output": "6"}
+                        history.append(told)
+                        said.append((item.name, json.loads(item.arguments)))
+                said.append(answer.output_text)
+        return said
+
+    generate = says(f"well{CALL}", "6")
+    found, played = on(proxy, runner, generate, agent)
+    assert found == [("add", {"a": 5}), "well", "6"]
+    assert len(played.samples()) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("previous_response_id", "resp_1"),
+        ("tools", [{"type": "web_search"}]),
+        ("input", [{"type": "computer_call"}]),
+        ("text", {"format": {"type": "json_object"}}),
+        ("top_p", 0.5),
+    ],
+)
+def test_what_a_response_cannot_have_is_refused(proxy: Proxy, runner: asyncio.Runner, field: str, value: Any) -> None:
+    async def main() -> None:
+        async with (
+            proxy.session(says()) as session,
+            AsyncOpenAI(base_url=proxy.base_url, api_key=session.key, max_retries=0) as client,
+        ):
+            asked: Any = {"model": "m", "input": "1", field: value}
+            with pytest.raises(BadRequestError, match=field):
+                await client.responses.create(**asked)
+
+    runner.run(main())
+
+
+# --- Anthropic's messages -----------------------------------------------------------------------------------
+
+
+def claude(base_url: str, key: str) -> anthropic.AsyncAnthropic:
+    return anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=key, max_retries=0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_loop_of_tools_over_messages_is_one_sample(proxy: Proxy, runner: asyncio.Runner, stream: bool) -> None:
+    tool: Any = {"name": "add", "input_schema": ADD}
+
+    async def agent(base_url: str, key: str) -> list[Any]:
+        said = []
+        async with claude(base_url, key) as client:
+            history: list[Any] = [user("1")]
+            for _ in range(2):
+                system: Any = [{"type": "text", "text": "2", "cache_control": {"type": "ephemeral"}}]
+                asked: Any = {"model": "m", "max_tokens": 9, "messages": history, "tools": [tool], "system": system}
+                if stream:
+                    async with client.messages.stream(**asked) as events:
+                        answer = await events.get_final_message()
+                else:
+                    answer = await client.messages.create(**asked)
+                history.append({"role": "assistant", "content": [block.model_dump() for block in answer.content]})
+                said.append(answer.stop_reason)
+                for block in answer.content:
+                    if block.type == "tool_use":
+                        told = {"type": "tool_result", "tool_use_id": block.id, "content": "6"}
+                        history.append({"role": "user", "content": [told]})
+                        said.append((block.name, block.input))
+                    elif block.type == "text":
+                        said.append(block.text)
+        return said
+
+    generate = says(f"well{CALL}", "6")
+    found, played = on(proxy, runner, generate, agent)
+    assert found == ["tool_use", "well", ("add", {"a": 5}), "end_turn", "6"]
+    assert len(played.samples()) == 1
+
+
+def test_refusals_and_ends_are_those_that_its_client_knows(proxy: Proxy, runner: asyncio.Runner) -> None:
+    async def agent(base_url: str, key: str) -> None:
+        async with claude(base_url, key) as client:
+            asked: Any = {"model": "m", "max_tokens": 9, "messages": [user("1")]}
+            answer = await client.messages.create(**asked, stop_sequences=["Obs"])
+            assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "Obs")
+            with pytest.raises(anthropic.BadRequestError, match="top_p"):
+                await client.messages.create(**asked, extra_body={"top_p": 0.5})
+            with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+                await client.messages.create(**asked, tool_choice={"type": "any"})
+        async with claude(base_url, "x") as stranger:
+            with pytest.raises(anthropic.AuthenticationError):
+                await stranger.messages.create(**asked)
+
+    on(proxy, runner, says("7Obs"), agent)
+
+
+# --- fields of chats ----------------------------------------------------------------------------------------
+
+
+async def ask(base_url: str, key: str, messages: list[Any], **more: Any) -> Any:
+    async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+        return (await client.chat.completions.create(model="m", messages=messages, **more)).choices[0]
+
+
+@pytest.mark.parametrize(
+    ("choice", "rest"),
+    [
+        ("required", 'add", "arguments": {"a": 5}}</tool_call>'),
+        ({"type": "function", "function": {"name": "add"}}, '{"a": 5}}</tool_call>'),
+    ],
+)
+def test_forced_call_is_begun_in_the_context_and_the_model_writes_the_rest(
+    proxy: Proxy, runner: asyncio.Runner, choice: Any, rest: str
+) -> None:
+    async def agent(base_url: str, key: str) -> Any:
+        history = [user("1")]
+        first = await ask(base_url, key, history, tools=[CHAT_TOOL], tool_choice=choice)
+        history += [first.message, {"role": "tool", "tool_call_id": first.message.tool_calls[0].id, "content": "6"}]
+        await ask(base_url, key, history, tools=[CHAT_TOOL])
+        return first
+
+    generate = says(rest, "6")
+    found, played = on(proxy, runner, generate, agent)
+    (call,) = found.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments), found.finish_reason) == (
+        "add",
+        {"a": 5},
+        "tool_calls",
+    )
+    begun = parsing.forced(choice, [CHAT_TOOL], "hermes")
+    assert generate.asked[0].context[-len(template().encode(begun)) :] == template().encode(begun)
+    assert len(played.samples()) == 1, "the next request continues these tokens"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sub"}}, "maybe", {"x": 1}])
+def test_call_that_cannot_be_forced_is_refused(proxy: Proxy, runner: asyncio.Runner, choice: Any) -> None:
+    async def main() -> None:
+        async with proxy.session(says()) as session:
+            tools = {} if choice == "required" else {"tools": [CHAT_TOOL]}
+            with pytest.raises(BadRequestError, match="tool_choice"):
+                await ask(proxy.base_url, session.key, [user("1")], tool_choice=choice, **tools)
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize(("written", "samples"), [("7Obs", 1), ("7Obs 8", 2)])
+def test_answer_is_cut_at_a_stop_string_and_goes_on_where_nothing_was_written_behind_it(
+    proxy: Proxy, runner: asyncio.Runner, written: str, samples: int
+) -> None:
+    """What the client has not read is no context of its next request."""
+
+    async def agent(base_url: str, key: str) -> Any:
+        first = await ask(base_url, key, [user("1")], stop=["never", "Obs"])
+        await ask(base_url, key, [user("1"), first.message, user("2")])
+        return first
+
+    found, played = on(proxy, runner, says(written, "6"), agent)
+    assert (found.message.content, found.finish_reason) == ("7", "stop")
+    assert len(played.samples()) == samples
+
+
+def test_thoughts_are_told_apart_and_may_be_left_out_of_the_history(runner: asyncio.Runner) -> None:
+    async def main() -> None:
+        proxy = Proxy(reasoning=True)
+        generate = says("<think>\nlet me add\n</think>\n\n7" + CALL, "6")
+        async with proxy.session(generate) as session:
+            first = await ask(proxy.base_url, session.key, [user("1")], tools=[CHAT_TOOL])
+            said = first.message.model_dump(exclude_none=True)
+            assert (said.pop("reasoning_content"), said["content"]) == ("let me add", "7")
+            told = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "6"}
+            await ask(proxy.base_url, session.key, [user("1"), said, told], tools=[CHAT_TOOL])
+        assert len(session.trajectory(generate.asked[0].context, None).samples()) == 1
+        await proxy.close()
+
+    runner.run(main())
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("7", ("", "7")),
+        ("<think>a</think>7", ("a", "7")),
+        ("a\n</think>\n\n7", ("a", "7")),  # the template has opened it
+        ("<think>\nand so on", ("and so on", "")),
+    ],
+)
+def test_thoughts_stand_at_the_beginning(text: str, found: tuple[str, str]) -> None:
+    assert without_thoughts(text) == found
+
+
+def test_malformed_call_stays_in_the_text_and_is_said_to_be_so(proxy: Proxy, runner: asyncio.Runner) -> None:
+    before = proxy.figures.malformed
+    found, _ = on(proxy, runner, says(BAD), lambda url, key: ask(url, key, [user("1")], tools=[CHAT_TOOL]))
+    assert found.message.content == BAD
+    (told,) = found.malformed_tool_calls
+    assert "The call is not JSON" in told
+    assert proxy.figures.malformed == before + 1
+
+
+# --- SGLang's detectors -------------------------------------------------------------------------------------
+
+GLM = "well<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>5</arg_value>\n</tool_call>"
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+    '{"a": 5}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+
+
+QWEN = '<tool_call>\n{"name": "add", "arguments": {"a": 5}}\n</tool_call>'
+READ = {"glm45": (GLM, "well"), "deepseekv3": (DEEPSEEK, ""), "qwen25": (f"well{QWEN}", "well")}
+DROPPED = [
+    ("qwen25", QWEN.replace("5}", "5,}")),
+    ("qwen25", QWEN.replace("add", "sub")),
+    ("glm45", GLM.removesuffix("\n</tool_call>")),
+]
+PROGRAM = """
+import dataclasses, json, sys
+from asyncrl.errors import ConfigError
+from asyncrl.extensions.proxy import parsing
+
+asked = json.loads(sys.argv[1])
+told = [dataclasses.asdict(parsing.parse(text, f"sglang:{name}", asked["tools"])) for name, text in asked["cases"]]
+try:
+    parsing.load("sglang:none")
+except ConfigError as error:
+    told.append(str(error))
+print(json.dumps(told))
+"""
+
+
+def test_sglang_reads_the_calls_of_its_models_and_what_it_drops_stays_in_the_text() -> None:
+    """In a process of its own: SGLang changes the one that imports it."""
+    cases = [(name, text) for name, (text, _) in READ.items()] + DROPPED + [("glm45", "plain")]
+    asked = json.dumps({"tools": [CHAT_TOOL], "cases": cases})
+    done = subprocess.run([sys.executable, "-c", PROGRAM, asked], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *told, refused = json.loads(done.stdout.splitlines()[-1])
+    call = {"name": "add", "arguments": {"a": 5}, "id": "call00000"}
+    for (_, rest), one in zip(READ.values(), told, strict=False):
+        assert one == {"text": rest, "calls": [call], "malformed": []}
+    for (_, text), one in zip(DROPPED, told[len(READ) :], strict=False):
+        assert (one["text"], one["calls"], len(one["malformed"])) == (text, [], 1)
+    assert told[-1] == {"text": "plain", "calls": [], "malformed": []}
+    assert "agent_params.tool_format: got 'sglang:none'" in refused
+    assert "glm45" in refused

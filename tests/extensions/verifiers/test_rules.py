@@ -1,0 +1,173 @@
+"""Settings, secrets, the comparison of tasks in a resumed run, and the virtual environments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl import extension
+from asyncrl.errors import ConfigError
+from asyncrl.extensions.verifiers import envs
+from asyncrl.extensions.verifiers.extension import FILE, VerifiersLaunch
+from asyncrl.extensions.verifiers.process import Launch
+from asyncrl.extensions.verifiers.task import Verifiers
+from tests.extensions.verifiers.playing import fake, faked
+from tests.fakes import compose_values, tiny_config
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("agent", "a:b"), ("system", "Be brief."), ("shots", 1), ("tools", [{"use": "calculator"}]), ("reward", "exact")],
+)
+def test_what_the_environment_decides_is_not_set_beside_it(field: str, value: Any) -> None:
+    settings: dict[str, Any] = {"task.kind": "verifiers", "task.name": "e", f"task.{field}": value}
+    with pytest.raises(ConfigError, match=rf"task\.{field}: got .*the environment decides it"):
+        tiny_config(**settings)
+
+
+def test_settings_compose_and_unknown_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch)
+    values = compose_values("experiment=tiny", "task=verifiers", "task.name=m", "task.params.args={taskset: {size: 3}}")
+    assert values["task"]["params"]["args"] == {"taskset": {"size": 3}}
+    config = tiny_config(**{"task.kind": "verifiers", "task.name": "m", "task.params": {"args": {}, "size": 3}})
+    with pytest.raises(ConfigError, match=r"task\.params: .*size"):
+        Verifiers(config.task)
+
+
+def test_virtual_environment_that_is_missing_is_named_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path))
+    config = tiny_config(**{"task.kind": "verifiers", "task.name": "owner/my-env@1.0", "task.params": {}})
+    with pytest.raises(ConfigError, match=rf"task\.params\.venv: got '{tmp_path}/envs/my_env'.*asyncrl-envs install"):
+        Verifiers(config.task)
+
+
+def test_worker_has_no_secret_of_the_run_nor_the_key_of_a_service_that_was_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faked(monkeypatch)
+    given = {"ASYNCRL_TEACHER_API_KEY": "t", "ASYNCRL_RUN_ID": "r", "PRIME_API_KEY": "p", "E2B_KEY": "e", "OTHER": "o"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = Launch("m").environment("s")
+    assert {name: found.get(name) for name in given} == {**dict.fromkeys(given), "ASYNCRL_RUN_ID": "r", "OTHER": "o"}
+    assert found["ASYNCRL_PROXY_API_KEY"] == "s"
+    judge = {"taskset": {"task": {"judges": [{"id": "rubric", "api_key_var": "PRIME_API_KEY"}]}}}
+    assert Launch("m", judge).environment()["PRIME_API_KEY"] == "p"
+
+
+# --- resume -------------------------------------------------------------------------------------------------
+
+
+def prepared(run_dir: Path, origin: Path | None, *tasks: Verifiers) -> Any:
+    """Return what the hooks read of a run that is about to start."""
+    named = {f"t{number}": task.section for number, task in enumerate(tasks)}
+    config = SimpleNamespace(mixture=named, eval_sets={}, field_of=lambda name: f"tasks.{name}")
+    resumed = SimpleNamespace(run_dir=origin) if origin else None
+    return SimpleNamespace(run_dir=run_dir, origin=resumed, announced=[object(), *tasks], config=config)
+
+
+def test_resume_with_other_tasks_is_refused_and_the_first_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faked(monkeypatch)
+    before, hooks = fake(["1", "0", "nan"]), VerifiersLaunch()
+    hooks.begins(prepared(tmp_path, None, before))
+    assert json.loads((tmp_path / FILE).read_text()) == {"t0": before.keys}
+
+    same = prepared(tmp_path, tmp_path, fake(["1", "0", "nan"]))
+    assert [one.level for one in hooks.preflight(same)] == ["ok"]
+    assert hooks.notes(same) == []
+
+    changed = fake(["1", "nan", "nan"])
+    for then in (prepared(tmp_path, tmp_path, changed),):
+        (found,) = hooks.preflight(then)
+        assert (found.level, found.field, found.value) == ("error", "tasks.t0.name", changed.keys[1])
+        assert f"Task 1 of t0 had the key {before.keys[1]}" in found.remedy
+        with pytest.raises(ConfigError, match="Task 1 of t0"):
+            hooks.notes(then)
+    with pytest.raises(ConfigError, match="t0 had 3 tasks"):
+        hooks.notes(prepared(tmp_path, tmp_path, fake(["1", "0"])))
+
+    assert hooks.notes(prepared(tmp_path, tmp_path, before, changed)) == [], "a task may be added"
+    (found,) = hooks.preflight(prepared(tmp_path, tmp_path / "moved", before))
+    assert found.level == "warning"
+
+
+def test_run_without_such_tasks_keeps_nothing(tmp_path: Path) -> None:
+    VerifiersLaunch().begins(prepared(tmp_path, None))
+    assert list(tmp_path.iterdir()) == []
+    assert "verifiers" in extension.tasks()
+
+
+# --- asyncrl-envs -------------------------------------------------------------------------------------------
+
+
+class Commands:
+    """Stands in for subprocess.run: makes the folder of the virtual environment, and notes the commands."""
+
+    def __init__(self, fails: str = "nothing") -> None:
+        self.fails, self.asked = fails, list[list[str]]()
+
+    def __call__(self, command: list[str], **options: Any) -> Any:
+        self.asked.append(command)
+        if "venv" in command:
+            version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+            (Path(command[-1]) / "lib" / version / "site-packages").mkdir(parents=True)
+            (Path(command[-1]) / "bin").mkdir()
+            (Path(command[-1]) / "bin" / "python").touch()
+        status = int(any(self.fails in word for word in command))
+        return subprocess.CompletedProcess(command, status, "", "ModuleNotFoundError: no such taskset")
+
+
+@pytest.mark.parametrize(
+    ("source", "installed", "on_path"),
+    [
+        ("my-package==1.0", ["my-package==1.0"], False),
+        ("bare", [], True),
+        ("packed", ["packed"], False),
+        (None, [], False),
+    ],
+)
+def test_install_makes_a_virtual_environment_with_pinned_verifiers(
+    source: str | None,
+    installed: list[str],
+    on_path: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "pyproject.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(envs.subprocess, "run", commands := Commands())
+    assert envs.main(["install", "owner/My-Env@2", *(["--from", source] if source else [])]) == 0
+    made, filled, loaded = commands.asked
+    assert made[-1] == str(tmp_path / "cache/envs/my_env")
+    at = [str(tmp_path / one) if one == "packed" else one for one in installed]
+    assert filled[-2 - len(at) :] == ["verifiers==0.4.0", "renderers==0.1.12", *at]
+    assert loaded[-1] == "my_env"
+    paths = [file.read_text() for file in tmp_path.glob("cache/envs/my_env/lib/*/site-packages/my_env.pth")]
+    assert paths == ([f"{tmp_path / 'bare'}\n"] if on_path else [])
+    assert "task=verifiers task.name=my_env" in capsys.readouterr().out
+    assert envs.main(["list"]) == 0
+    assert capsys.readouterr().out == f"my_env {tmp_path / 'cache/envs/my_env'}\n"
+
+
+@pytest.mark.parametrize(("fails", "told"), [("verifiers==", "status 1 of"), ("taskset_class", "does not load: Mod")])
+def test_install_that_fails_says_why(
+    fails: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path))
+    monkeypatch.setattr(envs.subprocess, "run", Commands(fails))
+    assert envs.main(["install", "e"]) == 1
+    assert told in capsys.readouterr().err
