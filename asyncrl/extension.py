@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from asyncrl.rollout.reporters import RolloutRun
     from asyncrl.rollout.server import RolloutServer
     from asyncrl.schema import Batch, Group, Prompt, Trajectory
+    from asyncrl.trainer.batch_source import BatchSource
     from asyncrl.trainer.microbatches import Groups
     from asyncrl.trainer.policy import Policy
     from asyncrl.weights.checksum import SentWeights
@@ -113,6 +114,15 @@ class OfferedBase:
     """Import path of its class (trainer/lora.py, BaseFormat), which is created with the name."""
     bytes: float
     """Bytes of an element, with its share of what it needs beside."""
+
+
+@dataclass(frozen=True)
+class OfferedMode:
+    """A value of the setting `mode` beside those of the core."""
+
+    program: str = ""
+    """Module that is run as python -m MODULE RUN_DIR in place of the rollout process, and asks the engines; nothing is
+    trained, and the run ends with it. Empty: trainers run without engines, on the batches of TrainerHooks.batches."""
 
 
 class LaunchHooks:
@@ -209,6 +219,11 @@ class TrainerHooks:
         """Return what the publisher sends to the engines in place of these weights."""
         return weights
 
+    def batches(self) -> tuple[BatchSource, int | None] | None:
+        """Return the batches of a run in a mode of this extension that trains without engines, and the version after
+        the last, if there is one; None in other modes."""
+        return None
+
     def before_update(self, batch: Batch) -> Sequence[Group]:
         """Return groups that are trained beside those of the batch, in the same steps."""
         return ()
@@ -282,6 +297,10 @@ class PlayerHooks:
         """Return what makes headers of every request to an engine; None if no request needs any."""
         return None
 
+    def sampling(self, config: Config) -> Mapping[str, Any]:
+        """Return further sampling parameters of every request of a mode of this extension, which trains nothing."""
+        return {}
+
     async def start(self, timeout: float) -> None:
         """Wait for what episodes need, for this many seconds. Raises DeadlineExceeded."""
 
@@ -313,6 +332,8 @@ class Extension:
     """Formats of the frozen base by their name in trainer.lora.base."""
     clusters: ClassVar[Mapping[str, str]] = {}
     """Import paths of subclasses of launch.cluster.Cluster by their name in cluster.launcher."""
+    modes: ClassVar[Mapping[str, OfferedMode]] = {}
+    """Further values of the setting `mode`, by name."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """Fields that it adds to metrics.jsonl, each with its meaning (metrics/fields.py). `<word>` stands for any text."""
     summary_metrics: ClassVar[Mapping[str, str]] = {}
@@ -361,7 +382,8 @@ class Extension:
         return EngineHooks()
 
     def trainer(self, policy: Policy) -> TrainerHooks:
-        """Return the hooks on a trainer rank, whose networks hold the weights of the model folder."""
+        """Return the hooks on a trainer rank, whose networks hold the weights of the model folder. Blocks around a
+        network's micro-batches are added to its `around_forward`."""
         return TrainerHooks()
 
     def steps(
@@ -497,8 +519,8 @@ def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
 
 
 def offered(table: str, named: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what extensions offer in a table of their classes (tasks, rewards, bases, transports, clusters), by name:
-    those that need not be named, and with `named` also those that the setting names."""
+    """Return what extensions offer in a table of their classes (tasks, rewards, bases, transports, clusters, modes), by
+    name: those that need not be named, and with `named` also those that the setting names."""
     return {name: one for kind in classes(named or {}).values() for name, one in getattr(kind, table).items()}
 
 

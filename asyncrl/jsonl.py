@@ -17,10 +17,10 @@ MOST_BYTES = 16 << 20
 """Size of a file with one object, above which it is refused: settings and states are far smaller."""
 
 
-def append(path: Path, record: dict[str, Any]) -> None:
-    """Append an object as one line."""
+def append(path: Path, *records: dict[str, Any]) -> None:
+    """Append objects as one line each, together."""
     with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write("".join(json.dumps(record) + "\n" for record in records))
 
 
 def replace(path: Path, record: dict[str, Any]) -> None:

@@ -59,6 +59,7 @@ MOVED_SETTINGS = {
     "algo.distillation": "distill",
     "tracing": "observe",
     "rollout.processes": "processes.count",
+    "cluster.on_trainer_death": "cluster.on_death",
     "metrics.sinks": "sinks.names",
     **{f"metrics.{name}": f"sinks.{name}" for name in ("episodes", "wandb", "mlflow")},
     **{f"cluster.{name}": f"slurm.{name}" for name in (*_SLURM, "start_timeout", "lost_timeout")},

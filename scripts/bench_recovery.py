@@ -3,7 +3,7 @@
     python scripts/bench_recovery.py [--quick] [SETTING=VALUE ...]
 
 A rank of two is killed at the same step of two runs of the tiny experiment with real engines. In one of them the
-trainers start again (cluster.on_trainer_death=recover), the other ends and is resumed by the same command. It prints
+trainers start again (cluster.on_death=recover), the other ends and is resumed by the same command. It prints
 one line of JSON:
 
     recover_s               from the kill to the next new line of metrics.jsonl
@@ -83,7 +83,7 @@ def measure(folder: Path, every: int, killed_at: int, last: int, settings: list[
     """Measure both kinds of death."""
     common = [f"run.max_steps={last}", f"checkpoint.every={every}", "resume=auto", *settings]
     recovers, ends = folder / "recovers", folder / "ends"
-    run = start(recovers, [*common, "cluster.on_trainer_death=recover"])
+    run = start(recovers, [*common, "cluster.on_death=recover"])
     began = wait_for_step(recovers, killed_at - 3)
     before = tokens(recovers)
     killed = wait_for_step(recovers, killed_at)
@@ -96,7 +96,7 @@ def measure(folder: Path, every: int, killed_at: int, last: int, settings: list[
         raise SystemExit(f"the run whose trainers start again has failed: see {recovers}/logs")
     told = " ".join(line["warning"] for line in Tail(recovers / "warnings.jsonl")())
 
-    words = [*common, "cluster.on_trainer_death=end"]
+    words = [*common, "cluster.on_death=end"]
     run = start(ends, words)
     killed = wait_for_step(ends, killed_at)
     at = steps(ends)

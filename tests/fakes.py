@@ -92,6 +92,17 @@ def changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def fake_rank(config: Config, run_dir: Path, parallel: Any, told: list[str]) -> Any:
+    """What checkpoints see of a trainer rank; its warnings are added to `told`."""
+    return SimpleNamespace(
+        config=config,
+        run_dir=run_dir,
+        parallel=parallel,
+        addresses=SimpleNamespace(run_id="run"),
+        warn=lambda text, version: told.append(text),
+    )
+
+
 def reusing(**settings: Any) -> dict[str, Any]:
     """Changes that add the recipe sample_reuse."""
     path = "asyncrl_recipes.sample_reuse.extension:SampleReuse"

@@ -21,6 +21,7 @@ DAILY = (
     "replay::test_batch_of_a_recording_is_the_one_that_was_trained",
     "resume::test_run_that_publishes_beside_training_goes_on_as_well",
     "recovery::test_trainers_that",
+    "recovery::test_rollout_process_that_is_killed",
     "quantized::test_engines_serve_the_dequantized_base_and_the_adapter_from_the_first_version_on",
     "slurm::test_nothing_relies_on_loopback_where_nodes_have_addresses_of_their_own",
     "synchronous::test_recorded_answers_train_the_same_weights_through_the_machinery",
@@ -31,6 +32,9 @@ DAILY = (
     "dilated",
     # refusals, checks, programs beside a run
     "isolation",
+    "evaluate::test_killed",
+    "sft::test_loss_and_gradients_are_those_of_transformers[single",
+    "sft::test_beginnings",
     "preflight",
     "tutorials",
     "prometheus",

@@ -11,7 +11,7 @@ import json
 from copy import deepcopy
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ConfigDict, ValidationError, model_validator
 
@@ -23,7 +23,7 @@ from asyncrl.config.generation import (
     RolloutConfig,
 )
 from asyncrl.config.roles import AgentsConfig, PastConfig
-from asyncrl.config.rules import check_settings
+from asyncrl.config.rules import MODES, check_settings
 from asyncrl.config.running import (
     ENGINE_FRACTION,
     USABLE,
@@ -71,10 +71,11 @@ class Config(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    mode: Literal["train", "rollout_only", "replay"]
+    mode: str
     """train: engines generate and trainers train. rollout_only: only engines run, with their initial weights, and their
     output is recorded. replay: only trainers run and train the batches of a recording in its order. The same batches
-    give bitwise identical weights; a different algorithm can be tested on the same data."""
+    give bitwise identical weights; a different algorithm can be tested on the same data. Extensions have further
+    modes."""
     record: bool
     """Record all groups, and every event that determines the order of the run, in records/ of the run folder."""
     deterministic: bool
@@ -138,6 +139,21 @@ class Config(Section):
         return {name: section for name, section in extra if isinstance(section, AuxiliaryModelConfig)}
 
     @property
+    def program(self) -> str:
+        """Return the module that asks the engines in place of the rollout process, in a mode of an extension."""
+        return "" if self.mode in MODES else str(extension.offered("modes", self.extensions)[self.mode].program)
+
+    @property
+    def trains(self) -> bool:
+        """Return whether trainers run."""
+        return self.mode != "rollout_only" and not self.program
+
+    @property
+    def generates(self) -> bool:
+        """Return whether engines run."""
+        return self.mode in ("train", "rollout_only") or bool(self.program)
+
+    @property
     def fleets(self) -> dict[str, EngineConfig | AuxiliaryModelConfig]:
         """Return the sections of all engines by name."""
         return {"engine": self.engine, **self.frozen}
@@ -184,9 +200,9 @@ class Config(Section):
 
     @property
     def recovers(self) -> bool:
-        """Return whether trainers that die start again from a checkpoint: not yet those that hand over their GPUs, or
-        whose versions are adapters."""
-        asked = self.cluster.on_trainer_death == "recover" and self.mode == "train" and bool(self.checkpoint.every)
+        """Return whether trainers and the rollout process are started again when they die: not yet where trainers hand
+        over their GPUs, or where versions are adapters."""
+        asked = self.cluster.on_death == "recover" and self.mode == "train" and bool(self.checkpoint.every)
         return asked and not self.cluster.takes_turns and self.weights.lora != "versions"
 
     @property

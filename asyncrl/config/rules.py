@@ -16,12 +16,15 @@ from asyncrl.settings import Choice, Rule, require, value_of
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
+MODES = ("train", "rollout_only", "replay")
+"""Values of `mode` beside those of extensions."""
+
 
 def check_settings(config: Config) -> None:
     """Refuse settings that exclude each other, also by the rules of extensions. Raises ConfigError."""
     for rules in (
-        _lengths,
         _modes,
+        _lengths,
         _names,
         _evaluation,
         _elastic,
@@ -64,12 +67,14 @@ def _lengths(config: Config) -> Iterator[Rule]:
 
 def _modes(config: Config) -> Iterator[Rule]:
     """Yield the rules of what a run does as a whole."""
+    modes = [*MODES, *extension.offered("modes", config.extensions)]
+    yield "mode", config.mode not in modes, f"Must be one of {', '.join(modes)}."
     generates_only, replays = config.mode == "rollout_only", config.mode == "replay"
     why = (
         "With deterministic=true, weights must not change while engines generate: set 0, or record an asynchronous run "
         "(record=true) and replay it."
     )
-    yield "rollout.max_staleness", config.deterministic and bool(config.rollout.max_staleness) and not replays, why
+    yield "rollout.max_staleness", config.deterministic and bool(config.rollout.max_staleness) and config.generates, why
     why = "mode=rollout_only produces nothing but a recording: set record=true."
     yield "record", generates_only and not config.record, why
     source = config.replay.source
@@ -78,8 +83,8 @@ def _modes(config: Config) -> Iterator[Rule]:
     what = "mode=rollout_only" if generates_only else "replay.schedule"
     why = f"{what} always starts from the beginning: remove this setting."
     yield "resume", config.resume is not None and (generates_only or config.replay.schedule), why
-    why = "mode=rollout_only trains nothing: remove it."
-    yield "checkpoint.every", bool(config.checkpoint.every) and generates_only, why
+    why = f"mode={config.mode} trains nothing: remove it."
+    yield "checkpoint.every", bool(config.checkpoint.every) and not config.trains, why
 
 
 def _names(config: Config) -> Iterator[Rule]:
@@ -172,7 +177,7 @@ def _server_args(config: Config) -> Iterator[Rule]:
 
 def _speculation(config: Config) -> Iterator[Rule]:
     """Yield the rules of speculative decoding, with which tokens or their experts would silently be wrong."""
-    if config.mode == "replay" or not config.engine.speculates:
+    if not config.generates or not config.engine.speculates:
         return
     off, arguments = "remove engine.server_args.speculative_algorithm", config.engine.server_args
     why = f"How many tokens are computed at once depends on the drafts, and so do their last bits: {off}."
@@ -188,7 +193,7 @@ def _speculation(config: Config) -> Iterator[Rule]:
 
 def _host_caches(config: Config) -> Iterator[Rule]:
     """Yield the rules of HiCache, which would keep the caches of old weights for long."""
-    if config.mode == "replay":
+    if not config.generates:
         return
     storage, flushes = config.engine.server_args.get("hicache_storage_backend"), config.weights.pause_mode != "in_place"
     why = "It keeps prefix caches beyond the run and beyond their weights: remove it."
@@ -252,7 +257,7 @@ def _overlap(config: Config) -> Iterator[Rule]:
         return
     off = ", or set weights.overlap=false."
     why = f"No weights are published without a trainer (weights.overlap): set mode=train{off}"
-    yield "mode", config.mode == "rollout_only", why
+    yield "mode", not config.trains, why
     why = f"Trainers cannot use the GPUs while engines load (weights.overlap): set separate{off}"
     yield "cluster.placement", config.cluster.takes_turns, why
     adapters = config.mode == "train" and (config.serves_adapters or config.agents.need_versions)
@@ -334,7 +339,7 @@ def _roles(config: Config) -> Iterator[Rule]:
         yield field, shown, role.adapter != POLICY and all(one.past for one in others), why
         why = f"Other roles play past versions of {role.adapter} with other settings: make them equal."
         yield field, shown, any(one.past not in (None, role.past) for one in others), why
-    if config.mode == "rollout_only" or not config.agents.need_versions:
+    if not config.trains or not config.agents.need_versions:
         return
     why = "Roles have LoRA adapters (agents.roles): set a rank."
     yield "trainer.lora.rank", config.trainer.lora.rank is None, why

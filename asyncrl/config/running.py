@@ -187,21 +187,22 @@ class ClusterConfig(Section):
     """Number of GPUs to use on each machine; unset: all of them. Required for a job that is submitted."""
     stall_timeout: Positive | None
     """Seconds for which the rollout process or a trainer rank may make no progress: spend in one micro-batch, or send
-    no heartbeat. Then the run ends, and RUN/logs/NAME.stack shows the stack of each of them; one that only plays
-    episodes is restarted instead. Must exceed the duration of the longest micro-batch; unset: no check."""
+    no heartbeat. Then it is started again if it may be (on_death); otherwise the run ends, and RUN/logs/NAME.stack
+    shows the stack of each of them. Must exceed the duration of the longest micro-batch; unset: no check."""
     preflight: bool
     """Check versions, model files, memory, folders and network before anything is started, and refuse to start a run
     that would fail (docs/operations.md). --check runs only these checks, on any machine."""
     on_engine_death: Literal["restart", "fail"]
     """What happens when an engine or the router dies or hangs during a run. restart: it is started again (an engine
     receives all weights and serves once its checksum is confirmed); fail: the run ends."""
-    on_trainer_death: Literal["recover", "end"]
-    """What happens when a trainer rank is killed, or raises an error that is neither the user's code nor a setting.
-    recover: with checkpoint.every set, all ranks start again, train the batches since the newest checkpoint once more,
-    and go on, while engines and rollouts work (docs/runs.md); end: the run ends."""
+    on_death: Literal["recover", "end"]
+    """What happens when a trainer rank or the rollout process is killed, hangs, or raises an error that is neither the
+    user's code nor a setting. recover: with checkpoint.every set, it is started again and goes on without loss, while
+    the others work or wait: trainers from the newest checkpoint and the batches since then, the rollout process from
+    its last state (docs/runs.md); end: the run ends."""
     max_restarts: Natural
-    """Maximum number of restarts of each engine, of the router, of the trainers, and of each process that only plays
-    episodes; the next death ends the run."""
+    """Maximum number of restarts of each engine, of the router, of the trainers, of the rollout process, and of each
+    process that only plays episodes; the next death ends the run."""
     stop_grace: Positive
     """Seconds between asking a process to stop and killing it."""
 

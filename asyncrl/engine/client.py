@@ -61,6 +61,8 @@ class ClientSettings:
     pause_mode: str = "in_place"
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of each request (engine.request_fields)."""
+    further: Mapping[str, Any] = field(default_factory=dict)
+    """Further sampling parameters of each request, in a run that trains nothing."""
     routing: RoutingShape | None = None
     """Make engines return the experts of every token in requests for training, in this shape."""
     replicas: int = 1
@@ -90,7 +92,7 @@ class ClientSettings:
     def sampling(self) -> dict[str, Any]:
         """Sampling parameters of every request, which keep an answer free of placeholders: with one, it would be a
         prompt with more placeholders than images in the next turn."""
-        sampling: dict[str, Any] = {"stop_token_ids": self.stop_token_ids, "skip_special_tokens": False}
+        sampling: dict[str, Any] = {**self.further, "stop_token_ids": self.stop_token_ids, "skip_special_tokens": False}
         if self.vision:
             sampling["logit_bias"] = {str(token): FORBIDDEN for token in self.vision.tokens.forbidden}
         return sampling

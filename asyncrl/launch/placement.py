@@ -135,10 +135,10 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
     each = len(working[0].node.gpus)
     head = rooms[0]
     router, rollout = head.seat(ports=2), head.seat(ports=1)
-    trainers = _trainers(config, working, each) if config.mode != "rollout_only" else []
+    trainers = _trainers(config, working, each) if config.trains else []
     used = len({seat.node.name for seat in trainers})
     others = working[used:] or working
-    if config.mode == "replay":
+    if not config.generates:
         return Placement(router, rollout, trainers, [])
     fleets: dict[str, list[list[Seat]]] = {}
     for name, section in config.fleets.items():
@@ -201,7 +201,7 @@ def _trainers(config: Config, rooms: list[_Room], each: int) -> list[Seat]:
     if gpu:
         count = wanted or -(-world // each)
     else:
-        most = len(rooms) if config.mode == "replay" else max(1, len(rooms) // 2)
+        most = len(rooms) if not config.generates else max(1, len(rooms) // 2)
         count = wanted or max(number for number in range(1, most + 1) if world % number == 0)
     if count > len(rooms) or world % count or (gpu and world // count > each):
         raise ConfigError(

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from asyncrl import extension, platforms
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, on_gpu
@@ -56,7 +57,13 @@ class ProcessSpec:
     step: bool = False  # whether argv runs it on another machine: forwards signals, and kills it on SIGTERM
     shares: bool = False  # whether it is an engine whose GPUs trainers use in turn with it
     reports: bool = False  # whether it reports its progress in a file (progress.py)
+    recovers: bool = False  # whether it goes on where it died, so that its deaths are counted by steps
     together: str = ""  # processes with the same value live and die together: trainers, ranks of one engine
+
+    @property
+    def kind(self) -> str:
+        """Return its name without its number."""
+        return self.name.partition("-")[0]
 
     @property
     def killed_at_once(self) -> bool:
@@ -71,7 +78,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     trainers = _trainers(config, addresses, placement, run_dir)
     hooks = [one.launch() for one in extension.active(config).values()]
     more = [spec for one in hooks for spec in one.processes(config, addresses, placement, run_dir)]
-    if config.mode == "replay":
+    if not config.generates:
         return _changed(config, addresses, run_dir, [*more, *trainers])
     shown = signed(run_dir, addresses.router)
     router, hidden = _without_ports(router_argv(config.engine, addresses.router, placement.router.meeting, shown))
@@ -87,7 +94,12 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
             stop_signal=signal.SIGKILL,  # on SIGTERM smg waits for 5 s; its clients have ended, and it has no files
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
-        rollout_process("asyncrl.rollout", addresses, placement.rollout, run_dir),
+        replace(
+            rollout_process(config.program or "asyncrl.rollout", addresses, placement.rollout, run_dir),
+            ends_the_run=bool(config.program),
+            reports=True,
+            **_recovery(config),
+        ),
         *more,
         *([_collector(addresses, placement.rollout, run_dir)] if config.mode == "rollout_only" else trainers),
     ]
@@ -130,6 +142,11 @@ def _without_ports(argv: list[str]) -> tuple[list[str], dict[str, str]]:
 
 def _restarts(config: Config) -> int:
     return config.cluster.max_restarts if config.cluster.on_engine_death == "restart" else 0
+
+
+def _recovery(config: Config) -> dict[str, Any]:
+    """Return the fields of processes that go on where they died."""
+    return {"restarts": config.cluster.max_restarts, "recovers": True} if config.recovers else {}
 
 
 def _shared_env(addresses: Addresses, seat: Seat) -> dict[str, str]:
@@ -318,8 +335,8 @@ def _trainers(config: Config, addresses: Addresses, placement: Placement, run_di
                 ends_the_run=True,
                 node=seat.node.name,
                 reports=True,
-                restarts=config.cluster.max_restarts if config.recovers else 0,
                 together="trainers",
+                **_recovery(config),
             )
         )
     return specs

@@ -86,7 +86,7 @@ def resolve(
     """Resolve every `auto` and explain the choice. `models` maps each part to its model's config.json, `before` is the
     resolved configuration of the run that is resumed or replayed, `attached` the dtype of the engines of engine.urls.
     Raises LaunchError if a machine cannot be measured."""
-    trained, started = ["trainer"] * (config.mode != "rollout_only"), ["engine"] * (config.mode != "replay")
+    trained, started = ["trainer"] * config.trains, ["engine"] * config.generates
     frozen = [role for role, section in config.frozen.items() if section.started]
     parts = [part for part in (*trained, *started, *frozen) if part in models]
     measured = [part for part in parts if not on_gpu(getattr(config, part), gpus)]
@@ -126,7 +126,7 @@ def resolve_layers(config: Config, gpus: int, before: dict[str, Any] | None = No
     layers: str = trainer.layers
     if layers == AUTO and before is not None:
         layers = before.get("trainer", {}).get("layers", LOCAL)  # runs without this setting had the local ones
-    trains = config.mode != "rollout_only"
+    trains = config.trains
     problem = _problem(on_gpu(trainer, gpus)) if trains else None
     if layers == AUTO:
         layers = TRANSFORMER_ENGINE if trains and not problem and trainer.lora.base == "none" else LOCAL

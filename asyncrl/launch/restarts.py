@@ -9,7 +9,8 @@ alone, also after a stall (launch/stalls.py). A restarted router learns from the
 
 When a trainer dies, all of them are killed and started again (trainer/recovery.py), except for an error that would only
 happen again: one of the user's code or of this system, a third death at the same step, or a fourth within ten steps.
-Where they were out of memory they go on with smaller micro-batches, and then with recomputation.
+Where they were out of memory they go on with smaller micro-batches, and then with recomputation. The rollout process is
+started again under the same rule, and goes on from its last state (rollout/journal.py).
 
 An engine may be asked to leave (asyncrl-engines remove). It is stopped once the trainer has released it, and not
 restarted.
@@ -25,6 +26,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ FORGET_SECONDS = 5.0
 RETRY_SECONDS = 10.0
 """Seconds between two attempts to start a process on a machine that does not answer."""
 RECOVERIES, RECOVERY_STEPS = 3, 10
-"""The trainers are started again at most so often within so many steps."""
+"""The trainers, and the rollout process, are started again at most so often within so many steps."""
 OUT_OF_MEMORY_TIMES = 4
 """Recoveries of a run, with its resumes, from being out of memory: the last ones with other settings
 (trainer/recovery.py)."""
@@ -79,7 +81,7 @@ class RestartPolicy:
         self._notes = Tail(run_dir / LOST, new=bool(newcomers))
         self._registry, self._newcomers, self._leave_seconds = Registry(run_dir), newcomers, leave_seconds
         self._asked_at: dict[str, float] = {}
-        self._recoveries: list[tuple[int, str]] = []  # deaths of the trainers: the newest step, who died and how
+        self._recoveries = defaultdict[str, list[tuple[int, str]]](list)  # by kind: the newest step, who died and how
         self._looked_at = -LOOK_SECONDS
 
     def count(self, name: str) -> int:
@@ -90,38 +92,41 @@ class RestartPolicy:
         """Return whether the process may be restarted once more. A process that dies before all were up is faulty
         itself."""
         allowed = self._restarts[spec.name] < spec.restarts and (self._run_dir / READY).exists()
-        return allowed and (not spec.ends_the_run or self._may_recover(spec))
+        return allowed and (not spec.recovers or self._may_recover(spec))
 
-    def _may_recover(self, trainer: ProcessSpec) -> bool:
-        if self._restarts[trainer.name] < len(self._recoveries):
+    def _may_recover(self, spec: ProcessSpec) -> bool:
+        earlier = self._recoveries[spec.kind]
+        if self._restarts[spec.name] < len(earlier):
             return True  # it died of a death that the trainers recover from already
-        failed = self._failures()
+        failed = self._failures(spec)
         if any(failure["lasting"] for failure in failed):
             return False
-        if any(failure["memory"] for failure in failed):
-            return self._out_of_memory() < OUT_OF_MEMORY_TIMES
-        step, before = self._newest_step(), [step for step, _ in self._recoveries]
+        if _out_of_memory(spec, failed):
+            return self._times_out_of_memory() < OUT_OF_MEMORY_TIMES
+        step, before = self._newest_step(), [step for step, _ in earlier]
         return before.count(step) < 2 and sum(step - earlier < RECOVERY_STEPS for earlier in before) < RECOVERIES
 
-    def _recover(self, trainer: str, how: str) -> None:
-        """Record a death of the trainers, and forget their errors, which must not be taken for those of the next."""
-        self._recoveries.append((self._newest_step(), f"{trainer}, {how}"))
-        failed = self._failures()
-        if any(failure["memory"] for failure in failed):
-            (self._run_dir / OUT_OF_MEMORY).write_text(str(self._out_of_memory() + 1))
+    def _recover(self, spec: ProcessSpec, how: str) -> None:
+        """Record a death of the trainers or of the rollout process, and forget their errors, which must not be taken
+        for those of the next."""
+        self._recoveries[spec.kind].append((self._newest_step(), f"{spec.name}, {how}"))
+        failed = self._failures(spec)
+        if _out_of_memory(spec, failed):
+            (self._run_dir / OUT_OF_MEMORY).write_text(str(self._times_out_of_memory() + 1))
         for failure in failed:
             (self._run_dir / FOLDER / f"{failure['process']}{FAILURE}").unlink()
 
-    def _failures(self) -> list[dict[str, Any]]:
-        return [failure for failure in failures(self._run_dir) if failure["process"].startswith("trainer-")]
+    def _failures(self, spec: ProcessSpec) -> list[dict[str, Any]]:
+        return [one for one in failures(self._run_dir) if one["process"].partition("-")[0] == spec.kind]
 
-    def _out_of_memory(self) -> int:
+    def _times_out_of_memory(self) -> int:
         file = self._run_dir / OUT_OF_MEMORY
         return int(file.read_text()) if file.exists() else 0
 
     def recoveries(self) -> list[str]:
-        """Return a line for each death of the trainers that was followed by a recovery."""
-        return [f"trainers had started again after step {step}: {how}" for step, how in self._recoveries]
+        """Return a line for each death of the trainers and of the rollout process that was followed by a recovery."""
+        deaths = chain(*self._recoveries.values())
+        return [f"had recovered after step {step}: {how}" for step, how in deaths]
 
     def _newest_step(self) -> int:
         return max((int(line["version"]) for line in Tail(self._run_dir / "metrics.jsonl")()), default=0)
@@ -165,8 +170,8 @@ class RestartPolicy:
         self._restarted(spec.name, how, self._died[spec.name])
         if not spec.step or self._began(spec.name):  # otherwise nothing has died: its machine does not answer
             self._restarts[spec.name] += 1
-            if spec.ends_the_run and self._restarts[spec.name] > len(self._recoveries):
-                self._recover(spec.name, how)
+            if spec.recovers and self._restarts[spec.name] > len(self._recoveries[spec.kind]):
+                self._recover(spec, how)
         for note in (*self._written(begin_file, spec.name), *self._written(end_file, spec.name)):
             note.unlink(missing_ok=True)
         if spec.name in self._watches:
@@ -225,6 +230,11 @@ class RestartPolicy:
     def stopped(self, spec: ProcessSpec) -> None:
         """Record that an engine has left."""
         self._registry.stopped(spec.url)
+
+
+def _out_of_memory(spec: ProcessSpec, failed: Iterable[dict[str, Any]]) -> bool:
+    """Return whether these failures are those of trainers that were out of memory."""
+    return spec.ends_the_run and any(failure["memory"] for failure in failed)
 
 
 def restart_policy(

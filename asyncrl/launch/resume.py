@@ -89,10 +89,10 @@ def origins(config: Config, run_dir: Path) -> list[Path]:
 def _check(config: Config, resume: Resume) -> None:
     """Check that the checkpoint can be resumed with these settings."""
     _check_adapters(config, resume.manifest)
-    if config.mode == "replay":
+    if not config.generates:
         return
     if manifest.ROLLOUT not in resume.manifest.files:
-        raise RecordError(f"{resume.folder} has no rollout state, because mode=replay wrote it: use it in a replay")
+        raise RecordError(f"{resume.folder} has no rollout state, because no engines ran: use it with mode=replay")
     then = Config.model_validate(under_new_names(resume.manifest.config))
     for field in MUST_STAY:
         section, name = field.split(".")

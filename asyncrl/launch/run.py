@@ -44,7 +44,7 @@ def check(composed: list[tuple[Config, list[str]]]) -> int:
         prepared = Preparation(config, folder, cluster_of(config), arguments)
         findings = preflight(prepared)
         wrong_here = [one.field for one in findings if one.level == "error"]
-        if config.mode != "replay" and not any(field.startswith(("task", "model", "eval")) for field in wrong_here):
+        if config.generates and not any(field.startswith(("task", "model", "eval")) for field in wrong_here):
             findings += check_questions(config, prepared.folders["model"])
         findings = list(dict.fromkeys(findings))
         print(rendered(findings), flush=True)
@@ -199,7 +199,7 @@ def _addresses(prepared: Preparation, began: float) -> Addresses:
         frozen_models={role: prepared.folders[role] for role in config.frozen if role in prepared.folders},
         resume=origin.folder if origin else None,
         authority=authority.certificate if authority else "",
-        attached=tuple(config.engine.urls) if config.mode != "replay" else (),
+        attached=tuple(config.engine.urls) if config.generates else (),
         extensions=extension.shared(config, placement),
         trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
         **urls,

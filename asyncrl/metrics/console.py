@@ -50,10 +50,12 @@ class Console:
             f"trainer TP {t.tensor_parallel} × PP {t.pipeline_parallel} × CP {t.context_parallel} "
             f"× DP {t.data_parallel}"
         )
-        if c.mode == "rollout_only":
+        if not c.trains:
             layout = "nothing is trained"
         if c.mode == "replay":
             what = f"replays {escape(str(c.replay.source))}; {layout}"
+        elif not c.generates:
+            what = f"mode {escape(c.mode)}; {layout}"
         else:
             others = "".join(f"{role} {escape(one.model)}, " for role, one in c.frozen.items() if one.model)
             engines = c.engine.started + len(c.engine.urls)

@@ -305,7 +305,7 @@ SUMMARY_MACHINE = {
 SUMMARY_CHECKPOINT = {
     "checkpoint/last": "version of the last complete checkpoint",
     "checkpoint/failed": "number of checkpoints that could not be written",
-    "recoveries": "number of times that the trainers died and went on",
+    "recoveries": "number of times that the trainers, or the rollout process, died and went on",
 }
 
 # The same file, for each evaluation set if there are several; <set> is its name

@@ -47,6 +47,11 @@ RESTARTED = "restart-"
 """Prefix of the version that an engine reports until it has weights of the run (engine/serve.py)."""
 
 
+def times_restarted() -> int:
+    """Return how often this process was started again."""
+    return int(os.environ.get("ASYNCRL_INCARNATION", "").removeprefix(RESTARTED) or 0)
+
+
 def metrics_key(api_key: str) -> str:
     """Return the key of /metrics of the rollout process and of the engines. It does not tell the run's API key."""
     return hmac.new(api_key.encode(), b"metrics", hashlib.sha256).hexdigest()

@@ -61,12 +61,14 @@ class CompressedGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Began(msgspec.Struct, frozen=True, tag="began"):
-    """The rollout process has started or was resumed: the following events happened under this configuration."""
+    """The rollout process has started, was resumed, or was started again: the following events happened under this
+    configuration."""
 
     run_id: str
     time: float
     version: int
     config: dict[str, Any]
+    number: int = 0  # of the snapshot that it goes on from, if that was in the journal
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
@@ -127,9 +129,11 @@ class Published(msgspec.Struct, frozen=True, tag="published"):
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """The state at this instant went into the checkpoint of this version, from which a later `began` may continue."""
+    """The state at this instant went into the checkpoint of this version, or with a number into the journal. A later
+    `began` may continue from it."""
 
     version: int
+    number: int = 0
 
 
 class Scored(msgspec.Struct, frozen=True, tag="scored"):

@@ -178,23 +178,24 @@ class Recording:
 def kept(events: Iterable[Event]) -> list[tuple[int, int]]:
     """Return the ranges [start, end) of event numbers that belong to the run. The others were rolled back by a resume.
 
-    A run resumed at version v continues after the last preceding `saved` of v; a run that started from scratch
-    continues nothing.
+    A run resumed at version v continues after the last preceding `saved` of v, and of the same number; a run that
+    started from scratch continues nothing.
 
         began 0 . . . saved 4 . . . . . saved 8 . . . |killed| began 4 . . . saved 8 . . .
         [---------------------]                        [--------------------------------]   kept
     """
     stretches: list[tuple[int, int]] = []
-    saved: dict[int, int] = {}
+    saved: dict[tuple[int, int], int] = {}
     count = 0
     for number, event in enumerate(events):
         count = number + 1
         if isinstance(event, Saved):
-            saved[event.version] = count
+            saved[event.version, event.number] = count
         elif isinstance(event, Began):
             if stretches:
                 stretches[-1] = stretches[-1][0], number
-            end = saved.get(event.version, 0) if event.version else 0
+            scratch = event.version == event.number == 0
+            end = 0 if scratch else saved.get((event.version, event.number), 0)
             stretches = [(first, min(last, end)) for first, last in stretches if first < end]
             stretches.append((number, number))
         elif not stretches:

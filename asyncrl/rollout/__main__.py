@@ -8,7 +8,9 @@ from asyncrl import import_hooks  # noqa: F401  # first: see there
 import asyncio
 import signal
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import read
 from asyncrl.network.addresses import Addresses
@@ -18,8 +20,8 @@ from asyncrl.rollout.build import RolloutParts
 from asyncrl.rollout.server import contain, serve
 
 
-async def main(run_dir: Path) -> None:
-    """Serve until the launcher sends SIGTERM or a component fails."""
+async def main(run_dir: Path, work: Callable[[RolloutParts], Coroutine[Any, Any, None]]) -> None:
+    """Serve, and do this work with the parts, until the launcher sends SIGTERM or a component fails."""
     contain(asyncio.get_running_loop())
     config, addresses = read(run_dir), Addresses.read(run_dir)
     progress = Progress(run_dir, "rollout", config.cluster.stall_timeout)
@@ -29,7 +31,7 @@ async def main(run_dir: Path) -> None:
     following = asyncio.create_task(progress.follow())
     try:
         with failing(run_dir, "rollout"):
-            await serve(parts.server, addresses.rollout, parts.roll_out(), signed(run_dir, addresses.rollout))
+            await serve(parts.server, addresses.rollout, work(parts), signed(run_dir, addresses.rollout))
     finally:
         following.cancel()
         progress.doing("ending", within=config.cluster.stop_grace)
@@ -39,4 +41,4 @@ async def main(run_dir: Path) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the launcher ends them in order
     with failing(Path(sys.argv[1]), "rollout"):
-        asyncio.run(main(Path(sys.argv[1])))
+        asyncio.run(main(Path(sys.argv[1]), RolloutParts.roll_out))

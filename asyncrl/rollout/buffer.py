@@ -228,6 +228,10 @@ class CohortBuffer:
             ),
         )
 
+    def taken(self, step: int) -> list[Group]:
+        """Return the groups of a step that were taken and whose version is not published yet."""
+        return [played.group for played in self._training.get(step, [])]
+
     @property
     def training(self) -> list[Group]:
         """The batch that was taken last, until the version that it produces is published."""
@@ -261,8 +265,6 @@ class CohortBuffer:
 
     def state(self) -> BufferState:
         """Return the state. Serialize it immediately: it shares its parts with the buffer."""
-        if self._training or self.step != self.version:
-            raise ValueError(f"batch {self.step - 1} is in training: its version must be published first")
         return BufferState(
             self.version,
             self._next_slot,
@@ -278,11 +280,16 @@ class CohortBuffer:
             self._requeued,
             self.lead,
             self._wanted_lead,
+            dict(self._training),
+            self._dropped,
         )
 
     def restore(self, state: BufferState) -> None:
         """Restore the state of a buffer with the same settings. The clock of groups that were running starts anew."""
-        self.version = self.step = state.version
+        self.version = state.version
+        self._training, self._dropped = dict(state.training), state.dropped
+        complete = [step for step, taken in state.training.items() if len(taken) == self.batch_groups]
+        self.step = max([state.version - 1, *complete]) + 1
         self._next_slot, self._filling = state.next_slot, state.filling
         self._cohorts = dict(state.cohorts)
         self.lead = state.lead

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from asyncrl.schema import Group
 
@@ -61,7 +61,7 @@ class Cohort:
 
 @dataclass
 class BufferState:
-    """Complete state of a buffer between a publish and the next batch."""
+    """Complete state of a buffer."""
 
     version: int
     next_slot: int
@@ -77,6 +77,8 @@ class BufferState:
     requeued: int
     lead: int
     wanted_lead: int
+    training: dict[int, list[ReadyGroup]] = field(default_factory=dict)  # by step; none in a checkpoint
+    dropped: list[Group] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -47,42 +47,65 @@ class Evaluations:
         tasks: Mapping[str, Task],
         sets: Mapping[str, Sequence[Prompt]],
         settings: EvalConfig,
-        write: Callable[[Line], None],
+        write: Callable[[Sequence[Line]], None],
         timelines: Timelines | None = None,
+        earlier: Sequence[Line] = (),
     ) -> None:
-        """`write` receives every line. Without evaluation sets there is nothing to do."""
+        """`write` receives the lines of an evaluation. Without evaluation sets there is nothing to do. `earlier` are
+        the lines so far, if this process was started again: their evaluations are not repeated."""
+        self._earlier = earlier
         self._attempts = attempts
         self._client = client
-        self._tasks = tasks
-        self._sets = sets
+        self.tasks = tasks
+        self.sets = sets
         self._settings = settings
         self._write = write
         self._timelines = timelines or Timelines()
         self._room = asyncio.Semaphore(settings.max_running)
         self._serial = itertools.count()
         self._running: asyncio.Task[list[Line]] | None = None
-        self._newest: int | None = None
-        self._evaluated: int | None = None  # the newest version when the last evaluation began
+        self.newest: int | None = None
+        """The version that was published last."""
+        self.evaluated: int | None = None
+        """The newest version when the last evaluation began."""
         self._skipped = 0
 
     def published(self, version: int) -> None:
         """Start an evaluation if one is due at this version and none is running. Raises the error of the previous one,
         if any."""
-        self._newest = version
+        self.newest = version
         if self._running and self._running.done():
             self._running.result()  # its error ends the run here, not at its very end
             self._running = None
-        if not self._sets or not self._settings.every or version % self._settings.every:
+        if not self.sets or not self._settings.every or version % self._settings.every:
             return
         if self._running:
             self._skipped += 1
-        else:
+        elif not self._written():
             self.begin()
 
     def begin(self) -> None:
         """Start an evaluation in the background. None may be running."""
         self._running = asyncio.create_task(self._evaluate())
-        self._evaluated = self._newest
+        self.evaluated = self.newest
+
+    def go_on(self, evaluated: int | None, since: range, *, running: bool) -> None:
+        """Continue a run whose last evaluation began at the version `evaluated`: with that one, if it was running, and
+        with those that are due at the versions `since`. What was written already is not repeated."""
+        self.newest = self.evaluated = evaluated
+        if running and not self._written():
+            self.begin()
+        self.newest = since.start - 1
+        for version in since:
+            self.published(version)
+
+    def _written(self) -> list[Line]:
+        """Return the lines of an evaluation of the newest version that an earlier process wrote. No earlier evaluation
+        has only tokens of this version."""
+        if not self._earlier:
+            return []
+        version = self._client.inflight.version if self.newest is None else self.newest
+        return [line for line in self._earlier if line["version_min"] >= version][-len(self.sets) :]
 
     @property
     def under_way(self) -> bool:
@@ -94,9 +117,13 @@ class Evaluations:
         after the one that may be running."""
         if self._running:
             lines = await self._running
-            if self._evaluated == self._newest:
+            if self.evaluated is not None and self.evaluated == self.newest:
                 return lines
-        return await self._evaluate()
+        if written := self._written():
+            return written
+        self.begin()
+        assert self._running
+        return await self._running
 
     async def _evaluate(self) -> list[Line]:
         """Evaluate every set, and write all lines together."""
@@ -104,19 +131,18 @@ class Evaluations:
         with self._client.roles.newest() as adapter:
             async with asyncio.TaskGroup() as group:
                 asked = {
-                    name: [group.create_task(self._ask(prompt, adapter)) for prompt in prompts]
-                    for name, prompts in self._sets.items()
+                    name: [group.create_task(self.ask(prompt, adapter)) for prompt in prompts]
+                    for name, prompts in self.sets.items()
                 }
         seconds = time.monotonic() - started
         lines = []
         for name, tasks in asked.items():
-            figures = summarize(name, [task.result() for task in tasks], self._tasks[name].correct)
+            figures = summarize(name, [task.result() for task in tasks], self.tasks[name].correct)
             lines.append({**figures, "skipped": self._skipped, "time/eval": seconds})
-        for line in lines:
-            self._write(line)
+        self._write(lines)
         return lines
 
-    async def _ask(self, prompt: Prompt, adapter: int | None) -> Sequence[Attempt]:
+    async def ask(self, prompt: Prompt, adapter: int | None = None) -> Sequence[Attempt]:
         """Return all answers to one question. They share an engine, and the sampled ones share a request."""
         async with self._room:
             name = f"e{next(self._serial):010d}"

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 from asyncrl.config import RolloutConfig
@@ -28,7 +29,7 @@ from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.recorder import Recorder
-from asyncrl.rollout.snapshot import GroupsState, Outstanding, PromptName, SiblingSnapshot
+from asyncrl.rollout.snapshot import GroupsState, Outstanding, PartState, PromptName, SiblingSnapshot
 from asyncrl.rollout.timelines import COMMITTED, Timelines
 from asyncrl.schema import Batch, Group, Prompt, part_of
 from asyncrl.user_code import load
@@ -275,9 +276,10 @@ class GroupLifecycle:
         """Return whether this version is published and its batch not begun: the moment of a checkpoint."""
         return (self._buffer.version, self._buffer.step) == (version, version) and not self._parts
 
-    async def saved(self, version: int) -> None:
-        """Record that the state was saved, and flush everything recorded so far."""
-        self._recorder.write(Saved(version))
+    async def saved(self, version: int, number: int = 0) -> None:
+        """Record that the state was saved, with this number if it is for the journal, and flush everything recorded so
+        far."""
+        self._recorder.write(Saved(version, number))
         await asyncio.to_thread(self._recorder.flush)
 
     # -- checkpoint ----------------------------------------------------------------------------------------
@@ -299,6 +301,10 @@ class GroupLifecycle:
             dict(self._tokens_reported),
             dict(flight.tokens),
             flight.late_tokens,
+            {
+                version: [PartState(len(part.groups), part.rollout, part.last) for part in parts]
+                for version, parts in self._parts.items()
+            },
         )
 
     def restore(self, state: GroupsState) -> list[GroupInPlay]:
@@ -316,8 +322,28 @@ class GroupLifecycle:
                 for number, sibling in enumerate(one.siblings)
             ]
             self._playing[one.ticket] = GroupInPlay(one.ticket, one.prompt, sessions)
+        for version, parts in state.parts.items():
+            taken = iter(self._buffer.taken(version))
+            self._parts[version] = [
+                Batch(version, list(islice(taken, part.groups)), part.figures, part.last) for part in parts
+            ]
         self.ledger()
         return self.running()
+
+    def go_on(self, served: int, *, held: bool) -> range:
+        """Continue in a process that was started again, while the engines serve a version. Unless requests were held
+        back, nobody else says that it is served. Returns the versions since that of the state."""
+        since = range(self._buffer.version + 1, served + 1)
+        for version in since:
+            self._buffer.publish(version)
+            self._parts.pop(version - 1, None)
+            self._recorder.write(Published(version, time.time(), asdict(self.ledger())))
+        if held:
+            self._client.inflight.hold()
+        else:
+            self._client.inflight.release(self._buffer.version)
+            self._released.set()
+        return since
 
     async def released(self) -> None:
         """Wait until the trainer reports that every engine serves its version."""

@@ -1,7 +1,14 @@
-"""The batches since the last two checkpoints, as the trainers got them. Trainers that die start again from a checkpoint
-and train these once more (trainer/recovery.py), which makes the same weights.
+"""What the rollout process writes down for processes that die: the batches since the last two checkpoints, as the
+trainers got them, and its own newest state.
 
-on failure    (a full disk) a warning, and no further batch is kept: the next death of a trainer ends the run
+    RUN/journal/VERSION-PART   a part of a batch. Trainers that die start again from a checkpoint and train these once
+                               more (trainer/recovery.py), which makes the same weights
+    RUN/journal/state          the newest snapshot (snapshot.py), which knows of every batch that a trainer got. A
+                               rollout process that dies starts again from it
+    RUN/journal/served         the newest version that was announced, and whether requests are held back for the next
+
+on failure    (a full disk) a warning, and nothing more is kept: the next death of a trainer, or of this process, ends
+              the run
 """
 
 from __future__ import annotations
@@ -9,17 +16,36 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl.checkpoints.store import CheckpointStore
+from asyncrl.errors import RecordError
 
 FOLDER = "journal"
+STATE, SERVED = "state", "served"
 KEPT = 2
 """Checkpoints whose batches are kept: the newest one may turn out to be damaged."""
 
 
+@dataclass(frozen=True)
+class Left:
+    """What a rollout process that died has left."""
+
+    state: bytes | None = None
+    """None if it had not begun."""
+    written: float = 0.0
+    """When the state was written, in seconds since the epoch."""
+    served: int | None = None
+    held: bool = False
+    """Whether the engines may be in an update."""
+
+
 class NoJournal:
     """Keeps nothing."""
+
+    enabled = False
+    left = Left()
 
     def keep(self, version: int, part: int, data: bytes) -> None:
         """Do nothing."""
@@ -28,30 +54,40 @@ class NoJournal:
         """Return nothing."""
         return None
 
+    def keep_state(self, data: bytes) -> None:
+        """Do nothing."""
+
+    def serves(self, version: int, *, held: bool) -> None:
+        """Do nothing."""
+
 
 class Journal(NoJournal):
-    """The folder RUN/journal, with a file for each part of a batch."""
+    """The folder RUN/journal."""
 
-    def __init__(self, run_dir: Path, warn: Callable[[str], None]) -> None:
-        """Start with an empty folder: a run that resumes makes its batches anew."""
-        self._folder, self._warn, self._enabled = run_dir / FOLDER, warn, True
+    def __init__(self, run_dir: Path, warn: Callable[[str], None], *, restarted: bool = False) -> None:
+        """Start with an empty folder, because a run that resumes makes its batches anew, or, if this process died and
+        is `restarted`, with what it has left. Raises RecordError if nothing was kept."""
+        self._folder, self._warn, self.enabled = run_dir / FOLDER, warn, True
         self._store = CheckpointStore(run_dir)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if not restarted:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
+        elif not self._folder.exists():
+            raise RecordError(f"{self._folder} was not kept, so the rollout process cannot go on: set resume=auto")
+        else:
+            self.left = self._read_left()
+
+    def _read_left(self) -> Left:
+        state, served = self._folder / STATE, self._folder / SERVED
+        data, written = (state.read_bytes(), state.stat().st_mtime) if state.exists() else (None, 0.0)
+        if not served.exists():
+            return Left(data, written)
+        version, *held = served.read_text().split()
+        return Left(data, written, int(version), held=bool(held))
 
     def keep(self, version: int, part: int, data: bytes) -> None:
         """Keep an encoded part of a batch, before any trainer gets it, and remove what no trainer needs any more."""
-        if not self._enabled:
-            return
-        try:
-            self._folder.mkdir(exist_ok=True)
-            unfinished = self._folder / f"unfinished-{secrets.token_hex(8)}"
-            unfinished.write_bytes(data)
-            unfinished.rename(self._file(version, part))
-        except OSError as error:
-            self._enabled = False
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._warn(f"batches are no longer kept for trainers that die, whose next death ends the run: {error}")
-            return
+        self._write(self._name(version, part), data)
         oldest, *_ = [*self._store.versions()[-KEPT:], 0]
         for file in self._folder.glob("[0-9]*"):
             if int(file.name.partition("-")[0]) < oldest:
@@ -59,8 +95,30 @@ class Journal(NoJournal):
 
     def read(self, version: int, part: int) -> bytes | None:
         """Return a part that was kept; None if it was not."""
-        file = self._file(version, part)
+        file = self._folder / self._name(version, part)
         return file.read_bytes() if file.exists() else None
 
-    def _file(self, version: int, part: int) -> Path:
-        return self._folder / f"{version:08d}-{part:04d}"
+    def keep_state(self, data: bytes) -> None:
+        """Replace the state."""
+        self._write(STATE, data)
+
+    def serves(self, version: int, *, held: bool) -> None:
+        """Record the newest version that was announced, and whether requests are held back since."""
+        self._write(SERVED, f"{version} {'held' if held else ''}".encode())
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Write a file, whole or not at all."""
+        if not self.enabled:
+            return
+        try:
+            unfinished = self._folder / f"unfinished-{secrets.token_hex(8)}"
+            unfinished.write_bytes(data)
+            unfinished.rename(self._folder / name)
+        except OSError as error:
+            self.enabled = False
+            shutil.rmtree(self._folder, ignore_errors=True)
+            what = "the next death of a trainer or of the rollout process ends the run"
+            self._warn(f"batches and the state of the rollouts are no longer kept, so that {what}: {error}")
+
+    def _name(self, version: int, part: int) -> str:
+        return f"{version:08d}-{part:04d}"

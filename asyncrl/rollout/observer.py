@@ -84,9 +84,9 @@ class Observer:
         own = {**seconds, **self._episodes.take_figures(), **self.gpus.take_figures()}
         return {**own, **dict(ChainMap(*(one.figures() for one in self._hooks)))}
 
-    def ready(self, started: float) -> None:
-        """Record that all engines can answer; the command started at that time."""
-        self._timeline.phase("start_up", -1, started, time())
+    def ready(self, since: float, phase: str) -> None:
+        """Record that rollouts begin after this phase: the start of the run, or the recovery of this process."""
+        self._timeline.phase(phase, -1, since, time())
 
     async def close(self) -> None:
         """Write what is left."""

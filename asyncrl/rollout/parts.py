@@ -207,6 +207,7 @@ def _client(
         cache_key=config.rollout.cache_key,
         pause_mode=config.weights.pause_mode,
         fields=config.engine.request_fields,
+        further={name: value for one in hooks for name, value in one.sampling(config).items()},
         routing=routing_shape(model.hf) if config.algo.routing_replay == "R3" else None,
         replicas=replicas,
         seed=config.run.seed if config.deterministic else None,

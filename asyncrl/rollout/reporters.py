@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,9 +54,9 @@ class RunReporter:
         for text in warnings:
             self.warn(text)
 
-    def evaluated(self, line: dict[str, Any]) -> None:
-        """Append a line to eval.jsonl."""
-        jsonl.append(self._run_dir / "eval.jsonl", line)
+    def evaluated(self, lines: Sequence[dict[str, Any]]) -> None:
+        """Append the lines of an evaluation to eval.jsonl, all or none."""
+        jsonl.append(self._run_dir / "eval.jsonl", *lines)
 
 
 class FailureReporter:

@@ -20,6 +20,8 @@ is published (with weights.overlap, the version before); and no more groups run 
 batches, plus oversample.
 
 Each wait here is bounded by POLL_SECONDS and repeated by the trainer, which owns the deadline (rollout.batch_timeout).
+The trainer also repeats a request that this process died of, or before answering it, to the process that replaces it:
+each of them changes nothing the second time. The state that an answer tells of is in the journal before it is sent.
 
 The event loop, and with it the process, ends when one of its tasks raises SystemExit or KeyboardInterrupt. Tasks of
 this process also run user code (an agent, a reward, an environment, and tasks that these start), for which `contain`
@@ -31,6 +33,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
@@ -45,6 +48,7 @@ from starlette.routing import Route
 
 from asyncrl.engine.inflight import InFlight
 from asyncrl.errors import AsyncRLError, described
+from asyncrl.network.addresses import times_restarted
 from asyncrl.network.serving import SignalFreeServer
 from asyncrl.network.tls import Signed
 from asyncrl.rollout.evaluation import Evaluations
@@ -55,6 +59,9 @@ from asyncrl.schema import encode
 
 CLOSE_SECONDS = 3
 """Seconds that open requests get at the end, after which they are cancelled: more than POLL_SECONDS."""
+KEEP_SECONDS, KEEP_SHARE = 5.0, 0.02
+"""Seconds between two snapshots for the journal, and the largest share of the event loop's time: what was generated
+since the newest one is lost if this process dies."""
 POLL_SECONDS = 2.0
 """Between two polls a waiting trainer checks for restarted engines and routers (Fleet.reconcile)."""
 
@@ -88,10 +95,12 @@ class RolloutServer:
         *,
         journal: NoJournal = NoJournal(),  # noqa: B008  it has no state
         drain: bool = False,
-        save: Callable[[GroupsState], bytes] | None = None,
+        save: Callable[[GroupsState, int], bytes] | None = None,
+        number: int = 0,
     ) -> None:
-        """`journal` keeps batches for trainers that start again; `drain` makes a hold wait for the requests in flight;
-        `save` encodes a snapshot that includes the state."""
+        """`journal` keeps batches and snapshots for processes that start again; `drain` makes a hold wait for the
+        requests in flight; `save` encodes a snapshot that includes the state, and its number; `number` is that of the
+        snapshot with which this process has begun."""
         self._groups = groups
         self._inflight = inflight
         self._evaluations = evaluations
@@ -99,6 +108,8 @@ class RolloutServer:
         self._api_key = api_key
         self._drain = drain
         self._save = save
+        self._keeping = asyncio.Lock()  # no snapshot is taken within a publish
+        self._number = number
         self.starting = ""
         """What the start waits for; empty once rollouts run."""
         self.more: list[Route] = []
@@ -133,11 +144,32 @@ class RolloutServer:
         if not self._is_encoded(version, part):
             data = encode(batch)
             await asyncio.to_thread(self._journal.keep, version, part, data)
+            await self._keep_state()
             if not self._is_encoded(version, part):  # for another reader, meanwhile
                 self._encoded = _Encoded(version, part, data)
         assert self._encoded
         self._encoded.readers.add(reader)
         return Response(self._encoded.data, media_type="application/msgpack")
+
+    async def _keep_state(self) -> float:
+        """Write down the state for the case that this process dies. Returns the event loop's seconds."""
+        if self._save is None or not self._journal.enabled:
+            return 0.0
+        async with self._keeping:
+            await self._inflight.gathered()
+            began = time.thread_time()
+            self._number += 1
+            data = self._save(self._groups.state(), self._number)
+            spent = time.thread_time() - began
+            await self._groups.saved(self._groups.published_version, self._number)
+            await asyncio.to_thread(self._journal.keep_state, data)
+        return spent
+
+    async def keep_regularly(self) -> None:
+        """Write down the state from time to time, until cancelled."""
+        while True:
+            spent = await self._keep_state()
+            await asyncio.sleep(max(KEEP_SECONDS, spent / KEEP_SHARE))
 
     def _is_encoded(self, version: int, part: int) -> bool:
         encoded = self._encoded
@@ -146,6 +178,7 @@ class RolloutServer:
     async def hold(self, _: Request) -> Response:
         """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
         self._inflight.hold()
+        await asyncio.to_thread(self._journal.serves, self._groups.published_version, held=True)
         confirmed = await self._inflight.confirmed(POLL_SECONDS)
         if not confirmed or (self._drain and not await self._inflight.drained(POLL_SECONDS)):
             return PlainTextResponse(self._groups.waiting_for(), status_code=202)
@@ -155,11 +188,13 @@ class RolloutServer:
         """Record that a version is published. Return which adapters are in use."""
         told = await request.json()
         version = int(told["version"])
-        if await self._groups.published(version):
-            if self._encoded and self._encoded.version < version:
-                self._encoded = None
-            if self._evaluations:
-                self._evaluations.published(version)
+        async with self._keeping:
+            if await self._groups.published(version):
+                if self._encoded and self._encoded.version < version:
+                    self._encoded = None
+                if self._evaluations:
+                    self._evaluations.published(version)
+        await asyncio.to_thread(self._journal.serves, version, held=False)
         return JSONResponse(msgspec.to_builtins(self._inflight.adapters.in_use(version)))
 
     async def admission(self, request: Request) -> Response:
@@ -181,7 +216,7 @@ class RolloutServer:
         await self._inflight.gathered()
         if self._save is None or not self._groups.between_batches(version):
             return PlainTextResponse(f"version {version} is not the newest, or its batch has begun", status_code=409)
-        data = self._save(self._groups.state())
+        data = self._save(self._groups.state(), 0)
         await self._groups.saved(version)
         return Response(data, media_type="application/msgpack")
 
@@ -195,6 +230,7 @@ class RolloutServer:
         return {
             "version": self._groups.published_version,
             "held": self._inflight.held,
+            "restarts": times_restarted(),
             "waiting_for": self.starting or self._groups.waiting_for(),
             "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
             "ledger": asdict(self._groups.ledger()),

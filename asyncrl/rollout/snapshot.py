@@ -1,15 +1,15 @@
-"""Snapshot of the whole rollout side at one instant, as bytes for a checkpoint, and back.
+"""Snapshot of the whole rollout side at one instant, as bytes for a checkpoint or the journal (journal.py), and back.
 
-The instant lies between a publish and the next batch: nothing is in training. Running groups keep their tickets (and
-with them cohort, birth version and staleness bound), their prompts, and every token that engines have generated for
-them. After a resume their agents run again from the start; a request that repeats an earlier one gets the saved answer
-without an engine (engine/client.py), and an answer that was cut short is continued from its last token. An agent whose
-environment is not deterministic makes other requests: its old tokens are then discarded.
+The instant of a checkpoint lies between a publish and the next batch: nothing is in training. Running groups keep their
+tickets (and with them cohort, birth version and staleness bound), their prompts, and every token that engines have
+generated for them. Afterwards their agents run again from the start; a request that repeats an earlier one gets the
+saved answer without an engine (engine/client.py), and an answer that was cut short is continued from its last token. An
+agent whose environment is not deterministic makes other requests: its old tokens are then discarded.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -49,6 +49,15 @@ class Outstanding:
 
 
 @dataclass(frozen=True)
+class PartState:
+    """A part of a batch that is in training."""
+
+    groups: int
+    figures: dict[str, int | float]
+    last: bool
+
+
+@dataclass(frozen=True)
 class GroupsState:
     """State of all groups."""
 
@@ -61,6 +70,7 @@ class GroupsState:
     reported: dict[str, int]  # tokens already reported in the figures of batches
     tokens: dict[str, int]  # received, by purpose
     late: int  # of these, for groups that had ended
+    parts: dict[int, list[PartState]] = field(default_factory=dict)  # of the batches in training, by version
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class Snapshot:
     cursor: Cursor
     mixer: MixerState
     evaluating: bool  # an evaluation was running; it starts over
+    evaluated: int | None = None  # the version at which the last evaluation began
+    number: int = 0  # of a snapshot in the journal
 
 
 def encode(snapshot: Snapshot) -> bytes:

@@ -61,20 +61,16 @@ def main(run_dir: Path) -> None:
     policy = Policy(config, addresses.model, parallel, rank.progress.part)
     if config.checkpoint.every:
         policy.keep_base(run_dir, addresses.resume)
-    source, first, end = _source(rank)
-    start = find_start(run_dir, addresses.resume, source, fleet, parallel, first)
+    source, first, end = _source(rank, policy)
+    start = find_start(rank, source, fleet, first)
     log = _log(rank, start)
     stop = StopRule(config.run, end)
     publisher, transport = build_publisher(rank, policy, fleet, source, hand_over, log, start)
     checkpoints = Checkpoints(
-        config,
-        CheckpointStore(run_dir),
-        addresses.run_id,
-        parallel,
+        rank,
         policy,
         counters=lambda: {"stop": stop.counters(), "log": log.counters()},
         snapshot=source.snapshot,
-        warn=rank.warn,
     )
     _begin(rank, start, policy, publisher, checkpoints, log, stop)
     scored = config.record and config.mode == "train" and parallel.is_first
@@ -100,11 +96,13 @@ def main(run_dir: Path) -> None:
     _leave(log, rank.progress)
 
 
-def _source(rank: Rank) -> tuple[BatchSource, int, int | None]:
+def _source(rank: Rank, policy: Policy) -> tuple[BatchSource, int, int | None]:
     """Return the source of batches, the version that a run begins with, and, of recorded batches, the version after the
     last. The source is the rollout process, unless recorded batches are trained without one."""
     config, addresses = rank.config, rank.addresses
     client = partial(RolloutClient, addresses.rollout, addresses.access, config.rollout.batch_timeout)
+    if given := policy.batches():
+        return given[0], 0, given[1]
     if config.mode != "replay":
         return client(), 0, None
     recorded = ReplaySource(config.replay)
@@ -195,7 +193,10 @@ def _tell_the_end(rank: Rank, source: BatchSource, log: StepLog, facts: dict[str
     summary = {**facts, **metrics, **accuracy, **dtype_figures(json.loads((run_dir / MACHINE).read_text()))}
     for one in extension.active(config).values():
         summary |= one.summary(config, run_dir, metrics)
-    jsonl.replace(run_dir / "summary.json", {**summary, "ledger": source.status()["ledger"]})
+    status = source.status()
+    if "recoveries" in facts:
+        summary["recoveries"] += status["restarts"]
+    jsonl.replace(run_dir / "summary.json", {**summary, "ledger": status["ledger"]})
 
 
 def _leave(log: StepLog, progress: Progress) -> None:

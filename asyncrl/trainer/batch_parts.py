@@ -21,8 +21,11 @@ class BatchParts:
 
     def __init__(self, parts: int, aggregation: str, parallel: Parallel) -> None:
         """Prepare for a batch of about `parts` parts."""
-        self._parts, self._aggregation, self._parallel = parts, aggregation, parallel
-        self._tables, self._seen = list[TrainingTable](), list[TokenAccumulator]()
+        self._parts = parts
+        self._aggregation = aggregation
+        self._parallel = parallel
+        self._tables = list[TrainingTable]()
+        self._seen = list[TokenAccumulator]()
         self._counts: list[int] = []
         self.trained = 0
         """Number of groups that have a gradient."""

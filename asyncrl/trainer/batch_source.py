@@ -2,8 +2,9 @@
 
 waits for     the server's /batch and /hold
 deadline      rollout.batch_timeout
-on failure    requests are retried until their deadline while the server does not listen, /batch also if its connection
-              breaks; every other failure raises PeerFailed
+on failure    a server that does not listen, breaks the connection, is silent or reports an error of its own has died or
+              will: a new one takes its place, or the launcher ends the run. Requests are repeated until their deadline.
+              One that the server refuses raises PeerFailed
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from asyncrl.engine.adapters import InUse
 from asyncrl.errors import DeadlineExceeded, PeerFailed
 from asyncrl.network.addresses import Access
 from asyncrl.weights.publisher import RolloutSide
+
+RETRY_SECONDS = 0.2
 
 
 class BatchSource(RolloutSide, ABC):
@@ -42,7 +45,7 @@ class BatchSource(RolloutSide, ABC):
 
     def status(self) -> dict[str, Any]:
         """Return the ledger, and what the rollout side waits for."""
-        return {"ledger": None}
+        return {"ledger": None, "restarts": 0}
 
 
 class RolloutClient(BatchSource):
@@ -59,20 +62,13 @@ class RolloutClient(BatchSource):
         deadline = time.monotonic() + self._batch_timeout
         reason = "the rollout server has not answered yet"
         while True:
-            try:
-                response = self._http.get("/batch", params={"version": version, "part": part, "parts": parts})
-            except (httpx.NetworkError, httpx.RemoteProtocolError):
-                # The service may not listen yet, or the connection broke: the server keeps the batch until its
-                # version is published, and the launcher watches the process.
-                response = None
-                time.sleep(0.2)
-            except httpx.HTTPError as error:
-                raise PeerFailed(f"the rollout server closed the connection: {type(error).__name__} {error}") from None
-            if response is not None:
-                if response.status_code == 200:
-                    return response.content
-                if response.status_code != 202:
-                    raise PeerFailed(f"the rollout server answered {response.status_code}: {response.text[:500]}")
+            response = self._request("GET", "/batch", params={"version": version, "part": part, "parts": parts})
+            if isinstance(response, str):
+                reason = response
+                time.sleep(RETRY_SECONDS)
+            elif response.status_code == 200:
+                return response.content
+            else:
                 reason = response.text
             if interrupt():
                 return b""
@@ -108,18 +104,25 @@ class RolloutClient(BatchSource):
         return dict(self._ask("GET", "/status").json())
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> httpx.Response:
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                response = self._http.request(method, path, json=body, timeout=timeout)
-                break
-            except httpx.HTTPError as error:
-                if not isinstance(error, httpx.ConnectError) or time.monotonic() > deadline:
-                    problem = f"the rollout server did not answer {path}: {type(error).__name__} {error}"
-                    raise PeerFailed(problem) from None
-            time.sleep(0.2)  # not listening yet: its imports take longer than a trainer's, or it waits for an engine
+        """Return the answer to a request, which may take `timeout` seconds each time."""
+        deadline = time.monotonic() + self._batch_timeout
+        while isinstance(response := self._request(method, path, json=body, timeout=timeout), str):
+            if time.monotonic() > deadline:
+                raise PeerFailed(response)
+            time.sleep(RETRY_SECONDS)
+        return response
+
+    def _request(self, method: str, path: str, **content: Any) -> httpx.Response | str:
+        """Return the answer to a request, or why it must be repeated. Raises PeerFailed if the server refuses it."""
+        try:
+            response = self._http.request(method, path, **content)
+        except httpx.TransportError as error:
+            return f"the rollout server did not answer {path}: {type(error).__name__} {error}"
+        told = f"the rollout server answered {path} with {response.status_code}: {response.text[:500]}"
+        if response.status_code >= 500:
+            return told
         if response.status_code not in (200, 202):
-            raise PeerFailed(f"the rollout server answered {path} with {response.status_code}: {response.text[:500]}")
+            raise PeerFailed(told)
         return response
 
 

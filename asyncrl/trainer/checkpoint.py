@@ -28,10 +28,10 @@ from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import COUNTERS, EXTENSIONS, ROLLOUT, FileEntry, Manifest
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.checkpoints.torch_dist import METADATA, write_frame
-from asyncrl.config import Config
 from asyncrl.errors import DeadlineExceeded, RecordError
 from asyncrl.metrics.record import StepLog
-from asyncrl.parallel import Parallel, from_all, from_first
+from asyncrl.network.addresses import times_restarted
+from asyncrl.parallel import from_all, from_first
 from asyncrl.trainer import recovery, sharded
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
@@ -56,27 +56,30 @@ class Checkpoints:
 
     def __init__(
         self,
-        config: Config,
-        store: CheckpointStore,
-        run_id: str,
-        parallel: Parallel,
+        rank: Rank,
         policy: Policy,
         *,
         counters: Callable[[], dict[str, Any]],
         snapshot: Callable[[int], bytes],
-        warn: Callable[[str, int], None],
     ) -> None:
         """Allocate the staging memory. `counters` returns the loop's counters for trainer.json; `snapshot` asks the
         rollout side for its state, on rank 0."""
-        self._config, self._settings = config, config.checkpoint
-        self._store, self._run_id, self._parallel, self._policy = store, run_id, parallel, policy
-        self._counters, self._snapshot, self._warn = counters, snapshot, warn
+        self._rank = rank
+        self._settings = rank.config.checkpoint
+        self._store = CheckpointStore(rank.run_dir)
+        self._parallel = rank.parallel
+        self._policy = policy
+        self._counters = counters
+        self._snapshot = snapshot
         self._staged: dict[str, StagedCopy] = {}
         self._work: _Work | None = None
-        self._size, self._begun = 0, -1
+        self._size = 0
+        self._begun = -1
         self._base: str | None = None
-        self.failed, self.last = 0, -1
-        """Number of checkpoints that could not be written, and the version of the last one that was."""
+        self.failed = 0
+        """Number of checkpoints that could not be written."""
+        self.last = -1
+        """Version of the last one that was."""
         timeout = timedelta(seconds=self._settings.timeout)
         parallel_run = self._settings.every and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=timeout) if parallel_run else None
@@ -125,7 +128,7 @@ class Checkpoints:
         """Return the statistics for summary.json."""
         if not self._settings.every:
             return {}
-        return {"checkpoint/last": self.last, "checkpoint/failed": self.failed, "recoveries": recovery.count()}
+        return {"checkpoint/last": self.last, "checkpoint/failed": self.failed, "recoveries": times_restarted()}
 
     # -- in the training loop ------------------------------------------------------------------------------
 
@@ -136,8 +139,7 @@ class Checkpoints:
             self._base = self._policy.base_hash
         for name, part in self._policy.sharded().items():
             self._staged[name] = StagedCopy(list(part.written()))
-        mine = sum(staged.nbytes for staged in self._staged.values())
-        self._size = sum(from_all(mine, self._group))
+        self._size = sum(from_all(sum(staged.nbytes for staged in self._staged.values()), self._group))
 
     def _room_for(self, version: int) -> str | None:
         """Create an empty folder, or return the reason why that is impossible."""
@@ -146,7 +148,7 @@ class Checkpoints:
                 return problem
             self._store.make_room(version)
         except OSError as error:
-            return _told(error)
+            return _reason(error)
         return None
 
     def _from_rollout_and_loop(self, version: int) -> dict[str, bytes]:
@@ -164,22 +166,23 @@ class Checkpoints:
     def _fail(self, version: int, problem: str) -> None:
         self.failed += 1
         if self._parallel.is_first:
-            self._warn(f"checkpoint {version} could not be written; the run continues without it: {problem}", version)
+            text = f"checkpoint {version} could not be written; the run continues without it: {problem}"
+            self._rank.warn(text, version)
 
     # -- in the writer thread ------------------------------------------------------------------------------
 
     def _write(self, work: _Work) -> None:
         folder = self._store.path(work.version)
         try:
-            found: dict[str, FileEntry] | str = self._write_mine(work, folder)
+            written: dict[str, FileEntry] | str = self._write_mine(work, folder)
         except (CheckpointException, OSError, RuntimeError) as error:
-            found = _told(error)
+            written = _reason(error)
         try:
-            everyone: list[Any] = from_all(found, self._group)
+            everyone: list[Any] = from_all(written, self._group)
             problems = [one for one in everyone if isinstance(one, str)]
             work.problem = problems[0] if problems else self._from_first(lambda: self._commit(work, folder, everyone))
         except (OSError, RuntimeError) as error:
-            work.problem = _told(error)
+            work.problem = _reason(error)
         if work.problem and self._parallel.is_first:
             self._store.remove(folder)
 
@@ -200,13 +203,14 @@ class Checkpoints:
         """Write the manifest, which turns the files of all ranks into a checkpoint. Returns the reason if that
         fails."""
         files = {name: entry for one in written for name, entry in one.items()}
-        config = json.loads(self._config.model_dump_json())
-        found = Manifest(manifest.FORMAT, work.version, self._run_id, time.time(), config, files, self._base)
+        config = json.loads(self._rank.config.model_dump_json())
+        run_id = self._rank.addresses.run_id
+        whole = Manifest(manifest.FORMAT, work.version, run_id, time.time(), config, files, self._base)
         try:
-            manifest.commit(folder, found)
+            manifest.commit(folder, whole)
             self._store.prune(self._settings.keep_last, self._settings.keep_every)
         except OSError as error:
-            return _told(error)
+            return _reason(error)
         return None
 
 
@@ -261,7 +265,7 @@ class Saving:
             )
 
 
-def _told(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Describe an error in one line: torch's CheckpointException lists the failures of all ranks, of which the first is
     used."""
     if isinstance(error, CheckpointException):

@@ -41,7 +41,8 @@ class Critic:
         meter: StepMeter | None = None,
         vision: ImageEncoder | None = None,
     ) -> None:
-        self._config, self._parallel = config, parallel
+        self._config = config
+        self._parallel = parallel
         start = Path(config.algo.critic.path).expanduser() if config.algo.critic.path else folder
         lora = config.trainer.lora
         if len(config.adapters) > 1:  # lora.path holds several adapters, and none is the critic's

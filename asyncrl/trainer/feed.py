@@ -40,8 +40,12 @@ class BatchFeed:
         host: a kernel that waits on a GPU would hold up a publish in the background, or take time from engines on the
         same GPU."""
         self._group = group
-        self._source, self._interrupt, self._parallel, self._asked = source, interrupt, parallel, asked_to_stop
-        self._take_back, self._parts = take_back, parts
+        self._source = source
+        self._interrupt = interrupt
+        self._parallel = parallel
+        self._asked = asked_to_stop
+        self._take_back = take_back
+        self._parts = parts
         self.stopped = False
         """Whether no further batch will come because the run is asked to stop. The same on every rank."""
 

@@ -78,7 +78,8 @@ class ProjectionAdapter(nn.Module):
 
     def __init__(self, A: Tensor, B: Tensor) -> None:
         super().__init__()
-        self.A, self.B = nn.Parameter(A), nn.Parameter(B)
+        self.A = nn.Parameter(A)
+        self.B = nn.Parameter(B)
 
 
 class LinearAdapters(nn.ModuleDict):
@@ -95,12 +96,16 @@ class LinearAdapters(nn.ModuleDict):
         linear, rule = shard.module, shard.found.rule
         # Of more ranks than key-value heads, each has a part of one head's rows, and all hold every B.
         self._shared = rule.layout is QKV and shard.degree > dims.kv_heads
-        self._layout, self._dims = rule.layout, dims if self._shared else of_rank(dims, shard.degree)
+        self._layout = rule.layout
+        self._dims = dims if self._shared else of_rank(dims, shard.degree)
         self._part = (shard.degree, shard.rank) if self._shared else (1, 0)
-        self._rows, self._expert, self._degree = rule.layout is ROW, rule.expert, shard.degree
+        self._rows = rule.layout is ROW
+        self._expert = rule.expert
+        self._degree = shard.degree
         self._group = getattr(linear, "_tp_group", None) or linear.tp_group  # TransformerEngine's layers have both
         self._sequence = linear.config.sequence_parallel
-        self._scale, self._dropout = settings.scale, settings.dropout
+        self._scale = settings.scale
+        self._dropout = settings.dropout
         self._widths = _widths(shard, self._part[0], self._dims)
         self._axes = {"A": 1} if self._rows else {"B": 0} if rule.layout.split and not self._shared else {}
         for name in names:

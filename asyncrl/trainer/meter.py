@@ -39,11 +39,14 @@ class StepMeter:
     and does not wait for the device."""
 
     def __init__(self, parallel: Parallel) -> None:
-        self._parallel, self._gpu = parallel, parallel.device.type == "cuda"
+        self._parallel = parallel
+        self._gpu = parallel.device.type == "cuda"
         self._open: list[tuple[str, Any]] = []
         self._closed: list[tuple[str, int, Any, Any]] = []
         self._operations: list[Tensor | float] = []
-        self._wall, self._zero, self._spent = time.time(), self._now(), 0.0
+        self._wall = time.time()
+        self._zero = self._now()
+        self._spent = 0.0
         self._ended = True
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
@@ -65,8 +68,12 @@ class StepMeter:
 
     def begin(self) -> None:
         """Start a step."""
-        self._open, self._closed, self._operations = [], [], []
-        self._wall, self._zero, self._spent = time.time(), self._now(), 0.0
+        self._open = []
+        self._closed = []
+        self._operations = []
+        self._wall = time.time()
+        self._zero = self._now()
+        self._spent = 0.0
         if self._gpu:
             torch.cuda.reset_peak_memory_stats()
 
@@ -146,7 +153,8 @@ class _Timer:
     """One of Megatron's timers."""
 
     def __init__(self, meter: StepMeter, purpose: str | None) -> None:
-        self._meter, self._purpose = meter, purpose
+        self._meter = meter
+        self._purpose = purpose
 
     def start(self, barrier: bool = False) -> None:
         """Begin a span, unless the name has no purpose of its own."""

@@ -102,7 +102,9 @@ class Network:
         a number for each token instead of logits. `progress` is called at the start of each micro-batch. `vision` is
         that of another network, which the networks share."""
         self.meter = meter or StepMeter(parallel)
-        self._trainer, self._parallel, self._progress = trainer, parallel, progress
+        self._trainer = trainer
+        self._parallel = parallel
+        self._progress = progress
         self.hf = megatron.read_hf_config(folder)
         self.config = megatron.transformer_config(self.hf, trainer)
         sees = image_shape(self.hf) is not None
@@ -126,7 +128,9 @@ class Network:
                 start_from(Path(trainer.lora.path).expanduser(), self.weights, adapters)
             if base := lora.base_format(trainer.lora):
                 base.pack(self.weights)
-        self._names, self._adapters, self._base_alone = adapters, list(lora.modules(chunks)), False
+        self._names = adapters
+        self._adapters = list(lora.modules(chunks))
+        self._base_alone = False
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.
         self.sharded = parallel.dp * parallel.cp > 1 or trainer.optimizer.moments_dtype != "float32"
@@ -142,7 +146,8 @@ class Network:
         ddp = megatron.configured(DistributedDataParallelConfig, buffers, "ddp", trainer.megatron.ddp)
         for chunk in chunks:
             _mark_experts(chunk)
-        self._costs, self._operations = costs_of(self.hf), operations_of(self.hf)
+        self._costs = costs_of(self.hf)
+        self._operations = operations_of(self.hf)
         self.wrapped = [
             FastDDP(self.config, ddp, module, disable_bucketing=number > 0) for number, module in enumerate(inner)
         ]

@@ -33,7 +33,9 @@ class Objective:
     statistics need."""
 
     def __init__(self, algo: AlgoConfig, rollout: RolloutConfig, hooks: Sequence[TrainerHooks] = ()) -> None:
-        self._algo, self._longest, self._temperature = algo, rollout.max_new_tokens, rollout.temperature
+        self._algo = algo
+        self._longest = rollout.max_new_tokens
+        self._temperature = rollout.temperature
         self._hooks = hooks
         self._loss = LOSSES.find(algo.loss)
         algo.check_loss(self._loss.traits)

@@ -40,7 +40,8 @@ class DeviceMemory:
     on machines without a GPU."""
 
     def __init__(self, held: Callable[[], HeldTensors], *, stand_in: bool = False) -> None:
-        self._held, self._stand_in = held, stand_in
+        self._held = held
+        self._stand_in = stand_in
         self._away: dict[int, _Away] = {}
         self._hosts: dict[int, Tensor] = {}  # host memory is kept: pinning it takes longer than a copy
 

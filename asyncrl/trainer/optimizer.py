@@ -42,7 +42,8 @@ class NetworkOptimizer:
     """Where its states are, if trainer.optimizer.offload keeps them in host memory between steps."""
 
     def __init__(self, trainer: TrainerConfig, network: Network, max_steps: int) -> None:
-        self._trainer, self._network = trainer, network
+        self._trainer = trainer
+        self._network = network
         settings = trainer.optimizer
         arguments = {
             "optimizer": "adam",
@@ -167,7 +168,8 @@ class NetworkOptimizer:
 
     def restore(self, counters: dict[str, int]) -> None:
         """Restore the values that `counters` returned, after the moments were written into `shards`."""
-        self._applied, self._bad_steps = counters["applied"], counters["bad_steps"]
+        self._applied = counters["applied"]
+        self._bad_steps = counters["bad_steps"]
         self._schedule.step(increment=counters["scheduled"] - self._schedule.num_steps)
         for _ in self.shards():  # sets the step count of each
             pass

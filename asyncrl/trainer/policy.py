@@ -24,6 +24,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.schema import Batch, Group
 from asyncrl.trainer import lora
 from asyncrl.trainer.batch_parts import BatchParts
+from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
@@ -46,9 +47,12 @@ class Policy:
     ) -> None:
         """Load the model of an HF folder. `progress` is called at the start of each micro-batch."""
         algo = config.algo
-        self.config, self.parallel, self.folder = config, parallel, folder
+        self.config = config
+        self.parallel = parallel
+        self.folder = folder
         self.network = Network(config.trainer, folder, parallel, adapters=config.adapters, progress=progress)
-        self.weights, self.hf = self.network.weights, self.network.hf
+        self.weights = self.network.weights
+        self.hf = self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
         self.optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
         self._reference = self._load_reference(folder)
@@ -73,6 +77,11 @@ class Policy:
     def sent(self) -> SentWeights:
         """Return the weights that engines get, as extensions change them."""
         return extension.sent(self._hooks.values(), self.weights)
+
+    def batches(self) -> tuple[BatchSource, int | None] | None:
+        """Return the batches of a mode of an extension and the version after the last; None if this run generates its
+        own, or replays others."""
+        return next((found for hooks in self._hooks.values() if (found := hooks.batches())), None)
 
     @property
     def started(self) -> Tensor:

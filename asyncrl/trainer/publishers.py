@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,7 +59,13 @@ def build_publisher(
     else:
         sender, why = builder.of_weights(source, hand_over.update if hand_over else None)
     if start.recovered:
-        sender = CatchingUp(sender, start, fleet, rank.warn if rank.parallel.is_first else lambda *_: None)
+        died = start.recovered.began
+
+        def tell(text: str, version: int) -> None:
+            rank.warn(text, version)
+            rank.timeline.phase("recovery", version, died, time.time())
+
+        sender = CatchingUp(sender, start, fleet, tell if rank.parallel.is_first else None)
     if config.cluster.takes_turns:
         release = partial(_release, source, hand_over) if hand_over else lambda: None
         return Colocated(sender, policy.memory, log, release), why
@@ -123,8 +130,8 @@ class _Builder:
         """Return a publisher of all weights, or of the base alone, and the reason for its transport. `update` is the
         protocol, if the engines need another than usual."""
         rank, config, policy = self.rank, self.rank.config, self.policy
-        if config.mode == "replay":
-            return NoEngines(self.source.announce, first=rank.parallel.is_first), "none (mode=replay)"
+        if not config.generates:
+            return NoEngines(self.source.announce, first=rank.parallel.is_first), f"none (mode={config.mode})"
         weights, gpus = policy.sent(), rank.addresses.gpus
         transport, why = build_transport(
             config,

@@ -32,8 +32,10 @@ class ReplaySource(BatchSource):
         if missing := sorted(set(range(first, last + 1)) - set(steps)):
             raise RecordError(f"{self._recording.folder} holds batches {steps[0]} to {steps[-1]}, and no {missing[0]}")
         self._steps = list(range(first, last + 1)) * replay.loop
-        self.first, self.end = first, first + len(self._steps)
-        """Version to start from, and the version after the last batch."""
+        self.first = first
+        """Version to start from."""
+        self.end = first + len(self._steps)
+        """Version after the last batch."""
 
     def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
         """Return the batch of this version, or a part of it. Versions are shifted so that a batch that is trained again

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.store import CheckpointStore
@@ -22,11 +22,14 @@ from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
-from asyncrl.network.addresses import OUT_OF_MEMORY, RESTARTED
-from asyncrl.parallel import Parallel, from_first
+from asyncrl.network.addresses import OUT_OF_MEMORY, times_restarted
+from asyncrl.parallel import from_first
 from asyncrl.trainer.batch_source import BatchSource
-from asyncrl.weights.checksum import Checksums, differing, parse
+from asyncrl.weights.checksum import QUESTION, Checksums, differing, parse
 from asyncrl.weights.publisher import Staged, StagedPublisher
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.rank import Rank
 
 UNSENT = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
 """Metrics of a version that is not published."""
@@ -50,10 +53,8 @@ def adapted(config: Config, run_dir: Path) -> tuple[Config, str]:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Where trainers that start again begin, and where they go on."""
+    """Where trainers that start again go on."""
 
-    checkpoint: Path | None
-    """None: they begin with the weights of the model folder, as the run did."""
     served: int
     """The version that the engines serve."""
     written: int
@@ -64,39 +65,28 @@ class Recovery:
     """When they died, in seconds since the epoch."""
 
 
-def find(run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, parallel: Parallel) -> Recovery | None:
-    """Return the recovery of trainers that were started again, after the fleet was taken over; None for the first ones
-    of a run. `origin` is the checkpoint that the run itself resumed from. Collective."""
-    if not os.environ.get("ASYNCRL_INCARNATION"):
-        return None
-    recovery = None
-    if parallel.is_first:
-        newest = CheckpointStore(run_dir).newest(lambda text: print(f"asyncrl: {text}", flush=True))
-        fleet.inherit()
-        status, lines = source.status(), Tail(run_dir / "metrics.jsonl")()
-        recovery = Recovery(
-            checkpoint=newest[0] if newest else origin,
-            served=status["version"],
-            written=max((int(line["version"]) for line in lines), default=0),
-            updating=bool(status["held"]),
-            began=float(os.environ["ASYNCRL_DIED_AT"]),
-        )
-    return from_first(recovery)
-
-
-def find_start(
-    run_dir: Path, origin: Path | None, source: BatchSource, fleet: Fleet, parallel: Parallel, first: int
-) -> Start:
+def find_start(rank: Rank, source: BatchSource, fleet: Fleet, first: int) -> Start:
     """Return where the trainers begin: after a checkpoint, of this run or of the one that it resumes, or at `first`.
-    Collective."""
-    recovered = find(run_dir, origin, source, fleet, parallel)
-    resumed = recovered.checkpoint if recovered else origin
-    return Start(manifest.read(resumed).version if resumed else first, resumed, recovered)
+    Those that were started again take the fleet over. Collective."""
+    checkpoint, recovered = rank.addresses.resume, None
+    if times_restarted():
+        if rank.parallel.is_first:
+            newest = CheckpointStore(rank.run_dir).newest(lambda text: print(f"asyncrl: {text}", flush=True))
+            checkpoint = newest[0] if newest else checkpoint
+            recovered = _recovery(rank.run_dir, source, fleet)
+        checkpoint, recovered = from_first((checkpoint, recovered))
+    return Start(manifest.read(checkpoint).version if checkpoint else first, checkpoint, recovered)
 
 
-def count() -> int:
-    """Return how often these trainers were started again."""
-    return int(os.environ.get("ASYNCRL_INCARNATION", "").removeprefix(RESTARTED) or 0)
+def _recovery(run_dir: Path, source: BatchSource, fleet: Fleet) -> Recovery:
+    fleet.inherit()
+    status, lines = source.status(), Tail(run_dir / "metrics.jsonl")()
+    return Recovery(
+        served=status["version"],
+        written=max((int(line["version"]) for line in lines), default=0),
+        updating=bool(status["held"]),
+        began=float(os.environ["ASYNCRL_DIED_AT"]),
+    )
 
 
 @dataclass(frozen=True)
@@ -121,8 +111,10 @@ class Start:
 class CatchingUp(StagedPublisher):
     """Publisher of trainers that start again, which publishes nothing before the version that the engines serve."""
 
-    def __init__(self, inner: StagedPublisher, start: Start, fleet: Fleet, tell: Callable[[str, int], None]) -> None:
-        """`tell` gets what came of the recovery; on other ranks than 0 nobody listens."""
+    def __init__(
+        self, inner: StagedPublisher, start: Start, fleet: Fleet, tell: Callable[[str, int], None] | None
+    ) -> None:
+        """`tell`, on rank 0 alone, gets what came of the recovery."""
         assert start.recovered
         self._inner = inner
         self._first = start.version
@@ -130,7 +122,6 @@ class CatchingUp(StagedPublisher):
         self._fleet = fleet
         self._tell = tell
         self._held: Checksums | None = None
-        self._told = False
 
     @property
     def verified(self) -> Checksums | None:
@@ -141,7 +132,7 @@ class CatchingUp(StagedPublisher):
         """Stage a version, unless it is an earlier one than the engines serve."""
         if version < self._recovery.served:
             return Staged(version, UNSENT)
-        if not self._told:
+        if self._tell and version == self._recovery.served:
             self._held = self._checksums_held()
         return self._inner.stage(version)
 
@@ -150,12 +141,12 @@ class CatchingUp(StagedPublisher):
         if staged.version < self._recovery.served:
             return staged.metrics
         metrics = self._inner.complete(staged)
-        if not self._told:
-            self._told = True
+        if self._tell and staged.version == self._recovery.served:
             seconds = time.time() - self._recovery.began
             trained = f"{staged.version - self._first} steps since version {self._first} were trained again"
             compared = self._compared(self._held)
             self._tell(f"the trainers go on after {seconds:.0f} s: {trained}; {compared}", staged.version)
+            self._tell = None
         return metrics
 
     def _checksums_held(self) -> Checksums | None:
@@ -163,8 +154,7 @@ class CatchingUp(StagedPublisher):
         if self._recovery.updating or not self._fleet.serving:
             return None
         try:
-            asked = {"action": "checksum", "selector": "target"}
-            return parse(self._fleet.post(self._fleet.serving[0], "/weights_checker", asked))
+            return parse(self._fleet.post(self._fleet.serving[0], *QUESTION))
         except EngineError:
             return None
 

@@ -69,7 +69,9 @@ class RoutingReplay:
     """Routing replay for all routers of this rank."""
 
     def __init__(self, kind: Kind, chunks: Sequence[GPTModel], shape: RoutingShape, parallel: Parallel) -> None:
-        self._kind, self._shape, self._parallel = kind, shape, parallel
+        self._kind = kind
+        self._shape = shape
+        self._parallel = parallel
         self._choices: dict[GPTModel, list[RouterReplay]] = {}
         self._layers: list[int] = []  # indices of this rank's routers among the layers with experts, chunk by chunk
         for chunk in chunks:

@@ -66,7 +66,9 @@ class ShardedState:
         readable: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         """`readable` returns where the elements of a tensor can be read, if they are not on the device."""
-        self._network, self._optimizer, self._readable = network, optimizer, readable
+        self._network = network
+        self._optimizer = optimizer
+        self._readable = readable
 
     def written(self) -> Iterator[TensorShard]:
         """Yield the pieces that this rank writes. Each element of the whole is written by one rank."""

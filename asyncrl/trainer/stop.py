@@ -13,9 +13,10 @@ class StopRule:
     because all have the same statistics."""
 
     def __init__(self, run: RunConfig, end: int | None = None) -> None:
-        """Set up the rule. `end` is the version after the last batch of a recording; if it is set, nothing else ends
+        """Set up the rule. `end` is the version after the last batch, where all are given; then nothing else ends
         the run."""
-        self._run, self._end = run, end
+        self._run = run
+        self._end = end
         self._rewards: deque[float] = deque(maxlen=run.reward_window)
         self._tokens = 0.0
 
@@ -38,7 +39,7 @@ class StopRule:
     def at(self, version: int) -> str | None:
         """Return why the run ends at this version, given the steps so far, or None."""
         if self._end is not None:
-            return "every batch of the recording is trained" if version == self._end else None
+            return "every given batch is trained" if version == self._end else None
         mean = sum(self._rewards) / max(1, len(self._rewards))
         run = self._run
         if run.reward_target is not None and len(self._rewards) == run.reward_window and mean >= run.reward_target:

@@ -18,7 +18,8 @@ class TokenAccumulator:
     """
 
     def __init__(self, num_tokens: int, parallel: Parallel) -> None:
-        self._parallel, self._num_tokens = parallel, num_tokens
+        self._parallel = parallel
+        self._num_tokens = num_tokens
         self._columns: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] = {}
 

@@ -97,7 +97,9 @@ class ImageEncoder:
         weights."""
         shape = image_shape(hf)
         assert shape is not None
-        self._shape, self._vocab, self._placeholder = shape, hf["vocab_size"], hf["image_token_id"]
+        self._shape = shape
+        self._vocab = hf["vocab_size"]
+        self._placeholder = hf["image_token_id"]
         self._device = parallel.device
         self._split = (parallel.tp, parallel.tp_rank) if trainer.sequence_parallel else (1, 0)
         self._frozen = trainer.vision.tower == "frozen"

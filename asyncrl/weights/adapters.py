@@ -45,7 +45,7 @@ from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import PREFIX, TENSORS, parsed
-from asyncrl.weights.publisher import Staged, StagedPublisher, VersionPublisher
+from asyncrl.weights.publisher import Staged, StagedPublisher, VersionPublisher, verifies
 from asyncrl.weights.tensor import handle, shared_memory
 
 Tensors = dict[str, Tensor]
@@ -69,7 +69,8 @@ class PublishedAdapter(ABC):
     """An adapter that engines can load until it is dropped."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
-        self.name, self._config = name, config
+        self.name = name
+        self._config = config
 
     @abstractmethod
     def load(self, *, verify: bool) -> tuple[str, Answer]:
@@ -224,7 +225,8 @@ class AdapterPublisher(StagedPublisher):
         verified, held = 0.0, 0
         if self._parallel.is_first:
             self._fleet.reconcile()
-            self._verify = self._verification_is_due(version)
+            unproven = not self._verified_once or bool(self._fleet.joining)
+            self._verify = verifies(self._settings, version, unproven=unproven)
             if first:
                 self._reload(version)
             verified = sum(self._keep(version, name, given) for name, given in staged.tensors.items())
@@ -290,11 +292,6 @@ class AdapterPublisher(StagedPublisher):
                 adapter = self._live.pop((version, name))
                 self._fleet.call("/unload_lora_adapter", {"lora_name": adapter.name})
                 adapter.drop()
-
-    def _verification_is_due(self, version: int) -> bool:
-        every = self._settings.verify_every
-        due = not self._verified_once or self._fleet.joining or (every and version % every == 0)
-        return bool(self._settings.verify and due)
 
 
 def checksums(tensors: Tensors) -> dict[str, str]:

@@ -26,6 +26,8 @@ TOWER = "visual."
 """Beginning of the names of a vision tower's parameters in every engine."""
 AXES = ".rotary_emb.axis_map"
 """End of the names of what SGLang computes from the config: which of three positions turns each rotated pair."""
+QUESTION = "/weights_checker", {"action": "checksum", "selector": "target"}
+"""Path and body of the request for an engine's checksums; a draft model changes no token."""
 Checksums = list[dict[str, str]]
 """A hash by engine parameter name, for each rank."""
 
@@ -153,7 +155,8 @@ class ExpectedChecksums:
         self, hf: dict[str, Any], shape: EngineParallel, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
     ) -> None:
         self._layout = EngineLayout(hf, shape, cpu=device == "cpu", scales_suffix=self.scales_suffix)
-        self._dtype, self._new_hash = dtype, HASHES[device]
+        self._dtype = dtype
+        self._new_hash = HASHES[device]
         self._open: dict[str, _Parameter] = {}
         self._done: Checksums = [{} for _ in range(shape.ranks)]
 

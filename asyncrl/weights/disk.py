@@ -28,8 +28,11 @@ class DiskTransport(Transport):
     session = False
 
     def __init__(self, fleet: Fleet, root: Path, stage: int) -> None:
-        self._fleet, self._root, self._stage = fleet, root, stage
-        self._version, self._written = 0, 0
+        self._fleet = fleet
+        self._root = root
+        self._stage = stage
+        self._version = 0
+        self._written = 0
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Allocate CPU memory, from which the files are written."""
@@ -38,7 +41,8 @@ class DiskTransport(Transport):
     def start(self, version: int, *, full: bool = False) -> None:
         """Create a folder for this version. Exporting ranks call it, rank 0 before the others. Raises WeightsError if
         the folder of all versions belongs to another user."""
-        self._version, self._written = version, 0
+        self._version = version
+        self._written = 0
         claim(self._root)
         if self._stage == 0:
             shutil.rmtree(self._partial(version), ignore_errors=True)

@@ -32,8 +32,11 @@ class DistributedTransport(Transport):
     turns = True
 
     def __init__(self, fleet: Fleet, ranks: int, *, host: str, stage: int, backend: str) -> None:
-        self._fleet, self._ranks, self._host = fleet, ranks, host
-        self._stage, self._backend = stage, backend
+        self._fleet = fleet
+        self._ranks = ranks
+        self._host = host
+        self._stage = stage
+        self._backend = backend
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._members: tuple[str, ...] = ()
@@ -132,7 +135,8 @@ class DistributedTransport(Transport):
                     self._fleet.lose(url, str(problem))
             raise
         self._fleet.finish(joining)
-        self._members, self._made_at = members, self._fleet.changes
+        self._members = members
+        self._made_at = self._fleet.changes
 
     def _disconnect(self) -> None:
         """Leave the group, and let the live engines destroy it."""

@@ -36,8 +36,11 @@ class PastAdapters:
         """`origin` is the folder of the run whose checkpoint is resumed. `needed` returns the past versions of each
         adapter that may play while a version is the newest, `checkpoints` the versions of all checkpoints, and
         `describe` the adapter_config.json of an adapter."""
-        self._root, self._origin = run_dir / FOLDER, origin
-        self.needed, self._checkpoints, self._describe = needed, checkpoints, describe
+        self._root = run_dir / FOLDER
+        self._origin = origin
+        self.needed = needed
+        self._checkpoints = checkpoints
+        self._describe = describe
 
     def write(self, version: int, adapter: str, tensors: dict[str, Tensor]) -> None:
         """Write a version that is published, if it will play a role. Raises WeightsError if the disk cannot take it."""

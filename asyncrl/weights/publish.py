@@ -45,12 +45,12 @@ from asyncrl.errors import EngineError
 from asyncrl.parallel import Parallel, from_all, from_first
 from asyncrl.user_code import load
 from asyncrl.weights.bucket import Bucket, fill, nbytes, plan_buckets
-from asyncrl.weights.checksum import Checksums, ExpectedChecksums, SentWeights, differing, merge, parse
+from asyncrl.weights.checksum import QUESTION, Checksums, ExpectedChecksums, SentWeights, differing, merge, parse
 from asyncrl.weights.choice import choose
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.names import unit_of
-from asyncrl.weights.publisher import RolloutSide, Staged, StagedPublisher
+from asyncrl.weights.publisher import RolloutSide, Staged, StagedPublisher, verifies
 from asyncrl.weights.tensor import TensorTransport
 from asyncrl.weights.transport import Transport
 
@@ -126,7 +126,8 @@ class Publisher(StagedPublisher):
         if self._plan is None:
             self.prepare()
         self._meet(version)
-        expected = self._outgoing.expected() if self._verification_is_due(version) else None
+        unproven = self._verified is None or bool(self._fleet.joining)
+        expected = self._outgoing.expected() if verifies(self._settings, version, unproven=unproven) else None
         if self._transport.ahead:
             self._send(expected)
         elif self._full:
@@ -272,11 +273,6 @@ class Publisher(StagedPublisher):
 
     # -- verification --------------------------------------------------------------------------------------
 
-    def _verification_is_due(self, version: int) -> bool:
-        every = self._settings.verify_every
-        due = self._verified is None or self._fleet.joining or (every and version % every == 0)
-        return bool(self._settings.verify and due)
-
     def _verify(self, expected: ExpectedChecksums) -> float:
         """Compare every engine's own checksums with those of the weights that were sent, and lose engines that differ.
         Returns the seconds that it took."""
@@ -284,8 +280,7 @@ class Publisher(StagedPublisher):
         whole = merge([stage for stage in from_all(expected.result(), self._group) if stage])
         self._verified = whole
         if self._parallel.is_first:
-            asked = {"action": "checksum", "selector": "target"}  # a draft model changes no token
-            for url, answer in self._fleet.call("/weights_checker", asked).items():
+            for url, answer in self._fleet.call(*QUESTION).items():
                 try:
                     wrong = differing(whole, parse(answer))
                 except EngineError as error:

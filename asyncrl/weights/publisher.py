@@ -17,9 +17,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from asyncrl.config import WeightsConfig
 from asyncrl.engine.adapters import InUse
-from asyncrl.weights.checksum import Checksums, ExpectedChecksums
+
+if TYPE_CHECKING:  # batch sources have a rollout side, also where nothing needs torch (trainer/rollout_only.py)
+    from asyncrl.weights.checksum import Checksums, ExpectedChecksums
 
 SPAN = "publish_background"
 
@@ -93,6 +97,12 @@ class StagedPublisher(VersionPublisher):
     @abstractmethod
     def complete(self, staged: Staged) -> dict[str, float]:
         """Do the rest, in any thread. Returns the metrics of the whole publish."""
+
+
+def verifies(settings: WeightsConfig, version: int, *, unproven: bool) -> bool:
+    """Return whether a version is verified: if some engine has never proved its weights, and every so often."""
+    every = settings.verify_every
+    return settings.verify and bool(unproven or (every and version % every == 0))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,9 @@ class Resharder:
     checksums = ExpectedChecksums
 
     def __init__(self, chunks: Sequence[GPTModel], architecture: str, dims: Dims, parallel: Parallel) -> None:
-        self._chunks, self._dims, self._parallel = chunks, dims, parallel
+        self._chunks = chunks
+        self._dims = dims
+        self._parallel = parallel
         te = chunks[0].config.transformer_impl == "transformer_engine"
         shared = parallel.tp > dims.kv_heads
         self._mapping = Mapping(architecture, transformer_engine=te, shared_heads=shared)

@@ -34,7 +34,8 @@ class TensorTransport(Transport):
     """
 
     def __init__(self, fleet: Fleet, ranks: int) -> None:
-        self._fleet, self._ranks = fleet, ranks
+        self._fleet = fleet
+        self._ranks = ranks
         self.memories = 3 if torch.cuda.is_available() and ranks > 1 else 2
         self._shared = SharedBuffers()
 

@@ -23,8 +23,9 @@ from safetensors.torch import save_file
 
 from asyncrl import extension
 from asyncrl.config import Config, load
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.router import RouterWorkers, wait_until_ready
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.machine import this_node
 from asyncrl.launch.main import CONF
@@ -176,15 +177,14 @@ def settings(config: Config, **weights: object) -> Config:
 def client(fleet: Engines, **changes: object) -> GenerationClient:
     values = {
         "run": "w",
-        "access": fleet.addresses.access,
         "max_new_tokens": 48,
         "temperature": 1.0,
         "stop_token_ids": [EOS],
-        "timeout": 60.0,
         "retry_timeout": 30.0,
         "coalesce": False,
     }
-    return GenerationClient(fleet.addresses.router, **{**values, **changes})  # type: ignore[arg-type]
+    http = GenerateEndpoint(fleet.addresses.router, fleet.addresses.access, 60.0)
+    return GenerationClient(http, ClientSettings(**{**values, **changes}))  # type: ignore[arg-type]
 
 
 def answers_across_publishes(

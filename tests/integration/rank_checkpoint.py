@@ -25,6 +25,7 @@ from asyncrl.trainer import checkpoint  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.weights.export import save_trained  # noqa: E402
+from tests.fakes import fake_rank  # noqa: E402
 
 VERSION = 2
 
@@ -53,14 +54,10 @@ def main(name: str, source: str, folders: list[Path]) -> None:
             checkpoint.load(CheckpointStore(folder / source).path(VERSION), policy)
         told: list[str] = []
         writer = checkpoint.Checkpoints(
-            config,
-            CheckpointStore(folder / name),
-            "run",
-            parallel,
+            fake_rank(config, folder / name, parallel, told),
             policy,
             counters=dict,
             snapshot=lambda version: b"",
-            warn=lambda text, version, told=told: told.append(text),
         )
         writer.save(VERSION)
         figures = policy.update(Batch(VERSION, groups, {}))

@@ -18,6 +18,7 @@ from asyncrl.config import read  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints  # noqa: E402
 from asyncrl.trainer.parallel import initialize  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
+from tests.fakes import fake_rank  # noqa: E402
 
 
 def main(folder: Path) -> None:
@@ -26,14 +27,10 @@ def main(folder: Path) -> None:
     policy, store = Policy(config, folder / "model", parallel), CheckpointStore(folder / "full")
     told: list[str] = []
     checkpoints = Checkpoints(
-        config,
-        store,
-        "run",
-        parallel,
+        fake_rank(config, folder / "full", parallel, told),
         policy,
         counters=dict,
         snapshot=lambda version: b"rollout",
-        warn=lambda text, version: told.append(text),
     )
 
     def save(version: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ RUN = [
     "record=true",
     "resume=auto",
     "checkpoint.every=2",
-    "cluster.on_trainer_death=end",
+    "cluster.on_death=end",
 ]
 DETERMINISTIC = ["deterministic=true", "rollout.max_staleness=0", "rollout.lead=null"]
 TIMEOUT = 600.0

@@ -1,6 +1,6 @@
 """Trainers that die start again from a checkpoint, train the batches since then once more, and go on, while engines and
-rollouts work. The recording proves that nothing shows: trained again without any death, it gives the same losses,
-gradient norms and weights bit for bit."""
+rollouts work; a rollout process that dies is replaced by one that goes on from its last state. The recording proves
+that nothing shows: trained again without any death, it gives the same losses, gradients and weights bit for bit."""
 
 from __future__ import annotations
 
@@ -9,19 +9,30 @@ import os
 import random
 import signal
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.integration.books import check_books, check_replay
-from tests.integration.running import RUN, STEPS, finish, lines, processes_of, start, wait_for_step, wait_until
+from tests.integration.running import (
+    RUN,
+    STEPS,
+    finish,
+    lines,
+    output,
+    processes_of,
+    start,
+    wait_for_step,
+    wait_until,
+)
 
 pytestmark = pytest.mark.integration
 
 EVERY = 4
 RECOVERS = [one for one in RUN if not one.startswith(("checkpoint", "cluster"))]
-RECOVERS += [f"checkpoint.every={EVERY}", "cluster.on_trainer_death=recover"]
+RECOVERS += [f"checkpoint.every={EVERY}", "cluster.on_death=recover"]
 """Settings of a run whose trainers start again."""
 
 
@@ -67,6 +78,100 @@ def test_trainers_that_die_twice_go_on_with_the_same_weights(tmp_path: Path) -> 
     assert all(before[name] == after[name] for name in ("engine-0", "router", "rollout"))
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *layout)
+
+
+def goes_on(run_dir: Path, settings: Sequence[str], strike: Callable[[subprocess.Popen[str]], None]) -> str:
+    """Strike the rollout process of a run that goes on to its end, with the same router and trainers. Return what it
+    printed."""
+    with start(run_dir, *RECOVERS, *settings) as run:
+        wait_for_step(run, run_dir, EVERY + 1)
+        before = processes_of(run, run_dir)
+        strike(run)
+        wait_until(lambda: bool(restarted(run_dir)), run, run_dir, "the rollout process went on")
+        after = processes_of(run, run_dir)
+        code, text = finish(run, run_dir)
+    assert code == 0, text
+    same = {"trainer-0", "router"} & after.keys()  # both may have ended with the run
+    assert {name: before[name] for name in same} == {name: after[name] for name in same}
+    assert json.loads((run_dir / "summary.json").read_text())["recoveries"] == 1
+    return text
+
+
+def restarted(run_dir: Path) -> list[str]:
+    found = [line["warning"] for line in lines(run_dir / "warnings.jsonl")]
+    return [warning for warning in found if warning.startswith("the rollout process goes on after ")]
+
+
+def test_rollout_process_that_is_killed_goes_on_from_its_last_state(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def strike(run: subprocess.Popen[str]) -> None:
+        os.kill(processes_of(run, run_dir)["rollout"], signal.SIGKILL)
+
+    text = goes_on(run_dir, [], strike)
+    assert "rollout died (killed by SIGKILL" in text
+    assert text.count(" died (") == 1
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("settings", [[], ["processes.count=2"]], ids=["one", "several"])
+def test_rollout_process_that_dies_within_a_publish_goes_on(settings: list[str], tmp_path: Path) -> None:
+    """The engine is stopped meanwhile, so that the publish waits for it."""
+    run_dir = tmp_path / "run"
+
+    def strike(run: subprocess.Popen[str]) -> None:
+        engine, doing = processes_of(run, run_dir)["engine-0"], run_dir / "progress/trainer-0.lease"
+        signal_tree(engine, signal.SIGSTOP)
+        wait_until(lambda: "publishing weights" in doing.read_text(), run, run_dir, "a publish that waits")
+        os.kill(processes_of(run, run_dir)["rollout"], signal.SIGKILL)
+        wait_until(lambda: "rollout died" in output(run_dir), run, run_dir, "the launcher has seen it")
+        signal_tree(engine, signal.SIGCONT)
+
+    goes_on(run_dir, settings, strike)
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path)
+
+
+@pytest.mark.nightly
+def test_rollout_process_that_dies_while_the_trainer_waits_for_a_batch_goes_on(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def strike(run: subprocess.Popen[str]) -> None:
+        doing = run_dir / "progress/trainer-0.lease"
+        wait_until(lambda: "waiting for a batch" in doing.read_text(), run, run_dir, "a trainer that waits")
+        os.kill(processes_of(run, run_dir)["rollout"], signal.SIGKILL)
+
+    goes_on(run_dir, ["rollout.max_running_groups=1"], strike)
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path)
+
+
+@pytest.mark.nightly
+def test_rollout_process_that_hangs_is_replaced(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def strike(run: subprocess.Popen[str]) -> None:
+        os.kill(processes_of(run, run_dir)["rollout"], signal.SIGSTOP)
+
+    text = goes_on(run_dir, ["cluster.stall_timeout=10"], strike)
+    assert "rollout makes no progress" in text
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path)
+
+
+@pytest.mark.nightly
+def test_rollout_process_that_dies_of_an_error_of_the_user_ends_the_run(tmp_path: Path) -> None:
+    """It would only happen again."""
+    run_dir = tmp_path / "run"
+    (tmp_path / "mine.py").write_text("def picky(group):\n    return False\n")
+    settings = ["rollout.accept=mine:picky", "rollout.max_rejections=20", "eval.questions=0", "resume=null"]
+    with start(run_dir, *RECOVERS, *settings) as run:
+        code, text = finish(run, run_dir)
+    assert code == 1, text
+    assert "rollout.accept rejected 20 groups in a row" in text
+    assert not restarted(run_dir)
 
 
 LAYOUTS = [

@@ -54,6 +54,15 @@ def test_run_is_engines_router_rollout_and_trainers() -> None:
     assert all(spec.argv[:2] == [sys.executable, "-m"] for spec in specs.values())
 
 
+def test_trainers_and_the_rollout_process_go_on_where_there_are_checkpoints() -> None:
+    alike = {"trainer-0", "rollout"}
+    specs = made(**{"checkpoint.every": 4, "cluster.max_restarts": 7})
+    assert {name for name, spec in specs.items() if spec.recovers} == alike
+    assert {specs[name].restarts for name in alike} == {7}
+    for changes in ({}, {"checkpoint.every": 4, "cluster.on_death": "end"}):
+        assert not any(made(**changes)[name].restarts or made(**changes)[name].recovers for name in alike)
+
+
 def test_no_command_line_names_a_port() -> None:
     specs = taught(**{"engine.count": 2})
     numbers = {str(port) for port in PORTS}

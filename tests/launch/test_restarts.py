@@ -20,7 +20,7 @@ from asyncrl.observability.timeline import ProcessSpan, TimelineReader
 from asyncrl.progress import begin_file, end_file, failing, failures
 from tests.launch.checks.worlds import ENGINE, ROUTER
 
-TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True)
+TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True, recovers=True)
 
 
 class Router:
@@ -244,7 +244,7 @@ def test_trainers_recover_twice_at_a_step_and_thrice_in_ten(run_dir: Path) -> No
     trained(run_dir, 15)  # ten steps after the first two
     die(policy)
     assert policy.recoveries() == [
-        f"trainers had started again after step {step}: trainer-0, killed by SIGKILL" for step in (5, 5, 9, 15)
+        f"had recovered after step {step}: trainer-0, killed by SIGKILL" for step in (5, 5, 9, 15)
     ]
 
 
@@ -306,3 +306,31 @@ def test_death_of_all_trainers_is_no_end_of_the_run(tmp_path: Path) -> None:
     ranks = [replace(rank, argv=[sys.executable, "-c", once, rank.name]) for rank in RANKS]
     Supervisor(ranks, tmp_path, "run0", 5.0, RestartPolicy(tmp_path)).run(lambda: None)
     assert {file.name for file in tmp_path.glob("seen-*")} == {"seen-trainer-0", "seen-trainer-1"}
+
+
+ROLLOUT = ProcessSpec("rollout", [], {}, restarts=9, recovers=True)
+
+
+def test_deaths_of_the_rollout_process_and_of_the_trainers_are_counted_apart(run_dir: Path) -> None:
+    policy = RestartPolicy(run_dir)
+    trained(run_dir, 5)
+    for _ in range(2):
+        die(policy)
+        assert policy.allows(ROLLOUT)
+        assert policy.may_start_now(ROLLOUT, "killed by SIGKILL")
+    assert not policy.allows(ROLLOUT)
+    assert not policy.allows(RANKS[0])
+    assert [line.split(": ")[1] for line in policy.recoveries()].count("rollout, killed by SIGKILL") == 2
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_rollout_process_goes_on_unless_its_error_would_only_happen_again(lasting: bool, run_dir: Path) -> None:
+    """Nor is its memory that of the trainers."""
+    (run_dir / "progress").mkdir()
+    error = {"process": "rollout", "time": 1.0, "error": "", "place": "", "lasting": lasting, "memory": not lasting}
+    (run_dir / "progress/rollout.failure").write_text(json.dumps(error))
+    policy = RestartPolicy(run_dir)
+    assert policy.allows(ROLLOUT) is not lasting
+    assert all(policy.allows(rank) for rank in RANKS)
+    policy.may_start_now(ROLLOUT, "exit code 1")
+    assert not (run_dir / "out_of_memory").exists()

@@ -160,7 +160,7 @@ def test_opponent_that_raises_costs_the_episode() -> None:
 )
 def test_wrong_opponents_name_field_and_remedy(fixed: dict[str, Any], field: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) as caught:
-        SelfPlay(EnvironmentPool("table", EnvSpec(f"{__name__}:Table")), ROLES, fixed=fixed)
+        SelfPlay(EnvironmentPool("table", EnvSpec(f"{__name__}:Table"), PoolSettings(hosted=False)), ROLES, fixed=fixed)
     assert caught.value.field == f"agent_params.{field}"
 
 

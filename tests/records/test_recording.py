@@ -209,6 +209,16 @@ def test_events_that_were_rolled_back_are_left_out(tmp_path: Path) -> None:
     assert record(began(0), rejected(5)) == [began(0), rejected(5)]
 
 
+def test_process_that_started_again_continues_after_its_own_snapshot(tmp_path: Path) -> None:
+    """Not after that of a checkpoint of the same version, and from version 0, too."""
+    before = [Began("r", 0.0, 0, {}), Saved(0, 1), Taken(0, ["g0"], {}), Saved(0, 2), Saved(0), Taken(1, ["g1"], {})]
+    writer, again = Writer(tmp_path), [Began("r", 0.0, 0, {}, 2), Taken(1, ["g2"], {})]
+    for event in [*before, *again]:
+        writer.write(event)
+    writer.close()
+    assert list(Recording(tmp_path).events()) == [*before[:4], *again]
+
+
 def test_images_are_stored_once_and_come_back_with_their_groups(tmp_path: Path) -> None:
     png = {image_name(data): data for data in (b"one", b"two")}
     first, second = png

@@ -25,6 +25,7 @@ from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import by_weight
+from asyncrl.rollout.journal import NoJournal
 from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer, GroupPlayer, PlaysGroups
@@ -156,6 +157,7 @@ class Machinery:
         agent: Agent | None = None,
         name: str = "length",
         template: Template | None = None,
+        journal: NoJournal = NoJournal(),  # noqa: B008  it has no state
         **client: Any,
     ) -> None:
         self.engine, self.new_client = engine, lambda: engine.client(**client)
@@ -166,7 +168,9 @@ class Machinery:
         evaluations: Any = NoEvaluations()
         self.mixer = Mixer({name: scored}, {name: training or prompts()}, {name: 1.0}, by_weight, 0)
         self.groups = GroupLifecycle(self.buffer, self.client)
-        self.server = RolloutServer(self.groups, self.client.inflight, evaluations, "key0", save=self._save)
+        self.server = RolloutServer(
+            self.groups, self.client.inflight, evaluations, "key0", save=self._save, journal=journal
+        )
         self.outstanding: list[tuple[Ticket, Prompt, Sequence[GenerationSession]]] = []
         failures = FailureReporter(lambda text, trace: None)
         player = EpisodePlayer(
@@ -205,8 +209,9 @@ class Machinery:
     async def end(self) -> None:
         """End what was begun."""
 
-    def _save(self, state: GroupsState) -> bytes:
-        return snapshot.encode(Snapshot(state, Cursor(state.drawn, {}), self.mixer.state(), evaluating=False))
+    def _save(self, state: GroupsState, number: int) -> bytes:
+        told = Snapshot(state, Cursor(state.drawn, {}), self.mixer.state(), evaluating=False, number=number)
+        return snapshot.encode(told)
 
     def go_on(self, saved: bytes, prompt: Callable[[str], Prompt]) -> None:
         """Resume from a snapshot; `prompt` returns the prompts that were drawn before."""

@@ -35,7 +35,7 @@ class Run:
     oversample: int = 0
     over_age: str = "wait"
     picky: bool = False  # a hook that chooses at random
-    saves: bool = False  # at every version the buffer is another one, made from what a checkpoint keeps
+    saves: bool = False  # after every event the buffer is another one, made from what a snapshot keeps
     moves: bool = False  # the lead changes at random, within the bound
     parts: bool = False  # batches are taken in parts of any size
     overlap: bool = False  # a batch may be taken while the version before it is being published
@@ -83,6 +83,8 @@ class Run:
             order = sorted(zip(actions, weights, strict=True), key=lambda a: -(self.random.random() ** (1 / a[1])))
             if not any(action() for action, _ in order) and not self._finish(slow=True):
                 raise AssertionError(f"dead-lock: {self.buffer.waiting_for()}")
+            if self.saves:
+                self._resume()
             self._hear()
             self._move()
             self._check()
@@ -182,8 +184,6 @@ class Run:
         self.books["trained"] += trained["groups"]
         self.books["tokens_trained"] += trained["tokens"]
         self.trace.append("publish")
-        if self.saves and self.buffer.step == self.buffer.version and not self.buffer.training:
-            self._resume()  # the trainer waits for its publish before a checkpoint, and takes no part meanwhile
         return True
 
     def _move(self) -> None:

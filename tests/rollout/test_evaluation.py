@@ -41,7 +41,7 @@ class Site:
             dict.fromkeys(names, LengthTask()),
             sets,
             settings,
-            self.lines.append,
+            self.lines.extend,
             Timelines([self.records.append]),
         )
 
@@ -273,3 +273,32 @@ def test_without_sets_nothing_runs() -> None:
         assert await evaluations.now() == []
 
     asyncio.run(main())
+
+
+def test_process_that_goes_on_repeats_no_evaluation_that_was_written() -> None:
+    """One had begun at version 4 before the state was kept; version 6 was announced since, and the run ends there."""
+    written = {version: [{"set": name, "version_min": version} for name in ("near", "far")] for version in (4, 6)}
+
+    async def begun(*before: int) -> list[int]:
+        site = Site(every=2)
+        site.evaluations._earlier = [line for version in before for line in written[version]]
+        found: list[int] = []
+
+        async def evaluate() -> list[dict[str, Any]]:
+            found.append(site.evaluations.newest or 0)
+            return []
+
+        site.evaluations._evaluate = evaluate  # type: ignore[method-assign]
+        site.evaluations.go_on(4, range(5, 7), running=True)
+        if running := site.evaluations._running:
+            await running
+        assert await site.evaluations.now() == (written[6] if 6 in before else [])
+        await site.client.close()
+        return found
+
+    async def main() -> None:
+        assert await begun(4, 6) == []
+        assert await begun(4) == [6]
+        assert (await begun())[-1] == 6
+
+    asyncio.run(asyncio.wait_for(main(), 60))

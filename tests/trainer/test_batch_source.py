@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import httpx
 import pytest
 
-from asyncrl.errors import DeadlineExceeded, EngineError, PeerFailed
+from asyncrl.errors import DeadlineExceeded, PeerFailed
 from asyncrl.network.addresses import Access
 from asyncrl.trainer.batch_source import RolloutClient
 
@@ -39,14 +37,31 @@ def never() -> bool:
     return False
 
 
-@pytest.mark.parametrize("broken", [httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError])
-def test_batch_whose_transfer_broke_is_asked_for_again(broken: Callable[[str], Exception]) -> None:
-    assert source(broken("reset"), httpx.Response(200, content=b"batch")).batch(0, interrupt=never) == b"batch"
+DEATHS = [
+    httpx.ConnectError("refused"),
+    httpx.ReadError("reset"),
+    httpx.RemoteProtocolError("disconnected"),
+    httpx.ReadTimeout("stopped"),
+    httpx.Response(500, text="a bug"),
+]
 
 
-def test_service_that_hangs_is_told_from_one_that_broke_off() -> None:
-    with pytest.raises(EngineError, match="the rollout server closed the connection: ReadTimeout"):
-        source(httpx.ReadTimeout("")).batch(0, interrupt=never)
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: type(death).__name__)
+def test_every_request_is_repeated_to_the_process_that_replaces_a_dead_one(death: Answer) -> None:
+    assert source(death, death, httpx.Response(200, content=b"batch")).batch(0, interrupt=never) == b"batch"
+    assert source(death, httpx.Response(200, content=b"state")).snapshot(0) == b"state"
+    assert source(death, httpx.Response(200, json=[{}])).evaluate(60.0) == [{}]
+    assert source(death, httpx.Response(200, json={"versions": [], "past": {}})).announce(1).versions == []
+    source(death, httpx.Response(202), death, httpx.Response(200)).hold()
+
+
+@pytest.mark.parametrize("death", DEATHS, ids=lambda death: type(death).__name__)
+def test_death_without_a_successor_is_told_at_the_deadline(death: Answer) -> None:
+    found = source(death, timeout=0.0)
+    with pytest.raises(DeadlineExceeded, match="batch 0: the rollout server"):
+        found.batch(0, interrupt=never)
+    with pytest.raises(PeerFailed, match="the rollout server"):
+        found.hold()
 
 
 def test_wait_that_ends_says_what_the_rollout_side_waited_for() -> None:
@@ -54,20 +69,12 @@ def test_wait_that_ends_says_what_the_rollout_side_waited_for() -> None:
         source(httpx.Response(202, text="step 3: g0 waits 63 s for its agent"), timeout=0.0).batch(3, interrupt=never)
 
 
-def test_error_of_the_service_ends_the_wait_with_its_text() -> None:
-    text = "the ledger of tokens does not balance"
-    with pytest.raises(EngineError, match=text):
-        source(httpx.Response(500, text=text)).batch(0, interrupt=never)
-
-
-def test_service_that_does_not_listen_yet_is_asked_again() -> None:
-    assert source(httpx.ConnectError("refused"), httpx.Response(200, json={"a": 1})).status() == {"a": 1}
-
-
-@pytest.mark.parametrize("answer", [httpx.ReadError("reset"), httpx.Response(500, text="KeyError: 'x'")])
-def test_failure_of_the_service_is_told_from_the_trainers_own(answer: Answer) -> None:
-    with pytest.raises(PeerFailed, match="the rollout server"):
-        source(answer).hold()
+def test_refusal_of_the_service_ends_the_wait_with_its_text() -> None:
+    text = "batch 3 was requested, but the next one is 5"
+    with pytest.raises(PeerFailed, match=text):
+        source(httpx.Response(409, text=text)).batch(3, interrupt=never)
+    with pytest.raises(PeerFailed, match="/snapshot with 409"):
+        source(httpx.Response(409, text=text)).snapshot(3)
 
 
 def test_wait_ends_when_no_batch_will_come() -> None:

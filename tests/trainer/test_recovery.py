@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from asyncrl.network.addresses import OUT_OF_MEMORY
 from asyncrl.trainer.recovery import UNSENT, CatchingUp, Recovery, Start, adapted
@@ -35,10 +39,26 @@ class Sent(StagedPublisher):
 
 def test_nothing_is_published_before_the_version_that_the_engines_serve() -> None:
     sent, told = Sent(), list[str]()
-    recovery = Recovery(None, served=5, written=5, updating=True, began=0.0)
+    recovery = Recovery(served=5, written=5, updating=True, began=0.0)
     catching_up = CatchingUp(sent, Start(3, None, recovery), None, lambda text, _: told.append(text))  # type: ignore[arg-type]
     figures = [catching_up.publish(version) for version in (3, 4, 5, 6)]
     assert sent.versions == [5, 6]
     assert figures == [UNSENT, UNSENT, {"pause": 1.0}, {"pause": 1.0}]
     (line,) = told
     assert "2 steps since version 3 were trained again; the weights were not compared" in line
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_rank_0_alone_asks_an_engine_what_it_holds(first: bool) -> None:
+    asked = list[str]()
+
+    def post(url: str, *_: object) -> dict[str, list[Any]]:
+        asked.append(url)
+        return {"ranks": []}
+
+    fleet: Any = SimpleNamespace(serving=["http://first"], post=post)
+    recovery = Recovery(served=5, written=5, updating=False, began=0.0)
+    catching_up = CatchingUp(Sent(), Start(3, None, recovery), fleet, (lambda *_: None) if first else None)
+    for version in (4, 5, 6):
+        catching_up.publish(version)
+    assert asked == (["http://first"] if first else [])

@@ -67,7 +67,9 @@ class ActivationOffload:
     parameters. `stand_in` also moves storages of the CPU, for tests on machines without a GPU."""
 
     def __init__(self, resident: Callable[[], Iterable[Tensor]], *, stand_in: bool = False) -> None:
-        self._resident, self.stand_in, self.least = resident, stand_in, LEAST_BYTES
+        self._resident = resident
+        self.stand_in = stand_in
+        self.least = LEAST_BYTES
         self._stays: set[int] = set()
         self._layer: _Layer | None = None  # of the running forward pass
         self._leaving: Callable[[], _Layer | None] = lambda: None  # the layer before, whose copies may be under way

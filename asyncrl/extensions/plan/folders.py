@@ -16,11 +16,15 @@ from asyncrl.extensions.plan.memory import CHECKPOINT
 from asyncrl.extensions.plan.memory_check import gb
 from asyncrl.launch.checks.findings import Finding, error, ok, warning
 from asyncrl.launch.checks.model_files import BYTES
+from asyncrl.rollout.journal import KEPT
 
 MEASURED = 64 << 20
 """Bytes written to measure the speed."""
 RECORDED = 6
 """Bytes per token of a long answer in a recording (docs/runs.md)."""
+JOURNALED = 14
+"""Bytes per token in a batch that is kept for trainers that die, and in the state of the rollout process
+(rollout/journal.py)."""
 PUBLISHED = 3
 """Versions of the weights on disk at a time if they travel as files, with the one being written (weights/disk.py)."""
 FREE_UP = "Free some space, or choose a folder on a larger file system."
@@ -88,12 +92,14 @@ class SpaceNeeded:
     """Weights published as files."""
     recorded: int
     """Upper bound of the recording."""
+    journal: int
+    """Upper bound of what is kept for processes that die."""
 
 
 def room_of(config: Config, elements: int, stored: StoredBytes | None = None) -> SpaceNeeded:
     """Return the disk space for a policy of this many parameters, all of which are trained unless `stored` says
     otherwise."""
-    training, steps = config.mode != "rollout_only", config.run.max_steps
+    training, steps = config.trains, config.run.max_steps
     weights = elements * BYTES[config.trainer.dtype]
     stored = stored or StoredBytes(elements * CHECKPOINT * (1 + config.algo.has_critic), weights)
     one = stored.checkpoint if training else 0
@@ -105,13 +111,16 @@ def room_of(config: Config, elements: int, stored: StoredBytes | None = None) ->
     merged = weights if config.trainer.lora.rank and config.trainer.lora.save_merged else 0
     folders = 1 + (steps // config.trainer.save_hf_every if config.trainer.save_hf_every else 0)
     sizes = [config.group_size(name) for name in config.mixture]
-    tokens = steps * config.rollout.batch_groups * max(sizes) * config.rollout.max_new_tokens
+    batch = config.rollout.batch_groups * max(sizes) * config.rollout.max_new_tokens  # tokens
+    # since the last but one checkpoint; in the state, which is written beside the old one: in training and admitted
+    batches = min(steps, KEPT * (config.checkpoint.every or 0)) + 2 * (config.rollout.effective_lead + 2)
     return SpaceNeeded(
         checkpoint=one,
         checkpoints=one * kept + stored.base if config.checkpoint.every else 0,
         weights=(stored.folder + merged) * folders if training else 0,
         published=weights * PUBLISHED if config.sends_files else 0,
-        recorded=tokens * RECORDED if config.record else 0,
+        recorded=steps * batch * RECORDED if config.record else 0,
+        journal=batches * batch * JOURNALED if config.recovers else 0,
     )
 
 
@@ -122,9 +131,9 @@ def check_folders(config: Config, room: SpaceNeeded, run: FolderState, shared: F
         "weights as HF folders": room.weights,
         "weights in transit": 0 if shared else room.published,
     }
-    found = _check(run, "run.dir", here, room.recorded)
+    found = _check(run, "run.dir", here, {"recordings": room.recorded, "the journal": room.journal})
     if shared:
-        found += _check(shared, "weights.folder", {"weights in transit": room.published}, 0)
+        found += _check(shared, "weights.folder", {"weights in transit": room.published}, {})
     if config.checkpoint.every and not run.problem and room.checkpoint:
         seconds = room.checkpoint / run.speed
         text = (
@@ -136,16 +145,17 @@ def check_folders(config: Config, room: SpaceNeeded, run: FolderState, shared: F
     return found
 
 
-def _check(folder: FolderState, name: str, parts: dict[str, int], recorded: int) -> list[Finding]:
+def _check(folder: FolderState, name: str, parts: dict[str, int], most: dict[str, int]) -> list[Finding]:
+    """Check whether a folder has room for these parts, and for others that have at most these sizes."""
     if folder.problem:
         return [error(name, folder.problem, "Choose a writable folder.")]
     needed = sum(parts.values()) + SPARE_BYTES
-    told = ", ".join(f"{what} {gb(size)}" for what, size in parts.items() if size)
-    told += f", recordings up to {gb(recorded)}" if recorded else ""
+    sizes = [f"{what} {gb(size)}" for what, size in parts.items() if size]
+    told = ", ".join(sizes + [f"{what} up to {gb(size)}" for what, size in most.items() if size])
     text = f"{folder.path}: {gb(folder.free)} GB free, {folder.speed / 1e6:.0f} MB/s"
     text += f"; the run needs (GB): {told}" if told else ""
     if needed > folder.free:
         return [error(name, text, f"{gb(needed)} GB are needed. {FREE_UP}")]
-    if needed + recorded > folder.free:
-        return [warning(name, text, f"Recordings may fill it. {FREE_UP}")]
+    if needed + sum(most.values()) > folder.free:
+        return [warning(name, text, f'What is given as "up to" may fill it. {FREE_UP}')]
     return [ok(name, text)]

@@ -52,7 +52,7 @@ def check_room(prepared: Preparation, models: Mapping[str, ModelFolder]) -> Iter
 def needs_of(config: Config, gpus: int, models: Mapping[str, ModelFolder]) -> dict[str, MemoryNeed]:
     """Return the memory needs of each role."""
     needs: dict[str, MemoryNeed] = {}
-    if (policy := models.get("model")) and config.mode != "rollout_only":
+    if (policy := models.get("model")) and config.trains:
         gpu = on_gpu(config.trainer, gpus)
         layout, training = layout_of(config.trainer), training_of(config, gpu=gpu)
         staged = planner.offloaded(policy.weights, policy.shape, layout, training)
@@ -91,7 +91,7 @@ def _divided(config: Config) -> dict[str, Any]:
 
 def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Iterator[Finding]:
     elements, stored = parameters(policy.weights).all if policy else 0, None
-    if policy and config.mode != "rollout_only":
+    if policy and config.trains:
         training = training_of(config, gpu=False)  # a GPU stores the same
         saved = planner.saved_bytes(policy.weights, training)
         base = planner.packed_base_bytes(policy.weights, training)

@@ -50,7 +50,7 @@ class ProcessesLaunch(extension.LaunchHooks):
         """Return the processes, round-robin over the rollout process's machine and those of the engines."""
         from asyncrl.launch.plan import rollout_process
 
-        if self._count == 1 or config.mode == "replay":
+        if self._count == 1 or not config.generates:
             return ()
         module, hosts = "asyncrl.extensions.processes.episodes", placement.hosts
         like = [

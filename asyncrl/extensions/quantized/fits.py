@@ -26,8 +26,8 @@ BLACKWELL = ("B100", "B200", "B300", "GB10", "RTX 50", "RTX PRO")
 def settings(own: QuantizedSettings, config: Config) -> Iterator[ConfigError]:
     """Yield the settings that do not fit."""
     engine, kind = config.engine, own.format
-    if kind != "none" and config.mode == "rollout_only":
-        yield ConfigError(FIELD, kind, "mode=rollout_only has no trainer, which quantizes: set none.")
+    if kind != "none" and not config.trains:
+        yield ConfigError(FIELD, kind, f"mode={config.mode} has no trainer, which quantizes: set none.")
     if not own.holds_codes:
         return
     instead = f"{FIELD}={kind}_simulated"

@@ -38,7 +38,7 @@ def run_key(config: Config) -> str:
 def check_attached(config: Config, key: str) -> None:
     """Query each attached engine, unless the run is a replay. Raises ConfigError if one does not answer, rejects the
     API key, or was started with other arguments."""
-    for url in config.engine.urls if config.mode != "replay" else ():
+    for url in config.engine.urls if config.generates else ():
         info = _ask(url, "/server_info", key)
         for name, wanted in wanted_of(config).items():
             if info.get(name) != wanted:
@@ -47,7 +47,7 @@ def check_attached(config: Config, key: str) -> None:
                 how = "without" if wanted is None else "with"
                 raise ConfigError(FIELD, url, f"Its {name} is {info.get(name)!r}: start it {how} {flag}.")
         version = str(_ask(url, "/model_info", key).get("weight_version"))
-        if config.mode == "rollout_only" and not version.isdigit():  # nobody will assign another version
+        if not config.trains and not version.isdigit():  # nobody will assign another version
             remedy = f"Its weight_version is {version!r}, which is not a number: start it with --weight-version 0."
             raise ConfigError(FIELD, url, remedy)
 
@@ -56,7 +56,7 @@ def attached_dtype(config: Config, key: str) -> str | None:
     """Return the precision that the engines of engine.urls were started with; None if there are none, or they do not
     report it. Raises ConfigError if they differ from each other or from an explicit engine.dtype."""
     found: str | None = None if config.engine.dtype == "auto" else config.engine.dtype
-    for url in config.engine.urls if config.mode != "replay" else ():
+    for url in config.engine.urls if config.generates else ():
         dtype = _ask(url, "/server_info", key).get("dtype")
         if dtype in (None, "auto"):
             continue

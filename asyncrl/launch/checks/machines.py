@@ -107,7 +107,7 @@ def check_devices(config: Config, gpus: int) -> None:
 
 def _fleets(config: Config) -> Iterator[tuple[str, TrainerConfig | EngineConfig | AuxiliaryModelConfig, int]]:
     """Yield name and section of each part of which this run starts ranks, and their number."""
-    trains, generates = config.mode != "rollout_only", config.mode != "replay"
+    trains, generates = config.trains, config.generates
     if trains:
         yield "trainer", config.trainer, config.trainer.world_size
     for name, section in config.fleets.items() if generates else ():

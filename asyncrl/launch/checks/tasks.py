@@ -32,7 +32,7 @@ def check_files(config: Config) -> list[object]:
     with announced() as parts:
         built = tasks.build_all(config)
         rewards(config, built)
-        if config.mode != "replay":
+        if config.generates:
             agents(config, built, tell=print)
     template = config.model.chat_template
     if template is not None and not Path(template).expanduser().is_file():

@@ -125,7 +125,13 @@ ONE = 12 * GB
         ({"trainer.save_hf_every": 5, "run.max_steps": 20}, {"weights": 5 * 4 * GB}),
         ({"weights.transport": "disk"}, {"published": 3 * 4 * GB}),
         ({"mode": "rollout_only", "record": True}, {"checkpoint": 0, "weights": 0}),
-        ({"record": True, "run.max_steps": 10}, {"recorded": 10 * 16 * 16 * 3 * 6}),
+        ({"record": True, "run.max_steps": 10}, {"recorded": 10 * 16 * 16 * 3 * 6, "journal": 0}),
+        # ten batches since the last but one checkpoint, and twice the one in training and those of three versions
+        (
+            {"checkpoint.every": 5, "rollout.max_staleness": 2, "run.max_steps": 20},
+            {"journal": (10 + 2 * (1 + 3)) * 16 * 16 * 3 * 14},
+        ),
+        ({"checkpoint.every": 5, "cluster.on_death": "end"}, {"journal": 0}),
     ],
 )
 def test_bytes_that_a_run_writes_follow_from_its_settings(changes: dict[str, Any], expected: dict[str, int]) -> None:
@@ -147,7 +153,9 @@ def test_recordings_are_no_larger_than_those_of_the_task_with_the_largest_groups
     assert room_of(config.model_copy(update={"tasks": both}), GB).recorded == 16 * 40 * 3 * 6
 
 
-ROOM = SpaceNeeded(checkpoint=ONE, checkpoints=3 * ONE, weights=4 * GB, published=6 * GB, recorded=20 * GB)
+ROOM = SpaceNeeded(
+    checkpoint=ONE, checkpoints=3 * ONE, weights=4 * GB, published=6 * GB, recorded=12 * GB, journal=8 * GB
+)
 
 
 def disk(free: float, *, held: float = 0, speed: float = 1e9, shared: float | None = None, **changes: Any) -> Any:
@@ -158,7 +166,7 @@ def disk(free: float, *, held: float = 0, speed: float = 1e9, shared: float | No
 
 def test_what_is_there_already_is_written_over() -> None:
     assert disk(46.04)["run.dir"] == "error"  # 36 + 4 + 6, and what is spared
-    assert disk(46.07)["run.dir"] == "warning"  # recordings may fill it
+    assert disk(46.07)["run.dir"] == "warning"  # recordings and the journal may fill it
     assert disk(66.07)["run.dir"] == "ok"
     assert disk(46.07, held=20)["run.dir"] == "ok"
     assert disk(10.07, held=99)["run.dir"] == "warning"

@@ -9,6 +9,7 @@
     asyncrl-inspect RUN --json ...                     the same information as lines of JSON
     asyncrl-inspect RUN --html page.html ...           a page with curves, and these groups token by token
     asyncrl-inspect RUN --trace trace.json             what every episode and process did, and when, for ui.perfetto.dev
+    asyncrl-inspect RUN OTHER --compare                which of two evaluations is better (mode=evaluate)
 
 RUN is the folder of a run with record=true (for --trace: metrics.timeline=true), which may still be under way. The
 colour of a token shows how likely the engine that generated it found it, from white (certain) to red. With --gap, it
@@ -46,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Show what is requested. Returns 0, or 1 after one line on stderr."""
     options = _parser().parse_args(argv)
     try:
+        if options.compare or options.other:
+            _compare(options)
+            return 0
         if options.trace:
             print(f"{options.trace}: {_write_trace(options.run, options.trace)} spans")
             return 0
@@ -57,6 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `| head`
         return 0
     return 0
+
+
+def _compare(options: argparse.Namespace) -> None:
+    """Print which of two evaluations is better. Raises AsyncRLError if nothing is installed that makes any."""
+    try:
+        from asyncrl.extensions.evaluate.compare import compared
+    except ModuleNotFoundError:
+        raise AsyncRLError("--compare needs the extension `evaluate`, which is not installed here") from None
+    if not (options.compare and options.other):
+        raise AsyncRLError("two runs and --compare go together: asyncrl-inspect RUN OTHER --compare")
+    for line in compared(options.run, options.other, as_json=options.json):
+        print(line)
 
 
 def _write_trace(run: Path, file: Path) -> int:
@@ -165,6 +181,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="asyncrl-inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a recorded run")
+    parser.add_argument("other", type=Path, metavar="OTHER", nargs="?", help="with --compare: folder of another one")
+    parser.add_argument("--compare", action="store_true", help="say which of two evaluations is better")
     parser.add_argument("--step", type=int, help="show only groups of this batch")
     parser.add_argument("--uid", help="show only groups whose uid begins with this")
     parser.add_argument("--reason", help="show only groups that were rejected for this reason, or that are `ready`")

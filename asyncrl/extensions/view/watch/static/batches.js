@@ -326,5 +326,5 @@ export class Batches {
 
 const LANES = {
   wait_batch: "--waiting", forward: "--ink-1", backward: "--ink-4", optimizer: "--ink-3", gather: "--ink-2", publish: "--ink-5",
-  publish_background: "--ink-5", checkpoint: "--teacher", restart: "--bad", train: "--ink-1", communication: "--prefill", pause: "--bad",
+  publish_background: "--ink-5", checkpoint: "--teacher", restart: "--bad", recovery: "--bad", train: "--ink-1", communication: "--prefill", pause: "--bad",
 };

@@ -1,0 +1,1 @@
+"""Supervised training on answers that are given."""

@@ -1,0 +1,89 @@
+"""What this folder adds: mode=sft and the task `chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from asyncrl import extension
+from asyncrl.errors import ConfigError
+from asyncrl.settings import Count, Section
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+    from asyncrl.trainer.policy import Policy
+
+MODE, KIND = "sft", "chat"
+
+
+class SftSettings(Section):
+    """Supervised training (mode=sft) on the conversations of task=chat, rollout.batch_groups of them in a step."""
+
+    epochs: Count | None = None
+    """Number of times that every row is trained; unset: until run.max_steps, which ends the run in any case."""
+
+
+class Sft(extension.Extension):
+    """Supervised training."""
+
+    Settings = SftSettings
+    modes = {MODE: extension.OfferedMode()}  # noqa: RUF012
+    metrics = {  # noqa: RUF012
+        "sft/epoch": "number of times that every row has been trained",
+        "sft/held_out": "mean loss of the tokens of the rows that are held out",
+    }
+    tasks = {KIND: "asyncrl.extensions.sft.rows:ChatRows"}  # noqa: RUF012
+
+    @property
+    def signal(self) -> bool:
+        """Return True: `check` refuses it in other modes."""
+        return True
+
+    def check(self, config: Config) -> Iterator[ConfigError]:
+        """Check the settings that mean something else, or nothing, to supervised training."""
+        algo, settings = config.algo, self.settings
+        if config.mode != MODE:
+            others = (one for one in extension.active(config).values() if not isinstance(one, Sft))
+            if algo.advantage.name == "none" and not any(one.signal for one in others):
+                remedy = (
+                    "Nothing would be learned: choose another estimator, or an extension's own signal, as distillation."
+                )
+                yield ConfigError("algo.advantage", "none", remedy)
+            if settings.epochs is not None:
+                yield ConfigError("sft.epochs", settings.epochs, "It applies to mode=sft only: remove it.")
+            return
+        kinds = [task.kind for task in config.mixture.values()]
+        rules: list[tuple[str, Any, bool, str]] = [
+            ("task.kind", kinds, kinds != [KIND], "Supervised training needs conversations: set task=chat."),
+            ("algo.advantage", algo.advantage.name, algo.advantage.name != "none", "There are no rewards: set none."),
+            (
+                "rollout.temperature",
+                config.rollout.temperature,
+                config.rollout.temperature != 1.0,
+                "The loss is that of the model's own distribution: set 1.0.",
+            ),
+            ("algo.epochs × algo.mini_batches", algo.steps, algo.steps != 1, "One step is taken on a batch: set 1."),
+            ("algo.kl.coefficient", algo.kl.coefficient, algo.kl.coefficient != 0, "It is no part of the loss: set 0."),
+            ("algo.entropy_bonus", algo.entropy_bonus, algo.entropy_bonus != 0, "It is no part of the loss: set 0."),
+            ("algo.aggregation", algo.aggregation, algo.aggregation == "constant", "Set token or sequence."),
+            ("algo.routing_replay", algo.routing_replay, algo.routing_replay != "none", "No engine routes: set none."),
+            ("eval.sets", sorted(config.eval.sets), bool(config.eval.sets), "No engine runs: use mode=evaluate."),
+            (
+                "agents.roles",
+                sorted(config.agents.roles),
+                bool(config.agents.roles),
+                "Rows have no roles: remove them.",
+            ),
+        ]
+        yield from (ConfigError(field, value, remedy) for field, value, wrong, remedy in rules if wrong)
+
+    def trainer(self, policy: Policy) -> extension.TrainerHooks:
+        """Return the hooks on a trainer rank."""
+        if policy.config.mode != MODE:
+            return extension.TrainerHooks()
+        from asyncrl.extensions.sft import training
+
+        return training.Sft(self.settings, policy)
+
+
+Own = Sft

@@ -1,0 +1,176 @@
+"""Conversations to learn from: the rows of task.kind=chat, and the tokens that are trained of each.
+
+A row has a conversation in the field `task.prompt_key` (a list of messages, or the text of a user), and its end in
+`task.answer_key`, if it has that field (a text, or a list of messages). `tools` are shown to the model. Every message
+of the assistant is trained, after exactly what the chat template puts before it:
+
+    context     <|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n
+    trained     4<|im_end|>
+    context     \\n<|im_start|>user\\nsure?<|im_end|>\\n<|im_start|>assistant\\n
+    trained     yes<|im_end|>
+
+What the template puts behind its generation prompt is trained up to the token that ends an answer, which a model must
+learn to write. Each part is tokenized by itself, as when a model continues a prompt. If a template changes earlier
+turns (Qwen3's removes their thinking), the context begins anew, as it would in a conversation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.config import TaskConfig as TaskConfig
+from asyncrl.errors import ConfigError
+from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
+from asyncrl.schema import Completion, Message, Trajectory, Turn, VersionSpan
+from asyncrl.tasks import Question
+from asyncrl.tasks.files import FileTask, rows_of_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ASSISTANT = "assistant"
+
+
+class ChatRows(FileTask):
+    """Rows of files, or of splits of a dataset if `task.dataset` is set."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.SOURCES = ("eval_split", "train_split") if config.dataset else FileTask.SOURCES
+        super().__init__(config)
+
+    def _read(self, field: str, source: str) -> list[dict[str, Any]]:
+        if (name := self._config.dataset) is None:
+            return rows_of_file(field, source)
+        try:
+            from asyncrl.extensions.datasets.hf import HfTask
+        except ModuleNotFoundError:
+            remedy = "It needs the extension `datasets`, which is not installed: set task.train_file."
+            raise ConfigError("task.dataset", name, remedy) from None
+        return HfTask._read(self, field, source)  # type: ignore[arg-type]
+
+    def _check(self, row: dict[str, Any], where: str) -> None:
+        """Raise ConfigError for a row that is no conversation with an answer at its end."""
+        config = self._config
+        if config.prompt_key not in row:
+            raise ConfigError("task.prompt_key", config.prompt_key, f"{where} has only the fields {sorted(row)}.")
+        messages = self._conversation(row)
+        shown = json.dumps(messages, default=str)[:120]
+        for message in messages:
+            known = isinstance(message, dict) and isinstance(message.get("role"), str)
+            if not known or not isinstance(message.get("content", ""), str | None):
+                remedy = (
+                    f"{where} has {shown}: it must be a text, or a list of messages with role and a text as content."
+                )
+                raise ConfigError("task.prompt_key", config.prompt_key, remedy)
+        if not messages or messages[-1]["role"] != ASSISTANT:
+            remedy = (
+                f"{where} ends without a message of the assistant ({shown}): nothing could be learned from its end."
+            )
+            raise ConfigError("task.answer_key", config.answer_key, remedy)
+
+    def _conversation(self, row: dict[str, Any]) -> list[Any]:
+        config, found = self._config, list[Any]()
+        for key, role in ((config.prompt_key, "user"), (config.answer_key, ASSISTANT)):
+            if (value := row.get(key)) is not None:
+                found += [{"role": role, "content": value}] if isinstance(value, str) else value
+        return found
+
+    def conversation(self, index: int) -> tuple[list[Message], list[Message]]:
+        """Return the messages of a row, with the system message, and the tools."""
+        row = self._rows[index]
+        return [*self._head, *map(_without_nothing, self._conversation(row))], list(row.get("tools") or [])
+
+    def question(self, index: int) -> Question:
+        """Return what comes before the last answer."""
+        messages, tools = self.conversation(index)
+        return {"messages": messages[:-1], "tools": tools, "answer": messages[-1].get("content")}
+
+    def digest(self) -> bytes:
+        """Return what changes with any row."""
+        return msgspec.json.encode(self._rows)
+
+
+def _without_nothing(message: Message) -> Message:
+    """Return a message without the fields that tables fill with nothing, because other rows have them."""
+    return {name: value for name, value in message.items() if value is not None}
+
+
+class Trained:
+    """The tokens of conversations, with the chat template of one model."""
+
+    def __init__(self, model: Path, config: Config) -> None:
+        """`model` is its folder."""
+        self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(model, config.model.chat_template)
+        self._params = config.model.chat_template_kwargs
+        ids = stop_tokens(model, self._tokenizer)
+        self._ends = [str(text) for text in self._tokenizer.convert_ids_to_tokens(ids)]
+
+    def turns(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> list[Turn]:
+        """Return a turn for each message of the assistant: what comes before it, and its own tokens. The first begins
+        the conversation. Raises ConfigError if the template does not render it, or changes its text."""
+        found: list[Turn] = []
+        before = ""
+        for place, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            context, written = self._rendered(messages[: place + 1], tools, where)
+            follows = bool(found) and context.startswith(before)
+            observation = self._encode(context[len(before) :] if follows else context)
+            ids = self._encode(written)
+            if self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) != written:
+                remedy = f"{where}: the model's tokens do not spell {written!r:.80}: correct the row."
+                raise ConfigError("task.prompt_key", place, remedy)
+            completion = Completion(ids, [0.0] * len(ids), [VersionSpan(0, 0, len(ids))], "stop")
+            found.append(Turn(observation, completion, begins=not follows))
+            before = context + written
+        return found
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> tuple[str, str]:
+        """Return what the template puts before the last message's text, and this text up to what ends it."""
+        context, whole = self._text(messages[:-1], tools, begin=True), self._text(messages, tools, begin=False)
+        content = str(messages[-1].get("content") or "").strip()
+        behind = whole[len(context) :]
+        ends = [behind.rfind(end) + len(end) for end in self._ends if end in behind]
+        text = behind[: max(ends, default=0)]
+        spelled = text.removesuffix(next((end for end in self._ends if text.endswith(end)), ""))
+        if not whole.startswith(context) or not ends:
+            problem = (
+                "does not put the assistant's message behind its generation prompt, and the end of an answer behind it"
+            )
+        elif any(end in spelled for end in self._ends):
+            problem = f"renders a message that holds the token which ends an answer ({self._ends})"
+        elif not messages[-1].get("tool_calls") and not spelled.strip().endswith(content):
+            problem = f"renders {content!r:.60} as {spelled!r:.60}"
+        else:
+            return context, text
+        raise ConfigError("model.chat_template", len(messages) - 1, f"{where}: the chat template {problem}.")
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Message], *, begin: bool) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=begin,
+                tokenize=False,
+                return_dict=False,
+                **self._params,
+            )
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def born(trajectory: Trajectory, version: int) -> Trajectory:
+    """Return the trajectory as if this version had written it, so that it is not stale."""
+    turns = []
+    for turn in trajectory.turns:
+        spans = [VersionSpan(version, 0, len(turn.completion.token_ids))]
+        turns.append(msgspec.structs.replace(turn, completion=msgspec.structs.replace(turn.completion, versions=spans)))
+    return msgspec.structs.replace(trajectory, turns=turns)

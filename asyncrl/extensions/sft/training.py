@@ -1,0 +1,195 @@
+"""Supervised training on a rank: the batches of mode=sft, their loss, and that of rows that are held out.
+
+Batch v consists of the rows at positions v B to (v + 1) B of the epochs, each of which has an order of its own. So a
+version says what has been trained, whatever the layout, and a resumed run goes on behind it. Rows with the same prompt
+are siblings of one group, which share it in a pack (trainer.share_prompts).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import Tensor
+
+from asyncrl.algo.samples import build_samples
+from asyncrl.algo.table import LossRows, build_table
+from asyncrl.errors import ConfigError
+from asyncrl.extension import TrainerHooks
+from asyncrl.extensions.sft.rows import ChatRows, Trained, born
+from asyncrl.schema import Batch, Group, Trajectory, encode, part_of
+from asyncrl.trainer.batch_source import BatchSource
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+    from asyncrl.trainer.policy import Policy
+
+NOTHING_GENERATED = {"time/engine_busy": 0.0, "tokens/generated": 0.0}
+"""Figures of a rollout process that a step has."""
+
+
+class State(msgspec.Struct):
+    """What a resumed run must have in common with the one that wrote the checkpoint: the meaning of a version."""
+
+    rows: str
+    batch: int
+    seed: int
+
+
+class RowOrder:
+    """The order of the rows: which are in the batch of a version."""
+
+    def __init__(self, first: int, last: int, batch: int, seed: int, epochs: int | None) -> None:
+        """The rows from `first` to before `last` are trained, `batch` of them in a step."""
+        self._first, self._count, self._batch, self._seed = first, last - first, batch, seed
+        self._end = None if epochs is None else epochs * self._count
+
+    @property
+    def steps(self) -> int | None:
+        """Number of batches; None if there is no last one."""
+        return None if self._end is None else -(-self._end // self._batch)
+
+    def rows(self, version: int) -> list[int]:
+        """Return the rows of a batch. The last one may be smaller."""
+        start = version * self._batch
+        end = start + self._batch if self._end is None else min(start + self._batch, self._end)
+        return [self._epoch(place // self._count)[place % self._count] for place in range(start, end)]
+
+    def epochs(self, version: int) -> float:
+        """Return how many times every row has been trained at this version."""
+        done = version * self._batch
+        return (done if self._end is None else min(done, self._end)) / self._count
+
+    @lru_cache(maxsize=2)  # noqa: B019  of one object, which lives as long as the process
+    def _epoch(self, epoch: int) -> list[int]:
+        order = list(range(self._first, self._first + self._count))
+        random.Random(f"{self._seed} {epoch}").shuffle(order)
+        return order
+
+
+class Conversations:
+    """The tokens of rows."""
+
+    def __init__(self, config: Config, policy: Policy, rows: ChatRows) -> None:
+        self._rows, self._trained = rows, Trained(policy.folder, config)
+        self._task, self._longest = config.task, int(policy.hf["max_position_embeddings"])
+        self._known: dict[int, Group] = {}
+
+    def read(self, numbers: range) -> None:
+        """Tokenize these rows. Raises ConfigError for those that the model cannot be trained on."""
+        for number in numbers:
+            self._known[number] = self._of_row(number)
+
+    def groups(self, numbers: list[int], version: int) -> list[Group]:
+        """Return these rows as groups of siblings with the same prompt, in the order of the first of each."""
+        siblings: dict[tuple[int, ...], list[Trajectory]] = {}
+        for number in numbers:
+            row = self._known[number]
+            siblings.setdefault(tuple(row.prompt_ids), []).extend(born(one, version) for one in row.trajectories)
+        return [
+            Group(f"v{version:06d}-{slot}", slot, list(prompt), trajectories, self._task.name)
+            for slot, (prompt, trajectories) in enumerate(siblings.items())
+        ]
+
+    def _of_row(self, number: int) -> Group:
+        where = f"Row {number}"
+        first, *others = self._trained.turns(*self._rows.conversation(number), where)
+        turns = [msgspec.structs.replace(first, observation=[], begins=False), *others]
+        lengths = [0]
+        for turn in (first, *others):
+            size = len(turn.observation) + len(turn.completion.token_ids)
+            lengths.append(size if turn.begins else lengths[-1] + size)
+        if max(lengths) > self._longest:
+            remedy = (
+                f"{where} has {max(lengths)} tokens, but the model {self._longest} positions: shorten or remove it."
+            )
+            raise ConfigError("task.train_file", self._task.train_file or self._task.dataset, remedy)
+        return Group("", 0, first.observation, [Trajectory(turns, 0.0)], self._task.name)
+
+
+class SftBatches(BatchSource):
+    """The batches of mode=sft. `groups` makes groups of the rows of a version."""
+
+    def __init__(self, order: RowOrder, groups: Callable[[list[int], int], list[Group]]) -> None:
+        self._order, self._groups = order, groups
+
+    def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
+        """Return the batch of this version, or a part of it."""
+        rows = self._order.rows(version)
+        groups = self._groups(rows, version)
+        start, end = part_of(len(groups), part, parts := min(parts, len(groups)))
+        last = part + 1 == parts
+        figures = {**NOTHING_GENERATED, "samples/generated": float(len(rows))}
+        return encode(Batch(version, groups[start:end], figures if last else {}, last))
+
+
+class Sft(TrainerHooks):
+    """Supervised training on one rank."""
+
+    signal = True
+
+    def __init__(self, settings: Any, policy: Policy) -> None:
+        """Read the rows. `settings` are those of extension.py. Raises ConfigError."""
+        config = policy.config
+        self._policy, self._every = policy, config.eval.every
+        self._rows = ChatRows(config.task)
+        size = self._rows.size
+        own = self._rows.held_out
+        self._held = range(min(own or size, config.eval.questions))
+        first = own or len(self._held)
+        if first >= size:
+            remedy = f"{size} rows would leave none for training: lower it, or set task.eval_file."
+            raise ConfigError("eval.questions", config.eval.questions, remedy)
+        batch, seed = config.rollout.batch_groups, config.run.seed
+        self._order = RowOrder(first, size, batch, seed, settings.epochs)
+        self._state = State(hashlib.sha256(self._rows.digest()).hexdigest(), batch, seed)
+        self._end = min(self._order.steps or config.run.max_steps, config.run.max_steps)
+        self._conversations = Conversations(config, policy, self._rows)
+        self._conversations.read(self._held)
+        if policy.parallel.is_first:  # which alone makes batches
+            self._conversations.read(range(first, size))
+
+    def batches(self) -> tuple[BatchSource, int | None]:
+        """Return the batches, and the version after the last."""
+        return SftBatches(self._order, self._conversations.groups), self._end
+
+    def loss(self, losses: Tensor, logprobs: Tensor, rows: LossRows) -> Tensor:
+        """Return the negative log-likelihood of each token, in place of the losses."""
+        return -logprobs
+
+    def after_update(self, version: int) -> dict[str, float]:
+        """Return the epoch, and the loss of the rows that are held out, if it is due."""
+        found = {"sft/epoch": self._order.epochs(version)}
+        due = version == self._end or (self._every and version % self._every == 0)
+        return {**found, **(self.held_out(version) if due and self._held else {})}
+
+    def held_out(self, version: int) -> dict[str, float]:
+        """Return the mean loss of the tokens of the rows that are held out. Collective."""
+        groups = self._conversations.groups(list(self._held), version)
+        samples = build_samples(groups, self._policy.config.adapter_of)
+        logprobs = self._policy.score_at(1.0, samples, build_table(groups, version))
+        return {"sft/held_out": -float(logprobs.mean())}
+
+    def state(self) -> bytes:
+        """Return what gives versions their meaning."""
+        return msgspec.json.encode(self._state)
+
+    def restore(self, state: bytes) -> None:
+        """Check that a resumed run trains the same batches. Raises ValueError."""
+        then = msgspec.json.decode(state, type=State)
+        if problem := next(self._changed(then), None):
+            raise ValueError(f"its next batch would not be the next one any more, because {problem}")
+
+    def _changed(self, then: State) -> Iterator[str]:
+        if then.rows != self._state.rows:
+            yield "the rows of task.train_file or task.eval_file are others"
+        for field, before, now in (
+            ("rollout.batch_groups", then.batch, self._state.batch),
+            ("run.seed", then.seed, self._state.seed),
+        ):
+            if before != now:
+                yield f"{field} was {before}, and is {now}"

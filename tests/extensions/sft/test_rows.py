@@ -1,0 +1,174 @@
+"""What is trained of a conversation: exactly what the assistant says, behind exactly what the template puts there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.algo.samples import build_samples
+from asyncrl.config import TaskConfig
+from asyncrl.errors import ConfigError
+from asyncrl.extensions.sft.rows import ChatRows, Trained, born
+from asyncrl.models.tiny import write, write_tokenizer
+from asyncrl.schema import Group, Trajectory
+from tests.fakes import compose_values, tiny_config
+
+THINKING = (
+    "{% for m in messages %}<s>{{ m.role }}:"
+    "{% if m.role == 'assistant' and not loop.last and '/' in m.content %}{{ m.content.split('/')[-1] }}"
+    "{% else %}{{ m.content }}{% endif %}<e>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+"""Removes what stands before a slash from earlier answers, as Qwen3's template removes thinking."""
+CHAT = [
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "a/4"},
+    {"role": "user", "content": "sure"},
+    {"role": "assistant", "content": "b/yes"},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with a tokenizer of bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("rows") / "model"
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "<e>"])
+    write_tokenizer(folder, tokenizer.to_str(), THINKING, {"eos_token": "<e>", "bos_token": "<s>"}, 512)
+    return folder
+
+
+def trained(model: Path, template: str | None = None, tmp_path: Path | None = None) -> Trained:
+    changes: dict[str, Any] = {}
+    if template is not None:
+        assert tmp_path
+        (tmp_path / "template.jinja").write_text(template)
+        changes = {"model.chat_template": str(tmp_path / "template.jinja")}
+    return Trained(model, tiny_config(**changes))
+
+
+def text(model: Path, ids: list[int]) -> str:
+    from transformers import AutoTokenizer
+
+    return str(AutoTokenizer.from_pretrained(model).decode(ids, skip_special_tokens=False))
+
+
+def test_trained_tokens_spell_the_assistants_text_and_the_context_is_the_templates(model: Path) -> None:
+    first, second = trained(model).turns(CHAT, [], "Row 0")
+    assert text(model, first.observation) == "<s>user:2+2<e><s>assistant:"
+    assert text(model, first.completion.token_ids) == "a/4<e>"
+    assert text(model, second.completion.token_ids) == "b/yes<e>"
+    # the template changed the first answer: the context begins anew, and the answer is not trained in a context that
+    # the model will never see
+    assert second.begins
+    assert text(model, second.observation) == "<s>user:2+2<e><s>assistant:4<e><s>user:sure<e><s>assistant:"
+
+
+def test_turn_follows_the_one_before_where_the_template_leaves_it_as_it_was(model: Path) -> None:
+    chat = [{**message, "content": message["content"].replace("/", "")} for message in CHAT]
+    first, second = trained(model).turns(chat, [], "Row 0")
+    assert (first.begins, second.begins) == (True, False)
+    assert text(model, second.observation) == "<s>user:sure<e><s>assistant:"
+    group = Group("g", 0, first.observation, [Trajectory([first, second], 0.0)], "chat")
+    (samples,) = build_samples([group])
+    assert [text(model, [t for t, m in zip(one.token_ids, one.mask, strict=True) if m]) for one in samples] == [
+        "a4<e>byes<e>"
+    ]
+
+
+def test_whatever_the_version_tokens_are_not_stale(model: Path) -> None:
+    trajectory = born(Trajectory(trained(model).turns(CHAT, [], "Row 0"), 0.0), 7)
+    assert Group("g", 0, [], [trajectory], "chat").staleness(7) == [0]
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{% for m in messages %}{{ m.content | upper }}<e>{% endfor %}", "renders 'b/yes' as 'B/YES'"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "the end of an answer behind it"),
+        ("{% for m in messages | reverse %}{{ m.content }}<e>{% endfor %}", "behind its generation prompt"),
+    ],
+)
+def test_template_that_changes_an_answer_is_refused(model: Path, tmp_path: Path, template: str, problem: str) -> None:
+    chat = [CHAT[0], CHAT[3]]
+    with pytest.raises(ConfigError, match=rf"model\.chat_template: .*Row 9: the chat template .*{problem}"):
+        trained(model, template, tmp_path).turns(chat, [], "Row 9")
+
+
+def test_answer_with_the_token_that_ends_one_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Row 3: .*holds the token which ends an answer"):
+        trained(model).turns([CHAT[0], {"role": "assistant", "content": "4<e>5"}], [], "Row 3")
+
+
+def test_text_that_the_tokens_cannot_spell_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "tiny")
+    chat = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "1x"}]
+    with pytest.raises(ConfigError, match=r"Row 4: the model's tokens do not spell '1x<eos>'"):
+        trained(tmp_path / "tiny").turns(chat, [], "Row 4")
+
+
+def rows_of(path: Path, rows: list[Any], **changes: Any) -> ChatRows:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = compose_values("experiment=warmup", "model=tiny")["task"]
+    return ChatRows(TaskConfig.model_validate({**values, "train_file": str(path), **changes}))
+
+
+def test_rows_are_conversations_or_pairs(tmp_path: Path) -> None:
+    end = [{"role": "assistant", "content": "4"}]
+    rows = rows_of(
+        tmp_path / "rows.jsonl",
+        [
+            {"messages": CHAT},
+            {"messages": "2+2", "completion": "4"},
+            {"messages": CHAT[:1], "completion": end, "tools": [{"type": "function"}]},
+        ],
+        system="brief",
+    )
+    head = {"role": "system", "content": "brief"}
+    assert rows.conversation(0) == ([head, *CHAT], [])
+    assert rows.conversation(1) == ([head, *CHAT[:1], *end], [])
+    assert rows.conversation(2) == ([head, *CHAT[:1], *end], [{"type": "function"}])
+    assert rows.question(1) == {"messages": [head, *CHAT[:1]], "tools": [], "answer": "4"}
+
+
+def test_pairs_have_other_names_by_settings_and_datasets_are_folders_of_splits(tmp_path: Path) -> None:
+    own = rows_of(tmp_path / "own.jsonl", [{"q": "1", "a": "2"}], prompt_key="q", answer_key="a")
+    assert own.conversation(0)[0][-1]["content"] == "2"
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train-00000.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    changes = {"train_file": None, "dataset": str(tmp_path / "set"), "train_split": "train"}
+    assert rows_of(tmp_path / "none.jsonl", [], **changes).conversation(0) == (CHAT, [])
+
+
+def test_parquet_gives_the_rows_of_jsonl(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"messages": CHAT}, {"messages": [{**CHAT[0], "name": "x"}, CHAT[1]]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = rows_of(tmp_path / "none", [], train_file=str(tmp_path / "rows.parquet"))
+    assert [read.conversation(number)[0] for number in range(2)] == [row["messages"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"text": "hello"}, r"task\.prompt_key: .*Row 1 .*has only the fields \['text'\]"),
+        ({"messages": CHAT[:3]}, r"task\.answer_key: .*Row 1 .*ends without a message of the assistant"),
+        ({"messages": []}, r"task\.answer_key: .*ends without a message"),
+        ({"messages": [{"content": "x"}]}, r"task\.prompt_key: .*list of messages with role"),
+        ({"messages": [{"role": "user", "content": [1]}]}, r"task\.prompt_key: .*text as content"),
+    ],
+)
+def test_row_that_is_no_conversation_is_refused_with_its_number(tmp_path: Path, row: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        rows_of(tmp_path / "rows.jsonl", [{"messages": CHAT}, row])
