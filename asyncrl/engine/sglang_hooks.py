@@ -147,9 +147,11 @@ def wait_for_requests(module: Any) -> None:
 
 
 def release_once(module: Any) -> None:
-    """Patch SchedulerWeightUpdaterManager: memory that is released already is left alone. SGLang would copy buffers that
-    have no memory, and end. Trainers that start again do not know what those that died had released
-    (engine/hand_over.py)."""
+    """Patch SchedulerWeightUpdaterManager: memory that is released already is left alone.
+
+    SGLang would copy buffers that have no memory, and end. Trainers that start again do not know what those that died
+    had released (engine/hand_over.py).
+    """
     manager = module.SchedulerWeightUpdaterManager
     release = manager.release_memory_occupation
 

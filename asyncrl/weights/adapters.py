@@ -199,9 +199,9 @@ class AdapterPublisher(StagedPublisher):
         base: Callable[[Update], VersionPublisher] | None = None,
     ) -> None:
         """`adapters` yield, by name, the tensors of this stage on exporting ranks, as the engines get them; every rank
-        iterates over them. `make` keeps them under a name; without tensors trainers that died have done so. `announce` returns what is in use. `past` is for past
-        versions that play roles. `base` makes the publisher of the base for engines that do not load it from the model
-        folder."""
+        iterates over them. `make` keeps them under a name; without tensors trainers that died have done so. `announce`
+        returns what is in use. `past` is for past versions that play roles. `base` makes the publisher of the base for
+        engines that do not load it from the model folder."""
         self._parallel = parallel
         self._fleet = fleet
         self._adapters = adapters
@@ -337,7 +337,7 @@ class AdapterPublisher(StagedPublisher):
         """Unload adapters from the engines that hold them. Trainers may have died before they had asked all."""
 
         def unload(url: str) -> Answer:
-            for name in self._held(url).keys() & names:
+            for name in sorted(self._held(url).keys() & names):
                 self._fleet.post(url, "/unload_lora_adapter", {"lora_name": name})
             return {}
 
