@@ -455,6 +455,7 @@ class Residency(RuleBasedStateMachine):
         self.run = f"run{self.starts}"
         self.use = AdapterUse(self._past_versions)
         self.left.clear()
+        self.without.clear()
         self._start_trainers()
 
     def _start_trainers(self) -> None:
@@ -539,7 +540,7 @@ class Residency(RuleBasedStateMachine):
         for engine in self.servers.engines.values():
             engine.held |= dict.fromkeys(data.draw(st.lists(st.sampled_from(names))), True)
         self.left = {name for engine in self.servers.engines.values() for name in engine.held} - self._named([version])
-        self.without = {url for url, engine in self.servers.engines.items() if not engine.label.isdigit()}
+        self.without |= {url for url, engine in self.servers.engines.items() if not engine.label.isdigit()}
         self.servers.fleet.close()
         self.servers.start_trainers()
         self._start_trainers()
