@@ -120,9 +120,13 @@ class OfferedBase:
 class OfferedMode:
     """A value of the setting `mode` beside those of the core."""
 
+    trains: bool = False
+    """Whether trainers run without engines, on the batches of TrainerHooks.batches. Otherwise engines run without
+    trainers."""
     program: str = ""
-    """Module that is run as python -m MODULE RUN_DIR in place of the rollout process, and asks the engines; nothing is
-    trained, and the run ends with it. Empty: trainers run without engines, on the batches of TrainerHooks.batches."""
+    """Module that is run as python -m MODULE RUN_DIR in place of the rollout process, and asks the engines; the run
+    ends with it. Empty: the run ends with a process of LaunchHooks.processes, which takes the rollout process's
+    batches."""
 
 
 class LaunchHooks:

@@ -72,10 +72,9 @@ class Config(Section):
     model_config = ConfigDict(extra="allow")
 
     mode: str
-    """train: engines generate and trainers train. rollout_only: only engines run, with their initial weights, and their
-    output is recorded. replay: only trainers run and train the batches of a recording in its order. The same batches
-    give bitwise identical weights; a different algorithm can be tested on the same data. Extensions have further
-    modes."""
+    """train: engines generate and trainers train. replay: only trainers run and train the batches of a recording in its
+    order. The same batches give bitwise identical weights; a different algorithm can be tested on the same data.
+    Extensions have further modes: rollout_only, evaluate, sft (docs/runs.md)."""
     record: bool
     """Record all groups, and every event that determines the order of the run, in records/ of the run folder."""
     deterministic: bool
@@ -139,19 +138,19 @@ class Config(Section):
         return {name: section for name, section in extra if isinstance(section, AuxiliaryModelConfig)}
 
     @property
-    def program(self) -> str:
-        """Return the module that asks the engines in place of the rollout process, in a mode of an extension."""
-        return "" if self.mode in MODES else str(extension.offered("modes", self.extensions)[self.mode].program)
+    def own_mode(self) -> extension.OfferedMode | None:
+        """Return the extension's mode that the run uses; None for one of the core."""
+        return None if self.mode in MODES else extension.offered("modes", self.extensions)[self.mode]
 
     @property
     def trains(self) -> bool:
         """Return whether trainers run."""
-        return self.mode != "rollout_only" and not self.program
+        return self.own_mode is None or self.own_mode.trains
 
     @property
     def generates(self) -> bool:
         """Return whether engines run."""
-        return self.mode in ("train", "rollout_only") or bool(self.program)
+        return self.mode == "train" or not self.trains
 
     @property
     def fleets(self) -> dict[str, EngineConfig | AuxiliaryModelConfig]:

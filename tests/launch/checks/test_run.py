@@ -31,7 +31,7 @@ from asyncrl.models import catalog
 from asyncrl.rollout.questions import look
 from asyncrl.user_code import announce
 from asyncrl.weights.bucket import plan_buckets
-from tests.fakes import JOB, Machines, compose_values, tiny_config, with_scorer
+from tests.fakes import ALONE, JOB, Machines, compose_values, tiny_config, with_scorer
 from tests.forks import forked
 from tests.launch.checks.worlds import TENSORS, found, job, machine, nodes, write_model, write_shard
 
@@ -256,7 +256,7 @@ def test_check_tells_the_dtype_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_without_trainers_nothing_is_said_of_them(tmp_path: Path) -> None:
-    findings = found(tiny_config(mode="rollout_only", record=True), tmp_path)
+    findings = found(tiny_config(**ALONE), tmp_path)
     assert findings["engine.dtype"].level == "ok"
     assert not {"trainer.dtype", "weights.transport"} & findings.keys()
 
