@@ -164,7 +164,7 @@ class Alone(Extension):
     modes = {"alone": OfferedMode()}  # noqa: RUF012
 
 
-ALONE = {"mode": "alone", "extensions": {"alone": f"{__name__}:Alone"}}
+ALONE = {"mode": "alone", "extensions.alone": f"{__name__}:Alone"}
 
 
 class Scorers(Extension):

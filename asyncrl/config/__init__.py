@@ -23,7 +23,7 @@ from asyncrl.config.generation import (
     RolloutConfig,
 )
 from asyncrl.config.roles import AgentsConfig, PastConfig
-from asyncrl.config.rules import MODES, check_settings
+from asyncrl.config.rules import check_settings
 from asyncrl.config.running import (
     ENGINE_FRACTION,
     USABLE,
@@ -74,7 +74,7 @@ class Config(Section):
     mode: str
     """train: engines generate and trainers train. replay: only trainers run and train the batches of a recording in its
     order. The same batches give bitwise identical weights; a different algorithm can be tested on the same data.
-    Extensions have further modes: rollout_only, evaluate, sft (docs/runs.md)."""
+    Extensions have further modes (docs/runs.md)."""
     record: bool
     """Record all groups, and every event that determines the order of the run, in records/ of the run folder."""
     deterministic: bool
@@ -140,7 +140,7 @@ class Config(Section):
     @property
     def own_mode(self) -> extension.OfferedMode | None:
         """Return the extension's mode that the run uses; None for one of the core."""
-        return None if self.mode in MODES else extension.offered("modes", self.extensions)[self.mode]
+        return extension.offered("modes", self.extensions).get(self.mode)
 
     @property
     def trains(self) -> bool:
