@@ -330,6 +330,8 @@ class Extension:
     """Import paths of task classes by their name in task.kind; each is created with its section (TaskConfig)."""
     rewards: ClassVar[Mapping[str, str]] = {}
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
+    advantages: ClassVar[Mapping[str, str]] = {}
+    """Import paths of advantage estimators by their name in algo.advantage (algo/registry.py)."""
     transports: ClassVar[Mapping[str, OfferedTransport]] = {}
     """Transports of new weights by their name in weights.transport."""
     bases: ClassVar[Mapping[str, OfferedBase]] = {}
@@ -523,7 +525,7 @@ def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
 
 
 def offered(table: str, named: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what extensions offer in a table of their classes (tasks, rewards, bases, transports, clusters, modes), by
+    """Return what extensions offer in a table of their classes (tasks, rewards, advantages, bases, ...), by
     name: those that need not be named, and with `named` also those that the setting names."""
     return {name: one for kind in classes(named or {}).values() for name, one in getattr(kind, table).items()}
 

@@ -241,7 +241,7 @@ def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, reme
         raise error
 
 
-@pytest.mark.parametrize("advantage", ["none", "gae", "reinforce_pp", "turn_loo"])
+@pytest.mark.parametrize("advantage", ["none", "gae", "reinforce_pp"])
 def test_episodes_without_siblings_are_for_advantages_that_need_none(advantage: str) -> None:
     more = {"teacher.model": "x", "distill.coefficient": 1.0} if advantage == "none" else {}
     tiny_config(**{"rollout.group_size": 1, "algo.advantage": advantage, **more})

@@ -380,9 +380,6 @@ def _adapters(config: Config) -> Iterator[Rule]:
 
 # -- tasks and extensions --------------------------------------------------------------------------------------
 
-ALONE = tuple(name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)).alone)
-"""Advantage estimators that work without siblings in a group; turn_loo compares the forks of an episode."""
-
 
 def _tasks(config: Config) -> Iterator[Rule]:
     """Yield the rules of where questions come from."""
@@ -396,8 +393,9 @@ def _tasks(config: Config) -> Iterator[Rule]:
 def _group_sizes(config: Config) -> Iterator[Rule]:
     """Yield the rule of estimators that compare the samples of a group."""
     advantage = config.algo.advantage
-    compares = not advantage.is_own and advantage.name not in ALONE
-    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
+    compares = not advantage.is_own and not ADVANTAGES.traits(advantage).alone
+    alone = [name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)).alone]
+    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {alone}."
     yield "rollout.group_size", compares and config.rollout.group_size == 1, why
     for name, task in config.mixture.items():
         yield f"{config.field_of(name)}.group_size", compares and task.group_size == 1, why

@@ -19,12 +19,12 @@ RECIPES = "asyncrl_recipes"
 """
 
 ALGORITHMS = {
-    "algo.advantage": ("advantage.py", "credit.py"),
-    "algo.loss": ("loss.py",),
-    "algo.correction": ("correction.py",),
+    "algo.advantage": "advantage.py",
+    "algo.loss": "loss.py",
+    "algo.correction": "correction.py",
 }
-"""Fields that name an algorithm and hold its settings (settings.Choice), and the files of asyncrl/algo that define
-them."""
+"""Fields that name an algorithm and hold its settings (settings.Choice), and the name of the files of asyncrl/algo and
+of extensions that define them."""
 
 FIRST = [
     *("mode", "run.name", "run.dir", "run.max_steps", "resume", "checkpoint.every", "record", "model.path"),
@@ -198,8 +198,9 @@ def _field(field: Field) -> Iterator[str]:
 def algorithms(field: str) -> dict[str, dict[str, str]]:
     """Return the algorithms that a field can name, each with the default values of its settings (algo/registry.py)."""
     found = {}
-    for file in ALGORITHMS.get(field, ()):
-        for node in ast.parse((CONFIG.parent / "algo" / file).read_text()).body:
+    name = ALGORITHMS.get(field)
+    for file in [CONFIG.with_name("algo") / name, *sorted(EXTENSIONS.glob(f"*/{name}"))] if name else []:
+        for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any(".register(" in ast.unparse(d) for d in node.decorator_list):
                 defaults = [ast.unparse(default) if default else "?" for default in node.args.kw_defaults]
                 names = [argument.arg for argument in node.args.kwonlyargs]
