@@ -173,14 +173,17 @@ class LaunchHooks:
         """Return further processes of the run."""
         return ()
 
+    def refuse(self, prepared: Preparation) -> None:
+        """Raise ConfigError for a run that must not start. The preflight, at each start and with --check, reports it;
+        without one (cluster.preflight=false) it ends the start."""
+
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Check a run before it starts, after the core's own checks except that of the network between machines: at
-        each start, and with --check. `prepared.weights` has the tensors of the model folders that are complete."""
+        """Check more of a run before it starts, after the core's own checks except that of the network between
+        machines: at each start, and with --check. `prepared.weights` has the tensors of the model folders that are complete."""
         return iter(())
 
     def notes(self, prepared: Preparation) -> list[str]:
-        """Return lines for the console at the start. Raises ConfigError for a run that must not start, which only
-        matters if cluster.preflight=false left out the check."""
+        """Return lines for the console at the start. May refuse the run, too."""
         return []
 
     def begins(self, prepared: Preparation) -> None:

@@ -15,7 +15,6 @@ from asyncrl.settings import Natural, Section
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.prepare import Preparation
 
 SINKS = ("tensorboard", "wandb", "mlflow")
@@ -70,17 +69,9 @@ class SinkLaunch(extension.LaunchHooks):
                 remedy = f"The package {name} is not installed: pip install 'asyncrl[sinks]' or remove it."
                 raise ConfigError("sinks.names", name, remedy)
 
-    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Report sinks whose package is not installed."""
-        from asyncrl.launch.checks.findings import refused
-
-        return iter(refused(self.check_packages, "sinks.names"))
-
-    def notes(self, prepared: Preparation) -> list[str]:
-        """Refuse such sinks, if the preflight has not done so."""
-        if not prepared.config.cluster.preflight:
-            self.check_packages()
-        return []
+    def refuse(self, prepared: Preparation) -> None:
+        """Refuse sinks whose package is not installed."""
+        self.check_packages()
 
     def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
         """Yield the commands that show the curves."""

@@ -73,6 +73,10 @@ class CheckingHooks(LaunchHooks):
         if gpus:
             yield ConfigError("gpus", gpus, "Use none.")
 
+    def refuse(self, prepared: Preparation) -> None:
+        if prepared.config.run.max_steps == 7:
+            raise ConfigError("run.max_steps", 7, "Choose another number.")
+
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         yield error("servers", f"{prepared.announced} on {len(prepared.nodes)} machine", "Start them.")
 
@@ -112,6 +116,14 @@ def test_an_extension_checks_what_a_task_announces_and_keeps_its_own(tmp_path: P
     assert (tmp_path / "run" / "servers.json").read_text() == '["engine", "trainer"]'
     announce("nobody listens")
     assert prepared.announced == ["a server"]
+
+
+def test_a_run_that_an_extension_refuses_is_reported_and_without_a_preflight_not_started(tmp_path: Path) -> None:
+    config = tiny_config(extensions={"checking": f"{__name__}:Checking"}, **{"run.max_steps": 7})
+    findings = preflight(Preparation(config, tmp_path / "run", cluster_of(config)))
+    assert [one.level for one in findings if one.field == "run.max_steps" and one.value == "7"] == ["error"]
+    with pytest.raises(ConfigError, match="Choose another number"):
+        Preparation(config, tmp_path / "run", cluster_of(config)).all()
 
 
 def test_an_extension_checks_the_model_with_the_number_of_gpus_that_the_run_has(tmp_path: Path) -> None:
