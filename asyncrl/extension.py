@@ -179,7 +179,8 @@ class LaunchHooks:
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Check more of a run before it starts, after the core's own checks except that of the network between
-        machines: at each start, and with --check. `prepared.weights` has the tensors of the model folders that are complete."""
+        machines: at each start, and with --check. `prepared.weights` has the tensors of the model folders that are
+        complete."""
         return iter(())
 
     def notes(self, prepared: Preparation) -> list[str]:
