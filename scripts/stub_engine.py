@@ -270,11 +270,9 @@ class Stub:
 
     async def load(self, request: web.Request) -> web.Response:
         """Read weights from the disk, as SGLang does, and write down their digest."""
-        folder, digest = Path((await request.json())["model_path"]), hashlib.sha256()
-        for file in sorted(folder.iterdir()):
-            digest.update(file.read_bytes())
+        folder = Path((await request.json())["model_path"])
         if self._loaded:
-            jsonl.append(self._loaded, {"folder": folder.name, "digest": digest.hexdigest()})
+            jsonl.append(self._loaded, {"folder": folder.name, "digest": digest_of(folder)})
         return web.json_response({"success": True})
 
     async def model(self, _: web.Request) -> web.Response:
@@ -372,6 +370,14 @@ def split(ids: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]]]:
         else:
             said[-1].append(token)
     return tuple(ids[:end]), said
+
+
+def digest_of(folder: Path) -> str:
+    """Return a digest of the files of a folder."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def number_of(prompt: Sequence[int]) -> int:

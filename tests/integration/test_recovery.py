@@ -17,7 +17,6 @@ import pytest
 from tests.integration.books import check_books, check_replay
 from tests.integration.running import (
     RUN,
-    STEPS,
     finish,
     lines,
     output,

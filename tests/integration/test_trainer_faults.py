@@ -1,11 +1,10 @@
 """Whatever dies of the trainers and of the rollout process, at any moment and several times, the run ends with all of
 its steps, and nothing shows in what it trained.
 
-Trainers are killed, stopped, exit, and run into a limit of their memory; the rollout process is killed and stopped, also
-while either is started again; engines and the router fail beside. The loss of some batches is no number, always of the
-same ones. Over stub engines, which write down the weights that they get, a trial takes less than a minute: whatever is
-published again must be what it was. Trained again without any death, the recording gives the same losses, gradients and
-weights bit for bit. A trial is its seed.
+Trainers are killed, stopped, exit, and run into a limit of their memory; the rollout process is killed and stopped,
+also while either is started again; engines and the router fail beside. The loss of some batches is no number, always of
+the same ones. Stub engines write down the weights that they get: what is published again must be what it was. Trained
+again without any death, the recording gives the same losses, gradients and weights bit for bit. A trial is its seed.
 """
 
 from __future__ import annotations
