@@ -61,6 +61,8 @@ DIES, HANGS, EXITS, MEMORY, PUBLISHING = (
 )
 ROLLOUT_DIES, ROLLOUT_HANGS, BOTH = "rollout killed", "rollout stopped", "trainer and rollout killed"
 DEATHS = [DIES, DIES, HANGS, EXITS, MEMORY, PUBLISHING, ROLLOUT_DIES, ROLLOUT_DIES, ROLLOUT_HANGS, BOTH]
+ASKED = {EXITS: "exits", MEMORY: "memory"}
+"""Files that make the loss fail."""
 PLANTED = """
 import os
 import resource
@@ -85,7 +87,7 @@ def planted(logprobs, rows):
         resource.setrlimit(resource.RLIMIT_AS, (used + 2**24, resource.RLIM_INFINITY))
         torch.empty(2**30, dtype=torch.uint8)
     loss = -rows.advantages * logprobs
-    return loss * float("nan") if int(rows.advantages.double().abs().sum() * 1000) % 13 == 5 else loss
+    return loss * float("nan") if logprobs.numel() % 11 == 5 else loss
 """
 """A loss, in a module of the user, that fails when a file asks for it."""
 
@@ -149,7 +151,6 @@ class Striker:
             return
         time.sleep(death.delay)
         number = signal.SIGSTOP if death.kind in (HANGS, ROLLOUT_HANGS) else signal.SIGKILL
-        asks = {EXITS: "exits", MEMORY: "memory"}.get(death.kind)
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             named = processes_of(self.launcher, self.run_dir)
             self.injector.seen |= {psutil.Process(pid) for pid in named.values()}
@@ -161,8 +162,8 @@ class Striker:
                 victims = list({"rollout"} & named.keys())
             if not victims:
                 return
-            if asks:
-                (self.run_dir.parent / asks).touch()
+            if asked := ASKED.get(death.kind):
+                (self.run_dir.parent / asked).touch()
             elif death.kind == PUBLISHING:
                 self._kill_within_a_publish(named, victims[0])
             else:
@@ -240,6 +241,10 @@ def play(trial: Trial, folder: Path, monkeypatch: pytest.MonkeyPatch, tally: Cou
         code, text = finish(process, run_dir)
     assert code == 0, f"{text}\n{evidence(run_dir)}"
     nothing_is_left(run_dir, list(injector.seen))
+    for kind, asked in ASKED.items():
+        if (folder / asked).exists():  # no loss was computed after that
+            striker.told.remove([one for one in striker.told if one.startswith(kind)][-1])
+            (folder / asked).unlink()
     tally.update(injector.done)
     tally.update(one.rpartition(" at ")[0] for one in striker.told)
     recoveries = json.loads((run_dir / "summary.json").read_text())["recoveries"]
@@ -277,6 +282,7 @@ def test_deaths_at_any_moment_do_not_show(
     trial = drawn(seed)
     run_dir = play(trial, tmp_path, monkeypatch, tally)
     check_books(run_dir)
+    assert [line["version_max"] for line in lines(run_dir / "eval.jsonl")] == [0, STEPS]  # each once
     times = int((run_dir / OUT_OF_MEMORY).read_text()) if (run_dir / OUT_OF_MEMORY).exists() else 0
     if times < 2:  # with smaller micro-batches, sums are formed in another order
         check_published(tmp_path)
