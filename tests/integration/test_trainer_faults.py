@@ -61,6 +61,8 @@ DIES, HANGS, EXITS, MEMORY, PUBLISHING = (
 )
 ROLLOUT_DIES, ROLLOUT_HANGS, BOTH = "rollout killed", "rollout stopped", "trainer and rollout killed"
 DEATHS = [DIES, DIES, HANGS, EXITS, MEMORY, PUBLISHING, ROLLOUT_DIES, ROLLOUT_DIES, ROLLOUT_HANGS, BOTH]
+LATEST = {0: 3.0, STEPS: 3.0}
+"""Seconds after a step within which a death comes, where the run first publishes, and where it evaluates and ends."""
 ASKED = {EXITS: "exits", MEMORY: "memory"}
 """Files that make the loss fail."""
 PLANTED = """
@@ -123,7 +125,7 @@ def drawn(seed: int) -> Trial:
     choose = random.Random(seed)
     layout, engines = choose.choice(list(LAYOUTS)), choose.randint(1, 2)
     deaths = [
-        Death(choose.choice(DEATHS), step, choose.uniform(0.0, 0.5), choose.randrange(2))
+        Death(choose.choice(DEATHS), step, choose.uniform(0.0, LATEST.get(step, 0.5)), choose.randrange(2))
         for step in choose.sample(range(STEPS + 1), choose.randint(1, 2))
     ]
     if choose.random() < 0.6:  # while what died before is started again
