@@ -172,6 +172,9 @@ def test_what_is_imported_exists_also_where_only_a_function_imports_it(file: Pat
             own = [alias.name for alias in node.names if alias.name.startswith(("asyncrl.", "asyncrl_recipes."))]
             assert [name for name in own if not module_file(name)] == []
         elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("asyncrl", "asyncrl_recipes"):
+            parts = str(node.module).split(".")
+            if parts[1:2] == ["extensions"] and len(parts) > 2 and parts[2] not in FOLDERS:
+                continue  # one that was deleted, of which "Uses" in the README says that it may be missing
             place = module_file(str(node.module))
             assert place, f"{node.module} does not exist"
             there = names_in(place) if place.is_file() else set()

@@ -42,7 +42,7 @@ class FileTask(Task):
     def _check(self, row: dict[str, Any], where: str) -> None:
         """Raise ConfigError for a row that lacks a field, or whose prompt is invalid."""
         for name in ("prompt_key", "answer_key", "image_key"):
-            if (key := getattr(self._config, name)) is not None and key not in row:
+            if (key := getattr(self._config, name)) is not None and not _lifted(row, key):
                 raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}.")
         prompt = row[self._config.prompt_key]
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -64,6 +64,18 @@ class FileTask(Task):
             messages = with_images(messages, row[IMAGES], f"Question {index}")
             row = {name: value for name, value in row.items() if name not in (IMAGES, self._config.image_key)}
         return {**row, "messages": [*self._head, *messages]}
+
+
+def _lifted(row: dict[str, Any], key: str) -> bool:
+    """Return whether a row has the field. That of an object in the row, as verl's reward_model.ground_truth, becomes
+    one of the row, with the dots in its name."""
+    inner: Any = row
+    for name in () if key in row else key.split("."):
+        if not isinstance(inner, dict) or name not in inner:
+            return False
+        inner = inner[name]
+    row.setdefault(key, inner)
+    return True
 
 
 def _is_message(value: Any) -> bool:

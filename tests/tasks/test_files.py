@@ -55,6 +55,18 @@ def test_json_file_may_hold_one_array(tmp_path: Path) -> None:
     assert asked(task(tmp_path / "rows.json")) == ["1 + 1?", "2 + 2?"]
 
 
+def test_answer_key_reaches_into_an_object_as_in_the_files_of_verl(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "reward_model": {"style": "rule", "ground_truth": "2"}}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    key = "task.answer_key=reward_model.ground_truth"
+    file = f"task.train_file={tmp_path / 'rows.parquet'}"
+    config = load(compose_values("experiment=tiny", "task=file", file, "task.reward=exact", key))
+    made: Any = build(config.task)
+    assert made.question(0)["reward_model.ground_truth"] == "2"
+    with pytest.raises(ConfigError, match="has only the fields"):
+        build(load(compose_values("experiment=tiny", "task=file", file, "task.reward=exact", f"{key}s")).task)
+
+
 def test_parquet_is_read_with_lists_of_messages(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
     table = pyarrow.Table.from_pylist([{**GOOD, "question": messages}])
