@@ -192,16 +192,15 @@ def _spelling(message: str) -> str:
             return removed
         near = _nearest(quoted[1]) if quoted else []
         if quoted and not near:
-            near_miss = "docs/coming_from.md has the names of verl, slime and TRL, and what they are here. "
-            return near_miss + LISTED
+            return "docs/coming_from.md says what settings of verl, slime and TRL are here. " + LISTED
     return (f"Did you mean {near[0]}? " if near else "") + LISTED
 
 
 def _nearest(name: str) -> list[str]:
-    """Return the field whose name is most similar: one with the same last word in the same section, or elsewhere if
-    there is only one, before one that is spelt alike."""
-    section, _, last = name.partition(".")[0], *name.rpartition(".")[1:]
+    """Return the field whose name is most similar: one with the same last word in the same section (of several, one
+    that people set first), or elsewhere if there is only one, before one that is spelt alike."""
+    section, last = name.partition(".")[0], name.rpartition(".")[2]
     same = [field for field in help.field_names() if field.rpartition(".")[2] == last]
     here = [field for field in same if field.partition(".")[0] == section]
-    found = here if len(here) == 1 else same if len(same) == 1 else []
-    return found or difflib.get_close_matches(name, help.field_names(), n=1)
+    found = sorted(here, key=lambda field: field not in help.FIRST) or (same if len(same) == 1 else [])
+    return found[:1] or difflib.get_close_matches(name, help.field_names(), n=1)

@@ -113,7 +113,7 @@ def test_misspelt_option_or_field_is_answered_with_the_nearest(word: str, near: 
     [
         ("rollout.max_stalenes=1", "rollout.max_staleness"),
         ("engine.speculative=ngram", "engine.speculative'. It was removed: speculative decoding is set by"),
-        ("actor_rollout_ref.actor.clip_ratio=0.2", "docs/coming_from.md has the names of verl"),
+        ("actor_rollout_ref.actor.clip_ratio=0.2", "docs/coming_from.md says what settings of verl"),
         ("rollout.nothing_like_it=1", "asyncrl-train --help all lists every field"),
         ("rollout.lead=9", "rollout.lead: got 9. Must not exceed rollout.max_staleness (2)"),
         ("model.path=/no/such/folder", "model.path: got '/no/such/folder'"),
