@@ -192,7 +192,8 @@ def _spelling(message: str) -> str:
             return removed
         near = _nearest(quoted[1]) if quoted else []
         if quoted and not near:
-            return "docs/coming_from.md says what settings of verl, slime and TRL are here. " + LISTED
+            own = "A setting of an extension of yours begins with +. "
+            return f"{own}docs/coming_from.md says what settings of verl, slime and TRL are here. {LISTED}"
     return (f"Did you mean {near[0]}? " if near else "") + LISTED
 
 
