@@ -14,6 +14,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question, Task, head
 from asyncrl.tasks.pictures import IMAGES, images_of, with_images
 
+COUNTED = "rows are counted from 0"
+
 
 class FileTask(Task):
     """Rows of a file; evaluation rows come first if they have a file of their own (see `held_out`)."""
@@ -43,11 +45,12 @@ class FileTask(Task):
         """Raise ConfigError for a row that lacks a field, or whose prompt is invalid."""
         for name in ("prompt_key", "answer_key", "image_key"):
             if (key := getattr(self._config, name)) is not None and not _lifted(row, key):
-                raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}.")
+                raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}; {COUNTED}.")
         prompt = row[self._config.prompt_key]
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(turns, list) or not turns or not all(_is_message(turn) for turn in turns):
-            remedy = f"{where} has {prompt!r:.80}: it must be a text, or a list of messages with role and content."
+            form = "it must be a text, or a list of messages with role and content"
+            remedy = f"{where} has {prompt!r:.80}: {form}; {COUNTED}."
             raise ConfigError("task.prompt_key", self._config.prompt_key, remedy)
 
     @property
@@ -154,6 +157,9 @@ def _of_json(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
 def _parsed(field: str, where: str, text: str) -> Any:
     try:
         return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
+        raise ConfigError(field, where, f"Not JSON: {error.msg}, at {place}.") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(field, where, f"Not JSON: {error}.") from None
 

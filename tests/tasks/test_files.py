@@ -82,7 +82,10 @@ def line(value: Any) -> bytes:
     ("content", "told"),
     [
         (line(GOOD) + b'{"question": "\xff"}\n', "rows.jsonl, line 2'. Not UTF-8"),
-        (line(GOOD) + b"\n{'question': 1}\n", "rows.jsonl, line 3'. Not JSON"),
+        (
+            line(GOOD) + b"\n{'question': 1}\n",
+            "rows.jsonl, line 3'. Not JSON: Expecting property name enclosed in double quotes, at column 2.",
+        ),
         (b"1\n", "line 1'. Every row must be an object with the task's fields, not int"),
         (b"null\n", "must be an object with the task's fields, not NoneType"),
         (line([GOOD, GOOD]), "must be an object with the task's fields, not list"),
@@ -99,7 +102,10 @@ def line(value: Any) -> bytes:
         ),
         (b"", "The file has no rows"),
         (b"\n \n", "The file has no rows"),
-        (line({"question": "1"}), "Row 0 of task.train_file has only the fields ['question']"),
+        (
+            line({"question": "1"}),
+            "Row 0 of task.train_file has only the fields ['question']; rows are counted from 0.",
+        ),
         (line(GOOD) + line({**GOOD, "question": 7}), "Row 1 of task.train_file has 7: it must be a text, or a list"),
         (line({**GOOD, "question": None}), "Row 0 of task.train_file has None: it must be a text, or a list"),
         (line({**GOOD, "question": []}), "Row 0 of task.train_file has []: it must be a text, or a list"),
