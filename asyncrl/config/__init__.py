@@ -281,7 +281,7 @@ def _is_unset(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(map(_is_unset, value.values())))
 
 
-SPELLING = "check the spelling (asyncrl-train --help lists every field)."
+SPELLING = "check the spelling (asyncrl-train --help all lists every field)."
 REMEDIES = {
     "extra_forbidden": f"No such field: {SPELLING}",
     "missing": "This field has no value: set it, or take it from a group file in conf/.",
