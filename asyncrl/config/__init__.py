@@ -139,10 +139,16 @@ class Config(Section):
         return {name: section for name, section in extra if isinstance(section, AuxiliaryModelConfig)}
 
     @property
+    def offered_mode(self) -> extension.OfferedMode:
+        """Return what an extension offers as this mode; one without a program in the modes of the core."""
+        offered = {} if self.mode in MODES else extension.offered("modes", self.extensions)
+        found: extension.OfferedMode = offered.get(self.mode, extension.OfferedMode())
+        return found
+
+    @property
     def program(self) -> str:
         """Return the module that asks the engines in place of the rollout process, in a mode of an extension."""
-        offered = {} if self.mode in MODES else extension.offered("modes", self.extensions)
-        return str(offered[self.mode].program) if self.mode in offered else ""
+        return self.offered_mode.program
 
     @property
     def trains(self) -> bool:
