@@ -97,7 +97,10 @@ class Conversations:
 
     def _of_row(self, number: int) -> Group:
         where = f"Row {number}"
-        first, *others = self._trained.turns(*self._rows.conversation(number), where)
+        if texts := self._rows.rendered(number):
+            first, *others = self._trained.of_rendered(texts, where)
+        else:
+            first, *others = self._trained.turns(*self._rows.conversation(number), where)
         turns = [msgspec.structs.replace(first, observation=[], begins=False), *others]
         lengths = [0]
         for turn in (first, *others):
