@@ -16,6 +16,7 @@ from asyncrl.settings import Natural, Section
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
+    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.prepare import Preparation
 
 SINKS = ("tensorboard", "wandb", "mlflow")
