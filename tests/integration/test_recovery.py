@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from asyncrl.network.addresses import TRAINING
 from tests.integration.books import check_books, check_replay
 from tests.integration.running import (
     RUN,
-    STEPS,
     finish,
     lines,
     output,
@@ -231,23 +229,6 @@ def test_trainers_that_take_turns_with_engines_recover_in_either_turn(tmp_path: 
     assert "engine-0 died" in text
     check_books(run_dir)
     check_replay(run_dir, tmp_path, *shape)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("trial", range(int(os.environ.get("ASYNCRL_TRIALS", "20"))))
-def test_trainers_recover_from_a_death_at_any_moment(trial: int, tmp_path: Path) -> None:
-    """Before the first checkpoint, too. A stopped rank is killed when it makes no progress."""
-    choice, run_dir, layout = random.Random(trial), tmp_path / "run", ["trainer.data_parallel=2"]
-    with start(run_dir, *RECOVERS, *layout, "cluster.stall_timeout=10") as run:
-        wait_for_step(run, run_dir, choice.randrange(1, STEPS - 1))
-        subprocess.run(["sleep", str(choice.random() / 2)], check=True)
-        victim = processes_of(run, run_dir).get(choice.choice(["trainer-0", "trainer-1"]))
-        if victim:
-            os.kill(victim, choice.choice([signal.SIGKILL, signal.SIGSTOP]))
-        code, text = finish(run, run_dir)
-    assert code == 0, text
-    check_books(run_dir)
-    check_replay(run_dir, tmp_path, *layout)
 
 
 LOSS = """
