@@ -115,7 +115,11 @@ def test_rollout_process_that_is_killed_goes_on_from_its_last_state(tmp_path: Pa
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("settings", [[], ["processes.count=2"]], ids=["one", "several"])
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["processes.count=2"], ["trainer.lora.rank=4", "weights.lora=versions"]],
+    ids=["one", "several", "adapters"],
+)
 def test_rollout_process_that_dies_within_a_publish_goes_on(settings: list[str], tmp_path: Path) -> None:
     """The engine is stopped meanwhile, so that the publish waits for it."""
     run_dir = tmp_path / "run"
@@ -130,7 +134,7 @@ def test_rollout_process_that_dies_within_a_publish_goes_on(settings: list[str],
 
     goes_on(run_dir, settings, strike)
     check_books(run_dir)
-    check_replay(run_dir, tmp_path)
+    check_replay(run_dir, tmp_path, *(one for one in settings if one.startswith("trainer")))
 
 
 @pytest.mark.nightly
