@@ -127,6 +127,8 @@ class OfferedMode:
     """Module that is run as python -m MODULE RUN_DIR in place of the rollout process, and asks the engines; the run
     ends with it. Empty: the run ends with a process of LaunchHooks.processes, which takes the rollout process's
     batches."""
+    continues: bool = False
+    """Whether a stopped run goes on with resume=auto from what its program wrote, without a checkpoint."""
 
 
 class LaunchHooks:
@@ -235,6 +237,10 @@ class TrainerHooks:
     def before_update(self, batch: Batch) -> Sequence[Group]:
         """Return groups that are trained beside those of the batch, in the same steps."""
         return ()
+
+    scored: bool = True
+    """Whether engines have given the log-probabilities of the tokens in `batches`, with which the trainer's are
+    compared."""
 
     signal: bool = False
     """Whether `credited` or `loss` train groups whose rewards give no gradient."""

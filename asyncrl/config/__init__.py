@@ -199,10 +199,8 @@ class Config(Section):
 
     @property
     def recovers(self) -> bool:
-        """Return whether trainers and the rollout process are started again when they die: not yet where trainers hand
-        over their GPUs, or where versions are adapters."""
-        asked = self.cluster.on_death == "recover" and self.mode == "train" and bool(self.checkpoint.every)
-        return asked and not self.cluster.takes_turns and self.weights.lora != "versions"
+        """Return whether trainers and the rollout process are started again when they die."""
+        return self.cluster.on_death == "recover" and self.mode == "train" and bool(self.checkpoint.every)
 
     @property
     def changes_base(self) -> bool:
@@ -283,7 +281,7 @@ def _is_unset(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(map(_is_unset, value.values())))
 
 
-SPELLING = "check the spelling (asyncrl-train --help lists every field)."
+SPELLING = "check the spelling (asyncrl-train --help all lists every field)."
 REMEDIES = {
     "extra_forbidden": f"No such field: {SPELLING}",
     "missing": "This field has no value: set it, or take it from a group file in conf/.",

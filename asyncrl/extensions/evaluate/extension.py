@@ -117,7 +117,7 @@ class Evaluate(extension.Extension):
     """Evaluation alone."""
 
     Settings = EvaluateSettings
-    modes = {MODE: extension.OfferedMode(program="asyncrl.extensions.evaluate.program")}  # noqa: RUF012
+    modes = {MODE: extension.OfferedMode(program="asyncrl.extensions.evaluate.program", continues=True)}  # noqa: RUF012
     trains = False
 
     def check(self, config: Config) -> Iterator[ConfigError]:

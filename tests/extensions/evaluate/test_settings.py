@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.extensions.evaluate.extension import ANSWERS, EvaluateLaunch, asked
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.plan import plan
+from asyncrl.launch.resume import advice
 from asyncrl.models.catalog import resolve
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.tasks import build_all
@@ -50,6 +51,14 @@ def test_engines_and_the_program_run_and_no_trainer() -> None:
     assert [spec.name for spec in specs] == ["engine-0", "router", "rollout"]
     assert specs[-1].ends_the_run
     assert specs[-1].argv[1:3] == ["-m", "asyncrl.extensions.evaluate.program"]
+
+
+def test_stopped_evaluation_says_that_it_goes_on(tmp_path: Path) -> None:
+    text = advice(tmp_path, ["mode=evaluate"], tiny_config(**EVALUATE))
+    assert text == (
+        f"; what it has done so far is kept. To go on: asyncrl-train mode=evaluate run.dir={tmp_path} resume=auto"
+    )
+    assert "starts over" in advice(tmp_path, [], tiny_config())
 
 
 @pytest.mark.parametrize("mode", ["evaluate", "train"])

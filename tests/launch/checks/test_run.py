@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extension import Extension, LaunchHooks
 from asyncrl.launch.checks import network, versions
 from asyncrl.launch.checks.engines import packed
-from asyncrl.launch.checks.findings import Finding, error, failed
+from asyncrl.launch.checks.findings import Finding, error, failed, ok, rendered, warning
 from asyncrl.launch.checks.model_files import INDEX, read_model
 from asyncrl.launch.checks.node_programs import AllReduce, Reach
 from asyncrl.launch.checks.run import preflight, require
@@ -417,3 +417,9 @@ def test_the_built_in_model_is_whole() -> None:
 def test_buckets_are_as_many_as_a_publish_plans(sizes: list[int], limit: int) -> None:
     tensors = [(str(number), torch.uint8, torch.Size([size])) for number, size in enumerate(sizes)]
     assert len(packed(sizes, limit)) == len(plan_buckets(tensors, limit))
+
+
+def test_errors_are_told_last_where_a_reader_of_the_end_sees_them() -> None:
+    found = [error("b", "wrong", "mend it"), ok("a", "fine"), warning("c", "odd", "look"), ok("d", "fine")]
+    words = [line.split()[0] for line in rendered(found).splitlines() if not line.startswith(" ")]
+    assert words == ["ok", "ok", "warning", "error", "preflight:"]
