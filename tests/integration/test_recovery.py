@@ -195,7 +195,8 @@ def test_trainers_of_any_layout_and_transport_recover(layout: list[str], tmp_pat
 
 
 def kill_when(whose_turn: Callable[[], bool], run: subprocess.Popen[str], run_dir: Path) -> None:
-    """Kill a trainer while this is so."""
+    """Kill a trainer while this is so, a step after the last death: a third one at the same step ends the run."""
+    wait_for_step(run, run_dir, len(lines(run_dir / "metrics.jsonl")) + 1)
     victim, dead = processes_of(run, run_dir)["trainer-0"], False
     while not dead:
         while not whose_turn():
