@@ -118,7 +118,9 @@ class Platform:
             what = f"TransformerEngine is installed but cannot be imported: {type(error).__name__}: {error}"
             raise LaunchError(f"{what}. {TRANSFORMER_ENGINE}") from error
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         """Attend as trainer/tree_attention.py does, which does so on CUDA itself."""
         raise NotImplementedError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -38,7 +39,6 @@ def part(pack: Pack, bounds: tuple[int, ...], number: int) -> Pack:
     return replace(
         pack,
         token_ids=pack.token_ids[first:last],
-        positions=pack.positions[first:last],
         branches=cut(pack.branches, bounds),
         logit_rows=logit_rows if len(logit_rows) else logit_rows.new_zeros(1),
         row_of_target=row_of_target,
@@ -52,12 +52,12 @@ def part(pack: Pack, bounds: tuple[int, ...], number: int) -> Pack:
 
 
 def cut(branches: Sequence[Branch], bounds: Sequence[int]) -> tuple[Branch, ...]:
-    """Split branches at the bounds, so that none crosses one. The later piece of a split branch is a descendant of the
-    earlier one."""
+    """Split branches at the bounds, which ascend, so that none crosses one. The later piece of a split branch is a
+    descendant of the earlier one."""
     found: list[Branch] = []
     above: list[int] = []  # where the branches that contain the next one end
     for branch in branches:
-        inner = [bound for bound in bounds if branch.begin < bound < branch.end]
+        inner = bounds[bisect_right(bounds, branch.begin) : bisect_left(bounds, branch.end)]
         for begin, end in pairwise([branch.begin, *inner, branch.end]):
             while above and above[-1] <= begin:
                 above.pop()

@@ -42,7 +42,7 @@ class Pack:
     """A packed micro-batch: N tokens in a row, U rows of logits, T trained tokens."""
 
     token_ids: Tensor  # [N] int64
-    positions: Tensor  # [N] int64, position within the token's own sequence
+    positions: Tensor  # [N] int64, position within the token's own sequence, on all ranks
     ends: Tensor  # [N] int64, one past the last row that attends to the token
     branches: tuple[Branch, ...]  # the same as ranges of rows, which together cover all rows
     logit_rows: Tensor  # [U] int64, row index of each hidden state that becomes logits
@@ -50,7 +50,7 @@ class Pack:
     targets: Tensor  # [T] int64
     table_rows: Tensor  # [T] int64, row of each target in the batch's table
     tokens_apart: int  # tokens that would go through the model without sharing
-    # Under context parallelism, token_ids, positions, logit_rows and targets hold only this rank's part.
+    # Under context parallelism, token_ids, logit_rows and targets hold only this rank's part.
     own_targets: Tensor | None = None  # which of the T trained tokens belong to this part
     bounds: tuple[int, ...] = ()  # first row of each rank, and the end
     part: int = 0
@@ -70,6 +70,11 @@ class Pack:
     def rows(self) -> tuple[int, int]:
         """Range of the rows of this part."""
         return (self.bounds[self.part], self.bounds[self.part + 1]) if self.bounds else (0, len(self.ends))
+
+    @property
+    def own_positions(self) -> Tensor:
+        """The positions of the rows of this part."""
+        return self.positions[slice(*self.rows)]
 
     def to(self, device: torch.device) -> Pack:
         """Return the pack on another device."""

@@ -141,7 +141,7 @@ def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None
 def advice(run_dir: Path, arguments: Sequence[str], config: Config) -> str:
     """Return what a stopped run goes on from, and the command with which it does."""
     versions = CheckpointStore(run_dir).versions()
-    if not versions and not config.offered_mode.continues:
+    if not versions and not (config.own_mode and config.own_mode.continues):
         return "; it has no checkpoint (checkpoint.every), so it starts over"
     kept = [one for one in arguments if not one.startswith(("resume=", "run.dir=", "run.overwrite="))]
     command = shlex.join(["asyncrl-train", *kept, f"run.dir={run_dir}", "resume=auto"])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
@@ -44,6 +46,13 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":  # a sink for each of this rank's heads
+            sinks = torch.zeros(config.num_attention_heads // config.tensor_model_parallel_size)
+            self.softmax_offset = torch.nn.Parameter(sinks.to(config.params_dtype))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Pack, **_: Any) -> Tensor:
         """Attend within the pack.
@@ -58,7 +67,17 @@ class PackedAttention(MegatronModule):
                 torch.cat([k, v], -1), attention_mask.bounds, parallel_state.get_context_parallel_group()
             )
             k, v = both.split([k.shape[-1], v.shape[-1]], -1)
-        return attend(q, k, v, attention_mask, self.scale).flatten(1)[:, None]
+        return attend(q, k, v, attention_mask, self.scale, self.window, self.softmax_offset).flatten(1)[:, None]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return what a checkpoint holds: the sinks, divided by heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
+        return found
 
 
 class PositionRope(RotaryEmbedding):

@@ -264,7 +264,7 @@ def forward(
 
     def prepare() -> None:
         for rotary in model.ropes:
-            rotary.positions = pack.positions if pack.rope is None else pack.rope
+            rotary.positions = pack.own_positions if pack.rope is None else pack.rope
         if model.post_process:
             model.output_layer.rows = pack.logit_rows
         if model.pre_process:
@@ -274,7 +274,7 @@ def forward(
     precision = {"fp32_output": False} if model.config.bf16 else {}  # Float16Module would copy the hidden states
     with recompute.micro_batch(prepare):
         # The pack is passed as the attention mask.
-        out: Tensor = wrapped(pack.token_ids[None], pack.positions[None], pack, **precision)
+        out: Tensor = wrapped(pack.token_ids[None], pack.own_positions[None], pack, **precision)
     return out
 
 

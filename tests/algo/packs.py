@@ -65,11 +65,18 @@ def sample(prompt: list[int], tokens: list[int], first_row: int = 0) -> Sample:
     return Sample(prompt, tokens, [True] * len(tokens), 0, first_row)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, p: Pack, scale: float) -> Tensor:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, p: Pack, scale: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """The definition, with a mask of rows by rows."""
     row = torch.arange(p.num_tokens)
     seen = (row <= row[:, None]) & (row[:, None] < p.ends)
+    if window is not None:
+        seen &= p.positions[:, None] - p.positions < window
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = torch.einsum("nhd,mhd->hnm", q, k) * scale
-    return torch.einsum("hnm,mhe->nhe", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(row), 1)], -1)
+    return torch.einsum("hnm,mhe->nhe", scores.softmax(-1)[..., : len(row)], v)

@@ -26,7 +26,7 @@ def test_parts_hold_every_row_and_every_trained_token_once(case: tuple, parts: i
     assert all((b - a) % multiple == 0 < b - a for a, b in pairwise(bounds))
     found = [part(whole, bounds, number) for number in range(parts)]
     assert torch.cat([p.token_ids for p in found]).equal(whole.token_ids)
-    assert torch.cat([p.positions for p in found]).equal(whole.positions)
+    assert torch.cat([p.own_positions for p in found]).equal(whole.positions)
     own = torch.cat([p.own_targets for p in found])
     assert sorted(own.tolist()) == list(range(len(whole.targets)))
     assert torch.cat([p.targets for p in found]).equal(whole.targets[own])

@@ -246,7 +246,14 @@ def test_two_launchers_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_changes_that_matter_to_training_are_listed_and_no_others() -> None:
     before = json.loads(tiny_config().model_dump_json())
-    changed = {"model.path": "/other", "mode": "rollout_only", "engine.count": 2, "run.max_steps": 7, "record": True}
+    changed = {
+        "model.path": "/other",
+        "mode": "replay",
+        "replay.from": "/runs/a",
+        "engine.count": 2,
+        "run.max_steps": 7,
+        "record": True,
+    }
     assert differing(before, tiny_config(**changed)) == [
         "model.path: builtin:tiny -> /other",
         "run.max_steps: 200 -> 7",

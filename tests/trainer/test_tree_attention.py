@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +22,7 @@ from asyncrl.algo.balance import TOKEN, Costs
 from asyncrl.algo.context_parallel_split import bounds_of, part
 from asyncrl.algo.pack import Pack, pack
 from asyncrl.algo.samples import Sample
+from asyncrl.extensions.cpu.pack_attention import _windowed
 from asyncrl.trainer import tree_attention
 from asyncrl.trainer.tree_attention import BLOCK, MOST_GRAPHS, attend, block_mask
 from tests.algo.packs import Groups, dense, packs
@@ -54,21 +56,54 @@ def test_attention_and_its_gradient_are_those_of_the_dense_mask(
         torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=tolerance)
 
 
+WINDOWS = st.sampled_from([None, 1, 2, 4, 17, 128])
+
+
+@given(case=packs(), stretch=st.sampled_from([1, 6]), window=WINDOWS, sunk=st.booleans(), parts=st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_windows_and_sinks_are_those_of_the_dense_mask_on_every_rank(
+    case: tuple, stretch: int, window: int | None, sunk: bool, parts: int
+) -> None:
+    groups, share, _ = case
+    p = pack([[stretched(one, stretch) for one in group] for group in groups], share=share, multiple=parts)
+    *inputs, grad = drawn(p, 0, torch.float32)
+    inputs.append(torch.tensor([-2.0, 0.0, 1.0, 3.0]))
+    mine = [x.clone().requires_grad_() for x in inputs]
+    theirs = [x.double().requires_grad_() for x in inputs]
+    expected = dense(*theirs[:3], p, 0.3, window, theirs[3] if sunk else None)
+    expected.backward(grad.double())
+    bounds = bounds_of(p, parts, 1, Costs(pair=TOKEN // 50))
+    for one in [part(p, bounds, number) for number in range(parts)] if parts > 1 else [p]:
+        rows = slice(*one.rows)
+        out = attend(mine[0][rows], *mine[1:3], one, 0.3, window, mine[3] if sunk else None)
+        torch.testing.assert_close(out.double(), expected[rows], rtol=0, atol=1e-5)
+        out.backward(grad[rows])
+    for x, y in zip(mine[: 3 + sunk], theirs, strict=False):
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=0, atol=1e-5 * stretch)
+
+
+def test_a_windows_pairs_grow_with_the_rows_and_not_with_their_square() -> None:
+    p = pack([[sample(list(range(2000)), [1])]])
+    blocks = [*_windowed(p, 50)[0], *(block for _, block in _windowed(p, 50)[1])]
+    assert sum((b.queries[1] - b.queries[0]) * (b.keys[1] - b.keys[0]) for b in blocks) <= 2000 * 2 * 50
+
+
 def sample(prompt: list[int], tokens: list[int]) -> Sample:
     return Sample(prompt, tokens, [True] * len(tokens), 0, 0)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@given(case=packs())
-@settings(max_examples=10, deadline=None)
-def test_the_path_for_gpus_has_the_same_values(case: tuple) -> None:
+@given(case=packs(), window=WINDOWS, sunk=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_the_path_for_gpus_has_the_same_values(case: tuple, window: int | None, sunk: bool) -> None:
     """FlexAttention's own reference runs on CPU, forward only."""
     groups, share, _ = case
     p = pack(groups, share=share)
     q, k, v, _ = drawn(p, 0, torch.float32)
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0]) if sunk else None
     with mock.patch.object(tree_attention, "_flex_attention", return_value=flex_attention):
-        out = tree_attention._flex(q, k, v, p, 0.3)
-    torch.testing.assert_close(out, dense(q, k, v, p, 0.3), rtol=0, atol=3e-5)
+        out = tree_attention._flex(q, k, v, p, 0.3, window, sinks)
+    torch.testing.assert_close(out, dense(q, k, v, p, 0.3, window, sinks), rtol=0, atol=3e-5)
 
 
 def test_short_packs_do_not_take_the_decoding_kernel() -> None:
@@ -95,6 +130,30 @@ def test_block_masks_are_those_of_all_pairs_of_rows_on_every_rank(case: tuple, s
         assert found.BLOCK_SIZE == expected.BLOCK_SIZE
         for name in BLOCKS:
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
+@given(case=packs(), stretch=st.sampled_from([3, 17, 40]), window=st.sampled_from([1, 100, 128, 400]))
+@settings(max_examples=20, deadline=None)
+def test_block_masks_of_windows_leave_out_no_pair_and_no_rule(case: tuple, stretch: int, window: int) -> None:
+    """Every block with a pair that attends is there, and those without the rule hold such pairs alone."""
+    groups, share, _ = case
+    p = pack([[stretched(one, stretch) for one in group] for group in groups], share=share, multiple=2)
+    bounds = bounds_of(p, 2, 1, Costs(pair=TOKEN // 50))
+    for one in (p, part(p, bounds, 0), part(p, bounds, 1)):
+        found = block_mask(one, window)
+        rows, keys = one.rows[1] - one.rows[0], one.num_tokens
+        pairs = create_mask(found.mask_mod, None, None, rows, keys, device="cpu")[0, 0]
+        padded = pad(pairs, (0, -keys % BLOCK, 0, -rows % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        full = dense_blocks(found.full_kv_num_blocks, found.full_kv_indices)
+        some = dense_blocks(found.kv_num_blocks, found.kv_indices)
+        assert not (padded.any(3).any(1) & ~some & ~full).any()
+        assert not (full & ~padded.all(3).all(1)).any()
+
+
+def dense_blocks(count: Tensor, order: Tensor) -> Tensor:
+    """Which blocks of keys are chosen for each block of rows."""
+    chosen = torch.arange(order.shape[-1]) < count[0, 0][:, None]
+    return torch.zeros(order.shape[-2:], dtype=torch.bool).scatter(1, order[0, 0].long(), chosen)
 
 
 BLOCKS = [

@@ -81,8 +81,10 @@ class CpuPlatform(Platform):
 
         megatron_shim.enable()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         """Attend block by block (pack_attention.py)."""
         from asyncrl.extensions.cpu import pack_attention
 
-        return pack_attention.attend(q, k, v, pack, scale)
+        return pack_attention.attend(q, k, v, pack, scale, window, sinks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from asyncrl.algo.context_parallel_split import cut
 from asyncrl.algo.pack import Branch, Pack
 
 SPARE_PAIRS = 512
@@ -30,7 +31,8 @@ more."""
 SPARE_PAIRS_OF_BLOCKS = 128
 """(Row, key) pairs that merging small blocks into one masked block may waste for each block saved."""
 
-CAUSAL, ALL, TREE = "causal", "all", "tree"
+CAUSAL, ALL, TREE, WINDOW = "causal", "all", "tree", "window"
+MASKED = (TREE, WINDOW)
 
 
 def _forward(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -59,15 +61,18 @@ def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pack: Pack, scale: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Attend as trainer/tree_attention.py does: q [n, h, d], k [N, g, d], v [N, g, e] -> [n, h, e]."""
     width = v.shape[-1]
     if width != q.shape[-1]:  # latent attention: the kernel supports a single width
         widest = max(width, q.shape[-1])
         q, k, v = (torch.nn.functional.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
-    if pack not in _PLANS:
-        _PLANS[pack] = plan(pack)
-    out: Tensor = _TreeAttention.apply(q, k, v, _PLANS[pack], scale)
+    plans = _PLANS.setdefault(pack, {})
+    if window not in plans:
+        plans[window] = plan(pack, window)
+    out: Tensor = _TreeAttention.apply(q, k, v, sinks, plans[window], scale)
     return out[..., :width]
 
 
@@ -83,9 +88,11 @@ class _TreeAttention(torch.autograd.Function):
     """Attention on CPU: q [n, h, d], k and v [N, g, d] with g dividing h -> [n, h, d]."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, calls: AttentionPlan, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, calls: AttentionPlan, scale: float
+    ) -> Tensor:
         exact = torch.promote_types(q.dtype, torch.float32)
-        several = bool(calls.above)
+        several = bool(calls.above) or sinks is not None
         out = torch.empty(q.shape, dtype=exact if several else q.dtype)
         log_z = torch.empty(q.shape[:2], dtype=exact)
         for call in calls.own:
@@ -104,16 +111,24 @@ class _TreeAttention(torch.autograd.Function):
                 call.take_queries(q), call.take_keys(k), call.take_keys(v), attn_mask=call.mask(q.dtype), scale=scale
             )
             call.merge(out, log_z, part, z)
+        if sinks is not None:
+            both = torch.logaddexp(log_z, sinks.to(exact))
+            out.mul_((log_z - both).exp()[..., None])
+            log_z = both
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, log_z)
+        ctx.save_for_backward(q, k, v, sinks, out, log_z)
         ctx.calls, ctx.scale = calls, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_z = ctx.saved_tensors
+        q, k, v, sinks, out, log_z = ctx.saved_tensors
         grad = grads[0].contiguous()
         exact = torch.promote_types(q.dtype, torch.float32)
+        of_sinks = None
+        if sinks is not None:
+            shares = (sinks.to(exact) - log_z).exp()
+            of_sinks = -(shares * (grad.to(exact) * out.to(exact)).sum(-1)).sum(0).to(sinks.dtype)
         whole = len(q) == len(k)  # then every key is covered by `own` calls, which come first
         sums = [torch.empty(q.shape, dtype=exact)]
         sums += [(torch.empty if whole else torch.zeros)(x.shape, dtype=exact) for x in (k, v)]
@@ -137,7 +152,7 @@ class _TreeAttention(torch.autograd.Function):
             first = number < len(ctx.calls.own)
             for total, part, keys in zip(sums, parts, (False, True, True), strict=True):
                 (call.put if first else call.add)(total, part, keys=keys)
-        return *(total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True)), None, None
+        return *(total.to(x.dtype) for total, x in zip(sums, (q, k, v), strict=True)), of_sinks, None, None
 
 
 def _rows_of(call: AttentionCall, log_z: Tensor) -> Tensor:
@@ -156,20 +171,23 @@ class AttentionBlock(NamedTuple):
     kind: str
 
 
+Hides = Callable[[Tensor, Tensor], Tensor]
+"""Returns whether a row, numbered on this rank, does not attend to a key, numbered in the pack."""
+
+
 class AttentionCall:
     """Blocks of one kind with disjoint rows, as one padded batch. A single block stays as it is."""
 
-    def __init__(self, blocks: Sequence[AttentionBlock], ends: Tensor) -> None:
+    def __init__(self, blocks: Sequence[AttentionBlock], hides: Hides) -> None:
         self.causal = blocks[0].kind == CAUSAL
         self.alone = blocks[0] if len(blocks) == 1 else None
         self._masks: dict[torch.dtype, Tensor] = {}
-        if self.alone and self.alone.kind != TREE:
+        if self.alone and self.alone.kind not in MASKED:
             return
         self._queries, self.rows, self._places, self.spare_queries = _padded([block.queries for block in blocks])
         self._keys, self._key_rows, self._key_places, spare_keys = _padded([block.keys for block in blocks])
-        if blocks[0].kind == TREE:
-            row, key = self._keys[:, :, None], self._keys[:, None, :]
-            hidden = (key > row) | (row >= ends[key]) | spare_keys[:, None, :]
+        if blocks[0].kind in MASKED:
+            hidden = hides(self._queries[:, :, None], self._keys[:, None, :]) | spare_keys[:, None, :]
             hidden[:, :, 0] &= ~self.spare_queries  # a row without any key would become NaN
             self._hidden: Tensor | None = hidden[:, None]
         else:  # causal: no row attends to the padding, which is at the end of its block
@@ -178,7 +196,7 @@ class AttentionCall:
 
     def mask(self, dtype: torch.dtype) -> Tensor | None:
         """Return the tensor to add to the scores, [B, 1, Q or 1, K], or None."""
-        if (self.alone and self.alone.kind != TREE) or self._hidden is None:
+        if (self.alone and self.alone.kind not in MASKED) or self._hidden is None:
             return None
         if dtype not in self._masks:
             self._masks[dtype] = torch.zeros(self._hidden.shape, dtype=dtype).masked_fill(self._hidden, -math.inf)
@@ -261,17 +279,48 @@ class AttentionPlan:
     above: list[AttentionCall]
 
 
-def plan(pack: Pack) -> AttentionPlan:
+def plan(pack: Pack, window: int | None = None) -> AttentionPlan:
     """Plan the calls of a pack: every branch attends to itself, and all rows below a branch attend to the whole branch.
     Consecutive small branches become one block. Under context parallelism the plan covers the queries of this rank's
     rows; no branch crosses their bounds."""
-    own, above = _blocks(pack.branches, pack.rows)
+    first = pack.rows[0]
+
+    def hides(row: Tensor, key: Tensor) -> Tensor:
+        row = row + first
+        hidden = (key > row) | (row >= pack.ends[key])
+        return hidden if window is None else hidden | (pack.positions[row] - pack.positions[key] >= window)
+
+    own, above = _blocks(pack.branches, pack.rows) if window is None else _windowed(pack, window)
     kinds = [[block for block in own if block.kind == kind] for kind in (CAUSAL, TREE)]
     levels = [[block for _, block in level] for _, level in groupby(sorted(above), key=lambda entry: entry[0])]
     return AttentionPlan(
-        [call for blocks in kinds for call in _calls(blocks, pack.ends)],
-        [call for blocks in levels for call in _calls(blocks, pack.ends)],  # blocks of one depth have disjoint rows
+        [call for blocks in kinds for call in _calls(blocks, hides)],
+        [call for blocks in levels for call in _calls(blocks, hides)],  # blocks of one depth have disjoint rows
     )
+
+
+def _windowed(pack: Pack, window: int) -> tuple[list[AttentionBlock], list[tuple[int, AttentionBlock]]]:
+    """Return the blocks of a window, as `_blocks` does. Branches are cut to its width, so that a piece attends to all
+    of itself, and its first rows to the last keys of each piece above it that is near."""
+    first, last = pack.rows
+    bounds = [row for one in pack.branches for row in range(one.begin, one.end, window)]
+    own: list[AttentionBlock] = []
+    above: list[tuple[int, AttentionBlock]] = []
+    path: list[Branch] = []
+    for piece in cut(pack.branches, bounds):
+        del path[piece.depth :]
+        begin, end = piece.begin - first, piece.end - first
+        if first <= piece.begin < last:
+            own.append(AttentionBlock((begin, end), (piece.begin, piece.end), CAUSAL))
+            seen = window - 1  # keys before the piece that its first row sees
+            for upper in reversed(path):
+                if seen <= 0:
+                    break
+                keys = (max(upper.begin, upper.end - seen), upper.end)
+                above.append((upper.depth, AttentionBlock((begin, min(end, begin + seen)), keys, WINDOW)))
+                seen -= upper.end - upper.begin
+        path.append(piece)
+    return own, above
 
 
 def _blocks(
@@ -321,7 +370,7 @@ def _small(branches: Sequence[Branch]) -> bool:
     return rows * rows - pairs <= (blocks - 1) * SPARE_PAIRS_OF_BLOCKS
 
 
-def _calls(blocks: list[AttentionBlock], ends: Tensor) -> list[AttentionCall]:
+def _calls(blocks: list[AttentionBlock], hides: Hides) -> list[AttentionCall]:
     """Batch blocks into calls: a block joins a batch as long as the padding costs less than the call it saves."""
     batches: list[list[AttentionBlock]] = []
     widest, longest, real = 0, 0, 0  # of the last batch: most keys, most queries, pairs that are not padding
@@ -335,11 +384,12 @@ def _calls(blocks: list[AttentionBlock], ends: Tensor) -> list[AttentionCall]:
         else:
             batches.append([block])
             widest, longest, real = keys, queries, keys * queries
-    return [AttentionCall(batch, ends) for batch in batches]
+    return [AttentionCall(batch, hides) for batch in batches]
 
 
 def _length(span: tuple[int, int]) -> int:
     return span[1] - span[0]
 
 
-_PLANS: WeakKeyDictionary[Pack, AttentionPlan] = WeakKeyDictionary()  # shared by all layers and both passes
+_PLANS: WeakKeyDictionary[Pack, dict[int | None, AttentionPlan]] = WeakKeyDictionary()
+"""By the window of a layer; shared by all layers and both passes."""

@@ -27,7 +27,7 @@ class Sft(extension.Extension):
     """Supervised training."""
 
     Settings = SftSettings
-    modes = {MODE: extension.OfferedMode()}  # noqa: RUF012
+    modes = {MODE: extension.OfferedMode(trains=True)}  # noqa: RUF012
     metrics = {  # noqa: RUF012
         "sft/epoch": "number of times that every row has been trained",
         "sft/held_out": "mean loss of the tokens of the rows that are held out",

@@ -82,6 +82,7 @@ def test_answers_under_other_settings_are_not_gone_on_with(tmp_path: Path) -> No
 
     def notes(config: Any) -> list[str]:
         prepared: Any = SimpleNamespace(config=config, run_dir=tmp_path)
+        EvaluateLaunch().refuse(prepared)
         return EvaluateLaunch().notes(prepared)
 
     assert notes(then) == ["2 questions are answered already"]
