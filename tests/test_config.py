@@ -915,7 +915,7 @@ def test_setting_that_moved_is_refused_with_its_new_name(old: str, new: str, mon
 
 
 def test_settings_of_an_earlier_run_have_their_new_names() -> None:
-    old, new = next(one for one in MOVED_SETTINGS.items() if one[0].startswith("cluster."))
+    old, new = next(one for one in MOVED_SETTINGS.items() if one[1].startswith("slurm."))
     before = {"cluster": {old.partition(".")[2]: 7, "gpus": 1}, "mode": "train"}
     section, _, field = new.partition(".")
     assert under_new_names(before) == {"cluster": {"gpus": 1}, "mode": "train", section: {field: 7}}

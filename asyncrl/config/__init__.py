@@ -141,7 +141,8 @@ class Config(Section):
     @property
     def program(self) -> str:
         """Return the module that asks the engines in place of the rollout process, in a mode of an extension."""
-        return "" if self.mode in MODES else str(extension.offered("modes", self.extensions)[self.mode].program)
+        offered = {} if self.mode in MODES else extension.offered("modes", self.extensions)
+        return str(offered[self.mode].program) if self.mode in offered else ""
 
     @property
     def trains(self) -> bool:

@@ -34,28 +34,17 @@ class Sft(extension.Extension):
     }
     tasks = {KIND: "asyncrl.extensions.sft.rows:ChatRows"}  # noqa: RUF012
 
-    @property
-    def signal(self) -> bool:
-        """Return True: `check` refuses it in other modes."""
-        return True
-
     def check(self, config: Config) -> Iterator[ConfigError]:
         """Check the settings that mean something else, or nothing, to supervised training."""
         algo, settings = config.algo, self.settings
         if config.mode != MODE:
-            others = (one for one in extension.active(config).values() if not isinstance(one, Sft))
-            if algo.advantage.name == "none" and not any(one.signal for one in others):
-                remedy = (
-                    "Nothing would be learned: choose another estimator, or an extension's own signal, as distillation."
-                )
-                yield ConfigError("algo.advantage", "none", remedy)
             if settings.epochs is not None:
                 yield ConfigError("sft.epochs", settings.epochs, "It applies to mode=sft only: remove it.")
             return
         kinds = [task.kind for task in config.mixture.values()]
         rules: list[tuple[str, Any, bool, str]] = [
             ("task.kind", kinds, kinds != [KIND], "Supervised training needs conversations: set task=chat."),
-            ("algo.advantage", algo.advantage.name, algo.advantage.name != "none", "There are no rewards: set none."),
+            ("algo.advantage", algo.advantage.name, algo.has_critic, "There are no rewards: leave it unset."),
             (
                 "rollout.temperature",
                 config.rollout.temperature,
@@ -83,7 +72,7 @@ class Sft(extension.Extension):
             return extension.TrainerHooks()
         from asyncrl.extensions.sft import training
 
-        return training.Sft(self.settings, policy)
+        return training.Supervised(self.settings, policy)
 
 
 Own = Sft

@@ -127,7 +127,7 @@ class SftBatches(BatchSource):
         return encode(Batch(version, groups[start:end], figures if last else {}, last))
 
 
-class Sft(TrainerHooks):
+class Supervised(TrainerHooks):
     """Supervised training on one rank."""
 
     signal = True

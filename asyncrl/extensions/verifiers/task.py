@@ -20,9 +20,9 @@ from asyncrl.errors import ConfigError, EpisodeFailed
 from asyncrl.extensions.proxy.agents import ThroughTheProxy
 from asyncrl.extensions.verifiers.process import Launch, RestartedWorker
 from asyncrl.extensions.verifiers.verdict import Verdict, judged
-from asyncrl.imports import announce, check_arguments
 from asyncrl.schema import Generate, Prompt, Trajectory
 from asyncrl.tasks import Question, Task
+from asyncrl.user_code import announce, check_arguments
 
 UNSET: dict[str, Any] = {"agent": None, "agent_params": {}, "system": None, "shots": 0, "tools": [], "reward": None}
 """Settings of a task that the environment decides itself."""

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.sft.training import RowOrder, Sft, SftBatches, State
+from asyncrl.extensions.sft.training import RowOrder, SftBatches, State, Supervised
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.plan import plan
 from asyncrl.schema import Batch, Group, Trajectory, decode_batch
@@ -57,7 +57,7 @@ def test_parts_of_a_batch_have_its_rows_and_figures_once() -> None:
 
 
 def test_checkpoint_of_other_rows_is_not_gone_on_with() -> None:
-    hooks = object.__new__(Sft)
+    hooks = object.__new__(Supervised)
     hooks._state = State("a", 4, 0)
     hooks.restore(hooks.state())
     for state, problem in (
@@ -86,12 +86,11 @@ def test_experiment_runs_trainers_alone() -> None:
     ("changes", "problem"),
     [
         ({"task.kind": "file"}, r"task\.kind: .*set task=chat"),
-        ({"algo.advantage": {"name": "grpo"}}, r"algo\.advantage: .*There are no rewards: set none"),
+        ({"algo.advantage": {"name": "gae"}}, r"algo\.advantage: .*There are no rewards: leave it unset"),
         ({"rollout.temperature": 0.8}, r"rollout\.temperature: .*set 1\.0"),
         ({"algo.mini_batches": 2}, r"algo\.epochs × algo\.mini_batches: .*set 1"),
         ({"algo.kl.coefficient": 0.1}, r"algo\.kl\.coefficient: .*set 0"),
         ({"algo.aggregation": "constant"}, r"algo\.aggregation: .*token or sequence"),
-        ({"mode": "train"}, r"algo\.advantage: .*Nothing would be learned"),
     ],
 )
 def test_settings_that_mean_nothing_to_supervised_training_are_refused(changes: dict[str, Any], problem: str) -> None:

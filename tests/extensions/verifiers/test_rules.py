@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from asyncrl import extension
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.verifiers import envs
 from asyncrl.extensions.verifiers.extension import FILE, VerifiersLaunch
@@ -104,7 +103,6 @@ def test_resume_with_other_tasks_is_refused_and_the_first_is_named(
 def test_run_without_such_tasks_keeps_nothing(tmp_path: Path) -> None:
     VerifiersLaunch().begins(prepared(tmp_path, None))
     assert list(tmp_path.iterdir()) == []
-    assert "verifiers" in extension.tasks()
 
 
 # --- asyncrl-envs -------------------------------------------------------------------------------------------
