@@ -99,7 +99,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "tp2": ({"tensor_parallel": 2, "sequence_parallel": True}, [name for name in MODELS if name not in WITHOUT_ETP]),
     "tp2-etp1-ep2": (
         {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1, "expert_parallel": 2},
-        ["gpt_oss", "qwen3_moe", "glm4_moe_lite"],
+        ["gpt_oss"],
     ),
     "tp4": ({"tensor_parallel": 4, "sequence_parallel": True}, ["llama-tied", "qwen2", "qwen3", "qwen3_moe-1"]),
     "pp2": ({"pipeline_parallel": 2}, list(MODELS)),
