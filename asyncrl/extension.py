@@ -120,9 +120,15 @@ class OfferedBase:
 class OfferedMode:
     """A value of the setting `mode` beside those of the core."""
 
+    trains: bool = False
+    """Whether trainers run without engines, on the batches of TrainerHooks.batches. Otherwise engines run without
+    trainers."""
     program: str = ""
-    """Module that is run as python -m MODULE RUN_DIR in place of the rollout process, and asks the engines; nothing is
-    trained, and the run ends with it. Empty: trainers run without engines, on the batches of TrainerHooks.batches."""
+    """Module that is run as python -m MODULE RUN_DIR in place of the rollout process, and asks the engines; the run
+    ends with it. Empty: the run ends with a process of LaunchHooks.processes, which takes the rollout process's
+    batches."""
+    continues: bool = False
+    """Whether a stopped run goes on with resume=auto from what its program wrote, without a checkpoint."""
 
 
 class LaunchHooks:
@@ -169,14 +175,18 @@ class LaunchHooks:
         """Return further processes of the run."""
         return ()
 
+    def refuse(self, prepared: Preparation) -> None:
+        """Raise ConfigError for a run that must not start. The preflight, at each start and with --check, reports it;
+        without one (cluster.preflight=false) it ends the start."""
+
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Check a run before it starts, after the core's own checks except that of the network between machines: at
-        each start, and with --check. `prepared.weights` has the tensors of the model folders that are complete."""
+        """Check more of a run before it starts, after the core's own checks except that of the network between
+        machines: at each start, and with --check. `prepared.weights` has the tensors of the model folders that are
+        complete."""
         return iter(())
 
     def notes(self, prepared: Preparation) -> list[str]:
-        """Return lines for the console at the start. Raises ConfigError for a run that must not start, which only
-        matters if cluster.preflight=false left out the check."""
+        """Return lines for the console at the start. May refuse the run, too."""
         return []
 
     def begins(self, prepared: Preparation) -> None:
@@ -227,6 +237,10 @@ class TrainerHooks:
     def before_update(self, batch: Batch) -> Sequence[Group]:
         """Return groups that are trained beside those of the batch, in the same steps."""
         return ()
+
+    scored: bool = True
+    """Whether engines have given the log-probabilities of the tokens in `batches`, with which the trainer's are
+    compared."""
 
     signal: bool = False
     """Whether `credited` or `loss` train groups whose rewards give no gradient."""
@@ -326,6 +340,8 @@ class Extension:
     """Import paths of task classes by their name in task.kind; each is created with its section (TaskConfig)."""
     rewards: ClassVar[Mapping[str, str]] = {}
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
+    advantages: ClassVar[Mapping[str, str]] = {}
+    """Import paths of advantage estimators by their name in algo.advantage (algo/registry.py)."""
     transports: ClassVar[Mapping[str, OfferedTransport]] = {}
     """Transports of new weights by their name in weights.transport."""
     bases: ClassVar[Mapping[str, OfferedBase]] = {}
@@ -519,7 +535,7 @@ def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
 
 
 def offered(table: str, named: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what extensions offer in a table of their classes (tasks, rewards, bases, transports, clusters, modes), by
+    """Return what extensions offer in a table of their classes (tasks, rewards, advantages, bases, ...), by
     name: those that need not be named, and with `named` also those that the setting names."""
     return {name: one for kind in classes(named or {}).values() for name, one in getattr(kind, table).items()}
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import AsyncRLError, ConfigError, described
@@ -20,13 +21,19 @@ def load(path: str, field: str) -> Any:
     module, _, name = path.partition(":")
     if new := moved(module):
         raise ConfigError(field, path, f"The module moved: set {new}:{name}.")
+    if not module or not name:
+        raise ConfigError(field, path, "Must be an import path, module:name.")
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ModuleNotFoundError, AttributeError, ValueError) as error:
-        raise ConfigError(field, path, f"Must be an import path, module:name ({error}).") from None
+        found = importlib.import_module(module)
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            remedy = f"{error}: it must lie in {Path.cwd()}, from which the run starts, on PYTHONPATH, or be installed."
+            raise ConfigError(field, path, f"Must be an import path, module:name. {remedy}") from None
         remedy = f"The import of {module} raised {described(error)}. Fix the module so that it can be imported."
         raise ConfigError(field, path, remedy) from error
+    if not hasattr(found, name):
+        raise ConfigError(field, path, f"Must be an import path, module:name. {found.__name__} has no {name}.")
+    return getattr(found, name)
 
 
 def check_arguments(

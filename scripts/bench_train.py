@@ -304,13 +304,15 @@ def per_parameter(folder: Path) -> dict[str, float]:
 class Bench:
     """Runner of all cases, which keeps their results."""
 
+    script = __file__
+
     def __init__(self, folder: Path, seconds: float) -> None:
         self.folder, self.seconds = folder, seconds
         self.found: dict[tuple[str, int, str], dict[str, float]] = {}
 
     def apart(self, model: str, what: Sequence[object]) -> dict[str, float]:
         """Run a case in its own process with the environment of a trainer rank."""
-        command = [sys.executable, __file__, "--case", str(self.folder / model), *map(str, what)]
+        command = [sys.executable, self.script, "--case", str(self.folder / model), *map(str, what)]
         environment = {**os.environ, **without_gpu().environment, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         if done.returncode != 0:

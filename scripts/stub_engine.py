@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import math
 import os
@@ -32,6 +33,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from asyncrl import jsonl
 from asyncrl.extensions.plan.engine import EngineShape, SimulatedEngine, SimulatedRequest
 from asyncrl.extensions.plan.lengths import Lengths
 
@@ -79,9 +81,11 @@ class Stub:
         version: str = "0",
         growth: Callable[[str], float] = lambda version: 1.0,
         siblings: Callable[[Sequence[int]], int] | None = None,
+        loaded: Path | None = None,
     ) -> None:
-        """`siblings` returns the number of a prompt's next sample; unset: that in its request."""
-        self._siblings = siblings
+        """`siblings` returns the number of a prompt's next sample; unset: that in its request. `loaded` gets a line for
+        the weights of each version that it loads."""
+        self._siblings, self._loaded = siblings, loaded
         self._engine, self._tokens, self._interval = SimulatedEngine(shape), tokens, interval
         self._version, self._growth = version, growth
         self._cuts: deque[int] = deque()
@@ -264,6 +268,13 @@ class Stub:
             sample.versions.append((self._version, min(sample.total, int(self._engine.written(job, now)))))
         return web.json_response({"success": True, "new_version": self._version})
 
+    async def load(self, request: web.Request) -> web.Response:
+        """Read weights from the disk, as SGLang does, and write down their digest."""
+        folder = Path((await request.json())["model_path"])
+        if self._loaded:
+            jsonl.append(self._loaded, {"folder": folder.name, "digest": digest_of(folder)})
+        return web.json_response({"success": True})
+
     async def model(self, _: web.Request) -> web.Response:
         """Return the model and its version."""
         return web.json_response({"model_path": "stub", "weight_version": self._version})
@@ -322,6 +333,7 @@ class Stub:
                 web.post("/abort_request", self.abort),
                 web.post("/flush_cache", self.flush),
                 web.post("/update_weight_version", self.version),
+                web.post("/update_weights_from_disk", self.load),
                 web.post("/cut", self.cut),
                 web.get("/model_info", self.model),
                 web.get("/v1/loads", self.loads),
@@ -360,6 +372,14 @@ def split(ids: Sequence[int]) -> tuple[tuple[int, ...], list[list[int]]]:
     return tuple(ids[:end]), said
 
 
+def digest_of(folder: Path) -> str:
+    """Return a digest of the files of a folder."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def number_of(prompt: Sequence[int]) -> int:
     """Return the number that the digits of a question form."""
     return int("".join(str(token) for token in prompt if token < 10) or "0")
@@ -379,6 +399,7 @@ def main() -> None:
     )
     parser.add_argument("--interval", type=int, default=8, help="tokens of a piece")
     parser.add_argument("--host", default="127.0.0.1", help="loopback address to listen on")
+    parser.add_argument("--loaded", type=Path, help="file for the digests of the weights that they load")
     parser.add_argument("--core", type=int, help="processor to run on")
     parser.add_argument("--start-after", type=float, default=0.0, help="seconds until it listens")
     options = parser.parse_args()
@@ -403,9 +424,11 @@ def main() -> None:
     version = os.environ.get("ASYNCRL_INCARNATION") or "0"
     time.sleep(options.start_after)
     shape, counted = EngineShape(**options.shape), siblings if options.lengths else None
-    asyncio.run(
-        serve(options.host, options.ports, lambda: Stub(shape, tokens, options.interval, version, growth, counted))
-    )
+
+    def engine() -> Stub:
+        return Stub(shape, tokens, options.interval, version, growth, counted, options.loaded)
+
+    asyncio.run(serve(options.host, options.ports, engine))
 
 
 async def serve(host: str, ports: Sequence[int], engine: Callable[[], Stub]) -> None:

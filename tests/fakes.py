@@ -30,7 +30,7 @@ from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import GenerationSession
 from asyncrl.engine.stream import GenerateEndpoint, no_headers
-from asyncrl.extension import Extension
+from asyncrl.extension import Extension, OfferedMode
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.compose import algorithm_overrides, find_further_confs
 from asyncrl.launch.help import further_confs
@@ -156,6 +156,15 @@ class ScorerConfig(AuxiliaryModelConfig):
     @property
     def elsewhere(self) -> list[str]:
         return self.urls
+
+
+class Alone(Extension):
+    """Has a mode in which engines run without trainers."""
+
+    modes = {"alone": OfferedMode()}  # noqa: RUF012
+
+
+ALONE = {"mode": "alone", "extensions.alone": f"{__name__}:Alone"}
 
 
 class Scorers(Extension):

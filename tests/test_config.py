@@ -30,7 +30,7 @@ from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
 from asyncrl.removed import LAST, MOVED_SETTINGS, REMOVED
 from asyncrl.settings import Choice, Section
-from tests.fakes import JOB, OPTIONS, compose_values, missing, tiny_config, tiny_values
+from tests.fakes import ALONE, JOB, OPTIONS, compose_values, missing, tiny_config, tiny_values
 from tests.models.published import FP8
 
 EXPERIMENTS = sorted(name for group, name in OPTIONS if group == "experiment")
@@ -126,9 +126,7 @@ def test_what_does_not_fit_adapters_in_the_engines_is_refused(field: str, value:
 
 
 def test_only_what_trains_has_checkpoints() -> None:
-    alone = {"mode": "rollout_only", "record": True}
-    assert refusal(resume="auto", **alone).field == "resume"
-    assert refusal(**alone, **{"checkpoint.every": 2}).field == "checkpoint.every"
+    assert refusal(**ALONE, **{"checkpoint.every": 2}).field == "checkpoint.every"
     again = {"mode": "replay", "replay.from": "/runs/a"}
     assert refusal(resume="auto", **again, **{"replay.schedule": True}).field == "resume"
     tiny_config(resume="auto", **again)
@@ -243,7 +241,7 @@ def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, reme
         raise error
 
 
-@pytest.mark.parametrize("advantage", ["none", "gae", "reinforce_pp", "turn_loo"])
+@pytest.mark.parametrize("advantage", ["none", "gae", "reinforce_pp"])
 def test_episodes_without_siblings_are_for_advantages_that_need_none(advantage: str) -> None:
     more = {"teacher.model": "x", "distill.coefficient": 1.0} if advantage == "none" else {}
     tiny_config(**{"rollout.group_size": 1, "algo.advantage": advantage, **more})
@@ -652,7 +650,7 @@ def test_engines_that_cannot_take_or_prove_new_weights_are_refused(name: str, va
     wrong = refusal(**args)
     assert (wrong.field, wrong.value) == (f"engine.server_args.{name.replace('-', '_')}", value)
     assert remedy in str(wrong)
-    tiny_config(**args, mode="rollout_only", record=True)
+    tiny_config(**args, **ALONE)
 
 
 def test_an_argument_of_an_engine_has_one_name() -> None:
@@ -730,7 +728,7 @@ def test_engines_of_every_shape_that_fits_pass() -> None:
     check_model(tiny_config(**{"engine.tensor_parallel": 6, "engine.expert_parallel": 3}), MOE)
     check_model(tiny_config(**{"engine.tensor_parallel": 4, "engine.data_parallel": 2}), REPLICATED)
     check_model(tiny_config(**{"engine.pipeline_parallel": 2, "weights.pause_mode": "drain"}), LLAMA)
-    check_model(tiny_config(**{"engine.pipeline_parallel": 2, "mode": "rollout_only", "record": True}), LLAMA)
+    check_model(tiny_config(**{"engine.pipeline_parallel": 2, **ALONE}), LLAMA)
 
 
 @pytest.mark.parametrize("field", ["expert_parallel", "data_parallel"])

@@ -414,7 +414,7 @@ def test_base_of_an_extension_is_known_by_its_name(tmp_path: Path, monkeypatch: 
 class Asking(extension.Extension):
     """An extension with a mode of each kind."""
 
-    modes = {"ask": extension.OfferedMode("asking.program"), "drill": extension.OfferedMode()}  # noqa: RUF012
+    modes = {"ask": extension.OfferedMode(program="asking.program"), "drill": extension.OfferedMode(trains=True)}  # noqa: RUF012
 
 
 ASKING = {"extensions": {"asking": f"{__name__}:Asking"}}
@@ -426,14 +426,13 @@ ASKING = {"extensions": {"asking": f"{__name__}:Asking"}}
         ("ask", ["engine-0", "router", "rollout"], False, True),
         ("drill", ["trainer-0"], True, False),
         ("train", ["engine-0", "router", "rollout", "trainer-0"], True, True),
-        ("rollout_only", ["engine-0", "router", "rollout", "collect"], False, True),
         ("replay", ["trainer-0"], True, False),
     ],
 )
 def test_mode_decides_which_processes_run_and_which_of_them_ends_the_run(
     mode: str, names: list[str], trains: bool, generates: bool
 ) -> None:
-    own = {"replay.from": "/runs/a"} if mode == "replay" else {"record": mode == "rollout_only"}
+    own = {"replay.from": "/runs/a"} if mode == "replay" else {}
     config = tiny_config(mode=mode, **ASKING, **own)
     placement = place(config, imagined(config, 1, 0))
     specs = plan(config, addresses(), placement, Path("/runs/r"))
@@ -444,7 +443,7 @@ def test_mode_decides_which_processes_run_and_which_of_them_ends_the_run(
 
 
 def test_mode_is_refused_where_no_extension_has_it_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"mode: .*'ask'.*train, rollout_only, replay") as refused:
+    with pytest.raises(ConfigError, match=r"mode: .*'ask'.*train, replay") as refused:
         tiny_config(mode="ask")
     assert "drill" not in str(refused.value)
     with pytest.raises(ConfigError, match=r"mode: .*one of .*ask, drill"):

@@ -91,11 +91,6 @@ def test_a_hidden_package_is_found_again_afterwards() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
 
 
-def test_a_run_without_trainers_imports_no_torch() -> None:
-    code = "import sys, asyncrl.trainer.rollout_only; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
-
-
 def test_the_tokenizer_is_loaded_without_torch_and_models_of_users_with_it() -> None:
     """A rollout process needs no torch, but its agents and rewards may."""
     code = """

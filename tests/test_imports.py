@@ -144,6 +144,44 @@ def own_imports() -> list[tuple[str, str, str]]:
     return found
 
 
+def module_file(name: str) -> Path | None:
+    """The file of a module of this repository, or the folder of a package without `__init__.py`."""
+    path = PACKAGE.parent.joinpath(*name.replace("asyncrl_recipes", "recipes").split("."))
+    found = [place for place in (path.with_suffix(".py"), path / "__init__.py", path) if place.exists()]
+    return found[0] if found else None
+
+
+@cache
+def names_in(file: Path) -> set[str]:
+    """Every name that a file binds."""
+    found: set[str] = set()
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("file", ALL_FILES, ids=lambda file: str(file.relative_to(PACKAGE.parent)))
+def test_what_is_imported_exists_also_where_only_a_function_imports_it(file: Path) -> None:
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.Import):
+            own = [alias.name for alias in node.names if alias.name.startswith(("asyncrl.", "asyncrl_recipes."))]
+            assert [name for name in own if not module_file(name)] == []
+        elif isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("asyncrl", "asyncrl_recipes"):
+            parts = str(node.module).split(".")
+            if parts[1:2] == ["extensions"] and len(parts) > 2 and parts[2] not in FOLDERS:
+                continue  # one that was deleted, of which "Uses" in the README says that it may be missing
+            place = module_file(str(node.module))
+            assert place, f"{node.module} does not exist"
+            there = names_in(place) if place.is_file() else set()
+            lost = [alias.name for alias in node.names if alias.name not in there]
+            assert [name for name in lost if not module_file(f"{node.module}.{name}")] == []
+
+
 def test_packages_import_only_what_the_design_allows() -> None:
     wrong = [
         (here, module)

@@ -11,9 +11,11 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import comb
 from typing import TYPE_CHECKING
 
+from asyncrl import extension
 from asyncrl.algo.registry import AlgorithmRegistry
 from asyncrl.algo.siblings import EPSILON, standardised
 from asyncrl.errors import ConfigError
@@ -37,7 +39,9 @@ class AdvantageTraits:
     unshaped: bool = False  # it needs the rewards as the task gave them
 
 
-ADVANTAGES: AlgorithmRegistry[AdvantageTraits] = AlgorithmRegistry("algo.advantage", AdvantageTraits())
+ADVANTAGES: AlgorithmRegistry[AdvantageTraits] = AlgorithmRegistry(
+    "algo.advantage", AdvantageTraits(), offered=partial(extension.offered, "advantages")
+)
 """Estimators map the table and their settings to advantages, [N] float64."""
 
 

@@ -48,10 +48,16 @@ class Algorithm(Generic[T]):
 class AlgorithmRegistry(Generic[T]):
     """The algorithms of one field of the configuration, each with its traits: what limits its use."""
 
-    def __init__(self, field: str, plain: T, parts: Callable[[T], list[Function]] = lambda _: []) -> None:
+    def __init__(
+        self,
+        field: str,
+        plain: T,
+        parts: Callable[[T], list[Function]] = lambda _: [],
+        offered: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
         """Create an empty registry. `plain` are the traits of a function that states none; `parts` returns further
-        functions whose settings belong to the algorithm."""
-        self._field, self._plain, self._parts = field, plain, parts
+        functions whose settings belong to the algorithm, and `offered` the import paths of those of extensions."""
+        self._field, self._plain, self._parts, self._offered = field, plain, parts, offered
         self._functions: dict[str, Function] = {}
         self._traits: dict[Function, T] = {}
 
@@ -67,16 +73,16 @@ class AlgorithmRegistry(Generic[T]):
         return add
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter(self._functions)
+        """Iterate over the names, also those of extensions."""
+        return iter({**self._functions, **self._offered()})
 
     def __contains__(self, name: object) -> bool:
-        """Return whether this is the name of a built-in algorithm."""
-        return name in self._functions
+        """Return whether this is the name of an algorithm."""
+        return name in set(self)
 
     def __len__(self) -> int:
         """Return the number of algorithms."""
-        return len(self._functions)
+        return len(list(self))
 
     def traits(self, choice: Choice) -> T:
         """Return the traits of a choice; those of a user's own function are known only after `find`."""
@@ -89,8 +95,9 @@ class AlgorithmRegistry(Generic[T]):
 
     def find(self, choice: Choice) -> Algorithm[T]:
         """Return the algorithm of a choice. Raises ConfigError for an unknown name or setting."""
-        if choice.is_own:
-            function = load(choice.name, self._field)
+        path = choice.name if choice.is_own else self._offered().get(choice.name)
+        if path:
+            function = load(path, self._field)
         elif choice.name in self._functions:
             function = self._functions[choice.name]
         else:

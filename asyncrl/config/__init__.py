@@ -23,7 +23,7 @@ from asyncrl.config.generation import (
     RolloutConfig,
 )
 from asyncrl.config.roles import AgentsConfig, PastConfig
-from asyncrl.config.rules import MODES, check_settings
+from asyncrl.config.rules import check_settings
 from asyncrl.config.running import (
     ENGINE_FRACTION,
     USABLE,
@@ -72,10 +72,9 @@ class Config(Section):
     model_config = ConfigDict(extra="allow")
 
     mode: str
-    """train: engines generate and trainers train. rollout_only: only engines run, with their initial weights, and their
-    output is recorded. replay: only trainers run and train the batches of a recording in its order. The same batches
-    give bitwise identical weights; a different algorithm can be tested on the same data. Extensions have further
-    modes."""
+    """train: engines generate and trainers train. replay: only trainers run and train the batches of a recording in its
+    order. The same batches give bitwise identical weights; a different algorithm can be tested on the same data.
+    Extensions have further modes (docs/runs.md)."""
     record: bool
     """Record all groups, and every event that determines the order of the run, in records/ of the run folder."""
     deterministic: bool
@@ -139,20 +138,19 @@ class Config(Section):
         return {name: section for name, section in extra if isinstance(section, AuxiliaryModelConfig)}
 
     @property
-    def program(self) -> str:
-        """Return the module that asks the engines in place of the rollout process, in a mode of an extension."""
-        offered = {} if self.mode in MODES else extension.offered("modes", self.extensions)
-        return str(offered[self.mode].program) if self.mode in offered else ""
+    def own_mode(self) -> extension.OfferedMode | None:
+        """Return the extension's mode that the run uses; None for one of the core."""
+        return extension.offered("modes", self.extensions).get(self.mode)
 
     @property
     def trains(self) -> bool:
         """Return whether trainers run."""
-        return self.mode != "rollout_only" and not self.program
+        return self.own_mode is None or self.own_mode.trains
 
     @property
     def generates(self) -> bool:
         """Return whether engines run."""
-        return self.mode in ("train", "rollout_only") or bool(self.program)
+        return self.mode == "train" or not self.trains
 
     @property
     def fleets(self) -> dict[str, EngineConfig | AuxiliaryModelConfig]:
@@ -201,10 +199,8 @@ class Config(Section):
 
     @property
     def recovers(self) -> bool:
-        """Return whether trainers and the rollout process are started again when they die: not yet where trainers hand
-        over their GPUs, or where versions are adapters."""
-        asked = self.cluster.on_death == "recover" and self.mode == "train" and bool(self.checkpoint.every)
-        return asked and not self.cluster.takes_turns and self.weights.lora != "versions"
+        """Return whether trainers and the rollout process are started again when they die."""
+        return self.cluster.on_death == "recover" and self.mode == "train" and bool(self.checkpoint.every)
 
     @property
     def changes_base(self) -> bool:
@@ -285,7 +281,7 @@ def _is_unset(value: Any) -> bool:
     return value is None or (isinstance(value, dict) and all(map(_is_unset, value.values())))
 
 
-SPELLING = "check the spelling (asyncrl-train --help lists every field)."
+SPELLING = "check the spelling (asyncrl-train --help all lists every field)."
 REMEDIES = {
     "extra_forbidden": f"No such field: {SPELLING}",
     "missing": "This field has no value: set it, or take it from a group file in conf/.",

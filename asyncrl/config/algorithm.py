@@ -89,8 +89,8 @@ class AlgoConfig(Section):
     """Advantage estimator, loss, off-policy corrections and KL."""
 
     advantage: Choice
-    """Advantage estimator: a function in algo/advantage.py or, for turn-level ones, algo/credit.py, which cites its
-    paper; or a function of yours, as module:name. none: rewards are ignored, as in pure distillation."""
+    """Advantage estimator: a function in algo/advantage.py, which cites its paper, or of an extension; or a function
+    of yours, as module:name. none: rewards are ignored, as in pure distillation."""
     critic: CriticConfig
     shaping: ShapingConfig
     loss: Choice

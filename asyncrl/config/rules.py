@@ -16,7 +16,7 @@ from asyncrl.settings import Choice, Rule, require, value_of
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
-MODES = ("train", "rollout_only", "replay")
+MODES = ("train", "replay")
 """Values of `mode` beside those of extensions."""
 
 
@@ -69,20 +69,16 @@ def _modes(config: Config) -> Iterator[Rule]:
     """Yield the rules of what a run does as a whole."""
     modes = [*MODES, *extension.offered("modes", config.extensions)]
     yield "mode", config.mode not in modes, f"Must be one of {', '.join(modes)}."
-    generates_only, replays = config.mode == "rollout_only", config.mode == "replay"
     why = (
         "With deterministic=true, weights must not change while engines generate: set 0, or record an asynchronous run "
         "(record=true) and replay it."
     )
     yield "rollout.max_staleness", config.deterministic and bool(config.rollout.max_staleness) and config.generates, why
-    why = "mode=rollout_only produces nothing but a recording: set record=true."
-    yield "record", generates_only and not config.record, why
-    source = config.replay.source
+    source, replays = config.replay.source, config.mode == "replay"
     why = "replay.from names the run to replay: set mode=replay and replay.from=FOLDER together."
     yield "replay.from", source, replays != (source is not None), why
-    what = "mode=rollout_only" if generates_only else "replay.schedule"
-    why = f"{what} always starts from the beginning: remove this setting."
-    yield "resume", config.resume is not None and (generates_only or config.replay.schedule), why
+    why = "replay.schedule always starts from the beginning: remove this setting."
+    yield "resume", config.resume is not None and config.replay.schedule, why
     why = f"mode={config.mode} trains nothing: remove it."
     yield "checkpoint.every", bool(config.checkpoint.every) and not config.trains, why
 
@@ -384,9 +380,6 @@ def _adapters(config: Config) -> Iterator[Rule]:
 
 # -- tasks and extensions --------------------------------------------------------------------------------------
 
-ALONE = tuple(name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)).alone)
-"""Advantage estimators that work without siblings in a group; turn_loo compares the forks of an episode."""
-
 
 def _tasks(config: Config) -> Iterator[Rule]:
     """Yield the rules of where questions come from."""
@@ -400,8 +393,9 @@ def _tasks(config: Config) -> Iterator[Rule]:
 def _group_sizes(config: Config) -> Iterator[Rule]:
     """Yield the rule of estimators that compare the samples of a group."""
     advantage = config.algo.advantage
-    compares = not advantage.is_own and advantage.name not in ALONE
-    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {ALONE}."
+    compares = not advantage.is_own and not ADVANTAGES.traits(advantage).alone
+    alone = [name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)).alone]
+    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {alone}."
     yield "rollout.group_size", compares and config.rollout.group_size == 1, why
     for name, task in config.mixture.items():
         yield f"{config.field_of(name)}.group_size", compares and task.group_size == 1, why

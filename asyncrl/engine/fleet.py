@@ -178,8 +178,13 @@ class Fleet:
                 self._router.keep([url for url in self.serving if url in answers])
 
     def inherit(self) -> None:
-        """Add the engines that joined the run, and serve, before this process took its fleet over from one that
-        died."""
+        """Add the engines that joined the run, and serve, before this process took its fleet over from one that died.
+        Those that others started serve if the router knows them."""
+        if self._router and self.joining:
+            with suppress(EngineError):
+                routed = self._router.known()
+                self.serving += [url for url in self.joining if url in routed]
+                self.joining = [url for url in self.joining if url not in routed]
         for url in self._members():
             if url not in self.urls:
                 with suppress(EngineError):

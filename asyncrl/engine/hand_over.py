@@ -10,9 +10,10 @@ An engine goes through these phases, in this order only. Each step is a call tha
     READY       --continue-->        GENERATING
 
 SGLang keeps the model's buffers, such as rotary caches, over a release (`_export_static_state`); parameters are lost.
-It asserts that nothing runs when memory is released, and fails if a tag is released twice or resumed without a release,
-so that an engine's phase must be known. A restarted engine is another incarnation, whose phase is GENERATING: it has
-its memory, and follows the others through all steps.
+It asserts that nothing runs when memory is released, and fails if a tag is resumed without a release, so that an
+engine's phase must be known. A restarted engine is another incarnation, whose phase is GENERATING: it has its memory,
+and follows the others through all steps. Trainers that start again take every engine for GENERATING, too, whatever
+those that died had done with it: both steps to RELEASED may be taken again (engine/sglang_hooks.py).
 
     waits for     every call, weights.timeout each; engines that are being restarted, engine.start_timeout
     on failure    an engine that fails a call is lost (engine/fleet.py) and restarted. It is not restarted while
@@ -93,6 +94,7 @@ class HandOver:
         self.update = TurnUpdate(fleet, self, mode=mode)
         self._phases: dict[tuple[str, str], Phase] = {}
         self._paused_at = 0.0
+        self._training.unlink(missing_ok=True)  # of trainers that died in their turn: engines may start until `give`
 
     def phase(self, url: str) -> Phase:
         """Return the phase of the engine that now serves this URL."""

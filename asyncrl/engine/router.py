@@ -144,6 +144,10 @@ class RouterWorkers:
                 if url not in known:
                     self.add(url)
 
+    def known(self) -> set[str]:
+        """Return the engines that it knows."""
+        return set(self._listed())
+
     def _listed(self) -> dict[str, str]:
         """Return the number of each worker, by URL."""
         workers = self._request("GET", "/workers").json().get("workers", [])

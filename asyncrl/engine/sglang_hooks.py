@@ -2,6 +2,7 @@
 
 pauses        an in-place pause first completes the step in flight
 unloading     an adapter is unloaded as soon as no request has it
+memory        is released once, however often it is asked for
 stages        engines with pipeline stages or replicas take new weights
 share         a fraction of a GPU (engine.memory_fraction) is one of the whole GPU
 metrics       have a key of their own
@@ -34,6 +35,7 @@ def install(argv: Sequence[str]) -> None:
     after_import("sglang.srt.utils.auth", guard_metrics)
     after_import("sglang.srt.managers.scheduler", complete_steps_before_pauses)
     after_import("sglang.srt.managers.scheduler", pass_on_first)
+    after_import("sglang.srt.managers.scheduler_components.weight_updater", release_once)
     after_import("sglang.srt.managers.scheduler_components.weight_updater", answer_for_all)
     after_import("sglang.srt.managers.communicator", report_failures_first)
     after_import("sglang.srt.managers.tp_worker", open_own_handle)
@@ -139,6 +141,25 @@ def wait_for_requests(module: Any) -> None:
 
     manager_class.init_lora = init_lora
     manager_class._handle_batch_request = handle_batch_request
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+def release_once(module: Any) -> None:
+    """Patch SchedulerWeightUpdaterManager: memory that is released already is left alone.
+
+    SGLang would copy buffers that have no memory, and end. Trainers that start again do not know what those that died
+    had released (engine/hand_over.py).
+    """
+    manager = module.SchedulerWeightUpdaterManager
+    release = manager.release_memory_occupation
+
+    def release_memory_occupation(self: Any, request: Any) -> Any:
+        request.tags = [tag for tag in request.tags or module.GPU_MEMORY_ALL_TYPES if tag not in self.offload_tags]
+        return release(self, request) if request.tags else module.ReleaseMemoryOccupationReqOutput()
+
+    manager.release_memory_occupation = release_memory_occupation
 
 
 # -- stages and replicas -----------------------------------------------------------------------------------

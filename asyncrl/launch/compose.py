@@ -177,6 +177,9 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0].rstrip(".")
 
 
+LISTED = "asyncrl-train --help all lists every field and group."
+
+
 def _spelling(message: str) -> str:
     """Return why the field that Hydra did not find was removed, or the option or field that is most similar."""
     if choice := re.search(r"Could not find '([\w/]+)/([\w.-]+)'", message):
@@ -187,5 +190,18 @@ def _spelling(message: str) -> str:
         quoted = re.search(r"'([\w.]+)'", message)
         if quoted and (removed := removal(quoted[1])):
             return removed
-        near = difflib.get_close_matches(quoted[1], help.field_names(), n=1) if quoted else []
-    return (f"Did you mean {near[0]}? " if near else "") + "asyncrl-train --help lists every field and group."
+        near = _nearest(quoted[1]) if quoted else []
+        if quoted and not near:
+            own = "A setting of an extension of yours begins with +. "
+            return f"{own}docs/coming_from.md says what settings of verl, slime and TRL are here. {LISTED}"
+    return (f"Did you mean {near[0]}? " if near else "") + LISTED
+
+
+def _nearest(name: str) -> list[str]:
+    """Return the field whose name is most similar: one with the same last word in the same section (of several, one
+    that people set first), or elsewhere if there is only one, before one that is spelt alike."""
+    section, last = name.partition(".")[0], name.rpartition(".")[2]
+    same = [field for field in help.field_names() if field.rpartition(".")[2] == last]
+    here = [field for field in same if field.partition(".")[0] == section]
+    found = sorted(here, key=lambda field: field not in help.FIRST) or (same if len(same) == 1 else [])
+    return found[:1] or difflib.get_close_matches(name, help.field_names(), n=1)

@@ -19,12 +19,12 @@ RECIPES = "asyncrl_recipes"
 """
 
 ALGORITHMS = {
-    "algo.advantage": ("advantage.py", "credit.py"),
-    "algo.loss": ("loss.py",),
-    "algo.correction": ("correction.py",),
+    "algo.advantage": "advantage.py",
+    "algo.loss": "loss.py",
+    "algo.correction": "correction.py",
 }
-"""Fields that name an algorithm and hold its settings (settings.Choice), and the files of asyncrl/algo that define
-them."""
+"""Fields that name an algorithm and hold its settings (settings.Choice), and the name of the files of asyncrl/algo and
+of extensions that define them."""
 
 FIRST = [
     *("mode", "run.name", "run.dir", "run.max_steps", "resume", "checkpoint.every", "record", "model.path"),
@@ -73,7 +73,8 @@ def render(conf: Path, asked: str = "") -> str:
         for group, options in group_options(conf).items()
     ]
     if asked and asked != "all":
-        return "\n".join(_fields(lambda name: f"{name}.".startswith(f"{asked}.")))
+        named = list(_fields(lambda name: f"{name}.".startswith(f"{asked}.")))
+        return "\n".join(named or _about(asked))
     fields = _fields(lambda name: asked == "all" or name in FIRST)
     more = [] if asked else ["", f"{len(field_names()) - len(FIRST)} more fields: asyncrl-train --help all"]
     return "\n".join([USAGE, "Groups (group=option):", *groups, "", "Fields (field=value):", *fields, *more])
@@ -178,6 +179,14 @@ def _fields(wanted: Callable[[str], bool]) -> Iterator[str]:
                 yield from _field(field)
 
 
+def _about(asked: str) -> list[str]:
+    """Return the lines about the fields that have this word in their name or meaning."""
+    found = {
+        field.name for section in sections() for field in section.fields if asked in f"{field.name} {field.meaning}"
+    }
+    return list(_fields(found.__contains__)) or [f"No field has {asked!r} in its name or meaning: see --help all."]
+
+
 def _name(field: ast.AnnAssign) -> str:
     """Return the name by which a field is set: a field whose name is a Python keyword has an alias."""
     for keyword in field.value.keywords if isinstance(field.value, ast.Call) else ():
@@ -198,8 +207,9 @@ def _field(field: Field) -> Iterator[str]:
 def algorithms(field: str) -> dict[str, dict[str, str]]:
     """Return the algorithms that a field can name, each with the default values of its settings (algo/registry.py)."""
     found = {}
-    for file in ALGORITHMS.get(field, ()):
-        for node in ast.parse((CONFIG.parent / "algo" / file).read_text()).body:
+    name = ALGORITHMS.get(field)
+    for file in [CONFIG.with_name("algo") / name, *sorted(EXTENSIONS.glob(f"*/{name}"))] if name else []:
+        for node in ast.parse(file.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any(".register(" in ast.unparse(d) for d in node.decorator_list):
                 defaults = [ast.unparse(default) if default else "?" for default in node.args.kw_defaults]
                 names = [argument.arg for argument in node.args.kwonlyargs]
@@ -230,20 +240,31 @@ KINDS = {
     "NonNegative": "number ≥ 0",
     "AboveOne": "number > 1",
     "Share": "number 0..1",
+    "Part": "number between 0 and 1",
+    "Bounds": "two numbers: least and most",
+    "float": "number",
+    "int": "integer",
     "str": "text",
     "bool": "true or false",
     "dict[Name, TaskConfig]": "name: task",
     "Parameters": "name: value",
     "dict[str, Any]": "name: value",
+    "ServerArgs": "name: value",
+    "Fp8Config": "name: value",
+    "dict[Name, RoleConfig]": "name: role",
+    "dict[Name, str]": "name: text",
     "list[Parameters]": "list of name: value",
+    "list[str]": "list of texts",
 }
 
 
 def _readable(kind: str) -> str:
-    base, _, optional = kind.partition(" | None")
-    text = (
-        base.removeprefix("Literal[").removesuffix("]").replace("'", "")
-        if base.startswith("Literal")
-        else KINDS.get(base, base)
-    )
-    return text + (", or null" if optional or kind.endswith("| None") else "")
+    parts = kind.split(" | ")
+    text = " or ".join(_kind(part) for part in parts if part != "None")
+    return text + (", or null" if "None" in parts else "")
+
+
+def _kind(name: str) -> str:
+    if name.startswith("list[") and name not in KINDS:
+        return f"list of {_kind(name[5:-1])}"
+    return name[8:-1].replace("'", "") if name.startswith("Literal[") else KINDS.get(name, name)

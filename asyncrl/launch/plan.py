@@ -76,6 +76,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     """Return the specifications of engines (also of models that are not trained), router, rollout process, trainer
     ranks and what extensions add. All are started at once and run concurrently."""
     trainers = _trainers(config, addresses, placement, run_dir)
+    program = config.own_mode.program if config.own_mode else ""
     hooks = [one.launch() for one in extension.active(config).values()]
     more = [spec for one in hooks for spec in one.processes(config, addresses, placement, run_dir)]
     if not config.generates:
@@ -95,13 +96,13 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
             patience=min(ROUTER_PATIENCE, config.weights.timeout),
         ),
         replace(
-            rollout_process(config.program or "asyncrl.rollout", addresses, placement.rollout, run_dir),
-            ends_the_run=bool(config.program),
+            rollout_process(program or "asyncrl.rollout", addresses, placement.rollout, run_dir),
+            ends_the_run=bool(program),
             reports=True,
             **_recovery(config),
         ),
         *more,
-        *([_collector(addresses, placement.rollout, run_dir)] if config.mode == "rollout_only" else trainers),
+        *(trainers if config.trains else []),
     ]
     return [
         *engines(config, addresses, placement.engines, run_dir),
@@ -123,13 +124,6 @@ def rollout_process(module: str, addresses: Addresses, seat: Seat, run_dir: Path
     env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **own}
     argv = [sys.executable, "-m", module, str(run_dir)]
     return ProcessSpec("rollout", argv, env, node=seat.node.name, reports=module == "asyncrl.rollout")
-
-
-def _collector(addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
-    """Return the specification of the collector, which replaces the trainers in mode=rollout_only."""
-    argv = [sys.executable, "-m", "asyncrl.trainer.rollout_only", str(run_dir)]
-    env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": ""}
-    return ProcessSpec("collect", argv, env, ends_the_run=True, node=seat.node.name)
 
 
 def _without_ports(argv: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -72,6 +72,8 @@ class Preparation:
         self.vocabulary()
         self.choose_checkpoint()
         self.precision()
+        for hooks in self.hooks:
+            hooks.refuse(self)
 
     @property
     def roles(self) -> list[str]:
@@ -188,8 +190,7 @@ class Preparation:
         )
 
     def notes(self) -> list[str]:
-        """Return lines for the console about what was chosen, and those of extensions. Raises ConfigError for a run
-        that must not start."""
+        """Return lines for the console about what was chosen, and those of extensions."""
         chosen = [choice.line() for choice in self.chosen.choices]
         more = [line for hooks in self.hooks for line in hooks.notes(self)]
         planned = self.planned.lines() if self.planned else []

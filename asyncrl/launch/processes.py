@@ -149,7 +149,7 @@ class Supervisor:
         codes = {name: child.poll() for name, child in self._children.items() if name not in self._gone}
         dead = {name: code for name, code in codes.items() if code is not None}
         ends = {name for name, spec in self._specs.items() if spec.ends_the_run}
-        wrong = {name: code for name, code in dead.items() if code != 0 or name not in ends}
+        wrong = {name: code for name, code in dead.items() if code or name not in ends or self._is_behind(name)}
         wrong = {name: code for name, code in wrong.items() if not self._leaves(name)}
         lost = {name for name in wrong if self._policy.lost(self._specs[name])}
         for name in lost:
@@ -204,6 +204,10 @@ class Supervisor:
         """Return the other processes that must die with it: those not yet restarted for this death."""
         times = self._policy.count(name)
         return {mate for mate in self._whole(name) - {name} if self._policy.count(mate) <= times}
+
+    def _is_behind(self, name: str) -> bool:
+        """Return whether others that live and die with it were started again since it ended, and wait for it."""
+        return any(self._policy.count(mate) > self._policy.count(name) for mate in self._whole(name))
 
     def _kill(self, name: str) -> None:
         """Kill a process immediately. An srun gets SIGTERM, because a killed srun could not kill its step."""

@@ -138,13 +138,15 @@ def finished(config: Config, run_dir: Path, resume: Resume | None) -> str | None
     return str(json.loads(summary.read_text())["reason"])
 
 
-def advice(run_dir: Path, arguments: Sequence[str]) -> str:
-    """Return the newest checkpoint of a stopped run, and the command that goes on from it."""
-    if not (versions := CheckpointStore(run_dir).versions()):
+def advice(run_dir: Path, arguments: Sequence[str], config: Config) -> str:
+    """Return what a stopped run goes on from, and the command with which it does."""
+    versions = CheckpointStore(run_dir).versions()
+    if not versions and not (config.own_mode and config.own_mode.continues):
         return "; it has no checkpoint (checkpoint.every), so it starts over"
     kept = [one for one in arguments if not one.startswith(("resume=", "run.dir=", "run.overwrite="))]
     command = shlex.join(["asyncrl-train", *kept, f"run.dir={run_dir}", "resume=auto"])
-    return f"; the newest checkpoint is version {max(versions)}. To go on: {command}"
+    newest = f"the newest checkpoint is version {max(versions)}" if versions else "what it has done so far is kept"
+    return f"; {newest}. To go on: {command}"
 
 
 def made_progress(run_dir: Path, origin: Resume | None) -> bool:

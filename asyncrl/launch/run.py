@@ -229,7 +229,7 @@ def _ended(prepared: Preparation, error: BaseException) -> BaseException:
     if isinstance(error, ProcessDied) and prepared.cluster.requeues and resume.made_progress(run_dir, prepared.origin):
         return Paused(str(error))
     if isinstance(error, Stopped):
-        error.advice = resume.advice(run_dir, prepared.arguments)
+        error.advice = resume.advice(run_dir, prepared.arguments, prepared.config)
     return error
 
 

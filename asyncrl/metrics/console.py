@@ -179,7 +179,8 @@ class Console:
     def _line(self, r: dict[str, Any], left: float, samples_per_second: float) -> str:
         trained = ""
         if "loss" in r:
-            trained = f"loss {r['loss']:+.4f}  grad {r['grad_norm']:.2f}  gap {r['logprob_gap/mean']:.3f}  "
+            gap = f"gap {r['logprob_gap/mean']:.3f}  " if "logprob_gap/mean" in r else ""
+            trained = f"loss {r['loss']:+.4f}  grad {r['grad_norm']:.2f}  {gap}"
         return (
             f"step {r['step']:>4}/{self._config.run.max_steps}  [bold green]reward {r['reward/mean']:.3f}[/]  "
             f"{trained}stale {r['staleness/mean']:.1f}≤{r['staleness/max']}  "

@@ -96,7 +96,7 @@ STEP = {
     "bytes/published": "bytes of weights sent by this rank",
 }
 
-# The same file, unless mode=rollout_only; within time/train, as a mean over the trainer's ranks
+# The same file, if trainers run; within time/train, as a mean over the trainer's ranks
 STEP_TRAINER = {
     "time/forward": "time of forward passes, with and without gradient, and of losses; communication inside layers "
     "(tensor, context and expert parallelism) belongs to the pass",

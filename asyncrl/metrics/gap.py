@@ -24,8 +24,8 @@ class GapWatch:
         self._usual: float | None = None
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """Process one step. Steps that trained nothing have no gap and are ignored."""
-        if not record["tokens/trained"]:
+        """Process one step. Steps that trained nothing, or what no engine wrote, have no gap and are ignored."""
+        if not record["tokens/trained"] or "logprob_gap/mean" not in record:
             return
         self._recent.append(record["logprob_gap/mean"])
         if len(self._recent) < WINDOW:

@@ -30,10 +30,13 @@ class RewardInput:
         return {name: value for name, value in self.question.items() if name != "messages"}
 
     def field(self, key: str) -> Any:
-        """Return a field of the record. Raises EpisodeFailed if it is missing: that is not the answer's fault."""
+        """Return a field of the record. Raises EpisodeFailed if it is missing or null, which is not the answer's
+        fault."""
         record = self.record
-        if key not in record:
-            raise EpisodeFailed("reward_error", f"the question's record has no field {key!r}, only {sorted(record)}")
+        if record.get(key) is None:
+            what = "null in the" if key in record else "no"
+            message = f"the question's record has {what} field {key!r}; its fields are {sorted(record)}"
+            raise EpisodeFailed("reward_error", message)
         return record[key]
 
     def until(self, turn: int) -> RewardInput:

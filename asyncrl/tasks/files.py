@@ -14,6 +14,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.tasks import Question, Task, head
 from asyncrl.tasks.pictures import IMAGES, images_of, with_images
 
+COUNTED = "rows are counted from 0"
+
 
 class FileTask(Task):
     """Rows of a file; evaluation rows come first if they have a file of their own (see `held_out`)."""
@@ -42,12 +44,13 @@ class FileTask(Task):
     def _check(self, row: dict[str, Any], where: str) -> None:
         """Raise ConfigError for a row that lacks a field, or whose prompt is invalid."""
         for name in ("prompt_key", "answer_key", "image_key"):
-            if (key := getattr(self._config, name)) is not None and key not in row:
-                raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}.")
+            if (key := getattr(self._config, name)) is not None and not _lifted(row, key):
+                raise ConfigError(f"task.{name}", key, f"{where} has only the fields {sorted(row)}; {COUNTED}.")
         prompt = row[self._config.prompt_key]
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not isinstance(turns, list) or not turns or not all(_is_message(turn) for turn in turns):
-            remedy = f"{where} has {prompt!r:.80}: it must be a text, or a list of messages with role and content."
+            form = "it must be a text, or a list of messages with role and content"
+            remedy = f"{where} has {prompt!r:.80}: {form}; {COUNTED}."
             raise ConfigError("task.prompt_key", self._config.prompt_key, remedy)
 
     @property
@@ -64,6 +67,18 @@ class FileTask(Task):
             messages = with_images(messages, row[IMAGES], f"Question {index}")
             row = {name: value for name, value in row.items() if name not in (IMAGES, self._config.image_key)}
         return {**row, "messages": [*self._head, *messages]}
+
+
+def _lifted(row: dict[str, Any], key: str) -> bool:
+    """Return whether a row has the field. That of an object in the row, as verl's reward_model.ground_truth, becomes
+    one of the row, with the dots in its name."""
+    inner: Any = row
+    for name in () if key in row else key.split("."):
+        if not isinstance(inner, dict) or name not in inner:
+            return False
+        inner = inner[name]
+    row.setdefault(key, inner)
+    return True
 
 
 def _is_message(value: Any) -> bool:
@@ -142,6 +157,9 @@ def _of_json(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
 def _parsed(field: str, where: str, text: str) -> Any:
     try:
         return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}" if "\n" in text else f"column {error.colno}"
+        raise ConfigError(field, where, f"Not JSON: {error.msg}, at {place}.") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(field, where, f"Not JSON: {error}.") from None
 

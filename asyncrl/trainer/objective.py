@@ -37,6 +37,7 @@ class Objective:
         self._longest = rollout.max_new_tokens
         self._temperature = rollout.temperature
         self._hooks = hooks
+        self._scored = all(one.scored for one in hooks)
         self._loss = LOSSES.find(algo.loss)
         algo.check_loss(self._loss.traits)
         self._correction = CORRECTIONS.find(algo.correction) if algo.correction else None
@@ -151,7 +152,7 @@ class Objective:
             "tokens/shared": 1.0 - totals["packed"] / max(1.0, totals["apart"]),
             **self._entropy(columns["entropy"][ran]),
             **self._distances(start, table, ran),
-            **gap_figures(table.with_proximal(start), ran),
+            **(gap_figures(table.with_proximal(start), ran) if self._scored else {}),
             **loss_figures(used, columns["logprobs"], columns["factor"], ran, cap=cap, clip=clip),
         }
 

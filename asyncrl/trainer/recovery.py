@@ -60,7 +60,8 @@ class Recovery:
     written: int
     """The newest step in metrics.jsonl."""
     updating: bool
-    """Whether the trainers died within an update, so that engines may hold parts of a version."""
+    """Whether the trainers died within an update, so that engines may hold parts of a version, or none of its weights
+    where they take turns."""
     began: float
     """When they died, in seconds since the epoch."""
 
@@ -73,18 +74,18 @@ def find_start(rank: Rank, source: BatchSource, fleet: Fleet, first: int) -> Sta
         if rank.parallel.is_first:
             newest = CheckpointStore(rank.run_dir).newest(lambda text: print(f"asyncrl: {text}", flush=True))
             checkpoint = newest[0] if newest else checkpoint
-            recovered = _recovery(rank.run_dir, source, fleet)
+            recovered = _recovery(rank, source, fleet)
         checkpoint, recovered = from_first((checkpoint, recovered))
     return Start(manifest.read(checkpoint).version if checkpoint else first, checkpoint, recovered)
 
 
-def _recovery(run_dir: Path, source: BatchSource, fleet: Fleet) -> Recovery:
+def _recovery(rank: Rank, source: BatchSource, fleet: Fleet) -> Recovery:
     fleet.inherit()
-    status, lines = source.status(), Tail(run_dir / "metrics.jsonl")()
+    status, lines = source.status(), Tail(rank.run_dir / "metrics.jsonl")()
     return Recovery(
         served=status["version"],
         written=max((int(line["version"]) for line in lines), default=0),
-        updating=bool(status["held"]),
+        updating=bool(status["held"]) or rank.config.cluster.takes_turns,
         began=float(os.environ["ASYNCRL_DIED_AT"]),
     )
 

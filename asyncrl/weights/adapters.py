@@ -8,6 +8,8 @@ each name in Config.adapters, all of which are in use or not together.
     announce   new completions of the rollout side use it, and it says which older ones are still in use
     unload     the others
 
+Trainers that start again find the earlier versions in the engines, and a later one that was never announced.
+
 Nothing pauses, and no cache is flushed. An adapter is loaded everywhere before a request may name it, and is unloaded
 only when none can name it any more: SGLang would wait for its requests, and block other adapters meanwhile.
 
@@ -71,6 +73,11 @@ class PublishedAdapter(ABC):
     def __init__(self, name: str, config: dict[str, Any]) -> None:
         self.name = name
         self._config = config
+
+    @property
+    def loadable(self) -> bool:
+        """Return whether engines that do not hold it can have it."""
+        return True
 
     @abstractmethod
     def load(self, *, verify: bool) -> tuple[str, Answer]:
@@ -142,6 +149,19 @@ class AdapterFolder(PublishedAdapter):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+class LeftAdapter(AdapterFolder):
+    """An adapter that trainers published before they died. What they had in shared memory is in the engines alone."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        PublishedAdapter.__init__(self, name, {})
+        self._folder = root / name
+
+    @property
+    def loadable(self) -> bool:
+        """Return whether it was in a folder."""
+        return self._folder.exists()
+
+
 class AdapterUpdate(Update):
     """Update protocol that lets no engine have a version's label, or requests, without its adapters."""
 
@@ -170,7 +190,7 @@ class AdapterPublisher(StagedPublisher):
         parallel: Parallel,
         fleet: Fleet,
         adapters: dict[str, Callable[[], Iterator[tuple[str, Tensor]]]],
-        make: Callable[[str, Tensors], PublishedAdapter],
+        make: Callable[[str, Tensors | None], PublishedAdapter],
         settings: WeightsConfig,
         *,
         names: AdapterName,
@@ -179,9 +199,9 @@ class AdapterPublisher(StagedPublisher):
         base: Callable[[Update], VersionPublisher] | None = None,
     ) -> None:
         """`adapters` yield, by name, the tensors of this stage on exporting ranks, as the engines get them; every rank
-        iterates over them. `make` keeps them under a name. `announce` returns what is in use. `past` is for past
-        versions that play roles. `base` makes the publisher of the base for engines that do not load it from the model
-        folder."""
+        iterates over them. `make` keeps them under a name; without tensors trainers that died have done so. `announce`
+        returns what is in use. `past` is for past versions that play roles. `base` makes the publisher of the base for
+        engines that do not load it from the model folder."""
         self._parallel = parallel
         self._fleet = fleet
         self._adapters = adapters
@@ -229,6 +249,7 @@ class AdapterPublisher(StagedPublisher):
             self._verify = verifies(self._settings, version, unproven=unproven)
             if first:
                 self._reload(version)
+                self._inherit(version)
             verified = sum(self._keep(version, name, given) for name, given in staged.tensors.items())
         if self._base and from_first(bool(self._fleet.joining) or not self._sent):
             self._base.publish(version)
@@ -270,16 +291,31 @@ class AdapterPublisher(StagedPublisher):
                 if old < version and self._names(old, adapter):
                     self._keep(old, adapter, self._past.read(old, adapter))
 
+    def _inherit(self, version: int) -> None:
+        """Take over what trainers of this run that died have left in the engines: earlier versions, which may be in
+        use, and a later one that was never announced. It is unloaded, because the next one gets its name."""
+        known = {self._names(old, adapter): (old, adapter) for old in range(version + 2) for adapter in self._adapters}
+        left = set[str]().union(*self._fleet.on_each(self._held, list(self._fleet.serving)).values()) & known.keys()
+        later = {name for name in left if known[name][0] > version}
+        for name in left - later:
+            self._live.setdefault(known[name], self._make(name, None))
+        self._unload_everywhere(later)
+
+    def _held(self, url: str) -> Answer:
+        """Return the adapters that an engine holds, by name."""
+        cards = self._fleet.get(url, "/v1/models").get("data", [])
+        return {card["id"]: card for card in cards if card.get("parent")}
+
     def _load(self, url: str) -> Answer:
         """Load what an engine lacks: the new adapter, or all of them if it was restarted or joined. One that somebody
         else started may hold adapters of an earlier start of the run, or of a publish that it did not survive."""
-        held = {card["id"] for card in self._fleet.get(url, "/v1/models").get("data", []) if card.get("parent")}
+        held = self._held(url)
         if url in self._fleet.joining:
             for name in held:
                 self._fleet.post(url, "/unload_lora_adapter", {"lora_name": name})
-            held = set()
+            held = {}
         for adapter in self._live.values():
-            if adapter.name not in held:
+            if adapter.name not in held and adapter.loadable:
                 path, body = adapter.load(verify=self._verify)
                 self._fleet.post(url, path, body)
         return {}
@@ -287,11 +323,26 @@ class AdapterPublisher(StagedPublisher):
     def _unload(self, used: InUse) -> None:
         """Unload and drop all adapters but the newest and those in use."""
         whole = (*used.versions, self._newest)
-        for version, name in list(self._live):
-            if version not in whole and version not in used.past.get(name, ()):
-                adapter = self._live.pop((version, name))
-                self._fleet.call("/unload_lora_adapter", {"lora_name": adapter.name})
-                adapter.drop()
+        unused = [
+            (version, name)
+            for version, name in self._live
+            if version not in whole and version not in used.past.get(name, ())
+        ]
+        dropped = [self._live.pop(key) for key in unused]
+        self._unload_everywhere({adapter.name for adapter in dropped})
+        for adapter in dropped:
+            adapter.drop()
+
+    def _unload_everywhere(self, names: set[str]) -> None:
+        """Unload adapters from the engines that hold them. Trainers may have died before they had asked all."""
+
+        def unload(url: str) -> Answer:
+            for name in sorted(self._held(url).keys() & names):
+                self._fleet.post(url, "/unload_lora_adapter", {"lora_name": name})
+            return {}
+
+        if names:
+            self._fleet.on_each(unload)
 
 
 def checksums(tensors: Tensors) -> dict[str, str]:
@@ -310,12 +361,14 @@ def _compare(name: str, given: Tensors, held: Tensors) -> None:
 
 def build_adapters(
     config: Config, fleet: Fleet, *, host: str, folder: Path
-) -> tuple[Callable[[str, Tensors], PublishedAdapter], str]:
+) -> tuple[Callable[[str, Tensors | None], PublishedAdapter], str]:
     """Return how adapters are kept for the engines, and the reason. `host` is rank 0's address, `folder` the one that
     all engines see."""
     carried, why = choose(config.weights.transport, list(fleet.urls), host, gpu=False)
 
-    def make(name: str, tensors: Tensors) -> PublishedAdapter:
+    def make(name: str, tensors: Tensors | None) -> PublishedAdapter:
+        if tensors is None:
+            return LeftAdapter(name, folder)
         peft = engine_config(config.trainer.lora, tensors)
         if carried == "tensor":
             return SharedAdapter(name, peft, tensors, config.engine.ranks)

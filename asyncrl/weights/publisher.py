@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from asyncrl.config import WeightsConfig
 from asyncrl.engine.adapters import InUse
 
-if TYPE_CHECKING:  # batch sources have a rollout side, also where nothing needs torch (trainer/rollout_only.py)
+if TYPE_CHECKING:  # batch sources have a rollout side, also where nothing needs torch (mode=rollout_only)
     from asyncrl.weights.checksum import Checksums, ExpectedChecksums
 
 SPAN = "publish_background"

@@ -7,7 +7,7 @@ It is meant for advantage=turn_loo, which compares branches that start from the 
 
 A branch has its own environment, in which the trunk's actions are replayed up to the fork. If its observations differ
 from the trunk's, EpisodeFailed("environment_replay") is raised. The fork turns are chosen before the episode begins,
-because choosing them by its outcome would bias the gradient (asyncrl/algo/credit.py).
+because choosing them by its outcome would bias the gradient (asyncrl/extensions/turns/advantage.py).
 
 waits for     environments, but never for one while it holds another, so that episodes cannot deadlock
 """

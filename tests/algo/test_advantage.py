@@ -19,7 +19,8 @@ from tests.algo.tables import advantage, few, last_rows, make, numbers, quarters
 
 WHITENED = ["reinforce_pp", "reinforce_pp_baseline", "gae"]
 RELATIVE = [name for name in ADVANTAGES if name not in (*WHITENED, "none")]
-TURNS = ["turn_discounted", "turn_loo"]
+TURNS = [name for name in ("turn_discounted", "turn_loo") if name in ADVANTAGES]
+"""Those of an extension."""
 TOKENS = ["reinforce_pp", "gae", "grpo_turn", *TURNS]  # whose numbers differ within a sample
 positive = st.integers(0, 20).map(lambda n: n / 4)
 
@@ -174,7 +175,7 @@ def test_scale_of_rewards_cancels_where_they_are_divided(name: str, table: LossR
     assert found(name, scaled) == pytest.approx(found(name, table), abs=1e-4)  # the epsilons do not scale
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "turn_discounted", "turn_loo"])
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", *TURNS])
 @few
 @given(table=tables(), scale=st.sampled_from([0.5, 2.0, 8.0]))
 def test_scale_of_rewards_stays_where_they_are_not(name: str, table: LossRows, scale: float) -> None:

@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config import streams
 from asyncrl.errors import ConfigError
 from asyncrl.weights.choice import choose_lora
-from tests.fakes import tiny_config
+from tests.fakes import ALONE, tiny_config
 
 OVERLAP = {"weights.overlap": True, "rollout.max_staleness": 2, "rollout.lead": None}
 
@@ -17,7 +17,7 @@ OVERLAP = {"weights.overlap": True, "rollout.max_staleness": 2, "rollout.lead": 
 @pytest.mark.parametrize(
     ("changes", "field", "remedy"),
     [
-        ({"mode": "rollout_only", "record": True}, "mode", "without a trainer"),
+        (ALONE, "mode", "without a trainer"),
         ({"cluster.placement": "colocated"}, "cluster.placement", "set separate"),
         ({"trainer.lora.rank": 4, "weights.lora": "versions"}, "weights.lora", "set merged"),
         ({"weights.staging": "stream"}, "weights.staging", "set full or auto"),

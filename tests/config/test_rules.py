@@ -18,7 +18,7 @@ from asyncrl.config.running import TRANSPORTS
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.model import check_shape
 from asyncrl.settings import Rule, require
-from tests.fakes import JOB, tiny_config
+from tests.fakes import ALONE, JOB, tiny_config
 
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
 ROLE: dict[str, Any] = {"adapter": "judge", "past": None}
@@ -30,7 +30,7 @@ FILE: dict[str, Any] = {"task.kind": "file", "task.reward": "exact"}
 EVALUATED = {"eval.questions": 2, "eval.sets": {"digits": {**tiny_config().task.model_dump(), "name": "digits"}}}
 BASES: dict[str, list[dict[str, Any]]] = {
     "_lengths": [{}, {"algo.shaping.overlong_buffer": 1}, {"trainer.optimizer.schedule": "linear"}],
-    "_modes": [{}, {"replay.schedule": True}, {"mode": "rollout_only", "record": True}],
+    "_modes": [{}, {"replay.schedule": True}, ALONE],
     "_names": [{}],
     "_evaluation": [EVALUATED],
     "_elastic": [{"cluster.elastic": "act", "metrics.timeline": True, "cluster.max_engines": 4}],
@@ -101,7 +101,7 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
 SERVED = {"replay.schedule", "replay.compare"} if (ROOT / "extensions/debug").exists() else set()
 """Settings that are refused without an extension, which is installed here."""
 EVERYWHERE: list[dict[str, Any]] = [
-    {"mode": "rollout_only", "record": True},
+    ALONE,
     {"mode": "replay", "replay.from": "/runs/a"},
     {"deterministic": True, "rollout.max_staleness": 0},
 ]

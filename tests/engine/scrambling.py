@@ -1,8 +1,8 @@
 """A fake engine behind HTTP that holds a model's HF tensors, and loses them when it releases its memory.
 
 It keeps SGLang's rules (managers/scheduler_components/weight_updater.py): memory is released only while nothing runs,
-a tag is not released twice, and only a released tag is resumed. A broken rule ends SGLang's scheduler; here it is noted
-in `broken`, and every later call fails.
+and only a released tag is resumed; by our hook, what is released is not released again. A broken rule ends SGLang's
+scheduler; here it is noted in `broken`, and every later call fails.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class ScramblingEngine:
     def _release(self, body: dict[str, Any]) -> dict[str, Any]:
         tags = set(body["tags"])
         assert self.paused, "released while requests run"
-        assert tags <= TAGS - self.released, f"{tags} released again"
+        assert tags <= TAGS, f"{tags} released"
+        tags -= self.released
         self.released |= tags
         if "weights" in tags:
             for tensor in self.weights.values():

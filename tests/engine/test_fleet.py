@@ -69,6 +69,10 @@ class Router:
 
     def __init__(self) -> None:
         self.words: list[tuple[str, str]] = []
+        self.kept = list[str]()
+
+    def known(self) -> set[str]:
+        return set(self.kept)
 
     def add(self, url: str) -> None:
         self.words.append(("add", url))
@@ -396,6 +400,16 @@ def test_engine_of_the_run_may_leave_too_and_is_let_go_though_it_never_served(en
     members.asked = {second.url}
     fleet.reconcile()
     assert members.free == [second.url]
+    fleet.close()
+
+
+def test_trainers_that_start_again_find_the_attached_engines_that_serve(engines: list[Engine], router: Router) -> None:
+    """The one that the router does not know has no weights of the run yet."""
+    first, second = engines
+    router.kept = [first.url]
+    fleet = Fleet([], Access("key0"), 5.0, attached=[first.url, second.url], router=router)
+    fleet.inherit()
+    assert (fleet.serving, fleet.joining) == ([first.url], [second.url])
     fleet.close()
 
 

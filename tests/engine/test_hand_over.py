@@ -58,14 +58,18 @@ class Rig:
         self.first_tokens: list[str] = []
         self.engines = [ScramblingEngine(model, self._check) for _ in range(2)]
         self.lost: list[str] = []
+        self.folder = folder
+        self.start_trainers()
+
+    def start_trainers(self) -> None:
+        """Make what trainers have who have just started."""
         self.fleet = Fleet(
             [engine.url for engine in self.engines],
             Access("key0"),
             timeout=CALL_SECONDS,
             on_lost=lambda url, incarnation, reason: self.lost.append(url),
         )
-        self.folder = folder
-        self.hand_over = HandOver(self.fleet, mode="retract", start_timeout=START_SECONDS, folder=folder)
+        self.hand_over = HandOver(self.fleet, mode="retract", start_timeout=START_SECONDS, folder=self.folder)
         config = tiny_config(
             **{"weights.pause_mode": "retract", "weights.staging": "stream", "weights.verify_every": 1}
         )
@@ -73,7 +77,7 @@ class Rig:
         self.publisher = Publisher(
             Parallel(**ALONE),
             self.hand_over.update,
-            DiskTransport(self.fleet, folder / "weights", 0),
+            DiskTransport(self.fleet, self.folder / "weights", 0),
             Outgoing(
                 self.weights,  # type: ignore[arg-type]
                 lambda: ExpectedChecksums(hf, EngineParallel(), dtype=torch.float32),
@@ -141,6 +145,45 @@ def test_memory_that_was_released_is_not_released_again(rig: Rig) -> None:
     rig.hand_over.give()
     rig.publish(1)
     assert [engine.calls for engine in rig.engines] == [TURN] * 2
+
+
+class TrainerDied(BaseException):
+    """Nobody catches it."""
+
+
+@pytest.mark.parametrize("number", range(1, len(TURN) + 1))
+def test_trainers_that_start_again_make_the_engines_release_their_memory_whatever_they_had_done_with_it(
+    number: int, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those died after the first engine had answered so many calls of a turn, and the other one less."""
+    post = rig.fleet.post
+
+    def until_death(url: str, *given: Any) -> dict[str, Any]:
+        engine = next(engine for engine in rig.engines if engine.url == url)
+        answered = len(engine.calls)
+        if answered == number - (engine is rig.engines[1]):
+            raise TrainerDied
+        return post(url, *given)
+
+    monkeypatch.setattr(rig.fleet, "post", until_death)
+
+    def turn() -> None:
+        rig.hand_over.give()
+        rig.publish(1)
+        rig.hand_over.give()
+
+    with pytest.raises(TrainerDied):
+        turn()
+    rig.fleet.close()
+    rig.start_trainers()
+    assert not (rig.folder / TRAINING).exists(), "an engine that died in the trainers' turn would never be restarted"
+    rig.hand_over.give()
+    assert [engine.released for engine in rig.engines] == [{"weights", "kv_cache"}] * 2
+    rig.first_tokens.clear()
+    rig.publish(2)
+    assert rig.first_tokens == ["2", "2"]
+    assert [engine.broken for engine in rig.engines] == [[], []]
+    assert rig.lost == []
 
 
 def test_weights_are_not_resumed_out_of_turn(rig: Rig) -> None:

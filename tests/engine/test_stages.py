@@ -109,6 +109,32 @@ def test_an_engine_fails_an_update_if_one_of_its_ranks_does(
     assert load(None, "request").message == "loaded"
 
 
+def test_memory_is_released_once_however_often_it_is_asked_for() -> None:
+    released: list[list[str]] = []
+
+    class SchedulerWeightUpdaterManager:
+        def __init__(self) -> None:
+            self.offload_tags: set[str] = set()
+
+        def release_memory_occupation(self, request: Any) -> str:
+            released.append(request.tags)
+            self.offload_tags |= {*request.tags}
+            return "released"
+
+    stages.release_once(
+        SimpleNamespace(
+            SchedulerWeightUpdaterManager=SchedulerWeightUpdaterManager,
+            GPU_MEMORY_ALL_TYPES=["kv_cache", "weights", "cuda_graph"],
+            ReleaseMemoryOccupationReqOutput=lambda: "nothing to do",
+        )
+    )
+    manager: Any = SchedulerWeightUpdaterManager()
+    asked = [["kv_cache"], ["kv_cache", "weights"], ["weights"], None, None]
+    answers = [manager.release_memory_occupation(SimpleNamespace(tags=tags)) for tags in asked]
+    assert released == [["kv_cache"], ["weights"], ["cuda_graph"]]
+    assert answers == ["released", "released", "nothing to do", "released", "nothing to do"]
+
+
 FLUSHES = """
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""asyncrl-train with stub engines (scripts/stub_engine.py) and a trainer that sleeps (stub_trainer.py).
+"""asyncrl-train with stub engines (scripts/stub_engine.py) and, unless the workload says otherwise, a trainer that
+sleeps (stub_trainer.py).
 
 Everything else is the command's own: launcher, supervisor, watches and restarts, the router, the rollout process, the
 fleet and its publishes. `python -m tests.integration.stub_run OVERRIDES`, with a Workload in the environment; `add RUN`
@@ -34,7 +35,7 @@ def stubbed(*arguments: Any) -> list[ProcessSpec]:
 
 
 def _stubbed(spec: ProcessSpec, workload: Workload) -> ProcessSpec:
-    if spec.ends_the_run and spec.name != "rollout":  # the program of a mode is the real one
+    if spec.ends_the_run and spec.name != "rollout" and not workload.loaded:  # the program of a mode is the real one
         return replace(spec, argv=[sys.executable, "-m", "tests.integration.stub_trainer", spec.argv[-1]])
     if not spec.url:
         return spec
@@ -49,6 +50,7 @@ def _stubbed(spec: ProcessSpec, workload: Workload) -> ProcessSpec:
         f"--start-after={workload.start_after[int(number)] if number.isdigit() else 0.0}",
         "--growth",
         *map(str, workload.growth),
+        *([f"--loaded={workload.loaded}"] if workload.loaded else []),
     ]
     return replace(spec, argv=[sys.executable, *stub])
 

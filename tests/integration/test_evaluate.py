@@ -89,3 +89,30 @@ def test_most_probable_token_alone_is_what_greedy_decoding_takes(tmp_path: Path)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["copy3/accuracy"].endswith(f"of {QUESTIONS}")
     nothing_is_left(run_dir)
+
+
+def test_adapter_answers_as_it_was_trained(tmp_path: Path) -> None:
+    """Its export is merged into the model that the engines load."""
+    pytest.importorskip("asyncrl.extensions.convert")
+    pytest.importorskip("asyncrl.extensions.sft")
+    row = '{{"messages": "{number:03}", "completion": "777"}}\n'
+    (tmp_path / "rows.jsonl").write_text("".join(row.format(number=number) for number in range(64)))
+    trained = [
+        "model=tiny",
+        f"task.train_file={tmp_path / 'rows.jsonl'}",
+        "rollout.batch_groups=16",
+        "eval.questions=0",
+        "trainer.dtype=float32",
+        "trainer.lora.rank=8",
+        "trainer.optimizer.lr=1e-2",
+        "run.max_steps=60",
+    ]
+    with start(tmp_path / "trained", *trained, experiment="warmup") as launcher:
+        assert finish(launcher, tmp_path / "trained")[0] == 0, evidence(tmp_path / "trained")
+    run_dir = tmp_path / "run"
+    adapter = f"evaluate.adapter={tmp_path / 'trained' / 'hf'}"
+    with start(run_dir, *EVALUATE, "engine.count=1", "rollout.max_new_tokens=3", adapter) as launcher:
+        assert finish(launcher, run_dir)[0] == 0, evidence(run_dir)
+    assert {one["greedy"]["answer"] for one in answers(run_dir)} == {"777"}
+    assert json.loads((run_dir / "addresses.json").read_text())["model"] == str(run_dir / "merged-model")
+    nothing_is_left(run_dir)

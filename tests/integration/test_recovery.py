@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -15,10 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.network.addresses import TRAINING
 from tests.integration.books import check_books, check_replay
 from tests.integration.running import (
     RUN,
-    STEPS,
     finish,
     lines,
     output,
@@ -174,6 +173,7 @@ def test_rollout_process_that_dies_of_an_error_of_the_user_ends_the_run(tmp_path
 
 
 LAYOUTS = [
+    ["trainer.data_parallel=2", "trainer.lora.rank=4", "weights.lora=versions"],
     ["trainer.tensor_parallel=2", "weights.transport=distributed"],
     ["trainer.pipeline_parallel=2", "weights.transport=disk"],
     ["trainer.pipeline_parallel=2", "weights.overlap=true", "weights.transport=distributed", "trainer.batch_parts=2"],
@@ -194,21 +194,40 @@ def test_trainers_of_any_layout_and_transport_recover(layout: list[str], tmp_pat
     check_replay(run_dir, tmp_path, *layout)
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("trial", range(int(os.environ.get("ASYNCRL_TRIALS", "20"))))
-def test_trainers_recover_from_a_death_at_any_moment(trial: int, tmp_path: Path) -> None:
-    """Before the first checkpoint, too. A stopped rank is killed when it makes no progress."""
-    choice, run_dir, layout = random.Random(trial), tmp_path / "run", ["trainer.data_parallel=2"]
-    with start(run_dir, *RECOVERS, *layout, "cluster.stall_timeout=10") as run:
-        wait_for_step(run, run_dir, choice.randrange(1, STEPS - 1))
-        subprocess.run(["sleep", str(choice.random() / 2)], check=True)
-        victim = processes_of(run, run_dir).get(choice.choice(["trainer-0", "trainer-1"]))
-        if victim:
-            os.kill(victim, choice.choice([signal.SIGKILL, signal.SIGSTOP]))
+def kill_when(whose_turn: Callable[[], bool], run: subprocess.Popen[str], run_dir: Path) -> None:
+    """Kill a trainer while this is so."""
+    victim, dead = processes_of(run, run_dir)["trainer-0"], False
+    while not dead:
+        while not whose_turn():
+            assert run.poll() is None, output(run_dir)
+        os.kill(victim, signal.SIGSTOP)
+        dead = whose_turn()
+        os.kill(victim, signal.SIGKILL if dead else signal.SIGCONT)
+
+
+@pytest.mark.nightly
+def test_trainers_that_take_turns_with_engines_recover_in_either_turn(tmp_path: Path) -> None:
+    """The engine has released its memory, or generates; in the trainers' turn it dies as well."""
+    run_dir, turn = tmp_path / "run", tmp_path / "run" / TRAINING
+    shape = ["rollout.max_staleness=1", "rollout.lead=null"]
+    turns = ["cluster.placement=colocated", "weights.pause_mode=retract", "weights.staging=stream"]
+    with start(run_dir, *RECOVERS, *shape, *turns) as run:
+        wait_for_step(run, run_dir, EVERY + 1)
+        kill_when(lambda: not turn.exists(), run, run_dir)
+        wait_until(lambda: len(told(run_dir)) == 1, run, run_dir, "the trainers went on")
+        engine = processes_of(run, run_dir)["engine-0"]
+        kill_when(turn.exists, run, run_dir)
+        wait_until(lambda: len(told(run_dir)) == 2, run, run_dir, "the trainers went on again")
+        same = processes_of(run, run_dir)["engine-0"] == engine
+        kill_when(turn.exists, run, run_dir)
+        os.killpg(engine, signal.SIGKILL)
+        wait_until(lambda: len(told(run_dir)) == 3, run, run_dir, "the trainers and the engine went on")
         code, text = finish(run, run_dir)
     assert code == 0, text
+    assert same
+    assert "engine-0 died" in text
     check_books(run_dir)
-    check_replay(run_dir, tmp_path, *layout)
+    check_replay(run_dir, tmp_path, *shape)
 
 
 LOSS = """

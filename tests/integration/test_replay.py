@@ -265,21 +265,6 @@ def test_replay_of_a_language_model_in_bfloat16_repeats_its_run(tmp_path: Path) 
     assert weights(later) == weights(live)
 
 
-def test_engines_alone_fill_a_recording_that_trainers_then_train(tmp_path: Path) -> None:
-    """Engines keep their weights while versions are published; the trained staleness is that of the labels."""
-    alone = tmp_path / "alone"
-    steps = run(alone, *SMALL, "mode=rollout_only", "record=true")
-    assert [step["version"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert "loss" not in steps[0]
-    assert max(step["staleness/max"] for step in steps) <= 2
-    assert {log.stem for log in (alone / "logs").iterdir()} == {"engine-0", "router", "rollout", "collect"}
-    nothing_is_left(alone)
-    replayed = replay(tmp_path / "trained", alone)
-    assert [step["reward/mean"] for step in replayed] == [step["reward/mean"] for step in steps]
-    assert replayed[0]["logprob_gap/max"] < 1e-4  # the weights that wrote it
-    assert replayed[-1]["logprob_gap/max"] > 1e-3
-
-
 @pytest.mark.campaign
 def test_run_is_compared_with_a_recorded_one_token_for_token(tmp_path: Path) -> None:
     """An engine is deterministic if it has one request at a time."""

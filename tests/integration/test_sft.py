@@ -110,6 +110,7 @@ def test_loss_and_gradients_are_those_of_transformers(folder: Path, outcome: Any
     figures, found = outcome(layout)
     assert figures["loss"] == pytest.approx(loss, abs=CLOSE)
     assert figures["tokens/trained"] == count
+    assert not [name for name in figures if name.startswith("logprob_gap/")]  # it would be the loss itself
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(
@@ -145,7 +146,7 @@ def settings(folder: Path) -> list[str]:
 
 def steps(run_dir: Path) -> list[dict[str, Any]]:
     """Return what must be equal in two runs, which excludes times."""
-    kept = ("step", "loss", "grad_norm", "lr", "tokens/trained", "sft/epoch", "sft/held_out")
+    kept = ("step", "loss", "grad_norm", "lr", "tokens/trained", "sft/epoch", "sft/held_out", "sft/held_out/before")
     return [{name: line[name] for name in kept if name in line} for line in lines(run_dir / "metrics.jsonl")]
 
 
@@ -169,6 +170,9 @@ def test_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert [line["step"] for line in whole] == list(range(1, STEPS + 1))
     assert [line["sft/epoch"] for line in whole] == [pytest.approx(BATCH * step / 18) for step in range(1, STEPS + 1)]
     assert [line["step"] for line in whole if "sft/held_out" in line] == [4, 8, 12]
+    assert [line["step"] for line in whole if "sft/held_out/before" in line] == [1]
+    assert whole[-1]["sft/held_out"] < whole[0]["sft/held_out/before"]
+    assert not [name for line in lines(tmp_path / "whole" / "metrics.jsonl") for name in line if "gap" in name]
     assert whole[-1]["loss"] < 0.8 * whole[0]["loss"]
     assert steps(tmp_path / "killed") == whole
     after, before = trained(tmp_path / "killed"), trained(tmp_path / "whole")

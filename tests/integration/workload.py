@@ -32,6 +32,10 @@ class Workload:
     late: dict[int, float] = field(default_factory=dict)  # by version: seconds before its batch is asked for
     slow: dict[int, float] = field(default_factory=dict)  # by version: share of its batch that is read at first
 
+    loaded: str = ""
+    """File in which the stub engines write down the weights that they load from the disk (scripts/stub_engine.py), of
+    trainers that are the run's own; empty: the trainer is a stub, too."""
+
     @classmethod
     def read(cls) -> Workload:
         """Read the workload from the environment."""

@@ -21,7 +21,7 @@ from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.network.addresses import READY, TRAINING
 from asyncrl.weights.choice import choose
 from asyncrl.weights.publish import build_transport
-from tests.fakes import JOB, addresses, tiny_config
+from tests.fakes import ALONE, JOB, addresses, tiny_config
 from tests.launch.checks.worlds import ENGINE, ROUTER
 
 COLOCATED = {
@@ -58,8 +58,8 @@ def test_what_cannot_take_turns_is_refused_by_name(field: str, value: Any, remed
 
 
 def test_only_training_takes_turns() -> None:
-    with pytest.raises(ConfigError, match=r"mode=rollout_only has no GPUs to share"):
-        colocated(mode="rollout_only", record=True)
+    with pytest.raises(ConfigError, match=r"mode=alone has no GPUs to share"):
+        colocated(**ALONE)
 
 
 SHARED = {"cluster.placement": "shared"}
@@ -79,8 +79,8 @@ SHARED = {"cluster.placement": "shared"}
 def test_what_cannot_share_gpus_is_refused_by_name(field: str, value: Any, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         tiny_config(**SHARED, **{"metrics.timeline": True, field: value})
-    with pytest.raises(ConfigError, match="mode=rollout_only has no GPUs to share"):
-        tiny_config(**SHARED, mode="rollout_only", record=True)
+    with pytest.raises(ConfigError, match="mode=alone has no GPUs to share"):
+        tiny_config(**SHARED, **ALONE)
 
 
 def test_engines_that_share_gpus_and_memory_need_no_turns() -> None:

@@ -62,6 +62,17 @@ def test_short_help_shows_what_people_set_first() -> None:
     assert set(re.findall(r"\n  ([\w.]+)  \(", section)) == {n for n in help.field_names() if ".images." in n}
 
 
+def test_help_about_a_word_shows_the_fields_that_have_it_or_says_that_none_has() -> None:
+    assert "checkpoint.every  (" in help.render(CONF, "every")
+    assert help.render(CONF, "wandbb") == "No field has 'wandbb' in its name or meaning: see --help all."
+
+
+def test_help_names_no_type_of_python() -> None:
+    kinds = {field.name: field.kind for section in help.sections() for field in section.fields}
+    assert {name: kind for name, kind in kinds.items() if re.search(r"[\[\]]|\b[A-Z][a-z]+[A-Z]|float$", kind)} == {}
+    assert kinds["trainer.lora.targets"] == "all or list of texts"
+
+
 @pytest.mark.parametrize("flag", ["--help", "-h"])
 def test_help_ends_well(flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["asyncrl-train", flag])
@@ -90,6 +101,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         ("experiment=tinny", "experiment=tiny?"),
         ("task=squars", "task=squares?"),
         ("rollout.stp=1", "rollout.stop?"),
+        ("trainer.lr=1e-5", "trainer.optimizer.lr?"),
     ],
 )
 def test_misspelt_option_or_field_is_answered_with_the_nearest(word: str, near: str, tmp_path: Path) -> None:
@@ -101,6 +113,8 @@ def test_misspelt_option_or_field_is_answered_with_the_nearest(word: str, near: 
     [
         ("rollout.max_stalenes=1", "rollout.max_staleness"),
         ("engine.speculative=ngram", "engine.speculative'. It was removed: speculative decoding is set by"),
+        ("actor_rollout_ref.actor.clip_ratio=0.2", "docs/coming_from.md says what settings of verl"),
+        ("rollout.nothing_like_it=1", "asyncrl-train --help all lists every field"),
         ("rollout.lead=9", "rollout.lead: got 9. Must not exceed rollout.max_staleness (2)"),
         ("model.path=/no/such/folder", "model.path: got '/no/such/folder'"),
         ("experiment=nothing", "nothing"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement, Seat, imagined, nodes_wanted, place, place_engines
-from tests.fakes import JOB, tiny_config, with_scorer
+from tests.fakes import ALONE, JOB, tiny_config, with_scorer
 
 
 def placed(nodes: int, gpus: int, **changes: Any) -> Placement:
@@ -81,7 +81,7 @@ def test_without_gpus_trainers_get_the_first_half_and_engines_take_turns() -> No
 
 
 def test_modes_without_trainers_or_engines_leave_their_places_out() -> None:
-    generating = placed(1, 2, **{"mode": "rollout_only", "record": True, "engine.count": 2})
+    generating = placed(1, 2, **{**ALONE, "engine.count": 2})
     assert (generating.trainers, len(generating.engines)) == ([], 2)
     replayed = placed(1, 2, **{"mode": "replay", "replay.from": "x", "trainer.data_parallel": 2})
     assert (len(replayed.trainers), replayed.engines) == (2, [])

@@ -308,6 +308,37 @@ def test_death_of_all_trainers_is_no_end_of_the_run(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.glob("seen-*")} == {"seen-trainer-0", "seen-trainer-1"}
 
 
+def test_rank_that_has_ended_well_starts_again_with_one_that_dies_at_its_end(tmp_path: Path) -> None:
+    """Otherwise the other would wait for it in vain."""
+    (tmp_path / READY).touch()
+    (tmp_path / "logs").mkdir()
+    lives = """
+import os, pathlib, sys, time
+folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+life = f"{name}-{os.environ['ASYNCRL_INCARNATION']}"
+(folder / f"seen-{life}").touch()
+if life == "trainer-1-":
+    while not (folder / "ended").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+deadline = time.monotonic() + 20
+while life == "trainer-1-restart-1" and not (folder / "seen-trainer-0-restart-1").exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+"""
+    ranks = [replace(rank, argv=[sys.executable, "-c", lives, str(tmp_path), rank.name], restarts=1) for rank in RANKS]
+    supervisor = Supervisor(ranks, tmp_path, "run0", 5.0, RestartPolicy(tmp_path))
+
+    def note_the_end() -> None:
+        if supervisor._children["trainer-0"].poll() == 0:
+            (tmp_path / "ended").touch()
+
+    supervisor.run(note_the_end)
+    assert sorted(file.name for file in tmp_path.glob("seen-*")) == [
+        f"seen-trainer-{rank}-{life}" for rank in range(2) for life in ("", "restart-1")
+    ]
+
+
 ROLLOUT = ProcessSpec("rollout", [], {}, restarts=9, recovers=True)
 
 

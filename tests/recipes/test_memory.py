@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.table import build_table
 from asyncrl.schema import Completion, Group, Trajectory
 from asyncrl_recipes.memory.agent import Memory
@@ -59,7 +60,7 @@ def test_all_samples_are_trained_with_what_the_episode_came_to() -> None:
     trajectories = [run(written(4, 10), written(3, 10), written(n, 10))[0] for n in (5, 9)]
     table = build_table([Group("g", 0, PROMPT.token_ids, trajectories, "t")], 0)
     assert table.num_samples == 4
-    for name in ("rloo", "turn_discounted", "turn_loo"):
+    for name in {"rloo", "turn_discounted", "turn_loo"} & {*ADVANTAGES}:
         found = advantage(name)(table) * 8
         assert found.tolist() == [9 - 13.0] * 6 + [13 - 9.0] * 6
 

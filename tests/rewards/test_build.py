@@ -138,7 +138,9 @@ def test_what_is_wrong_is_named_with_its_field(
     [
         ("import sys; sys.exit('no licence')", "The import of {module} raised SystemExit: no licence"),
         ("1 / 0", "The import of {module} raised ZeroDivisionError: division by zero"),
-        ("import no_such_module_at_all", "Must be an import path"),
+        ("import no_such_module_at_all", "The import of {module} raised ModuleNotFoundError: No module named 'no_such"),
+        ("import os; os.no_such_name", "The import of {module} raised AttributeError"),
+        ("other = 1", "Must be an import path, module:name. {module} has no reward."),
         ("def reward(", "The import of {module} raised SyntaxError"),
         ("class reward:\n  def __init__(self): raise KeyError('x')", "Creating it with {{}} raised KeyError: 'x'"),
         ("class reward:\n  def __init__(self): raise SystemExit(3)", "Creating it with {{}} raised SystemExit: 3"),
@@ -154,6 +156,12 @@ def test_module_that_raises_or_exits_is_refused_in_words(
         build(f"{module}:reward")
     assert caught.value.field == "reward.use"
     assert told.format(module=module) in caught.value.remedy
+
+
+def test_module_that_is_not_found_is_told_with_the_places_that_were_searched() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build("no_such_module_at_all:reward")
+    assert f"'no_such_module_at_all': it must lie in {Path.cwd()}, from which the run starts" in caught.value.remedy
 
 
 @pytest.mark.parametrize("name", sorted(registered()))

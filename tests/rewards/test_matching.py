@@ -122,10 +122,15 @@ def test_format_is_a_regular_expression_that_crosses_lines() -> None:
     assert not build("format", {"pattern": "a"}).inline
 
 
+def test_reference_of_null_fails_the_episode_and_is_not_compared_as_the_word_none() -> None:
+    with pytest.raises(EpisodeFailed, match=r"has null in the field 'answer'"):
+        scored("exact", "None", None)
+
+
 def test_reference_is_the_field_that_the_params_name() -> None:
     row = {"answer": "no", "target": "yes"}
     assert build("exact", {"answer_key": "target"})(answer("yes", **row)) == 1
-    with pytest.raises(EpisodeFailed, match=r"no field 'gold', only \['answer', 'target'\]") as caught:
+    with pytest.raises(EpisodeFailed, match=r"has no field 'gold'; its fields are \['answer', 'target'\]") as caught:
         build("exact", {"answer_key": "gold"})(answer("yes", **row))
     assert caught.value.reason == "reward_error"
 

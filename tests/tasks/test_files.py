@@ -55,6 +55,18 @@ def test_json_file_may_hold_one_array(tmp_path: Path) -> None:
     assert asked(task(tmp_path / "rows.json")) == ["1 + 1?", "2 + 2?"]
 
 
+def test_answer_key_reaches_into_an_object_as_in_the_files_of_verl(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "1 + 1?"}], "reward_model": {"style": "rule", "ground_truth": "2"}}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    key = "task.answer_key=reward_model.ground_truth"
+    file = f"task.train_file={tmp_path / 'rows.parquet'}"
+    config = load(compose_values("experiment=tiny", "task=file", file, "task.reward=exact", key))
+    made: Any = build(config.task)
+    assert made.question(0)["reward_model.ground_truth"] == "2"
+    with pytest.raises(ConfigError, match="has only the fields"):
+        build(load(compose_values("experiment=tiny", "task=file", file, "task.reward=exact", f"{key}s")).task)
+
+
 def test_parquet_is_read_with_lists_of_messages(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
     table = pyarrow.Table.from_pylist([{**GOOD, "question": messages}])
@@ -70,7 +82,10 @@ def line(value: Any) -> bytes:
     ("content", "told"),
     [
         (line(GOOD) + b'{"question": "\xff"}\n', "rows.jsonl, line 2'. Not UTF-8"),
-        (line(GOOD) + b"\n{'question': 1}\n", "rows.jsonl, line 3'. Not JSON"),
+        (
+            line(GOOD) + b"\n{'question': 1}\n",
+            "rows.jsonl, line 3'. Not JSON: Expecting property name enclosed in double quotes, at column 2.",
+        ),
         (b"1\n", "line 1'. Every row must be an object with the task's fields, not int"),
         (b"null\n", "must be an object with the task's fields, not NoneType"),
         (line([GOOD, GOOD]), "must be an object with the task's fields, not list"),
@@ -87,7 +102,10 @@ def line(value: Any) -> bytes:
         ),
         (b"", "The file has no rows"),
         (b"\n \n", "The file has no rows"),
-        (line({"question": "1"}), "Row 0 of task.train_file has only the fields ['question']"),
+        (
+            line({"question": "1"}),
+            "Row 0 of task.train_file has only the fields ['question']; rows are counted from 0.",
+        ),
         (line(GOOD) + line({**GOOD, "question": 7}), "Row 1 of task.train_file has 7: it must be a text, or a list"),
         (line({**GOOD, "question": None}), "Row 0 of task.train_file has None: it must be a text, or a list"),
         (line({**GOOD, "question": []}), "Row 0 of task.train_file has []: it must be a text, or a list"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.network.addresses import OUT_OF_MEMORY
-from asyncrl.trainer.recovery import UNSENT, CatchingUp, Recovery, Start, adapted
+from asyncrl.trainer.recovery import UNSENT, CatchingUp, Recovery, Start, _recovery, adapted
 from asyncrl.weights.publisher import Staged, StagedPublisher
 from tests.fakes import tiny_config
 
@@ -46,6 +46,20 @@ def test_nothing_is_published_before_the_version_that_the_engines_serve() -> Non
     assert figures == [UNSENT, UNSENT, {"pause": 1.0}, {"pause": 1.0}]
     (line,) = told
     assert "2 steps since version 3 were trained again; the weights were not compared" in line
+
+
+def test_engines_that_have_released_their_memory_are_not_asked_for_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_DIED_AT", "1")
+    turns = {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"}
+    source: Any = SimpleNamespace(status=lambda: {"version": 5, "held": 0.0})
+    fleet: Any = SimpleNamespace(inherit=lambda: None)
+    found = []
+    for changes in ({}, turns):
+        rank: Any = SimpleNamespace(run_dir=tmp_path, config=tiny_config(**changes))
+        found.append(_recovery(rank, source, fleet))
+    assert [(one.served, one.updating) for one in found] == [(5, False), (5, True)]
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -30,7 +30,7 @@ from asyncrl.parallel import Parallel
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.weights import adapters
-from asyncrl.weights.adapters import AdapterFolder, AdapterPublisher, SharedAdapter, build_adapters
+from asyncrl.weights.adapters import AdapterFolder, AdapterPublisher, LeftAdapter, SharedAdapter, build_adapters
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import PeftFolder
 from asyncrl.weights.peft_config import user_config
@@ -89,6 +89,10 @@ class Servers:
     def __init__(self, count: int) -> None:
         self.engines = {f"http://engine-{number}": AdapterServer() for number in range(count)}
         self.routed = list(self.engines)
+        self.start_trainers()
+
+    def start_trainers(self) -> None:
+        """Replace the fleet by that of trainers that have just started."""
         self.fleet = Fleet(list(self.engines), Access(""), 5.0, router=self, on_lost=lambda *_: None)
         self.fleet._http = httpx.Client(transport=httpx.MockTransport(self._answer))
 
@@ -305,6 +309,45 @@ def test_version_0_is_the_base_and_needs_no_adapter() -> None:
         assert made.publish(1)["verify"] > 0  # still the first that can be verified
 
 
+def test_trainers_that_start_again_unload_what_those_that_died_left_and_load_again_what_was_never_announced() -> None:
+    """Those died after one engine had loaded version 4, and only the other had unloaded version 1."""
+    in_use = [2]
+    with served() as servers:
+        first, second = servers.engines.values()
+        made = publisher(servers, lambda version: InUse([*range(1, version)], {}))
+        for version in (1, 2, 3):
+            made.publish(version)
+        del second.held["run0-v1"]
+        first.held["run0-v4"] = True
+        first.calls.clear()
+        servers.fleet.close()
+        servers.start_trainers()
+        made = publisher(servers, lambda version: InUse(in_use, {}))
+        figures = [made.publish(3), made.publish(4)]
+        assert set(first.held) == set(second.held) == {"run0-v2", "run0-v4"}
+        servers.restart("http://engine-1", "restart-1")
+        figures.append(made.publish(4))
+        assert set(servers.engines["http://engine-1"].held) == {"run0-v4"}  # version 2 was in engines alone
+        in_use.clear()
+        figures.append(made.publish(5))
+        assert set(first.held) == {"run0-v5"}
+    assert [one["engines"] for one in figures] == [2, 2, 2, 2]
+    load, unload = "/load_lora_adapter_from_tensors run0-v", "/unload_lora_adapter run0-v"
+    assert first.calls[:5] == [
+        *(f"{unload}4", "/update_weight_version 3", f"{unload}1", f"{load}4", "/update_weight_version 4"),
+    ]
+
+
+def test_what_trainers_that_died_left_in_folders_is_for_engines_that_join_too(tmp_path: Path) -> None:
+    left = LeftAdapter("run0-v1", tmp_path)
+    assert not left.loadable
+    AdapterFolder("run0-v1", {"r": 2}, dict(tensors()), tmp_path)
+    assert left.loadable
+    assert left.load(verify=True)[1]["lora_path"] == str(tmp_path / "run0-v1")
+    left.drop()
+    assert list(tmp_path.iterdir()) == []
+
+
 class BasePublisher:
     """Publishes the base alone, with the calls that matter here (weights/publish.py)."""
 
@@ -372,8 +415,8 @@ def test_a_folder_holds_what_was_trained_until_it_is_dropped(tmp_path: Path) -> 
 
 
 class Residency(RuleBasedStateMachine):
-    """Any order of admissions, turns, ends, rejections, publishes, restarts of engines and resumes, with one adapter or
-    two, and with roles that past versions play."""
+    """Any order of admissions, turns, ends, rejections, publishes, restarts of engines, deaths of trainers and resumes,
+    with one adapter or two, and with roles that past versions play."""
 
     @initialize(
         staleness=st.integers(0, 3),
@@ -403,6 +446,7 @@ class Residency(RuleBasedStateMachine):
         self.playing: dict[Ticket, int | None] = {}
         self.evaluated: int | None = None
         self.evaluated_before = False
+        self.left, self.without = set[str](), set[str]()  # what is in engines alone, and the engines without it
         self.saved: list[int] = []
         self._begin()
 
@@ -410,6 +454,11 @@ class Residency(RuleBasedStateMachine):
         self.starts += 1
         self.run = f"run{self.starts}"
         self.use = AdapterUse(self._past_versions)
+        self.left.clear()
+        self.without.clear()
+        self._start_trainers()
+
+    def _start_trainers(self) -> None:
         past = PastAdapters(Path(self.folder.name), None, self._past_versions, lambda: self.saved, lambda _: {})
         told: dict[str, Any] = {"run": self.run, "adapters": self.names, "past": past if self.past else None}
         self.publisher = publisher(self.servers, self._announce, **told, verify=False)
@@ -482,6 +531,20 @@ class Residency(RuleBasedStateMachine):
     def restart_engine(self, data: st.DataObject) -> None:
         url = data.draw(st.sampled_from(sorted(self.servers.engines)))
         self.servers.restart(url, f"restart-{data.draw(st.integers(0, 1 << 30))}")
+        self.without.add(url)
+
+    @rule(data=st.data())
+    def trainers_die(self, data: st.DataObject) -> None:
+        """They had begun to load the next version, and start again with this one."""
+        version, names = self.buffer.version, sorted(self._named([self.buffer.version + 1]))
+        for engine in self.servers.engines.values():
+            engine.held |= dict.fromkeys(data.draw(st.lists(st.sampled_from(names))), True)
+        self.left = {name for engine in self.servers.engines.values() for name in engine.held} - self._named([version])
+        self.without |= {url for url, engine in self.servers.engines.items() if not engine.label.isdigit()}
+        self.servers.fleet.close()
+        self.servers.start_trainers()
+        self._start_trainers()
+        self.publisher.publish(version)
 
     @rule()
     def publish_again(self) -> None:
@@ -517,7 +580,8 @@ class Residency(RuleBasedStateMachine):
                 drawn |= set() if self.evaluated is None else {self.past.drawn(self.evaluated)[-1]}
                 needed |= self._named(drawn) & {f"{self.run}-v{version}" for version in drawn}
             for url in self.servers.routed:
-                assert needed <= self.servers.engines[url].held.keys()
+                missing = needed - self.servers.engines[url].held.keys()
+                assert not missing or (url in self.without and missing <= self.left)
                 assert not self.servers.engines[url].paused
 
     def _named(self, versions: Iterable[int]) -> set[str]:

@@ -96,7 +96,7 @@ def _delta(adapters: PeftFolder, weight: str, shape: Sequence[int]) -> Tensor:
 
 def holds_adapters(source: Path) -> bool:
     """Return whether a checkpoint holds adapters in place of all weights."""
-    return any(ADAPTER.fullmatch(key) for key in CheckpointReader(_chunks(source)).model_keys)
+    return any(ADAPTER.fullmatch(key) for key in CheckpointReader(chunks(source)).model_keys)
 
 
 def to_peft(source: Path, out: Path, *, model: Path | None) -> None:
@@ -105,7 +105,7 @@ def to_peft(source: Path, out: Path, *, model: Path | None) -> None:
 
     Raises RecordError or WeightsError for a checkpoint that does not fit.
     """
-    folder = _chunks(source)
+    folder = chunks(source)
     written = folder / COMPANIONS
     if given := (written / CONFIG).is_file():
         base = model or written
@@ -121,7 +121,7 @@ def to_peft(source: Path, out: Path, *, model: Path | None) -> None:
 def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | None, limit: int) -> None:
     """Write the HF folder of a run's base model with the adapters of a checkpoint in its weights. Raises WeightsError
     if the base is not the one that the run had."""
-    base, lora, digest = _of_run(_chunks(source), model)
+    base, lora, digest = _of_run(chunks(source), model)
     if lora.base != "none":
         raise WeightsError(
             f"{source} was trained on a base in {lora.base}: use to-peft, and merge it into weights of your choice, or "
@@ -133,7 +133,7 @@ def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | N
                 f"the adapters of {source} belong to a base with the hash {digest}, but {base} has {found}: give that "
                 "base with --model"
             )
-    if len(names := _names(_chunks(source))) > 1:
+    if len(names := _names(chunks(source))) > 1:
         raise WeightsError(
             f"{source} has the adapters {', '.join(names)}: use to-peft, and merge the one that you want"
         )
@@ -169,9 +169,17 @@ def from_peft(source: Path, out: Path, *, model: Path, limit: int) -> None:
         writer.finish()
 
 
-def _chunks(source: Path) -> Path:
+def chunks(source: Path) -> Path:
     """Return the folder of a network, given that or the checkpoint of a run."""
     return source / "policy" if (source / manifest.NAME).is_file() else source
+
+
+def model_of_run(source: Path) -> Path | None:
+    """Return the model folder of the run whose checkpoint, or network of one, this is; None for other folders."""
+    folder = chunks(source).parent
+    if not (folder / manifest.NAME).is_file():
+        return None
+    return catalog.resolve(manifest.read(folder).config["model"]["path"], "--model")
 
 
 def _of_run(folder: Path, model: Path | None) -> tuple[Path, LoraConfig, str | None]:

@@ -6,6 +6,7 @@ examples:
     asyncrl-convert to-hf checkpoints/iter_0000100 exported --model Qwen3-0.6B
     asyncrl-convert merge Qwen3-0.6B adapter merged
     asyncrl-convert dequantize DeepSeek-V3.1 deepseek-bf16
+    asyncrl-convert to-hf RUN/checkpoints/00000040 exported
     asyncrl-convert to-peft RUN/checkpoints/00000040 adapter
     asyncrl-convert from-slime debug/data_*.pt RUN
     asyncrl-convert export RUN rollouts.parquet
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from asyncrl.errors import AsyncRLError, ConfigError, visible
@@ -48,8 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "to-megatron":
                 bridge.to_megatron(arguments.source, arguments.out, dtype=dtype, limit=limit)
             case "to-hf":
-                convert = adapters.to_hf if adapters.holds_adapters(arguments.source) else bridge.to_hf
-                convert(arguments.source, arguments.out, model=arguments.model, dtype=dtype, limit=limit)
+                source, model = arguments.source, arguments.model
+                convert: Callable[..., None] = adapters.to_hf
+                if not adapters.holds_adapters(source):
+                    convert, model = bridge.to_hf, model or adapters.model_of_run(source)
+                    source = adapters.chunks(source)
+                convert(source, arguments.out, model=model, dtype=dtype, limit=limit)
             case "dequantize":
                 bridge.dequantize(arguments.source, arguments.out, limit=limit)
             case "merge":
@@ -91,9 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     into = commands.add_parser("to-megatron", help="write a checkpoint that Megatron loads under any layout")
     into.add_argument("source", type=Path, metavar="HF_FOLDER", help="config, tokenizer and safetensors files")
     out = commands.add_parser("to-hf", help="write a folder that transformers and SGLang load")
-    out.add_argument("source", type=Path, metavar="MEGATRON_FOLDER", help="one iteration's torch_dist checkpoint")
+    out.add_argument("source", type=Path, metavar="CHECKPOINT", help="of a run, or a torch_dist folder of Megatron")
     out.add_argument(
-        "--model", type=Path, metavar="HF_FOLDER", help="config and tokenizer (default: MEGATRON_FOLDER/hf)"
+        "--model", type=Path, metavar="HF_FOLDER", help="config and tokenizer (default: the run's, or CHECKPOINT/hf)"
     )
     merge = commands.add_parser("merge", help="write a model with a PEFT adapter in its weights")
     merge.add_argument("source", type=Path, metavar="HF_FOLDER", help="the model that the adapter was trained on")

@@ -13,7 +13,6 @@ from asyncrl.errors import ConfigError
 from asyncrl.settings import NonNegative, Positive, Section, Share
 
 if TYPE_CHECKING:
-    from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.prepare import Preparation
 
 
@@ -74,20 +73,11 @@ class DistillHooks(extension.LaunchHooks):
             remedy = "Teachers score text only: unset it, or choose a text model."
             yield ConfigError("teacher.model", teacher.model, remedy)
 
-    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Report a teacher that cannot score the policy."""
-        from asyncrl.extensions.distill.tokens import FIELD, check
-        from asyncrl.launch.checks.findings import refused
-
-        return iter(refused(lambda: check(prepared), FIELD))
-
-    def notes(self, prepared: Preparation) -> list[str]:
-        """Refuse such a teacher, if the preflight has not done so."""
+    def refuse(self, prepared: Preparation) -> None:
+        """Refuse a teacher that cannot score the policy."""
         from asyncrl.extensions.distill.tokens import check
 
-        if not prepared.config.cluster.preflight:
-            check(prepared)
-        return []
+        check(prepared)
 
 
 class Distill(extension.Extension):

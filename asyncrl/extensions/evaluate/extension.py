@@ -53,21 +53,31 @@ def asked(config: Config) -> dict[str, Any]:
     return {**same, "eval": evaluation, "sets": sets, "rollout": answers, "run": {"seed": every["run"]["seed"]}}
 
 
+def goes_on(prepared: Preparation) -> bool:
+    """Return whether the run goes on from the answers of an earlier one."""
+    config = prepared.config
+    return config.mode == MODE and config.resume is not None and (prepared.run_dir / ANSWERS).exists()
+
+
 class EvaluateLaunch(extension.LaunchHooks):
     """The adapter, the answers of a resumed run, and where to look."""
 
-    def notes(self, prepared: Preparation) -> list[str]:
+    def refuse(self, prepared: Preparation) -> None:
         """Refuse to go on with answers that were given under other settings."""
         config, file = prepared.config, prepared.run_dir / ANSWERS
-        if config.mode != MODE or config.resume is None or not file.exists():
-            return []
-        first, _, others = file.read_text().partition("\n")
-        then, now = json.loads(first)["settings"], asked(config)
+        if not goes_on(prepared):
+            return
+        then, now = json.loads(file.read_text().partition("\n")[0])["settings"], asked(config)
         for name in then.keys() | now.keys():
             if then.get(name) != now.get(name):
                 remedy = f"The answers in {file} were given with {then.get(name)}: set that, or another run.dir."
                 raise ConfigError(name, now.get(name), remedy)
-        count = others.count("\n")
+
+    def notes(self, prepared: Preparation) -> list[str]:
+        """Return the number of answers that there are."""
+        if not goes_on(prepared):
+            return []
+        count = (prepared.run_dir / ANSWERS).read_text().count("\n") - 1  # the first line has the settings
         return [f"{count} questions are answered already"]
 
     def begins(self, prepared: Preparation) -> None:
@@ -107,7 +117,7 @@ class Evaluate(extension.Extension):
     """Evaluation alone."""
 
     Settings = EvaluateSettings
-    modes = {MODE: extension.OfferedMode("asyncrl.extensions.evaluate.program")}  # noqa: RUF012
+    modes = {MODE: extension.OfferedMode(program="asyncrl.extensions.evaluate.program", continues=True)}  # noqa: RUF012
     trains = False
 
     def check(self, config: Config) -> Iterator[ConfigError]:

@@ -27,10 +27,11 @@ class Sft(extension.Extension):
     """Supervised training."""
 
     Settings = SftSettings
-    modes = {MODE: extension.OfferedMode()}  # noqa: RUF012
+    modes = {MODE: extension.OfferedMode(trains=True)}  # noqa: RUF012
     metrics = {  # noqa: RUF012
         "sft/epoch": "number of times that every row has been trained",
         "sft/held_out": "mean loss of the tokens of the rows that are held out",
+        "sft/held_out/before": "the same before the first step, in the record of that step",
     }
     tasks = {KIND: "asyncrl.extensions.sft.rows:ChatRows"}  # noqa: RUF012
 
@@ -56,7 +57,12 @@ class Sft(extension.Extension):
             ("algo.entropy_bonus", algo.entropy_bonus, algo.entropy_bonus != 0, "It is no part of the loss: set 0."),
             ("algo.aggregation", algo.aggregation, algo.aggregation == "constant", "Set token or sequence."),
             ("algo.routing_replay", algo.routing_replay, algo.routing_replay != "none", "No engine routes: set none."),
-            ("eval.sets", sorted(config.eval.sets), bool(config.eval.sets), "No engine runs: use mode=evaluate."),
+            (
+                "eval.sets",
+                sorted(config.eval.sets),
+                bool(config.eval.sets),
+                "No engine runs: hold out rows with task.eval_file, and ask questions with mode=evaluate.",
+            ),
             (
                 "agents.roles",
                 sorted(config.agents.roles),

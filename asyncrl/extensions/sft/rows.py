@@ -11,13 +11,19 @@ of the assistant is trained, after exactly what the chat template puts before it
 
 What the template puts behind its generation prompt is trained up to the token that ends an answer, which a model must
 learn to write. Each part is tokenized by itself, as when a model continues a prompt. If a template changes earlier
-turns (Qwen3's removes their thinking), the context begins anew, as it would in a conversation.
+turns (Qwen3's removes their thinking), the context begins anew, as it would in a conversation. A template that marks
+what is generated (`{% generation %}`) is taken at its word instead.
+
+A row with the field `rendered` has context and trained text, alternately, as a model has seen and written them
+(recorded.py). No template is applied to it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +41,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSISTANT = "assistant"
+RENDERED = "rendered"
+"""Field of rows with texts in place of a conversation."""
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""What a template that marks the generated text has, by which transformers knows it, too."""
 
 
 class ChatRows(FileTask):
@@ -57,6 +67,9 @@ class ChatRows(FileTask):
     def _check(self, row: dict[str, Any], where: str) -> None:
         """Raise ConfigError for a row that is no conversation with an answer at its end."""
         config = self._config
+        if row.get(RENDERED) is not None:
+            _check_rendered(row[RENDERED], where)
+            return
         if config.prompt_key not in row:
             raise ConfigError("task.prompt_key", config.prompt_key, f"{where} has only the fields {sorted(row)}.")
         messages = self._conversation(row)
@@ -86,14 +99,28 @@ class ChatRows(FileTask):
         row = self._rows[index]
         return [*self._head, *map(_without_nothing, self._conversation(row))], list(row.get("tools") or [])
 
+    def rendered(self, index: int) -> list[str] | None:
+        """Return the texts of a row that has them in place of a conversation."""
+        return self._rows[index].get(RENDERED)
+
     def question(self, index: int) -> Question:
-        """Return what comes before the last answer."""
+        """Return what comes before the last answer. Raises ConfigError for a row without messages."""
+        if self.rendered(index):
+            raise ConfigError("task.kind", self._config.kind, f"Row {index} has no messages, but texts for mode=sft.")
         messages, tools = self.conversation(index)
         return {"messages": messages[:-1], "tools": tools, "answer": messages[-1].get("content")}
 
     def digest(self) -> bytes:
         """Return what changes with any row."""
         return msgspec.json.encode(self._rows)
+
+
+def _check_rendered(texts: Any, where: str) -> None:
+    """Raise ConfigError unless these are contexts and trained texts, alternately."""
+    good = isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)
+    if not good or not texts or len(texts) % 2:
+        remedy = f"{where} has {texts!r:.80}: it must be a list of context and trained text, alternately."
+        raise ConfigError("task.train_file", RENDERED, remedy)
 
 
 def _without_nothing(message: Message) -> Message:
@@ -108,12 +135,15 @@ class Trained:
         """`model` is its folder."""
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(model, config.model.chat_template)
         self._params = config.model.chat_template_kwargs
+        self._marked = bool(MARKS.search(str(self._tokenizer.chat_template)))
         ids = stop_tokens(model, self._tokenizer)
         self._ends = [str(text) for text in self._tokenizer.convert_ids_to_tokens(ids)]
 
     def turns(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> list[Turn]:
         """Return a turn for each message of the assistant: what comes before it, and its own tokens. The first begins
         the conversation. Raises ConfigError if the template does not render it, or changes its text."""
+        if self._marked:
+            return self._of_marks(messages, tools, where)
         found: list[Turn] = []
         before = ""
         for place, message in enumerate(messages):
@@ -122,14 +152,42 @@ class Trained:
             context, written = self._rendered(messages[: place + 1], tools, where)
             follows = bool(found) and context.startswith(before)
             observation = self._encode(context[len(before) :] if follows else context)
-            ids = self._encode(written)
-            if self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) != written:
-                remedy = f"{where}: the model's tokens do not spell {written!r:.80}: correct the row."
-                raise ConfigError("task.prompt_key", place, remedy)
-            completion = Completion(ids, [0.0] * len(ids), [VersionSpan(0, 0, len(ids))], "stop")
-            found.append(Turn(observation, completion, begins=not follows))
+            found.append(_turn(observation, self._spelled(written, place, where), begins=not follows))
             before = context + written
         return found
+
+    def of_rendered(self, texts: Sequence[str], where: str) -> list[Turn]:
+        """Return the turns of context and trained text, alternately. Raises ConfigError."""
+        pairs = enumerate(zip(texts[::2], texts[1::2], strict=True))
+        return [
+            _turn(self._encode(context), self._spelled(written, place, where), begins=not place)
+            for place, (context, written) in pairs
+        ]
+
+    def _of_marks(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> list[Turn]:
+        """Return the turns of a conversation whose template marks what is trained, by transformers' own mask."""
+        found = self._tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._params,
+        )
+        ids, mask = found["input_ids"], found["assistant_masks"]
+        spans = [[ids[place] for place in own] for _, own in groupby(range(len(ids)), key=mask.__getitem__)]
+        if not any(mask) or mask[0]:
+            remedy = f"{where}: the chat template marks nothing as generated, or all from the first token on."
+            raise ConfigError("model.chat_template", len(messages), remedy)
+        pairs = zip(spans[::2], spans[1::2], strict=False)  # what follows the last answer is no context of any
+        return [_turn(context, written, begins=not place) for place, (context, written) in enumerate(pairs)]
+
+    def _spelled(self, written: str, place: int, where: str) -> list[int]:
+        """Return the tokens of a trained text. Raises ConfigError if they do not spell it."""
+        ids = self._encode(written)
+        if self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) != written:
+            remedy = f"{where}: the model's tokens do not spell {written!r:.80}: correct the row."
+            raise ConfigError("task.prompt_key", place, remedy)
+        return ids
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> tuple[str, str]:
         """Return what the template puts before the last message's text, and this text up to what ends it."""
@@ -165,6 +223,11 @@ class Trained:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _turn(observation: list[int], ids: list[int], *, begins: bool) -> Turn:
+    completion = Completion(ids, [0.0] * len(ids), [VersionSpan(0, 0, len(ids))], "stop")
+    return Turn(observation, completion, begins=begins)
 
 
 def born(trajectory: Trajectory, version: int) -> Trajectory:

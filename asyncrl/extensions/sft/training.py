@@ -97,7 +97,10 @@ class Conversations:
 
     def _of_row(self, number: int) -> Group:
         where = f"Row {number}"
-        first, *others = self._trained.turns(*self._rows.conversation(number), where)
+        if texts := self._rows.rendered(number):
+            first, *others = self._trained.of_rendered(texts, where)
+        else:
+            first, *others = self._trained.turns(*self._rows.conversation(number), where)
         turns = [msgspec.structs.replace(first, observation=[], begins=False), *others]
         lengths = [0]
         for turn in (first, *others):
@@ -130,7 +133,7 @@ class SftBatches(BatchSource):
 class Supervised(TrainerHooks):
     """Supervised training on one rank."""
 
-    signal = True
+    signal, scored = True, False
 
     def __init__(self, settings: Any, policy: Policy) -> None:
         """Read the rows. `settings` are those of extension.py. Raises ConfigError."""
@@ -148,6 +151,7 @@ class Supervised(TrainerHooks):
         self._order = RowOrder(first, size, batch, seed, settings.epochs)
         self._state = State(hashlib.sha256(self._rows.digest()).hexdigest(), batch, seed)
         self._end = min(self._order.steps or config.run.max_steps, config.run.max_steps)
+        self._before: dict[str, float] = {}
         self._conversations = Conversations(config, policy, self._rows)
         self._conversations.read(self._held)
         if policy.parallel.is_first:  # which alone makes batches
@@ -161,9 +165,15 @@ class Supervised(TrainerHooks):
         """Return the negative log-likelihood of each token, in place of the losses."""
         return -logprobs
 
+    def before_update(self, batch: Batch) -> list[Group]:
+        """Measure the rows that are held out once, before the first step. Adds nothing."""
+        if batch.version == 0 and self._held and not self._before:
+            self._before = {f"{name}/before": value for name, value in self.held_out(0).items()}
+        return []
+
     def after_update(self, version: int) -> dict[str, float]:
         """Return the epoch, and the loss of the rows that are held out, if it is due."""
-        found = {"sft/epoch": self._order.epochs(version)}
+        found = {"sft/epoch": self._order.epochs(version), **(self._before if version == 1 else {})}
         due = version == self._end or (self._every and version % self._every == 0)
         return {**found, **(self.held_out(version) if due and self._held else {})}
 

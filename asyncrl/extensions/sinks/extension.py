@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -59,7 +60,7 @@ class SinkLaunch(extension.LaunchHooks):
     """What the launcher checks and says of the sinks."""
 
     def __init__(self, settings: SinkSettings) -> None:
-        self._names = settings.names
+        self._names, self._wandb = settings.names, settings.wandb
 
     def check_packages(self) -> None:
         """Refuse sinks whose package is not installed. Raises ConfigError."""
@@ -70,17 +71,23 @@ class SinkLaunch(extension.LaunchHooks):
                 remedy = f"The package {name} is not installed: pip install 'asyncrl[sinks]' or remove it."
                 raise ConfigError("sinks.names", name, remedy)
 
+    def refuse(self, prepared: Preparation) -> None:
+        """Refuse sinks whose package is not installed."""
+        self.check_packages()
+
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Report sinks whose package is not installed."""
-        from asyncrl.launch.checks.findings import refused
+        """Report wandb without a key."""
+        from asyncrl.launch.checks.findings import warning
 
-        return iter(refused(self.check_packages, "sinks.names"))
+        if "wandb" in self._names and not self.has_key():
+            remedy = "Export WANDB_API_KEY, or set +sinks.wandb.mode=offline; otherwise nothing is sent."
+            yield warning("sinks.names", "wandb finds no key on this machine", remedy)
 
-    def notes(self, prepared: Preparation) -> list[str]:
-        """Refuse such sinks, if the preflight has not done so."""
-        if not prepared.config.cluster.preflight:
-            self.check_packages()
-        return []
+    def has_key(self) -> bool:
+        """Return whether wandb finds a key on this machine, or needs none."""
+        local = {"offline", "disabled", "dryrun"} & {self._wandb.get("mode"), os.environ.get("WANDB_MODE")}
+        given = self._wandb.get("api_key") or os.environ.get("WANDB_API_KEY")
+        return bool(local or given or Path(os.environ.get("NETRC", "~/.netrc")).expanduser().exists())
 
     def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
         """Yield the commands that show the curves."""

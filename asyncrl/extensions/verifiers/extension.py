@@ -22,23 +22,17 @@ FILE = "verifiers.json"
 class VerifiersLaunch(extension.LaunchHooks):
     """Compares the tasks of a resumed run with those that it began with."""
 
-    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Report whether they are the same."""
-        from asyncrl.launch.checks.findings import ok, refused, warning
+    def refuse(self, prepared: Preparation) -> None:
+        """Refuse other tasks."""
+        compare(prepared)
 
-        if not prepared.origin or not (now := keys(prepared)):
-            return
-        if before(prepared) is None:
+    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
+        """Warn if nothing can be compared."""
+        from asyncrl.launch.checks.findings import warning
+
+        if prepared.origin and keys(prepared) and before(prepared) is None:
             remedy = "The checkpoint lies outside of its run: make sure that the environment's tasks are the same."
             yield warning("task.name", f"no {FILE} beside the checkpoint", remedy)
-            return
-        found = refused(lambda: compare(prepared), "task.name")
-        yield from found or [ok("task.name", f"the tasks of {', '.join(now)} are those of the checkpoint")]
-
-    def notes(self, prepared: Preparation) -> list[str]:
-        """Refuse other tasks, if the preflight was left out."""
-        compare(prepared)
-        return []
 
     def begins(self, prepared: Preparation) -> None:
         """Keep the keys for a resume."""

@@ -77,7 +77,8 @@ def failed(findings: Sequence[Finding]) -> bool:
 
 
 def rendered(findings: Sequence[Finding]) -> str:
-    """Return all findings as text, followed by their counts."""
+    """Return all findings as text, errors last, followed by their counts."""
     counts = {level: sum(one.level == level for one in findings) for level in ("error", "warning", "ok")}
     total = f"preflight: {counts['error']} error(s), {counts['warning']} warning(s), {counts['ok']} ok"
-    return "\n".join([*(one.lines() for one in findings), total])
+    ordered = sorted(findings, key=lambda one: ["ok", "warning", "error"].index(one.level))
+    return "\n".join([*(one.lines() for one in ordered), total])

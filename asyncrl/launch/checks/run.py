@@ -77,6 +77,7 @@ def _all(prepared: Preparation) -> Iterator[Finding]:
         yield from _precision(prepared)
         yield from _on_machines(prepared)
     for hooks in prepared.hooks:
+        yield from refused(partial(hooks.refuse, prepared), "extensions")
         yield from hooks.preflight(prepared)
     if len(prepared.cluster.nodes) > 1 and prepared.is_placed:
         yield from _network(prepared)

@@ -158,6 +158,17 @@ def test_adapters_of_a_run_become_a_peft_folder_and_weights_of_its_base(llama: P
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)
 
 
+def test_all_weights_of_a_runs_checkpoint_need_only_its_folder(llama: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "00000004"
+    assert main(["to-megatron", str(llama), str(checkpoint / "policy")]) == 0
+    shutil.rmtree(checkpoint / "policy/hf")
+    config = json.loads(tiny_config(**{"model.path": str(llama)}).model_dump_json())
+    manifest.commit(checkpoint, Manifest(manifest.FORMAT, 4, "run", 0.0, config, {}, None))
+    for source in (checkpoint, checkpoint / "policy"):
+        assert main(["to-hf", str(source), str(tmp_path / "out"), "--overwrite"]) == 0
+        assert tensors(tmp_path / "out").keys() == tensors(llama).keys()
+
+
 @pytest.mark.parametrize("trouble", ["other base", "quantized base", "no manifest"])
 def test_weights_are_made_of_the_base_of_the_run_alone(
     trouble: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

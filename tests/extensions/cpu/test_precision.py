@@ -18,7 +18,7 @@ from asyncrl.launch import precision
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import imagined, place
 from asyncrl.platforms import Rates
-from tests.fakes import JOB, Machines, tiny_config
+from tests.fakes import ALONE, JOB, Machines, tiny_config
 
 HF = {"hidden_size": 576, "intermediate_size": 1536}
 MODELS = {"trainer": HF, "engine": HF}
@@ -76,7 +76,7 @@ def test_cpu_takes_what_it_multiplies_faster_each_side_for_itself(
 
 
 def test_nothing_stays_auto_for_a_process_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for mode in ({}, {"mode": "rollout_only", "record": True}, {"mode": "replay", "replay.from": "x"}):
+    for mode in ({}, ALONE, {"mode": "replay", "replay.from": "x"}):
         found = resolved(AVX2, monkeypatch, **mode).config
         assert {getattr(found, part).dtype for part in precision.sections(found)} == {"float32"}
 

@@ -92,19 +92,17 @@ def test_engines_elsewhere_have_a_layout_of_their_own(tmp_path: Path) -> None:
     passes(tmp_path, {"teacher.tensor_parallel": 3, "teacher.urls": ["http://gpu1:30000"]})
 
 
-def test_preflight_reports_such_a_teacher_and_without_it_the_start_is_refused(tmp_path: Path) -> None:
+def test_such_a_teacher_is_refused_as_soon_as_both_models_are_known(tmp_path: Path) -> None:
     folders = {"model": folder(tmp_path / "model"), "teacher": folder(tmp_path / "teacher", vocab_size=7)}
 
-    def prepared(*, preflight: bool, roles: tuple[str, ...] = ("model", "teacher")) -> Any:
-        config = tiny_config(**{"teacher.model": "the/teacher", "cluster.preflight": preflight})
+    def prepared(*roles: str) -> Any:
+        config = tiny_config(**{"teacher.model": "the/teacher"})
         return SimpleNamespace(config=config, hf=dict.fromkeys(roles), folders=folders)
 
-    hooks = DistillHooks()
-    assert [one.field for one in hooks.preflight(prepared(preflight=True))] == ["teacher.model"]
-    assert hooks.notes(prepared(preflight=True)) == []
-    with pytest.raises(ConfigError, match="must not be smaller"):
-        hooks.notes(prepared(preflight=False))
-    assert list(hooks.preflight(prepared(preflight=True, roles=("model",)))) == []
+    with pytest.raises(ConfigError, match="must not be smaller") as found:
+        DistillHooks().refuse(prepared("model", "teacher"))
+    assert found.value.field == "teacher.model"
+    DistillHooks().refuse(prepared("model"))
 
 
 def test_teacher_of_a_model_that_sees_is_refused() -> None:

@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.extensions.evaluate.extension import ANSWERS, EvaluateLaunch, asked
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.plan import plan
+from asyncrl.launch.resume import advice
 from asyncrl.models.catalog import resolve
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.tasks import build_all
@@ -52,6 +53,14 @@ def test_engines_and_the_program_run_and_no_trainer() -> None:
     assert specs[-1].argv[1:3] == ["-m", "asyncrl.extensions.evaluate.program"]
 
 
+def test_stopped_evaluation_says_that_it_goes_on(tmp_path: Path) -> None:
+    text = advice(tmp_path, ["mode=evaluate"], tiny_config(**EVALUATE))
+    assert text == (
+        f"; what it has done so far is kept. To go on: asyncrl-train mode=evaluate run.dir={tmp_path} resume=auto"
+    )
+    assert "starts over" in advice(tmp_path, [], tiny_config())
+
+
 @pytest.mark.parametrize("mode", ["evaluate", "train"])
 def test_requests_carry_what_cuts_the_distribution(mode: str) -> None:
     """Only in this mode: the trainer would not know of it."""
@@ -73,6 +82,7 @@ def test_answers_under_other_settings_are_not_gone_on_with(tmp_path: Path) -> No
 
     def notes(config: Any) -> list[str]:
         prepared: Any = SimpleNamespace(config=config, run_dir=tmp_path)
+        EvaluateLaunch().refuse(prepared)
         return EvaluateLaunch().notes(prepared)
 
     assert notes(then) == ["2 questions are answered already"]

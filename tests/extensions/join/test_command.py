@@ -15,7 +15,7 @@ from asyncrl.extensions.join.command import EngineKeeper, RunEnded, _Run, check_
 from asyncrl.launch.placement import Node
 from asyncrl.launch.processes import Stopped
 from asyncrl.leases import RENEW_SECONDS
-from tests.fakes import addresses, tiny_config
+from tests.fakes import ALONE, addresses, tiny_config
 
 HERE = socket.gethostname()
 
@@ -42,9 +42,9 @@ def test_folder_without_a_run_that_is_under_way_is_refused(tmp_path: Path, capsy
 
 
 def test_run_that_trains_nothing_gives_no_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_dir = under_way(tmp_path / "run", mode="rollout_only", record=True)
+    run_dir = under_way(tmp_path / "run", **ALONE)
     assert main(["add", str(run_dir)]) == 2
-    assert "mode: got 'rollout_only'" in capsys.readouterr().err
+    assert "mode: got 'alone'" in capsys.readouterr().err
 
 
 def test_engine_that_the_run_does_not_have_cannot_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

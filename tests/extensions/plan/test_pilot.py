@@ -22,7 +22,7 @@ from asyncrl.launch.placement import imagined, place
 from asyncrl.leases import LEASE_SECONDS
 from asyncrl.network.addresses import ELASTIC
 from asyncrl.network.ports import free_port
-from tests.fakes import JOB, addresses, tiny_config
+from tests.fakes import ALONE, JOB, addresses, tiny_config
 
 FIGURES = {"trainer_waits": 0.5, "batches_made": 1.0, "length": 100.0, "length_growth": 0.0}
 GPUS = {"trainer.device": "cuda", "engine.device": "cuda", "engine.tensor_parallel": 2}
@@ -216,7 +216,7 @@ def test_action_that_fails_is_reported_and_a_damaged_timeline_ends_the_controlle
         ({"metrics.timeline": False}, "metrics.timeline"),
         ({"cluster.min_engines": 3}, "cluster.min_engines"),
         ({"engine.count": 3, "cluster.max_engines": 2}, "cluster.max_engines"),
-        ({"mode": "rollout_only", "record": True}, "mode"),
+        (ALONE, "mode"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(changes: dict[str, Any], field: str) -> None:

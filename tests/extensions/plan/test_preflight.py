@@ -12,7 +12,7 @@ from asyncrl.extensions.plan.preflight import ModelFolder, needs_of
 from asyncrl.extensions.plan.shapes import shape_of
 from asyncrl.launch.checks.findings import failed
 from asyncrl.models import catalog
-from tests.fakes import JOB, tiny_config
+from tests.fakes import ALONE, JOB, tiny_config
 from tests.launch.checks.worlds import found, job, write_model
 
 
@@ -43,7 +43,7 @@ def test_of_a_job_to_come_neither_memory_nor_speed_is_known(tmp_path: Path) -> N
 
 
 def test_who_does_not_run_or_is_of_another_family_has_no_line(tmp_path: Path) -> None:
-    told = found(tiny_config(mode="rollout_only", record=True), tmp_path)
+    told = found(tiny_config(**ALONE), tmp_path)
     assert "engine" in told
     assert not {"trainer", "checkpoint.every"} & told.keys()
     model = write_model(tmp_path / "judge")

@@ -13,6 +13,7 @@ from asyncrl.extensions.plan.folders import FolderState, SpaceNeeded, StoredByte
 from asyncrl.extensions.plan.memory_check import MemoryNeed, check_memory, in_turns
 from asyncrl.launch.checks.findings import Finding, failed
 from asyncrl.launch.machine import Gpu, MachineFacts
+from tests.fakes import ALONE
 from tests.launch.checks.worlds import GB, job, machine, placed
 
 # -- memory --------------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ ONE = 12 * GB
         ({"checkpoint.every": 5, "checkpoint.keep_every": 10, "run.max_steps": 20}, {"checkpoints": (3 + 3) * ONE}),
         ({"trainer.save_hf_every": 5, "run.max_steps": 20}, {"weights": 5 * 4 * GB}),
         ({"weights.transport": "disk"}, {"published": 3 * 4 * GB}),
-        ({"mode": "rollout_only", "record": True}, {"checkpoint": 0, "weights": 0}),
+        (ALONE, {"checkpoint": 0, "weights": 0}),
         ({"record": True, "run.max_steps": 10}, {"recorded": 10 * 16 * 16 * 3 * 6, "journal": 0}),
         # ten batches since the last but one checkpoint, and twice the one in training and those of three versions
         (

@@ -16,7 +16,7 @@ from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.replay import differing
 from asyncrl.removed import removal
 from asyncrl.weights.choice import choose_lora
-from tests.fakes import tiny_config
+from tests.fakes import ALONE, tiny_config
 
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,7 +39,7 @@ LATENT = {
 @pytest.mark.parametrize(
     ("changes", "field", "remedy"),
     [
-        ({"mode": "rollout_only", "record": True}, FIELD, "has no trainer, which quantizes: set none"),
+        (ALONE, FIELD, "has no trainer, which quantizes: set none"),
         ({"engine.dtype": "float32"}, "engine.dtype", "set bfloat16, or quantized.format=fp8_simulated"),
         ({"engine.server_args": {"load-format": "auto"}}, "engine.server_args.load_format", "remove one of the two"),
         (
@@ -78,7 +78,7 @@ def test_simulated_formats_fit_all_of_it_but_a_run_without_a_trainer() -> None:
     assert made.changes_base  # the engines must not answer with the folder's weights
     assert not tiny_config().changes_base
     with pytest.raises(ConfigError, match="set none"):
-        tiny_config(**{FIELD: "int8_simulated", "mode": "rollout_only", "record": True})
+        tiny_config(**{FIELD: "int8_simulated", **ALONE})
 
 
 @pytest.mark.parametrize(

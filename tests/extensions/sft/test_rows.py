@@ -85,6 +85,51 @@ def test_turn_follows_the_one_before_where_the_template_leaves_it_as_it_was(mode
     ]
 
 
+MARKED = (
+    "{% for m in messages %}<s>{{ m.role }}:"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<e>{% endgeneration %}"
+    "{% else %}{{ m.content }}<e>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+"""Marks exactly what a template without marks gives an answer."""
+
+
+def test_marks_of_a_template_train_what_transformers_mask_says_and_what_we_find_without_them(
+    model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    marked, plain = (
+        trained(model, template, tmp_path).turns(CHAT, [], "Row 0")
+        for template in (MARKED, MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    )
+    assert marked == plain
+    assert [text(model, turn.completion.token_ids) for turn in marked] == ["a/4<e>", "b/yes<e>"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = MARKED
+    theirs = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    ours = [(token, bit) for turn in marked for token, bit in _with_mask(turn)]
+    assert ours == list(zip(theirs["input_ids"], theirs["assistant_masks"], strict=True))
+
+
+def _with_mask(turn: Any) -> list[tuple[int, int]]:
+    return [*((token, 0) for token in turn.observation), *((token, 1) for token in turn.completion.token_ids)]
+
+
+def test_marks_decide_whether_the_end_of_an_answer_is_trained(model: Path, tmp_path: Path) -> None:
+    without_end = MARKED.replace("<e>{% endgeneration %}", "{% endgeneration %}<e>")
+    first, second = trained(model, without_end, tmp_path).turns(CHAT, [], "Row 0")
+    assert [text(model, turn.completion.token_ids) for turn in (first, second)] == ["a/4", "b/yes"]
+    assert text(model, second.observation) == "<e><s>user:sure<e><s>assistant:"
+
+
+def test_marks_around_nothing_are_refused(model: Path, tmp_path: Path) -> None:
+    mark = "{% if m.role == 'x' %}{% generation %}{% endgeneration %}{% endif %}"
+    nothing = "{% for m in messages %}{{ m.content }}<e>" + mark + "{% endfor %}"
+    with pytest.raises(ConfigError, match=r"model\.chat_template: .*Row 5: the chat template marks nothing"):
+        trained(model, nothing, tmp_path).turns(CHAT, [], "Row 5")
+
+
 def test_whatever_the_version_tokens_are_not_stale(model: Path) -> None:
     trajectory = born(Trajectory(trained(model).turns(CHAT, [], "Row 0"), 0.0), 7)
     assert Group("g", 0, [], [trajectory], "chat").staleness(7) == [0]

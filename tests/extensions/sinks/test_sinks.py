@@ -170,6 +170,25 @@ def test_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPat
         launch.check_packages()
 
 
+@pytest.mark.parametrize("way", ["", "key", "mode", "variable", "netrc"])
+def test_wandb_without_a_key_is_told_before_the_run(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(checks, "installed", lambda name: True)
+    if way == "key":
+        monkeypatch.setenv("WANDB_API_KEY", KEY)
+    elif way == "variable":
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    elif way == "netrc":
+        (tmp_path / "netrc").touch()
+    options = {"project": "p", **({"mode": "offline"} if way == "mode" else {})}
+    values = tiny_values()
+    values["sinks"] = {"names": ["wandb"], "wandb": options}
+    found = list(SinkLaunch(load(values).sinks).preflight(None))  # type: ignore[arg-type]
+    assert [one.level for one in found] == ([] if way else ["warning"])
+
+
 def test_key_that_stands_in_the_settings_is_refused_without_being_shown() -> None:
     values = tiny_values(**{"sinks.wandb": {"api_key": KEY}})
     with pytest.raises(ConfigError, match=r"sinks\.wandb\.api_key") as refused:

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.engines import KEY, check_attached, run_key
-from tests.fakes import tiny_config
+from tests.fakes import ALONE, tiny_config
 
 URL = "http://10.0.0.9:30000"
 WELL = {
@@ -70,7 +70,7 @@ def test_engine_that_cannot_take_or_prove_new_weights_is_refused(
     engine({**WELL, **told})
     assert flag in str(refusal())
     engine({**WELL, **told}, version="7")
-    check_attached(tiny_config(**ATTACHED, mode="rollout_only", record=True), "key0")
+    check_attached(tiny_config(**ATTACHED, **ALONE), "key0")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_engine_that_is_not_there_or_has_another_key_or_is_no_engine_is_refused(
 
 
 def test_engine_whose_weights_nobody_changes_must_have_a_version(engine: Callable[..., None]) -> None:
-    records = {"mode": "rollout_only", "record": True}
+    records = ALONE
     engine(WELL)
     assert "--weight-version 0" in refusal(**records).remedy
     engine(WELL, version="0")

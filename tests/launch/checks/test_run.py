@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extension import Extension, LaunchHooks
 from asyncrl.launch.checks import network, versions
 from asyncrl.launch.checks.engines import packed
-from asyncrl.launch.checks.findings import Finding, error, failed
+from asyncrl.launch.checks.findings import Finding, error, failed, ok, rendered, warning
 from asyncrl.launch.checks.model_files import INDEX, read_model
 from asyncrl.launch.checks.node_programs import AllReduce, Reach
 from asyncrl.launch.checks.run import preflight, require
@@ -31,7 +31,7 @@ from asyncrl.models import catalog
 from asyncrl.rollout.questions import look
 from asyncrl.user_code import announce
 from asyncrl.weights.bucket import plan_buckets
-from tests.fakes import JOB, Machines, compose_values, tiny_config, with_scorer
+from tests.fakes import ALONE, JOB, Machines, compose_values, tiny_config, with_scorer
 from tests.forks import forked
 from tests.launch.checks.worlds import TENSORS, found, job, machine, nodes, write_model, write_shard
 
@@ -73,6 +73,10 @@ class CheckingHooks(LaunchHooks):
         if gpus:
             yield ConfigError("gpus", gpus, "Use none.")
 
+    def refuse(self, prepared: Preparation) -> None:
+        if prepared.config.run.max_steps == 7:
+            raise ConfigError("run.max_steps", 7, "Choose another number.")
+
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         yield error("servers", f"{prepared.announced} on {len(prepared.nodes)} machine", "Start them.")
 
@@ -112,6 +116,14 @@ def test_an_extension_checks_what_a_task_announces_and_keeps_its_own(tmp_path: P
     assert (tmp_path / "run" / "servers.json").read_text() == '["engine", "trainer"]'
     announce("nobody listens")
     assert prepared.announced == ["a server"]
+
+
+def test_a_run_that_an_extension_refuses_is_reported_and_without_a_preflight_not_started(tmp_path: Path) -> None:
+    config = tiny_config(extensions={"checking": f"{__name__}:Checking"}, **{"run.max_steps": 7})
+    findings = preflight(Preparation(config, tmp_path / "run", cluster_of(config)))
+    assert [one.level for one in findings if one.field == "run.max_steps" and one.value == "7"] == ["error"]
+    with pytest.raises(ConfigError, match="Choose another number"):
+        Preparation(config, tmp_path / "run", cluster_of(config)).all()
 
 
 def test_an_extension_checks_the_model_with_the_number_of_gpus_that_the_run_has(tmp_path: Path) -> None:
@@ -256,7 +268,7 @@ def test_check_tells_the_dtype_with_its_reason(tmp_path: Path) -> None:
 
 
 def test_without_trainers_nothing_is_said_of_them(tmp_path: Path) -> None:
-    findings = found(tiny_config(mode="rollout_only", record=True), tmp_path)
+    findings = found(tiny_config(**ALONE), tmp_path)
     assert findings["engine.dtype"].level == "ok"
     assert not {"trainer.dtype", "weights.transport"} & findings.keys()
 
@@ -405,3 +417,9 @@ def test_the_built_in_model_is_whole() -> None:
 def test_buckets_are_as_many_as_a_publish_plans(sizes: list[int], limit: int) -> None:
     tensors = [(str(number), torch.uint8, torch.Size([size])) for number, size in enumerate(sizes)]
     assert len(packed(sizes, limit)) == len(plan_buckets(tensors, limit))
+
+
+def test_errors_are_told_last_where_a_reader_of_the_end_sees_them() -> None:
+    found = [error("b", "wrong", "mend it"), ok("a", "fine"), warning("c", "odd", "look"), ok("d", "fine")]
+    words = [line.split()[0] for line in rendered(found).splitlines() if not line.startswith(" ")]
+    assert words == ["ok", "ok", "warning", "error", "preflight:"]

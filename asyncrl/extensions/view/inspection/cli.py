@@ -9,6 +9,7 @@
     asyncrl-inspect RUN --json ...                     the same information as lines of JSON
     asyncrl-inspect RUN --html page.html ...           a page with curves, and these groups token by token
     asyncrl-inspect RUN --trace trace.json             what every episode and process did, and when, for ui.perfetto.dev
+    asyncrl-inspect RUN --reward 1: --rows             these episodes as rows to train on (mode=sft)
     asyncrl-inspect RUN OTHER --compare                which of two evaluations is better (mode=evaluate)
 
 RUN is the folder of a run with record=true (for --trace: metrics.timeline=true), which may still be under way. The
@@ -34,11 +35,14 @@ from rich.console import Console
 from asyncrl.errors import AsyncRLError, RecordError, visible
 from asyncrl.extensions.view.inspection import render
 from asyncrl.extensions.view.inspection.page import estimator_of, page
-from asyncrl.extensions.view.inspection.rows import Bounds, GroupFilter, bounds, rows_of
+from asyncrl.extensions.view.inspection.rows import Bounds, GroupFilter, GroupRow, bounds, rows_of, within
 from asyncrl.jsonl import Tail, read_object, section
 from asyncrl.observability import timeline
 from asyncrl.records.reading import Recording
+from asyncrl.schema import Trajectory
 
+MOST_SHOWN = 100
+"""Number of groups that are shown unless --limit says another."""
 WIDTH = None if sys.stdout.isatty() else 200
 """Width of tables that are not shown in a terminal."""
 
@@ -101,11 +105,15 @@ def _show(recording: Recording, options: argparse.Namespace, console: Console) -
     wanted = GroupFilter(
         options.uid, options.step, options.reason, options.task, options.reward, options.length, options.staleness
     )
-    if wanted == GroupFilter() and not options.text and not options.html:
+    if wanted == GroupFilter() and not options.text and not options.html and not options.rows:
         _overview(recording, options, console)
         return
     groups, steps = rows_of(recording)
-    rows = [row for row in groups if wanted.fits(row)][: options.limit]
+    limit = options.limit or (None if options.rows else MOST_SHOWN)
+    rows = [row for row in groups if wanted.fits(row)][:limit]
+    if options.rows:
+        _print_rows(recording, options, rows)
+        return
     if options.html:
         title = f"asyncrl {options.run.resolve().name}"
         estimator = estimator_of(_config(options.run))
@@ -126,6 +134,23 @@ def _show(recording: Recording, options: argparse.Namespace, console: Console) -
             console.print(render.group_text(group, decode, scores))
     if not options.json and not decode:
         console.print(render.groups_table(rows))
+
+
+def _print_rows(recording: Recording, options: argparse.Namespace, groups: Sequence[GroupRow]) -> None:
+    """Print the episodes of these groups whose own reward and length are in the range as rows to train on. Raises
+    AsyncRLError if nothing is installed that trains on them."""
+    try:
+        from asyncrl.extensions.sft import recorded
+    except ModuleNotFoundError:
+        raise AsyncRLError("--rows needs the extension `sft`, which is not installed here") from None
+    decode = recorded.decoder(options.run)
+
+    def wanted(trajectory: Trajectory) -> bool:
+        return within(trajectory.total, options.reward) and within(trajectory.num_tokens, options.length)
+
+    for group in groups:
+        for row in recorded.rows(recording.group(group.uid), decode, wanted):
+            print(json.dumps(row))
 
 
 def _overview(recording: Recording, options: argparse.Namespace, console: Console) -> None:
@@ -195,12 +220,17 @@ def _parser() -> argparse.ArgumentParser:
             metavar="A:B",
             help=f"show only groups with a trajectory whose {what} is in this range",
         )
-    parser.add_argument("--limit", type=int, default=100, help="maximum number of groups (default: 100)")
+    parser.add_argument(
+        "--limit", type=int, help=f"maximum number of groups (default: {MOST_SHOWN}, and with --rows all)"
+    )
     parser.add_argument(
         "--text", action="store_true", help="also show the text of the groups; with --json, all of their content"
     )
     parser.add_argument("--gap", action="store_true", help="colour the text by the gap between trainer and engine")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument(
+        "--rows", action="store_true", help="print the episodes in the ranges as rows to train on, as lines of JSON"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace in Chrome's JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a self-contained HTML page")
     return parser

@@ -98,11 +98,14 @@ def bounds(text: str) -> Bounds:
     return found if colon else (found[0], found[0])
 
 
-def _some(values: list[float] | list[int], wanted: Bounds) -> bool:
+def within(value: float, wanted: Bounds) -> bool:
+    """Return whether a value is in a range."""
     lowest, highest = wanted
-    if lowest is None and highest is None:
-        return True
-    return any((lowest is None or v >= lowest) and (highest is None or v <= highest) for v in values)
+    return (lowest is None or value >= lowest) and (highest is None or value <= highest)
+
+
+def _some(values: list[float] | list[int], wanted: Bounds) -> bool:
+    return wanted == (None, None) or any(within(value, wanted) for value in values)
 
 
 class RecordedRows:

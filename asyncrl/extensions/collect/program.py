@@ -1,4 +1,4 @@
-"""Entry point of mode=rollout_only: python -m asyncrl.trainer.rollout_only RUN_DIR, in place of the trainers.
+"""Program of mode=rollout_only: python -m asyncrl.extensions.collect.program RUN_DIR, in place of the trainers.
 
 Batches are taken, and thereby recorded, but nothing is trained: the version advances, and the engines keep their
 weights.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,11 @@ from hypothesis import strategies as st
 
 from asyncrl.algo.advantage import gae_raw, whiten
 from asyncrl.algo.siblings import EPSILON
+from asyncrl.errors import ConfigError
+from asyncrl.launch.help import algorithms
 from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
 from tests.algo.tables import PLAIN, TREE, P, advantage, few, forests, found, make, numbers, said, table_of
+from tests.fakes import tiny_config
 
 # -- by hand -------------------------------------------------------------------------------------------------------
 
@@ -163,3 +167,20 @@ def test_turns_of_several_tokens_and_roles_each_among_their_own() -> None:
 
     for name in ("turn_discounted", "turn_loo"):
         assert found(name, game(1.0, 5.0), game(3.0, -5.0)) == [-2.0, -2.0, 10.0, 10.0, 2.0, 2.0, -10.0, -10.0]
+
+
+# -- as an extension -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "alone"), [("turn_loo", True), ("turn_discounted", False)])
+def test_only_the_estimator_that_compares_forks_works_without_siblings(name: str, alone: bool) -> None:
+    with nullcontext() if alone else pytest.raises(ConfigError, match=r"compares siblings.*turn_loo"):
+        tiny_config(**{"rollout.group_size": 1, "algo.advantage": name})
+
+
+def test_settings_are_those_of_the_function_and_help_knows_them() -> None:
+    config = tiny_config(**{"algo.advantage": {"name": "turn_discounted", "discount": 0.5}})
+    assert config.algo.advantage.settings == {"discount": 0.5}
+    assert algorithms("algo.advantage")["turn_loo"] == {"discount": "1.0"}
+    with pytest.raises(ConfigError, match="turn_loo has the settings discount"):
+        tiny_config(**{"algo.advantage": {"name": "turn_loo", "gamma": 1.0}})

@@ -13,7 +13,7 @@ unbiased, for any weighting of their terms:
     returns of other turns in exactly the same context, no two of which lie on one branch
     any function of the past: the baseline of the previous turn, rewards so far
 
-These are biased (tests/algo/test_unbiased.py shows it by enumeration):
+These are biased (tests/extensions/turns/test_unbiased.py shows it by enumeration):
 
     a mean that includes the turn's own return, if the number of turns that it is taken over varies
     returns normalized by turn index and then summed over the turns of an episode: the number of subtracted means

@@ -1,0 +1,1 @@
+"""Engines alone, whose output is recorded: mode=rollout_only."""

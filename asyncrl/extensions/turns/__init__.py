@@ -1,0 +1,1 @@
+"""Advantages of turns: turn_discounted and turn_loo."""
