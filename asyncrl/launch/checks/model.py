@@ -202,7 +202,7 @@ def _biases(trainer: TrainerConfig, family: dict[str, Any], experts: int) -> Ite
     why = "Megatron does not divide experts that have biases: set trainer.expert_tensor_parallel=1."
     yield "trainer.expert_tensor_parallel", divided, biased and divided > 1, why
     why = "Experts with biases were tried with Megatron's own layers alone: set local."
-    yield "trainer.layers", trainer.layers, biased and trainer.layers != "local", why
+    yield "trainer.layers", trainer.layers, biased and trainer.layers == "transformer_engine", why
 
 
 def _dispatcher(trainer: TrainerConfig, experts: int) -> Iterator[Rule]:
