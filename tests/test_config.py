@@ -454,6 +454,8 @@ def test_experts_with_biases_are_not_divided() -> None:
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     hf = {**LLAMA, "architectures": ["GptOssForCausalLM"], **experts, "sliding_window": 8, "layer_types": kinds}
     check_model(tiny_config(), hf)
+    with pytest.raises(ConfigError, match=r"trainer\.layers: got 'auto'.*set local"):
+        check_model(tiny_config(), hf, gpus=8)
     with pytest.raises(ConfigError, match=r"set trainer\.expert_tensor_parallel=1"):
         check_model(tiny_config(**{"trainer.tensor_parallel": 2, "trainer.sequence_parallel": True}), hf)
 

@@ -35,7 +35,7 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
         _recompute(config.trainer, hf["num_hidden_layers"], family),
         _features(config.trainer, {**hf, **family}),
         _experts(config.trainer, experts),
-        _biases(config.trainer, family, experts),
+        _biases(config.trainer, family, experts, gpus),
         _dispatcher(config.trainer, experts),
         _routing(config, hf),
         _vision(config, hf),
@@ -195,14 +195,15 @@ def _experts(trainer: TrainerConfig, experts: int) -> Iterator[Rule]:
     yield "trainer.sequence_parallel", bool(needs), why
 
 
-def _biases(trainer: TrainerConfig, family: dict[str, Any], experts: int) -> Iterator[Rule]:
+def _biases(trainer: TrainerConfig, family: dict[str, Any], experts: int, gpus: int) -> Iterator[Rule]:
     """Yield the rules of biases of experts, which Megatron 0.16.1 does not divide."""
     biased = bool(experts and family.get("add_bias_linear"))
     divided = trainer.expert_tensor_parallel or trainer.tensor_parallel
     why = "Megatron does not divide experts that have biases: set trainer.expert_tensor_parallel=1."
     yield "trainer.expert_tensor_parallel", divided, biased and divided > 1, why
     why = "Experts with biases were tried with Megatron's own layers alone: set local."
-    yield "trainer.layers", trainer.layers, biased and trainer.layers == "transformer_engine", why
+    fused = trainer.layers == "transformer_engine" or (trainer.layers == "auto" and gpus > 0)
+    yield "trainer.layers", trainer.layers, biased and fused, why
 
 
 def _dispatcher(trainer: TrainerConfig, experts: int) -> Iterator[Rule]:
