@@ -449,6 +449,17 @@ def test_layout_that_the_model_rules_out_names_field_value_and_remedy(field: str
     assert (caught.value.field, caught.value.value) == (field, value)
 
 
+def test_experts_with_biases_are_not_divided() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    hf = {**LLAMA, "architectures": ["GptOssForCausalLM"], **experts, "sliding_window": 8, "layer_types": kinds}
+    check_model(tiny_config(), hf)
+    with pytest.raises(ConfigError, match=r"trainer\.layers: got 'auto'.*set local"):
+        check_model(tiny_config(), hf, gpus=8)
+    with pytest.raises(ConfigError, match=r"set trainer\.expert_tensor_parallel=1"):
+        check_model(tiny_config(**{"trainer.tensor_parallel": 2, "trainer.sequence_parallel": True}), hf)
+
+
 @pytest.mark.parametrize(
     ("hf", "field", "value", "others", "remedy"),
     [

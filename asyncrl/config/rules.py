@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING
 
 from asyncrl import extension
@@ -390,12 +391,17 @@ def _tasks(config: Config) -> Iterator[Rule]:
         yield f"{field}.train_file", task.kind == "file" and no_file, why
 
 
+@cache
+def _alone() -> tuple[str, ...]:
+    """Return the advantage estimators that work without siblings in a group, also those of extensions."""
+    return tuple(name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)).alone)
+
+
 def _group_sizes(config: Config) -> Iterator[Rule]:
     """Yield the rule of estimators that compare the samples of a group."""
     advantage = config.algo.advantage
-    compares = not advantage.is_own and not ADVANTAGES.traits(advantage).alone
-    alone = [name for name in ADVANTAGES if ADVANTAGES.traits(Choice(name=name)).alone]
-    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {alone}."
+    compares = not advantage.is_own and advantage.name not in _alone()
+    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {_alone()}."
     yield "rollout.group_size", compares and config.rollout.group_size == 1, why
     for name, task in config.mixture.items():
         yield f"{config.field_of(name)}.group_size", compares and task.group_size == 1, why

@@ -70,29 +70,35 @@ def _unsupported(family: Family, hf: HF) -> Iterator[tuple[str, str]]:
             yield f"{field}=true", "Models with biases are not supported yet, except on queries, keys and values."
     if hf.get("hidden_act", "silu") != "silu":
         yield f"hidden_act={hf['hidden_act']}", "Only gated MLPs with silu are supported so far."
-    if hf.get("sliding_window") is not None and hf.get("use_sliding_window", True):
+    windowed = hf.get("sliding_window") is not None and hf.get("use_sliding_window", True)
+    if windowed and "sliding_window" not in family.allows:
         yield f"sliding_window={hf['sliding_window']}", "Sliding-window attention is not supported yet."
     codes = hf.get("quantization_config")
-    if codes and (codes.get("quant_method"), codes.get("weight_block_size")) != ("fp8", [128, 128]):
+    if codes and (codes.get("quant_method"), codes.get("weight_block_size")) not in READ:
         yield (
             "quantization_config",
-            "Of quantized weights, FP8 in blocks of 128 x 128 is read: convert to bfloat16 first.",
+            "Of quantized weights, FP8 in blocks of 128 x 128 and MXFP4 are read: convert to bfloat16 first.",
         )
     if not hf.get("rope_interleave", True):
         yield "rope_interleave=false", "Latent attention is supported with interleaved rotary dimensions only."
     yield from family.unsupported(hf)
-    yield from _unsupported_rope(rope(hf))
+    yield from _unsupported_rope(rope(hf), family)
     yield from _unsupported_routing(hf, megatron_arguments(hf))
 
 
-def _unsupported_rope(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+READ = (("fp8", [128, 128]), ("mxfp4", None))
+"""Kinds of quantized weights that weights/folder.py reads, with the size of their blocks where it is named."""
+
+
+def _unsupported_rope(found: dict[str, Any], family: Family) -> Iterator[tuple[str, str]]:
     kind = found["rope_type"]
     if kind not in ("default", "linear", "llama3", "yarn"):
         yield f"rope_type={kind}", "Supported rotary embeddings: default, linear, llama3, yarn."
     # transformers scales sines and cosines by a factor of mscale and mscale_all_dim, which is 1 in DeepSeek's models.
     mscale = found.get("mscale")
     plain = found.get("attention_factor") == 1.0 or (mscale and mscale == found.get("mscale_all_dim"))
-    if kind == "yarn" and not plain:
+    usual = "attention_factor" in family.allows and not {"attention_factor", "mscale", "mscale_all_dim"} & set(found)
+    if kind == "yarn" and not plain and not usual:
         yield "rope_type=yarn", "Supported with attention_factor=1.0, or with equal mscale and mscale_all_dim."
 
 

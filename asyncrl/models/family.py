@@ -38,6 +38,10 @@ class Layout(Enum):
     FUSED_QKV = auto()
     """As QKV, in one HF tensor too."""
     FUSED_GATE_UP = auto()
+    INTERLEAVED_GATE_UP = auto()
+    """Gate and up of an expert of a stack, which holds them transposed, each column of gate followed by that of up."""
+    STACKED_DOWN = auto()
+    """The last matrix of an expert of such a stack."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class WeightRow:
     """Its name under megatron-core's local layer spec."""
     layout: Layout
     hf: tuple[str, ...]
+    """Without `{expert}` they are stacks of the weights of all experts."""
     engine: str | None
     """None if engines do not have it. Weights that name the same one are its parts, in order."""
     needs: str = ""
@@ -87,6 +92,8 @@ class Serving:
     """Every pipeline stage loads the output layer, though only the last one uses it."""
     on_cpu: bool = True
     """Runs on CPUs, too; elsewhere only its weights were tested there."""
+    tried: bool = True
+    """Some engine has served it, or at least loaded its weights."""
     stages: bool = True
     """Has pipeline stages."""
     tied_stages: bool = True

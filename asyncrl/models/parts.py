@@ -189,6 +189,14 @@ def latent_attention(hf: HF) -> Arguments:
     }
 
 
+def windows(hf: HF) -> Arguments:
+    """Return the arguments of layers that see only the last `sliding_window` positions."""
+    return {
+        "window_size": (hf["sliding_window"] - 1, 0),
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in hf["layer_types"]],
+    }
+
+
 def rotary(hf: HF, rotated: float = 1.0) -> dict[str, Any]:
     """Return the rotary embedding's rope_theta, rope_type, partial_rotary_factor and scaling parameters.
 

@@ -23,6 +23,23 @@ class GatedMLP(MLP):
         return out
 
 
+class ClampedMLP(MLP):
+    """A routed expert with biases, in which the gate is limited from above, and up on both sides.
+
+    megatron-core 0.16.1 adds the second bias in place to a view, which autograd refuses.
+    """
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, Any]:
+        """Compute [..., H] -> [..., H], scaled by the router's weight of each token if one is given."""
+        inner, bias = self.linear_fc1(hidden_states)
+        gate, up = (inner + bias).chunk(2, -1)
+        limit, config = self.config.activation_func_clamp_value, self.config
+        inner = config.activation_func(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + config.glu_linear_offset)
+        scale = 1.0 if per_token_scale is None else per_token_scale.unsqueeze(-1)
+        out, bias = self.linear_fc2((inner * scale).to(inner.dtype))
+        return out + (bias * scale).to(out.dtype), None
+
+
 CACHED_ROWS = 128
 """Tokens whose gradients a CPU computes at a time, because their numbers then stay in its cache."""
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -29,17 +30,20 @@ from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes
+from asyncrl.models.families import family_of
 from asyncrl.models.vision import deepstack, flat, image_shape
 from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
-from asyncrl.trainer.mlp import GatedMLP
+from asyncrl.trainer.mlp import ClampedMLP, GatedMLP
 from asyncrl.trainer.vision import ImageEmbedding
 
 # Without TransformerEngine, megatron-core 0.16.1 leaves this name undefined, and its routers read it.
 moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 T = TypeVar("T")
+ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+"""Activations of the gate by the name that a family's record gives to Megatron's activation_func."""
 
 
 def read_hf_config(model: Path) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def head_dim(hf: dict[str, Any]) -> int:
 def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> TransformerConfig:
     """Return Megatron's configuration. The features disabled here are CUDA-only fusions or need TransformerEngine."""
     dtype, alltoall = getattr(torch, trainer.dtype), trainer.token_dispatcher == "alltoall"
-    family = megatron_arguments(hf)
+    family = {"activation_func": "silu", "add_bias_linear": False, **megatron_arguments(hf)}
     te, latent = trainer.layers == "transformer_engine", bool(family.get("multi_latent_attention"))
     if te and latent:
         family["qk_layernorm"] = True  # otherwise the TransformerEngine spec silently omits the two latent norms
@@ -73,8 +77,7 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         normalization="RMSNorm",
         layernorm_epsilon=hf["rms_norm_eps"],
         gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
+        activation_func=ACTIVATIONS[family.pop("activation_func")],
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -114,7 +117,10 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         **recompute.arguments(trainer),
         **family,
     )
-    return of_family(**arguments)
+    config = of_family(**arguments)
+    if "attention_factor" in family_of(hf).allows and rope(hf)["rope_type"] == "yarn":
+        config.yarn_rotary_scaling_factor = rope(hf)["factor"]  # Megatron then scales sines and cosines
+    return config
 
 
 def configured(of: type[T], arguments: dict[str, Any], section: str, fields: BaseModel) -> T:
@@ -212,7 +218,9 @@ def build_model(
         elif isinstance(module, TopKRouter):
             module.__class__ = ExactBiasRouter
         elif type(module) is MLP:
-            module.__class__ = GatedMLP
+            module.__class__ = GatedMLP if config.activation_func_clamp_value is None else ClampedMLP
+            if config.add_bias_linear and module.linear_fc2.is_expert:
+                module.linear_fc2.bias.sequence_parallel = False  # Megatron would add those of other experts
         elif isinstance(module, MLASelfAttention) and not te:
             sum_rotary_gradients(module)
     if model.post_process:

@@ -147,6 +147,21 @@ def _fused_gate_up(tensor: Tensor, split: Split, rank: int) -> Tensor:
     return torch.cat([_inner_rows(half, split, rank) for half in tensor.chunk(2)])
 
 
+def _of_stack(dim: int | None) -> Cut:
+    """Return the cut of a stack of all experts, which engines hold transposed, with its inner dimension divided. A bias
+    without one is zero on all ranks of an expert but the first."""
+
+    def cut(tensor: Tensor, split: Split, rank: int) -> Tensor:
+        group, within = divmod(rank % split.shape.tp, split.shape.per_expert)
+        mine = tensor.chunk(split.shape.ep)[group]
+        if dim is None:
+            return mine if within == 0 else torch.zeros_like(mine)
+        mine = mine.transpose(1, -1)
+        return _slice(mine, dim, within, split.share(mine.shape[dim], split.shape.per_expert, CPU_INNER_MULTIPLE))
+
+    return cut
+
+
 @dataclass(frozen=True)
 class EngineParameter:
     """One engine parameter: its HF tensors in the order of their bytes. `{layer}` and `{expert}` stand for numbers; the
@@ -195,6 +210,11 @@ CUTS_OF_EXPERTS: dict[Layout, tuple[Cut, ...]] = {
     Layout.GATE_UP: (_expert_rows, _expert_rows),
     Layout.DOWN: (_expert_columns,),
 }
+CUTS_OF_STACKS: dict[Layout, tuple[Cut, ...]] = {
+    Layout.INTERLEAVED_GATE_UP: (_of_stack(1),),
+    Layout.STACKED_DOWN: (_of_stack(2),),
+    Layout.WHOLE: (_of_stack(None),),
+}
 
 
 def table(family: Family, hf: dict[str, Any]) -> Table:
@@ -216,7 +236,9 @@ def table(family: Family, hf: dict[str, Any]) -> Table:
 
 
 def _cuts(weight: WeightRow) -> tuple[Cut, ...]:
-    return (CUTS_OF_EXPERTS if "{expert}" in weight.hf[0] else CUTS)[weight.layout]
+    if "{expert}" not in weight.megatron:
+        return CUTS[weight.layout]
+    return (CUTS_OF_EXPERTS if "{expert}" in weight.hf[0] else CUTS_OF_STACKS)[weight.layout]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Reader of the tensors of an HF folder by name, one at a time. Weights in FP8 (e4m3 with a scale for each block of 128
-x 128, as in DeepSeek-V3's files) are read in bfloat16."""
+x 128, as in DeepSeek-V3's files) and in MXFP4 (gpt-oss's) are read in bfloat16."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers in old checkpoints; th
 HASHERS = 8
 """Threads that compute hashes, each with one tensor in memory."""
 SCALES, BLOCK = "_scale_inv", 128
+MXFP4_CODES, MXFP4_SCALES = "_blocks", "_scales"
+"""Endings of the two tensors of a weight in MXFP4: [experts, rows, blocks, 16] pairs of codes, and a scale for each
+block of 32."""
 MTP_LAYER = re.compile(r"(.*\.layers\.\d+\.)eh_proj\.weight")  # only layers of multi-token prediction have this tensor
 
 
@@ -74,27 +77,56 @@ class HFFolder:
 
     def names(self) -> list[str]:
         """Return the names of all tensors but scales."""
-        return [name for name in self._file_of if not name.endswith(SCALES)]
+        packed = {name.removesuffix(MXFP4_CODES) for name in self._file_of if name.endswith(MXFP4_CODES)}
+        parts = {base + end for base in packed for end in (MXFP4_CODES, MXFP4_SCALES)}
+        return [*sorted(packed), *(name for name in self._file_of if not name.endswith(SCALES) and name not in parts)]
 
     def described(self, name: str) -> Tensor:
         """Return a tensor without its values, on the meta device."""
+        if shape := self._packed_shape(name):
+            return torch.empty(shape, dtype=torch.bfloat16, device="meta")
         found = self._file_of[name].get_slice(name)
         dtype = next(dtype for dtype, short in DTYPES.items() if short == found.get_dtype())
         dtype = torch.bfloat16 if name + SCALES in self._file_of else dtype
         return torch.empty(found.get_shape(), dtype=dtype, device="meta")
 
-    def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """Read one tensor. Raises WeightsError if it is missing or has another shape."""
-        if name not in self._file_of:
+    def _packed_shape(self, name: str) -> list[int] | None:
+        """Return the shape of a weight in MXFP4, or None for one of another kind. The codes are transposed."""
+        if name + MXFP4_CODES not in self._file_of:
+            return None
+        experts, rows, blocks, pairs = self._file_of[name + MXFP4_CODES].get_slice(name + MXFP4_CODES).get_shape()
+        return [experts, blocks * pairs * 2, rows]
+
+    def read(self, name: str, shape: Sequence[int] | None = None, expert: int | None = None) -> Tensor:
+        """Read one tensor, or what a stack holds of one expert. Raises WeightsError if it is missing or has another
+        shape."""
+        packed = self._packed_shape(name)
+        if name not in self._file_of and not packed:
             raise WeightsError(f"{name} is missing in {self._folder}")
-        file = self._file_of[name]
-        found = file.get_slice(name).get_shape()
+        found = packed or self._file_of[name].get_slice(name).get_shape()
         if shape is not None and found != list(shape):
             raise WeightsError(f"{name} in {self._folder} is {found}, but config.json asks for {list(shape)}")
         self._read.add(name)
+        if packed:
+            return self._unpacked(name, expert)
+        file = self._file_of[name]
+        if expert is not None:
+            one: Tensor = file.get_slice(name)[expert]
+            return one
         tensor: Tensor = file.get_tensor(name)
         scales = self._file_of.get(name + SCALES)
         return tensor if scales is None else dequantized(name, tensor, scales.get_tensor(name + SCALES))
+
+    def _unpacked(self, name: str, expert: int | None) -> Tensor:
+        """Read a weight in MXFP4, or that of one expert."""
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+        which = slice(None) if expert is None else slice(expert, expert + 1)
+        codes, scales = (
+            self._file_of[part].get_slice(part)[which] for part in (name + MXFP4_CODES, name + MXFP4_SCALES)
+        )
+        found: Tensor = convert_moe_packed_tensors(codes, scales)
+        return found if expert is None else found[0]
 
     def digest(self) -> str:
         """Return a SHA-256 of all tensors with their names, which does not depend on how files divide them."""

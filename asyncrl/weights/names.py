@@ -51,6 +51,11 @@ class NameRule:
         return "{expert}" in self.megatron
 
     @property
+    def stacked(self) -> bool:
+        """True for a routed expert's weight whose HF tensor holds those of all experts, one after the other."""
+        return self.expert and "{expert}" not in self.hf[0]
+
+    @property
     def linear(self) -> bool:
         """True for the weight of a linear layer that can have adapters: all but the output layer, routers and the
         projection of multi-token prediction."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,9 @@ from asyncrl.weights.names import (
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+
+Stacks = dict[str, dict[int, Tensor]]
+"""Tensors by the names of their stacks and by expert."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,9 @@ class Resharder:
         Every rank must iterate to the end, because it takes part in a gather per split parameter. Pieces may be views
         of the parameter itself: read them before the next optimizer step.
         """
+        stacks: Stacks = {}
         for found, tensor in self._tensors(self._exported, merged=merged):
-            yield from self._joined(found, self._gathered(found, tensor))
+            yield from self._unstacked(found, self._joined(found, self._gathered(found, tensor)), stacks)
 
     def figures(self) -> dict[str, float]:
         """Return no metrics: the engines get the weights as they are."""
@@ -174,28 +178,49 @@ class Resharder:
         experts one below the other, [experts * rank, in], and B with the expert as its fastest index, [out, rank *
         experts]. (PEFT nests the modules of several parameters, so that names in its files differ.)
         """
-        stacks: dict[str, dict[int, Tensor]] = {}
+        stacks: Stacks = {}
         for found, tensor in self._tensors(self._in_gathers(self._adapters.get(adapter, []))):
             parts = self._gathered(found, tensor)
-            full = [(name, pieces.tensor().float()) for name, pieces in self._joined(found, parts)]
+            full = ((name, pieces.tensor().float()) for name, pieces in self._joined(found, parts))
             if found.expert is None:
                 yield from full
                 continue
-            for owner, (name, one) in enumerate(full):
-                stack = stacks.setdefault(name, {})
-                stack[found.expert + owner * self._experts_here] = one
-                if len(stack) == self._num_experts:
-                    every = [stack[expert] for expert in range(self._num_experts)]
-                    yield name, stack_experts("A" if ".lora_A." in name else "B", every)
-                    del stacks[name]
+            for name, every in self._complete(found, full, stacks):
+                yield name, stack_experts("A" if ".lora_A." in name else "B", every)
+
+    def _complete(
+        self, found: Found, full: Iterable[tuple[str, Tensor]], stacks: Stacks
+    ) -> Iterator[tuple[str, list[Tensor]]]:
+        """Add tensors of one expert on each expert-parallel rank to the stacks that are being built, and yield those
+        that have all experts."""
+        for owner, (name, one) in enumerate(full):
+            stack = stacks.setdefault(name, {})
+            stack[(found.expert or 0) + owner * self._experts_here] = one
+            if len(stack) == self._num_experts:
+                yield name, [stack[expert] for expert in range(self._num_experts)]
+                del stacks[name]
+
+    def _unstacked(
+        self, found: Found, joined: Iterator[tuple[str, Pieces]], stacks: Stacks
+    ) -> Iterator[tuple[str, Pieces]]:
+        """Yield full tensors, those of experts that HF stacks when all are there. At any time one stack is in
+        memory."""
+        if not found.rule.stacked:
+            yield from joined
+            return
+        full = ((name, pieces.tensor()) for name, pieces in joined)
+        for name, every in self._complete(found, full, stacks):
+            yield name, Pieces([torch.stack(every)])
 
     def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         """Yield name, dtype and shape of what `hf_tensors` yields, without accessing weights or other ranks."""
         if not self._parallel.exports:
             return
+        stacks: Stacks = {}
         for found, tensor in self._tensors(self._exported):
             shards = self._degree(found) * (self._parallel.ep if found.rule.expert else 1)
-            for name, pieces in self._joined(found, [torch.empty_like(tensor, device="meta")] * shards):
+            joined = self._joined(found, [torch.empty_like(tensor, device="meta")] * shards)
+            for name, pieces in self._unstacked(found, joined, stacks):
                 whole = pieces.tensor()
                 yield name, whole.dtype, whole.shape
 
@@ -245,7 +270,9 @@ class Resharder:
                 held = self._mapping.find("embedding.word_embeddings.weight") if self._is_tied_copy(found) else found
                 names = held.hf_names()
                 shapes = self._whole_shapes(found, tensor)
-                full = [source.read(name, shape) for name, shape in zip(names, shapes, strict=True)]
+                count, expert = (self._num_experts, found.expert) if found.rule.stacked else (0, None)
+                whole = [(count, *shape) if count else shape for shape in shapes]
+                full = [source.read(name, shape, expert) for name, shape in zip(names, whole, strict=True)]
                 self._fill(found, tensor, full)
             source.check_nothing_left(self._mapping, self._is_for_this_rank)
             dropped = source.mtp_names()

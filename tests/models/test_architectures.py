@@ -20,6 +20,7 @@ from tests.models.published import (
     FP8,
     GLM_4_6,
     GLM_4_7_FLASH,
+    GPT_OSS_20B,
     KIMI_K2,
     QWEN3_MOE,
 )
@@ -47,6 +48,17 @@ def test_deepseek_v3_1_and_kimi_k2_as_published() -> None:
     assert (found["num_moe_experts"], found["moe_router_num_groups"]) == (384, None)
     assert found["moe_layer_freq"] == [0] + [1] * 60
     assert (rope(KIMI_K2)["rope_theta"], rope(KIMI_K2)["factor"]) == (50000.0, 32.0)
+
+
+def test_gpt_oss_as_published() -> None:
+    """In MXFP4, with windows in every second layer."""
+    check_architecture(GPT_OSS_20B)
+    found = megatron_arguments(GPT_OSS_20B)
+    assert (found["window_size"], found["window_attn_skip_freq"]) == ((127, 0), [1, 0] * 12)
+    with pytest.raises(ConfigError, match=r"attention_bias=false"):
+        check_architecture({**GPT_OSS_20B, "attention_bias": False})
+    with pytest.raises(ConfigError, match=r"rope_type=yarn"):
+        check_architecture({**GPT_OSS_20B, "rope_scaling": {**GPT_OSS_20B["rope_scaling"], "attention_factor": 2.0}})
 
 
 def test_glm_4_6_4_7_and_flash_as_published() -> None:

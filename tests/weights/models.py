@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 MODELS |= {
     family.model_type: (family.model_type, number % 2 == 1, {})
     for number, family in enumerate(FAMILIES.values())
-    if not family.tower and family.model_type not in {kind for kind, *_ in MODELS.values()}
+    if not family.tower and family.serving.tried and family.model_type not in {kind for kind, *_ in MODELS.values()}
 }
 
 

@@ -39,6 +39,24 @@ def test_digest_depends_on_every_name_shape_type_and_value_and_not_on_files(tmp_
     assert len({whole, *(digest(tmp_path / str(number), one) for number, one in enumerate(others))}) == 7
 
 
+def test_weights_in_mxfp4_are_read_in_bfloat16_transposed_and_by_expert(tmp_path: Path) -> None:
+    """The file is as gpt-oss's: two experts of three rows and two blocks of 32; a byte holds two codes, the lower bits
+    first, and 127 is the scale 1."""
+    blocks = torch.full((2, 3, 2, 16), 0x21, dtype=torch.uint8)  # 0.5, 1.0, 0.5, ...
+    blocks[1, 2, 1, 15] = 0xF7  # 6.0, -6.0
+    scales = torch.full((2, 3, 2), 127, dtype=torch.uint8)
+    scales[1, 2, 1] = 129
+    save_file({"experts.w_blocks": blocks, "experts.w_scales": scales}, tmp_path / "model.safetensors")
+    expected = torch.tensor([0.5, 1.0]).repeat(32)[None, :, None].repeat(2, 1, 3)
+    expected[1, 32:, 2] *= 4
+    expected[1, 62:, 2] = torch.tensor([24.0, -24.0])
+    with HFFolder(tmp_path) as folder:
+        assert folder.names() == ["experts.w"]
+        assert folder.described("experts.w").shape == (2, 64, 3)
+        assert folder.read("experts.w", (2, 64, 3)).equal(expected.bfloat16())
+        assert folder.read("experts.w", (2, 64, 3), 1).equal(expected[1].bfloat16())
+
+
 def test_weights_in_fp8_are_read_in_bfloat16_with_the_scale_of_their_block(tmp_path: Path) -> None:
     """The file is as DeepSeek-V3's: 130 x 300 values have 2 x 3 blocks, of which the last are partial."""
     codes = torch.full((130, 300), 0.5).to(torch.float8_e4m3fn)

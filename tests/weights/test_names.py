@@ -22,8 +22,10 @@ from asyncrl.weights.layouts import (
     FUSED_GATE_UP,
     FUSED_QKV,
     GATE_UP,
+    INTERLEAVED_GATE_UP,
     QKV,
     ROW,
+    STACKED_DOWN,
     VOCAB,
     WHOLE,
     Dims,
@@ -63,6 +65,8 @@ def shapes(layout: TensorLayout, d: Dims) -> list[tuple[int, ...]]:
         QKV: [(d.heads * d.head_dim, HIDDEN), keys, keys],
         GATE_UP: [(12, HIDDEN), (12, HIDDEN)],
         FUSED_GATE_UP: [(24, HIDDEN)],
+        INTERLEAVED_GATE_UP: [(HIDDEN, 24)],
+        STACKED_DOWN: [(12, HIDDEN)],
         FUSED_QKV: [((d.heads + 2 * d.kv_heads) * d.head_dim, HIDDEN)],
     }
     return found[layout]
@@ -100,11 +104,14 @@ def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architectur
 
 def test_every_layout_is_tested_here() -> None:
     assert {value for value in vars(layouts).values() if isinstance(value, TensorLayout)} == {
-        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV,
+        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV, INTERLEAVED_GATE_UP, STACKED_DOWN,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV])
+STACKED = [INTERLEAVED_GATE_UP, STACKED_DOWN]
+
+
+@pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV, *STACKED])
 @given(dims(), st.sampled_from([1, 2, 4]), st.integers(0, 10**6), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=60)
 def test_join_of_all_shards_is_byte_equal_to_the_original_and_no_rank_holds_more(layout, d, tp, seed, dtype) -> None:
@@ -150,6 +157,19 @@ def test_queries_keys_and_values_interleave_by_key_value_head() -> None:
 
 def test_each_rank_holds_its_own_gate_above_its_own_up() -> None:
     assert GATE_UP.shard([column(0, 1, 2, 3), column(10, 11, 12, 13)], 2, 1, ONE).flatten().tolist() == [2, 3, 12, 13]
+
+
+def test_experts_of_a_stack_have_every_second_column_for_gate() -> None:
+    """And every rank its own part of gate and of up, of the matrix and of the bias."""
+    columns = torch.tensor([[0, 10, 1, 11, 2, 12, 3, 13]])
+    assert INTERLEAVED_GATE_UP.shard([columns], 2, 1, ONE).flatten().tolist() == [2, 3, 12, 13]
+    assert INTERLEAVED_GATE_UP.shard([columns[0]], 2, 1, ONE).tolist() == [2, 3, 12, 13]
+    assert INTERLEAVED_GATE_UP.join([torch.tensor([0, 10]), torch.tensor([1, 11])], ONE)[0].tensor().tolist() == [
+        0,
+        10,
+        1,
+        11,
+    ]
 
 
 def test_vocabulary_is_padded_with_zeros_at_its_end() -> None:

@@ -27,7 +27,7 @@ def tensors(hf: HF) -> Iterator[Tensor]:
     for layer, has_experts in enumerate(sparse):
         for weight in weights:
             if "{layer}" in weight.megatron and weight.present(arguments, "sparse" if has_experts else "dense"):
-                for expert in range(experts if "{expert}" in weight.megatron else 1):
+                for expert in range(experts if "{expert}" in weight.hf[0] else 1):
                     yield from _of(weight, hf, layer, expert)
     for weight in around:
         yield from _of(weight, hf, 0, 0)
@@ -54,6 +54,15 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         inner = hf["moe_intermediate_size"] * hf["n_shared_experts"]
     experts = hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts")
     kind, place = name.split(".")[-1], name.split(".")[-2]
+    stacks = {
+        "gate_up_proj": (experts, hidden, 2 * inner),
+        "gate_up_proj_bias": (experts, 2 * inner),
+        "down_proj": (experts, inner, hidden),
+        "down_proj_bias": (experts, hidden),
+        "sinks": (heads,),
+    }
+    if kind in stacks:
+        return stacks[kind]
     sizes = {
         **dict.fromkeys(("embed_tokens", "lm_head"), (vocab, hidden)),
         **dict.fromkeys(("q_norm", "k_norm"), (width,)),
@@ -68,7 +77,7 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         "o_proj": (hidden, values),
         **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (inner, hidden)),
         **dict.fromkeys(("down_proj", "w2"), (hidden, inner)),
-        "gate": (experts, hidden),
+        **dict.fromkeys(("gate", "router"), (experts, hidden)),
     }
     if latent:
         sizes["kv_a_proj_with_mqa"] = (latent + hf["qk_rope_head_dim"], hidden)

@@ -35,6 +35,7 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
         _recompute(config.trainer, hf["num_hidden_layers"], family),
         _features(config.trainer, {**hf, **family}),
         _experts(config.trainer, experts),
+        _biases(config.trainer, family, experts, gpus),
         _dispatcher(config.trainer, experts),
         _routing(config, hf),
         _vision(config, hf),
@@ -70,7 +71,7 @@ def _serving(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
     of = family_of(hf)
     for unsupported, why in of.serving.unsupported(hf):
         yield "model.path", unsupported, True, why
-    why = "Trainers read FP8, but engines would keep it: asyncrl-convert dequantize FOLDER OUT, and set OUT."
+    why = "Trainers read such weights, but engines would keep it: asyncrl-convert dequantize FOLDER OUT, and set OUT."
     yield "model.path", "quantization_config", bool(hf.get("quantization_config")), why
     context = int(config.engine.server_args.get("context_length") or hf.get("max_position_embeddings", 0))
     longest = of.serving.longest(hf) or context
@@ -192,6 +193,17 @@ def _experts(trainer: TrainerConfig, experts: int) -> Iterator[Rule]:
     needs = experts and trainer.tensor_parallel > 1 and not trainer.sequence_parallel
     why = "Megatron trains routed experts under trainer.tensor_parallel > 1 only with it: set it to true."
     yield "trainer.sequence_parallel", bool(needs), why
+
+
+def _biases(trainer: TrainerConfig, family: dict[str, Any], experts: int, gpus: int) -> Iterator[Rule]:
+    """Yield the rules of biases of experts, which Megatron 0.16.1 does not divide."""
+    biased = bool(experts and family.get("add_bias_linear"))
+    divided = trainer.expert_tensor_parallel or trainer.tensor_parallel
+    why = "Megatron does not divide experts that have biases: set trainer.expert_tensor_parallel=1."
+    yield "trainer.expert_tensor_parallel", divided, biased and divided > 1, why
+    why = "Experts with biases were tried with Megatron's own layers alone: set local."
+    fused = trainer.layers == "transformer_engine" or (trainer.layers == "auto" and gpus > 0)
+    yield "trainer.layers", trainer.layers, biased and fused, why
 
 
 def _dispatcher(trainer: TrainerConfig, experts: int) -> Iterator[Rule]:

@@ -23,8 +23,12 @@ TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.
 COPY = "Copy or download the folder again."
 BYTES = {"bfloat16": 2, "float32": 4}
 """Bytes of a number, by dtype."""
-WHOLE = ("norm.weight", "gate.weight", "e_score_correction_bias")
-"""Name suffixes of tensors that every tensor-parallel rank holds entirely: norms and routers."""
+WHOLE = (
+    *("norm.weight", "gate.weight", "router.weight", "router.bias", "e_score_correction_bias"),
+    *("o_proj.bias", "down_proj_bias"),
+)
+"""Name suffixes of tensors that every tensor-parallel rank holds entirely: norms, routers, and biases of output
+features that ranks add up."""
 TOWERS = tuple(tower.prefix for tower in vision.TOWERS.values())
 """Beginnings of the names of a vision tower's tensors."""
 
