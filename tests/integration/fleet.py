@@ -255,7 +255,7 @@ async def publish_under_way(
     publisher.announce = lambda version: loop.call_soon_threadsafe(made.inflight.release, version)
     running = asyncio.gather(*[made.generate()(PROMPT) for _ in range(24)])
     await asyncio.sleep(0.02)
-    while not all(sent.answered for sent in made.inflight._requests):  # noqa: ASYNC110  nothing tells
+    while not all(sent.answered for sent in made.inflight._sent):  # noqa: ASYNC110  nothing tells
         await asyncio.sleep(0.001)
     for version in versions:
         figures = await asyncio.to_thread(publish, publisher, version)
