@@ -82,7 +82,7 @@ class AlgorithmRegistry(Generic[T]):
 
     def __len__(self) -> int:
         """Return the number of algorithms."""
-        return len(list(self))
+        return sum(1 for _ in self)  # list(self) would ask for the length
 
     def traits(self, choice: Choice) -> T:
         """Return the traits of a choice; those of a user's own function are known only after `find`."""

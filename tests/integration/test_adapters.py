@@ -17,8 +17,9 @@ from asyncrl.config import Config
 from asyncrl.config.lora import LINEARS
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import InUse, adapter_names
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.fleet import CallRefused
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.schema import Completion
 from asyncrl.weights.adapters import AdapterPublisher
 from asyncrl.weights.peft import write_peft
@@ -57,16 +58,15 @@ def changed(config: Config, **changes: Any) -> Config:
 def client(fleet: Engines, run: str, **changes: object) -> GenerationClient:
     values = {
         "run": run,
-        "access": fleet.addresses.access,
         "max_new_tokens": 48,
         "temperature": 1.0,
         "stop_token_ids": [EOS],
-        "timeout": 60.0,
         "retry_timeout": 30.0,
         "coalesce": False,
         "names": adapter_names(fleet.config, run),
     }
-    return GenerationClient(fleet.addresses.router, **{**values, **changes})  # type: ignore[arg-type]
+    endpoint = GenerateEndpoint(fleet.addresses.router, fleet.addresses.access, 60.0)
+    return GenerationClient(endpoint, ClientSettings(**{**values, **changes}))  # type: ignore[arg-type]
 
 
 def played(

@@ -46,6 +46,7 @@ class Bigrams:
     def __init__(self, trainer: Any = None, _: Path | None = None, parallel: Any = None, **__: Any) -> None:
         self.weights, self.hf, self.vision = None, {"vocab_size": VOCAB}, None
         self._place = trainer, parallel
+        self._parallel = parallel
         self.logits = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(5)).requires_grad_()
         self.passes: list[str] = []
         self.gradients: list[Tensor] = []
@@ -72,6 +73,11 @@ class Bigrams:
         self.passes.append("score")
         for pack in packs:
             visit(Rows(self.logits[pack.token_ids[pack.logit_rows]]), pack)
+
+    def column(self, groups: Groups, num_tokens: int, visit: Callable[[Any, Pack], Tensor]) -> Tensor:
+        from asyncrl.trainer.network import Network
+
+        return Network.column(self, groups, num_tokens, visit)  # type: ignore[arg-type]
 
 
 class Rows:

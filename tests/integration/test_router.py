@@ -140,9 +140,17 @@ async def until_status(http: httpx.AsyncClient, path: str, status: int) -> None:
 
 def client_of(http: httpx.AsyncClient, retry_timeout: float, fields: dict[str, Any], **more: Any) -> GenerationClient:
     """Return a client of this router."""
-    limits = {"max_new_tokens": 8, "timeout": 30.0, "retry_timeout": retry_timeout}
-    settings = {"run": "router", "temperature": 1.0, "stop_token_ids": [], "coalesce": True, **limits, **more}
-    return GenerationClient(str(http.base_url), access=Access(KEY), fields=fields, **settings)  # type: ignore[arg-type]
+    settings = ClientSettings(
+        run="router",
+        max_new_tokens=8,
+        temperature=1.0,
+        stop_token_ids=[],
+        retry_timeout=retry_timeout,
+        coalesce=True,
+        fields=fields,
+        **more,
+    )
+    return GenerationClient(GenerateEndpoint(str(http.base_url), Access(KEY), 30.0), settings)
 
 
 async def ask(http: httpx.AsyncClient, retry_timeout: float = 0.0, **fields: Any) -> Completion:

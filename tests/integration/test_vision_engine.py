@@ -21,7 +21,8 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from asyncrl.engine.adapters import adapter_names
-from asyncrl.engine.client import GenerationClient
+from asyncrl.engine.client import ClientSettings, GenerationClient
+from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.images import ImageTokens, data_url
 from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
 from asyncrl.models.tiny_vision import MARKS, TOKENS, write_random
@@ -79,11 +80,9 @@ def played(fleet: Engines, play: Play, **changes: Any) -> Any:
     assert shape is not None
     values = {
         "run": f"vision-{play.__qualname__}",
-        "access": fleet.addresses.access,
         "max_new_tokens": 24,
         "temperature": 1.0,
         "stop_token_ids": [],
-        "timeout": 60.0,
         "retry_timeout": 60.0,
         "coalesce": True,
         "vision": Vision(
@@ -95,7 +94,8 @@ def played(fleet: Engines, play: Play, **changes: Any) -> Any:
     }
 
     async def main() -> Any:
-        client = GenerationClient(fleet.addresses.router, **values)
+        endpoint = GenerateEndpoint(fleet.addresses.router, fleet.addresses.access, 60.0)
+        client = GenerationClient(endpoint, ClientSettings(**values))  # type: ignore[arg-type]
         try:
             return await asyncio.wait_for(play(client), 600.0)
         finally:
