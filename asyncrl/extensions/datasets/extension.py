@@ -27,7 +27,7 @@ class Datasets(extension.Extension):
                     "and train on other questions (task=file, gsm_symbolic, programs)."
                 )
                 yield ConfigError(f"{config.field_of(name)}.kind", "benchmark", remedy)
-            if task.kind == "hf" and re.search(r"(^|\W)test", task.train_split or "", re.IGNORECASE):
+            if task.dataset and re.search(r"(^|\W)test", task.train_split or "", re.IGNORECASE):
                 remedy = (
                     "Training on a test set makes it useless for evaluation: name another split, and set eval_split, "
                     "or add it as a set of eval.sets."

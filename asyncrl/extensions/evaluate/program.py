@@ -87,11 +87,12 @@ class Evaluator:
         found = {}
         for name, prompts in self.sets.items():
             questions = [self._answered[name, identity(prompt)] for prompt in prompts]
-            told = {figure: asdict(value) for figure, value in figures(questions).items()}
+            shown = {figure: asdict(value) for figure, value in figures(questions).items()}
             failures = [one for question in questions for one in failed(question)]
-            if not told:
-                raise AsyncRLError(f"evaluation: no question of {name} could be answered; the last: {failures[-1]}")
-            found[name] = {"figures": told, "failed": len(failures), "questions": questions}
+            if not shown:
+                last = failures[-1] if failures else "it has none"
+                raise AsyncRLError(f"evaluation: no question of {name} could be answered; the last: {last}")
+            found[name] = {"figures": shown, "failed": len(failures), "questions": questions}
         return {"settings": asked(self._run.config), "sets": found}
 
     def finish(self) -> None:

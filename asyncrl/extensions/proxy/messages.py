@@ -8,7 +8,7 @@ a call's arguments          a value instead of JSON text, so that templates writ
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,17 @@ def read(message: Any, name: str = "message") -> CanonicalMessage:
     return CanonicalMessage(key, {"content": "", **normal}, len(calls))
 
 
+def tools_of(body: Mapping[str, Any]) -> list[Any]:
+    """Return the tools of a request; none if it has none. Raises ApiError (400)."""
+    tools = body.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise bad_field("tools", tools, "Must be a list of tools.")
+    return tools or []
+
+
 def tools_key(tools: Any) -> bytes:
     """Return a key that is equal for the same tools. Raises ApiError (400)."""
-    for tool in tools if isinstance(tools, list) else [tools]:
+    for tool in tools_of({"tools": tools}):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad_field("tools", tools, 'Must be a list of {"type": "function", "function": {"name": ..., ...}}.')

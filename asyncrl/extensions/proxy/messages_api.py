@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.extensions.proxy.answers import ApiResponse, ResponseChoice, server_event
 from asyncrl.extensions.proxy.fields import Body
-from asyncrl.extensions.proxy.messages import bad_field
+from asyncrl.extensions.proxy.messages import bad_field, tools_of
 from asyncrl.schema import Message
 
 _RENAMED = {"stop_sequences": "stop"}
@@ -29,7 +29,7 @@ def as_chat(body: Body) -> Body:
     if not isinstance(given, list) or not given:
         raise bad_field("messages", given, "Must be a list of messages, one at least.")
     chat["messages"] = [*head, *(one for place, message in enumerate(given) for one in _messages(message, place))]
-    if tools := [_tool(tool) for tool in body.get("tools") or []]:
+    if tools := [_tool(tool) for tool in tools_of(body)]:
         chat["tools"] = tools
     choice = body.get("tool_choice")
     if choice is not None:
@@ -50,7 +50,7 @@ def _choice(choice: Any) -> Any:
     kind = choice.get("type") if isinstance(choice, dict) else None
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise bad_field("tool_choice", choice, "Must be of type auto, any, tool or none.")
     return _CHOICES[kind]
 

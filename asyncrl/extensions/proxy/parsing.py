@@ -69,7 +69,11 @@ def load(format: str) -> Any:
 def parse(text: str, format: str, tools: Sequence[Any], *, before: int = 0) -> Parsed:
     """Return what an answer says and calls. `before` is the number of earlier calls in the conversation."""
     if make := load(format):
-        return _detected(text, make(tools), before)
+        try:
+            parser = make(tools)
+        except ValueError as error:
+            raise bad_field("tools", tools, f"SGLang does not read them: {error}.") from None
+        return _detected(text, parser, before)
     rest, calls = tool_calls.parse(text, format, before=before)
     return Parsed(rest, calls, tool_calls.malformed_calls(rest, format))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.extensions.proxy.answers import ApiResponse, ResponseChoice, server_event
 from asyncrl.extensions.proxy.fields import Body
-from asyncrl.extensions.proxy.messages import bad_field
+from asyncrl.extensions.proxy.messages import bad_field, tools_of
 from asyncrl.schema import Message
 
 _RENAMED = {"max_output_tokens": "max_tokens"}
@@ -28,16 +28,17 @@ def as_chat(body: Body) -> Body:
     if body.get("previous_response_id") or body.get("conversation"):
         name = "previous_response_id" if body.get("previous_response_id") else "conversation"
         raise bad_field(name, body[name], "Remove it, and send the whole input: responses are not kept.")
-    text = body.get("text") or {}
-    if isinstance(text, dict) and (text.get("format") or {}).get("type", "text") != "text":
-        raise bad_field("text.format", text["format"], "Must be text: what forces a form draws differently.")
+    text = body.get("text")
+    form = text.get("format") if isinstance(text, dict) else None
+    if form is not None and (not isinstance(form, dict) or form.get("type", "text") != "text"):
+        raise bad_field("text.format", form, "Must be text: what forces a form draws differently.")
     given = {name: value for name, value in body.items() if name not in _IGNORED}
     for name in ("previous_response_id", "conversation", "prompt_cache_retention"):
         given.pop(name, None)
     chat = {_RENAMED.get(name, name): value for name, value in given.items()}
     head = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     chat["messages"] = [*head, *_messages(body.get("input"))]
-    if tools := [_tool(tool) for tool in body.get("tools") or []]:
+    if tools := [_tool(tool) for tool in tools_of(body)]:
         chat["tools"] = tools
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
@@ -91,7 +92,7 @@ def _content(content: Any, place: int) -> Any:
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _KINDS:
+        if isinstance(kind, str) and kind in _KINDS:
             parts.append({"type": "text", "text": part.get("refusal") if kind == "refusal" else part.get("text")})
         elif kind == "input_image":
             parts.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})

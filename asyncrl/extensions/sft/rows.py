@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from jinja2 import TemplateError
 
 from asyncrl.config import Config
 from asyncrl.config import TaskConfig as TaskConfig
@@ -72,6 +73,8 @@ class ChatRows(FileTask):
             return
         if config.prompt_key not in row:
             raise ConfigError("task.prompt_key", config.prompt_key, f"{where} has only the fields {sorted(row)}.")
+        if not isinstance(row.get("tools") or [], list):
+            raise ConfigError("task.train_file", "tools", f"{where} has tools that are no list.")
         messages = self._conversation(row)
         shown = json.dumps(messages, default=str)[:120]
         for message in messages:
@@ -91,13 +94,21 @@ class ChatRows(FileTask):
         config, found = self._config, list[Any]()
         for key, role in ((config.prompt_key, "user"), (config.answer_key, ASSISTANT)):
             if (value := row.get(key)) is not None:
-                found += [{"role": role, "content": value}] if isinstance(value, str) else value
+                given = [{"role": role, "content": value}] if isinstance(value, str) else value
+                found += given if isinstance(given, list) else [given]  # what is no message is refused by its row
         return found
 
     def conversation(self, index: int) -> tuple[list[Message], list[Message]]:
         """Return the messages of a row, with the system message, and the tools."""
         row = self._rows[index]
         return [*self._head, *map(_without_nothing, self._conversation(row))], list(row.get("tools") or [])
+
+    def named(self, index: int) -> str:
+        """Return the name of a row in messages: its number in its own file or split."""
+        held_out, trained = self.SOURCES
+        if index < self.held_out:
+            return f"Row {index} of task.{held_out}"
+        return f"Row {index - self.held_out} of task.{trained}"
 
     def rendered(self, index: int) -> list[str] | None:
         """Return the texts of a row that has them in place of a conversation."""
@@ -166,13 +177,7 @@ class Trained:
 
     def _of_marks(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> list[Turn]:
         """Return the turns of a conversation whose template marks what is trained, by transformers' own mask."""
-        found = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **self._params,
-        )
+        found = self._applied(messages, tools, where, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = found["input_ids"], found["assistant_masks"]
         spans = [[ids[place] for place in own] for _, own in groupby(range(len(ids)), key=mask.__getitem__)]
         if not any(mask) or mask[0]:
@@ -191,7 +196,8 @@ class Trained:
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> tuple[str, str]:
         """Return what the template puts before the last message's text, and this text up to what ends it."""
-        context, whole = self._text(messages[:-1], tools, begin=True), self._text(messages, tools, begin=False)
+        context = self._text(messages[:-1], tools, where, begin=True)
+        whole = self._text(messages, tools, where, begin=False)
         content = str(messages[-1].get("content") or "").strip()
         behind = whole[len(context) :]
         ends = [behind.rfind(end) + len(end) for end in self._ends if end in behind]
@@ -209,17 +215,17 @@ class Trained:
             return context, text
         raise ConfigError("model.chat_template", len(messages) - 1, f"{where}: the chat template {problem}.")
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Message], *, begin: bool) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) or None,
-                add_generation_prompt=begin,
-                tokenize=False,
-                return_dict=False,
-                **self._params,
-            )
-        )
+    def _text(self, messages: Sequence[Message], tools: Sequence[Message], where: str, *, begin: bool) -> str:
+        how = {"add_generation_prompt": begin, "tokenize": False, "return_dict": False}
+        return str(self._applied(messages, tools, where, **how))
+
+    def _applied(self, messages: Sequence[Message], tools: Sequence[Message], where: str, **how: Any) -> Any:
+        """Return what the chat template makes of messages. Raises ConfigError if it rejects them."""
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **how, **self._params)
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            remedy = f"{where}: the chat template rejects its messages ({error}): correct the row."
+            raise ConfigError("model.chat_template", len(messages), remedy) from None
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))

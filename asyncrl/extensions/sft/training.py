@@ -96,7 +96,7 @@ class Conversations:
         ]
 
     def _of_row(self, number: int) -> Group:
-        where = f"Row {number}"
+        where = self._rows.named(number)
         if texts := self._rows.rendered(number):
             first, *others = self._trained.of_rendered(texts, where)
         else:
@@ -110,7 +110,8 @@ class Conversations:
             remedy = (
                 f"{where} has {max(lengths)} tokens, but the model {self._longest} positions: shorten or remove it."
             )
-            raise ConfigError("task.train_file", self._task.train_file or self._task.dataset, remedy)
+            field = "task.train_file" if self._task.train_file else "task.dataset"
+            raise ConfigError(field, self._task.train_file or self._task.dataset, remedy)
         return Group("", 0, first.observation, [Trajectory(turns, 0.0)], self._task.name)
 
 

@@ -11,17 +11,35 @@ They lie in $ASYNCRL_CACHE/envs (models/catalog.py). Installing again updates.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.models.catalog import cache_dir
 
+INSTALL_SECONDS = 3600.0
+LOAD_SECONDS = 300.0
 PINNED = ("verifiers==0.4.0", "renderers==0.1.12")
+RUN_ID = "ASYNCRL_RUN_ID"
+PAID = ("PRIME_", "MODAL_", "E2B_")
+SECRETS = ("_API_KEY", "_TOKEN", "_SECRET", "_SECRET_ACCESS_KEY", "_PASSWORD")
+"""Beginnings and ends of the variables with keys and secrets, which a worker has only if its settings name them."""
 LOADS = "import sys; from verifiers.v1.utils.loaders import taskset_class; taskset_class(sys.argv[1])"
+
+
+def public(variables: Mapping[str, str], named: str = "") -> dict[str, str]:
+    """Return the variables that a stranger's code may have: no keys and secrets but those in `named`."""
+    hidden = ("ASYNCRL_", "PYTHON", *(begin for begin in PAID if begin not in named))
+
+    def shown(name: str) -> bool:
+        return not name.startswith(hidden) and (not name.endswith(SECRETS) or name in named)
+
+    return {name: value for name, value in variables.items() if name == RUN_ID or shown(name)}
 
 
 def module(name: str) -> str:
@@ -55,16 +73,27 @@ def install(name: str, source: str | None) -> int:
         [interpreter, "-m", "pip", "install", "--quiet", *PINNED, *further],
     ]
     for command in commands:
-        if status := subprocess.run(command, check=False).returncode:
+        try:
+            status = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=INSTALL_SECONDS, check=False).returncode
+        except subprocess.TimeoutExpired:
+            print(f"asyncrl-envs: not done after {INSTALL_SECONDS:.0f} s: {' '.join(command)}", file=sys.stderr)
+            return 1
+        if status:
             print(f"asyncrl-envs: status {status} of: {' '.join(command)}", file=sys.stderr)
             return 1
     if bare:
         base = {"base": str(place), "platbase": str(place)}
         site = Path(sysconfig.get_path("purelib", "venv", base))
         (site / f"{module(name)}.pth").write_text(f"{path}\n")
-    done = subprocess.run([interpreter, "-c", LOADS, module(name)], capture_output=True, text=True, check=False)
+    command = [interpreter, "-c", LOADS, module(name)]
+    how: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "env": public(os.environ)}
+    try:
+        done = subprocess.run(command, timeout=LOAD_SECONDS, check=False, **how)
+    except subprocess.TimeoutExpired:
+        print(f"asyncrl-envs: {module(name)} is not loaded after {LOAD_SECONDS:.0f} s.", file=sys.stderr)
+        return 1
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1]
+        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         print(f"asyncrl-envs: {module(name)} does not load: {last}. Set --from to its package.", file=sys.stderr)
         return 1
     print(f"asyncrl-envs: {place} is ready: asyncrl-train task=verifiers task.name={module(name)}")

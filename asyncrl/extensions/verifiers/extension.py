@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -54,8 +53,7 @@ def before(prepared: Preparation) -> dict[str, list[str]] | None:
     folder = prepared.origin.run_dir if prepared.origin else None
     if folder is None or not (folder / FILE).exists():
         return None
-    found: dict[str, list[str]] = json.loads((folder / FILE).read_text())
-    return found
+    return jsonl.read_object(folder / FILE)
 
 
 def compare(prepared: Preparation) -> None:

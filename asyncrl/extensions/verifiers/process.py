@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
@@ -29,9 +30,6 @@ MOST_BYTES = 64 << 20
 LAST_LINES, LAST_CHARACTERS = 10, 2000
 END_SECONDS = 5.0
 """Time that the worker has to end its tools and sandboxes."""
-RUN_ID = "ASYNCRL_RUN_ID"
-PAID = ("PRIME_", "MODAL_", "E2B_")
-"""Beginnings of the variables with keys of paid services, which a worker has only if its settings name them."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,10 @@ class Launch:
         return json.dumps(told).encode() + b"\n"
 
     def environment(self, secret: str = "") -> dict[str, str]:
-        """Return the worker's environment, with no secrets of the run but that of the proxy, and the run's id, by which
-        the launcher finds what is left."""
+        """Return the worker's environment, with no secrets but that of the proxy and those that the settings name, and
+        the run's id, by which the launcher finds what is left."""
         named = json.dumps(dict(self.args or {}))
-        hidden = ("ASYNCRL_", "PYTHON", *(begin for begin in PAID if begin not in named))
-        found = {name: value for name, value in os.environ.items() if not name.startswith(hidden) or name == RUN_ID}
+        found = envs.public(os.environ, named)
         direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
         path = f"{Path(self.argv()[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         found |= {"no_proxy": direct, "NO_PROXY": direct, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
@@ -94,19 +91,17 @@ class Launch:
 
     def tasks(self) -> dict[str, Any]:
         """Ask a worker of its own for the agents and tasks of the environment. Raises ConfigError."""
-        try:
-            done = subprocess.run(
-                self.argv(),
-                input=self.first_line(None),
-                env=self.environment(),
-                capture_output=True,
-                timeout=self.start_timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise self.late() from None
-        said = "\n".join(done.stderr.decode(errors="replace").splitlines()[-LAST_LINES:])
-        return self.ready(done.stdout, said[-LAST_CHARACTERS:])
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        with subprocess.Popen(self.argv(), env=self.environment(), start_new_session=True, **pipes) as worker:
+            try:
+                line, errors = worker.communicate(self.first_line(None), timeout=self.start_timeout)
+            except subprocess.TimeoutExpired:
+                raise self.late() from None
+            finally:
+                with suppress(ProcessLookupError):  # also what the environment started while it was loaded
+                    os.killpg(worker.pid, signal.SIGKILL)
+        said = "\n".join(errors.decode(errors="replace").splitlines()[-LAST_LINES:])
+        return self.ready(line, said[-LAST_CHARACTERS:])
 
 
 async def lines_of(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
@@ -189,8 +184,8 @@ class Running:
             self._stdin.close()
         await self._child.wait(END_SECONDS)
         self._child.kill()
-        if self._listening:
-            await self._listening
+        if self._listening:  # a process that left the worker's group may hold its pipe
+            await asyncio.wait({self._listening}, timeout=2 * END_SECONDS)
 
     def _send(self, message: dict[str, Any]) -> None:
         with suppress(ConnectionError):  # the listener tells of its death

@@ -103,8 +103,9 @@ class EpisodesElsewhere(ThroughTheProxy):
             told = await worker.play(prompt.question["number"], session.name)
         verdict = judged(told)
         played = session.trajectory(prompt.token_ids, None, prompt.images, verdict.of_roles)
+        trajectory = rewarded(played, verdict.of_roles)
         FIGURES.note(verdict)
-        return rewarded(played, verdict.of_roles)
+        return trajectory
 
 
 def rewarded(played: Trajectory, of_roles: Mapping[str, float]) -> Trajectory:

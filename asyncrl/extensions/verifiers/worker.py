@@ -157,10 +157,14 @@ class HubPlayer:
             trace.id = f"{session}.{role}" if role else session
             roles[trace.id] = role
 
-        (slot,) = self._env.slots(task)
-        episode = await self._env.run_slot(slot, self._context, on_trace=name)
-        traces = [seen(trace, roles[trace.id]) for trace in episode.traces]
-        send({"played": number, "ok": episode.ok, "errors": errors_of(episode), "traces": traces})
+        try:
+            (slot,) = self._env.slots(task)
+            episode = await self._env.run_slot(slot, self._context, on_trace=name)
+            traces = [seen(trace, roles[trace.id]) for trace in episode.traces]
+            send({"played": number, "ok": episode.ok, "errors": errors_of(episode), "traces": traces})
+        except Exception as error:  # noqa: BLE001  an environment raises anything, and its episode must be answered
+            raised = {"type": type(error).__name__, "message": str(error)[-MOST_CHARACTERS:], "status": None}
+            send({"played": number, "ok": False, "errors": [raised], "traces": []})
 
 
 async def serve(lines: asyncio.StreamReader) -> None:

@@ -85,7 +85,10 @@ def test_loop_of_tools_over_responses_is_one_sample(proxy: Proxy, runner: asynci
         ("previous_response_id", "resp_1"),
         ("tools", [{"type": "web_search"}]),
         ("input", [{"type": "computer_call"}]),
+        ("tools", 5),
         ("text", {"format": {"type": "json_object"}}),
+        ("text", {"format": "json"}),
+        ("input", [{"role": "user", "content": [{"type": []}]}]),
         ("top_p", 0.5),
     ],
 )
@@ -152,6 +155,9 @@ def test_refusals_and_ends_are_those_that_its_client_knows(proxy: Proxy, runner:
                 await client.messages.create(**asked, extra_body={"top_p": 0.5})
             with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
                 await client.messages.create(**asked, tool_choice={"type": "any"})
+            for field, value in (("tool_choice", {"type": []}), ("tools", 5)):
+                with pytest.raises(anthropic.BadRequestError, match=field):
+                    await client.messages.create(**asked, extra_body={field: value})
         async with claude(base_url, "x") as stranger:
             with pytest.raises(anthropic.AuthenticationError):
                 await stranger.messages.create(**asked)

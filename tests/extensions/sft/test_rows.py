@@ -149,6 +149,12 @@ def test_template_that_changes_an_answer_is_refused(model: Path, tmp_path: Path,
         trained(model, template, tmp_path).turns(chat, [], "Row 9")
 
 
+def test_messages_that_the_template_rejects_are_refused(model: Path, tmp_path: Path) -> None:
+    rejects = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ConfigError, match=r"Row 9: the chat template rejects its messages \(roles must alternate\)"):
+        trained(model, rejects, tmp_path).turns([CHAT[0], CHAT[3]], [], "Row 9")
+
+
 def test_answer_with_the_token_that_ends_one_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"Row 3: .*holds the token which ends an answer"):
         trained(model).turns([CHAT[0], {"role": "assistant", "content": "4<e>5"}], [], "Row 3")
@@ -212,6 +218,8 @@ def test_parquet_gives_the_rows_of_jsonl(tmp_path: Path) -> None:
         ({"messages": []}, r"task\.answer_key: .*ends without a message"),
         ({"messages": [{"content": "x"}]}, r"task\.prompt_key: .*list of messages with role"),
         ({"messages": [{"role": "user", "content": [1]}]}, r"task\.prompt_key: .*text as content"),
+        ({"messages": 5}, r"task\.prompt_key: .*Row 1 .*list of messages"),
+        ({"messages": CHAT, "tools": 5}, r"task\.train_file: .*Row 1 .*no list"),
     ],
 )
 def test_row_that_is_no_conversation_is_refused_with_its_number(tmp_path: Path, row: Any, problem: str) -> None:

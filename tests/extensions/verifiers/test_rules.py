@@ -52,7 +52,14 @@ def test_worker_has_no_secret_of_the_run_nor_the_key_of_a_service_that_was_not_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     faked(monkeypatch)
-    given = {"ASYNCRL_TEACHER_API_KEY": "t", "ASYNCRL_RUN_ID": "r", "PRIME_API_KEY": "p", "E2B_KEY": "e", "OTHER": "o"}
+    given = {
+        "ASYNCRL_TEACHER_API_KEY": "t",
+        "ASYNCRL_RUN_ID": "r",
+        "PRIME_API_KEY": "p",
+        "E2B_KEY": "e",
+        "HF_TOKEN": "h",
+        "OTHER": "o",
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     found = Launch("m").environment("s")
