@@ -237,7 +237,7 @@ class Config(Section):
 
 def load(values: dict[str, Any]) -> Config:
     """Validate composed values. Raises ConfigError with one line per invalid field, and for a value that refers to a
-    missing environment variable (secrets.py)."""
+    missing environment variable (secret_values.py)."""
     try:
         config = Config.model_validate(values)
     except ValidationError as error:

@@ -208,7 +208,11 @@ async def answers(http: httpx.AsyncClient, url: str) -> bool:
 
 
 async def _healthy_workers(router: httpx.AsyncClient) -> int:
-    workers = (await router.get("/workers")).json().get("workers", [])
+    """Return how many engines the router finds healthy: none while it is too busy to answer."""
+    try:
+        workers = (await router.get("/workers")).json().get("workers", [])
+    except httpx.TransportError:
+        return 0
     return sum(bool(worker.get("is_healthy")) for worker in workers)
 
 

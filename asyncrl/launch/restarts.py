@@ -103,8 +103,9 @@ class RestartPolicy:
             return False
         if _out_of_memory(spec, failed):
             return self._times_out_of_memory() < OUT_OF_MEMORY_TIMES
-        step, before = self._newest_step(), [step for step, _ in earlier]
-        return before.count(step) < 2 and sum(step - earlier < RECOVERY_STEPS for earlier in before) < RECOVERIES
+        step = self._newest_step()
+        before = [died for died, _ in earlier]
+        return before.count(step) < 2 and sum(step - died < RECOVERY_STEPS for died in before) < RECOVERIES
 
     def _recover(self, spec: ProcessSpec, how: str) -> None:
         """Record a death of the trainers or of the rollout process, and forget their errors, which must not be taken

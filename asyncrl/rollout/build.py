@@ -154,6 +154,7 @@ class RolloutParts:
         server.more = [route for one in hooks for route in one.routes(server, status.now)]
         outstanding = []
         if resumed:
+            evaluations.ready.clear()
             prompts.go_on(resumed.cursor)
             mixer.restore(resumed.mixer)
             for group in groups.restore(resumed.service):
@@ -208,7 +209,8 @@ class RolloutParts:
             if self.resumed is None:
                 await self.evaluations.now()  # has the engines to itself: version 0, before the first rollout
             else:
-                self.evaluations.go_on(self.resumed.evaluated, self.since, running=self.resumed.evaluating)
+                since = range(self.since.start, self.groups.published_version + 1)  # also announced meanwhile
+                self.evaluations.go_on(self.resumed.evaluated, since, running=self.resumed.evaluating)
             working.create_task(self.worker.run(self.outstanding))
             working.create_task(self.server.keep_regularly())
             working.create_task(self.limiter.watch(self.loads.ask, inflight.take_needed, lambda: inflight.holding))

@@ -69,10 +69,15 @@ class Evaluations:
         self.evaluated: int | None = None
         """The newest version when the last evaluation began."""
         self._skipped = 0
+        self.ready = asyncio.Event()
+        """Set, except in a process that continues a run, until `go_on`: its agents and environments may not run yet."""
+        self.ready.set()
 
     def published(self, version: int) -> None:
         """Start an evaluation if one is due at this version and none is running. Raises the error of the previous one,
         if any."""
+        if not self.ready.is_set():
+            return  # `go_on` is told of this version
         self.newest = version
         if self._running and self._running.done():
             self._running.result()  # its error ends the run here, not at its very end
@@ -96,6 +101,7 @@ class Evaluations:
         if running and not self._written():
             self.begin()
         self.newest = since.start - 1
+        self.ready.set()
         for version in since:
             self.published(version)
 
@@ -114,9 +120,12 @@ class Evaluations:
 
     async def now(self) -> list[Line]:
         """Return the lines of an evaluation of the newest version: of the one that has begun with it, or of a new one,
-        after the one that may be running."""
-        if self._running:
-            lines = await self._running
+        after the one that may be running. A request that is repeated shares the evaluation of the first."""
+        await self.ready.wait()
+        if running := self._running:
+            lines = await running
+            if self._running is not running and self._running:
+                return await self._running
             if self.evaluated is not None and self.evaluated == self.newest:
                 return lines
         if written := self._written():

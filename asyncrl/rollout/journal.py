@@ -78,6 +78,8 @@ class Journal(NoJournal):
             self.left = self._read_left()
 
     def _read_left(self) -> Left:
+        for file in self._folder.glob("unfinished-*"):
+            file.unlink()
         state, served = self._folder / STATE, self._folder / SERVED
         data, written = (state.read_bytes(), state.stat().st_mtime) if state.exists() else (None, 0.0)
         if not served.exists():
@@ -88,10 +90,10 @@ class Journal(NoJournal):
     def keep(self, version: int, part: int, data: bytes) -> None:
         """Keep an encoded part of a batch, before any trainer gets it, and remove what no trainer needs any more."""
         self._write(self._name(version, part), data)
-        oldest, *_ = [*self._store.versions()[-KEPT:], 0]
+        oldest = min(self._store.versions()[-KEPT:], default=0)
         for file in self._folder.glob("[0-9]*"):
             if int(file.name.partition("-")[0]) < oldest:
-                file.unlink()
+                file.unlink(missing_ok=True)  # a repeated request may do the same at this moment
 
     def read(self, version: int, part: int) -> bytes | None:
         """Return a part that was kept; None if it was not."""

@@ -79,7 +79,7 @@ class RolloutClient(BatchSource):
     def hold(self) -> None:
         """Hold back new requests. With weights.pause_mode=drain, wait until those in flight are answered."""
         deadline = time.monotonic() + self._batch_timeout
-        while (response := self._ask("POST", "/hold")).status_code == 202:
+        while (response := self._ask("POST", "/hold", deadline=deadline)).status_code == 202:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     "the answers in flight (weights.pause_mode=drain)", self._batch_timeout, response.text
@@ -103,14 +103,25 @@ class RolloutClient(BatchSource):
         """Return the ledger, and what the rollout side waits for."""
         return dict(self._ask("GET", "/status").json())
 
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0) -> httpx.Response:
-        """Return the answer to a request, which may take `timeout` seconds each time."""
-        deadline = time.monotonic() + self._batch_timeout
-        while isinstance(response := self._request(method, path, json=body, timeout=timeout), str):
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float = 60.0,
+        deadline: float | None = None,
+    ) -> httpx.Response:
+        """Return the answer to a request, which may take `timeout` seconds each time, and is repeated until the
+        deadline, by default rollout.batch_timeout from now."""
+        deadline = time.monotonic() + self._batch_timeout if deadline is None else deadline
+        while True:
+            left = max(1.0, deadline - time.monotonic())
+            response = self._request(method, path, json=body, timeout=min(timeout, left))
+            if not isinstance(response, str):
+                return response
             if time.monotonic() > deadline:
                 raise PeerFailed(response)
             time.sleep(RETRY_SECONDS)
-        return response
 
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response | str:
         """Return the answer to a request, or why it must be repeated. Raises PeerFailed if the server refuses it."""

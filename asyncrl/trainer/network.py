@@ -179,7 +179,7 @@ class Network:
     def replay_routing(self, kind: Kind) -> RoutingReplay:
         """Make the routers of every later pass ask the returned object for their experts."""
         shape = routing_shape(self.hf)
-        assert shape is not None, "launch/checks.py rejects models without experts"
+        assert shape is not None, "launch/checks/model.py rejects models without experts"
         self.routing = RoutingReplay(kind, list(self._inner.values()), shape, self._parallel)
         return self.routing
 

@@ -313,7 +313,7 @@ class Policy:
 
     def _score(self, groups: Groups, table: TokenTable, temperature: float | None = None) -> Tensor:
         """Return the log-probabilities under the current weights, [N], at the sampling temperature or another one."""
-        used = temperature or self._temperature
+        used = self._temperature if temperature is None else temperature
         return self.network.column(groups, table.num_tokens, lambda head, pack: head.score(pack, used)[0])
 
     # -- the reference -------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def find_start(rank: Rank, source: BatchSource, fleet: Fleet, first: int) -> Sta
     checkpoint, recovered = rank.addresses.resume, None
     if times_restarted():
         if rank.parallel.is_first:
-            newest = CheckpointStore(rank.run_dir).newest(lambda text: print(f"asyncrl: {text}", flush=True))
+            newest = CheckpointStore(rank.run_dir).newest(lambda text: rank.warn(text, 0))
             checkpoint = newest[0] if newest else checkpoint
             recovered = _recovery(rank, source, fleet)
         checkpoint, recovered = from_first((checkpoint, recovered))

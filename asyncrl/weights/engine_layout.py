@@ -7,9 +7,8 @@ the concatenation of its HF tensors, each cut for the rank, so that its bytes ar
 An engine on CPU pads dimensions that are not divisible (configs/update_config.py); one on a GPU replicates key-value
 heads and refuses everything else. Of the ranks of a pipeline stage, the consecutive ones of a group hold the same
 routed experts, or the same replica of attention (runtime_context.py, derive_spawn_ranks). The input embedding is cut
-like attention, and the output layer, like MLPs, over the whole stage. No weights that the engine
-quantizes itself, none packed for AMX.
-On CPU, several shared experts must have an inner size that needs no padding.
+like attention, and the output layer, like MLPs, over the whole stage. Weights that the engine quantizes itself, or
+packs for AMX, are not known here. On CPU, several shared experts must have an inner size that needs no padding.
 """
 
 from __future__ import annotations

@@ -242,6 +242,36 @@ def test_evaluation_on_request_comes_after_the_one_under_way() -> None:
     at(play, every=5)
 
 
+def test_repeated_request_shares_the_evaluation_of_the_first() -> None:
+    """As when a connection breaks, and the server lives."""
+
+    async def play(site: Site) -> None:
+        site.gate.clear()
+        site.evaluations.published(5)
+        site.evaluations.published(6)
+        asking = [asyncio.create_task(site.evaluations.now()) for _ in range(2)]
+        await until(lambda: site.alive == 6)
+        site.gate.set()
+        assert await asking[0] == await asking[1] == site.lines[2:]
+        assert len(site.lines) == 4
+
+    at(play, every=5)
+
+
+def test_process_that_goes_on_evaluates_only_after_its_agents_have_started() -> None:
+    async def play(site: Site) -> None:
+        site.evaluations.ready.clear()
+        asking = asyncio.create_task(site.evaluations.now())
+        site.evaluations.published(5)
+        await asyncio.sleep(0)
+        assert site.evaluations._running is None
+        site.evaluations.go_on(None, range(5, 6), running=False)
+        assert await asking == site.lines
+        assert len(site.lines) == 2
+
+    at(play, every=5)
+
+
 def test_the_newest_version_is_evaluated_once_although_it_is_asked_for_again() -> None:
     """As at the end of a run whose last version is due for an evaluation."""
 

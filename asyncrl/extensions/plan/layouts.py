@@ -14,7 +14,7 @@ of `Hardware`. What overlaps with computation is what Megatron 0.16.1 overlaps u
     tensor      in the backward pass, at the first matrices of a block: the second gather of the input with the product
                 for the input's gradient, and the scatter of that gradient with the product for the weights'
                 (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; Transformer Engine's layers
-                do the same). Nothing else: tp_comm_overlap is refused (launch/megatron_fields.py). Routed experts are
+                do the same). Nothing else: tp_comm_overlap cannot be set (config/megatron.py). Routed experts are
                 not divided over these ranks, so that they are no such block (moe/token_dispatcher.py)
     experts     nothing: overlap_moe_expert_parallel_comm is refused
     pipeline    nothing without virtual stages: overlap_p2p_comm is off (trainer/network.py)
@@ -64,7 +64,7 @@ MOST_GPUS = 64
 
 
 def tensor_degrees(hf: dict[str, Any], *, trainer: bool) -> list[int]:
-    """Return the degrees of tensor parallelism that divide a model's heads, as launch/checks.py requires."""
+    """Return the degrees of tensor parallelism that divide a model's heads, as launch/checks/model.py requires."""
     heads = hf["num_attention_heads"]
     groups = hf.get("num_key_value_heads", heads)
     rows = (heads + 2 * groups) * (hf.get("head_dim") or hf["hidden_size"] // heads)
