@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import torch.distributed as dist
@@ -231,4 +232,44 @@ def test_group_of_a_trainer_that_died_does_not_stay_in_the_engines(receivers: di
     sent = successor.send(2.0)
     assert [fleet.get(url, "/state") for url in urls] == [{"groups": 1, "held": sent}] * 3
     successor.transport._leave()
+    fleet.close()
+
+
+class Work:
+    """A broadcast over NCCL, which a stream waits for."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        self._events.append("wait")
+
+
+def test_over_nccl_a_death_that_engines_tell_of_aborts_the_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NCCL then does was not run: the group is a stand-in. A stream waits for no broadcast that will not end."""
+    events: list[str] = []
+    dead: set[str] = set()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/update_weights_from_distributed" and request.url.host == "b":
+            dead.add("b")
+        if request.url.host in dead:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json={"success": True})
+
+    def broadcast(*_: Any, **__: Any) -> Work:
+        events.append(f"broadcast to {len(fleet.urls)}")
+        return Work(events)
+
+    monkeypatch.setattr(distributed, "group_beside_the_default", lambda *_: "group")
+    monkeypatch.setattr(distributed.dist, "broadcast", broadcast)
+    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda group: events.append("leave"))
+    monkeypatch.setattr(distributed.c10d, "_abort_process_group", lambda group: events.append("abort"))
+    fleet = Fleet(["http://a", "http://b", "http://c"], Access(""), PATIENCE, on_lost=lambda *_: None)
+    fleet._http = httpx.Client(transport=httpx.MockTransport(answer))
+    sender = Sender(fleet)
+    sender.transport._backend = "nccl"
+    sender.send(1.0)
+    assert list(fleet.urls) == ["http://a", "http://c"]
+    assert events == ["broadcast to 3", "abort", "broadcast to 2", "wait"]
     fleet.close()
