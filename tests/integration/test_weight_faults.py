@@ -248,8 +248,8 @@ def test_no_token_is_labelled_wrongly_in_many_trials(seed: int, fleet: Engines, 
 
 @pytest.mark.nightly
 def test_engines_that_fail_within_a_broadcast_are_left_behind(fleet: Engines, tmp_path: Path) -> None:
-    """One is killed when both wait for the weights, and later the other hangs. The one that is left gets the version, as
-    its checksums say, and the one that joins again gets the next."""
+    """One is killed when both wait for the weights, and later the other hangs. The one that is left gets the version,
+    as its checksums say, and the one that joins again gets the next."""
     config = settings(fleet.config, transport="distributed", verify_every=1, timeout=CALL_SECONDS)
     urls = list(fleet.addresses.engines)
     publisher = make(config, fleet.addresses, SeededWeights(fleet.addresses.model), tmp_path)
