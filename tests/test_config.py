@@ -695,6 +695,17 @@ def test_engines_of_weights_in_fp8_are_refused() -> None:
         check_model(tiny_config(), {**LLAMA, "quantization_config": FP8})
 
 
+def test_without_engines_the_limits_of_engines_do_not_hold_but_that_of_positions_does() -> None:
+    replays = tiny_config(mode="replay", **{"replay.from": "A"})
+    check_model(replays, {**LLAMA, "quantization_config": FP8})
+    dense = {**MOE, "mlp_only_layers": [0]}
+    check_model(replays, dense)
+    with pytest.raises(ConfigError, match="use another model"):
+        check_model(tiny_config(), dense)
+    with pytest.raises(ConfigError, match="context_length=16384"):
+        check_model(replays, MINISTRAL)
+
+
 def test_adapters_of_fused_layers_are_refused() -> None:
     phi = {**LLAMA, "architectures": ["Phi3ForCausalLM"]}
     check_model(tiny_config(), phi)

@@ -102,7 +102,7 @@ class Serving:
     """Has a class of its own, which fuses weights. Otherwise SGLang runs transformers' modules, with their parameters
     (TransformersForCausalLM)."""
     longest: Callable[[HF], int | None] = lambda hf: None
-    """Positions from which on it computes another function than transformers; None if there are none."""
+    """Positions from which on it, and trainers, compute another function than transformers; None if there are none."""
     reports_experts: bool = True
     """Reports the experts that it chose."""
     fuses_shared_expert: Callable[[HF], bool] = lambda hf: False
