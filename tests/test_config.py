@@ -230,7 +230,11 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
         ("trainer.expert_parallel", 2, r"\(2\) must divide the 1 ranks of a pipeline stage"),
         ("trainer.expert_tensor_parallel", 3, r"\(3\) must divide the 1 ranks of a pipeline stage"),
         ("trainer.optimizer.min_lr", 1.0, r"Must not exceed trainer.optimizer.lr \(0.001\)"),
-        ("rollout.group_size", 1, "algo.advantage=grpo compares siblings: set 2 or more, or one of"),
+        (
+            "rollout.group_size",
+            1,
+            "algo.advantage=grpo compares siblings: set 2 or more, or algo.advantage to one of none, ",
+        ),
     ],
 )
 def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, remedy: str) -> None:

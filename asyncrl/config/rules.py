@@ -401,7 +401,8 @@ def _group_sizes(config: Config) -> Iterator[Rule]:
     """Yield the rule of estimators that compare the samples of a group."""
     advantage = config.algo.advantage
     compares = not advantage.is_own and advantage.name not in _alone()
-    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {_alone()}."
+    others = ", ".join(_alone())
+    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or algo.advantage to one of {others}."
     yield "rollout.group_size", compares and config.rollout.group_size == 1, why
     for name, task in config.mixture.items():
         yield f"{config.field_of(name)}.group_size", compares and task.group_size == 1, why
