@@ -39,7 +39,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"(asyncrl-\w+|python|pip|docker|make|sudo|salloc|sbatch) \S*[=/.-]")
 SETTING = re.compile(r"\+{0,2}((?:[a-z_]+\.)+[a-z_]+)(?==|$)")
 PATH = re.compile(
-    r"(?<![\w/.-])((?:asyncrl|recipes|tests|scripts|conf|requirements)/[\w./-]+\.(?:py|md|yaml|txt|sh|sbatch))\b"
+    r"(?<![\w/.-])((?:asyncrl|docs|results|ops|recipes|tests|scripts|conf|requirements)/[\w./-]+\.(?:py|md|yaml|txt|sh|sbatch))\b"
 )
 IMPORT = re.compile(r"\b((?:asyncrl|asyncrl_recipes)(?:\.[a-z_0-9]+)+):(\w+)")
 
@@ -76,6 +76,11 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_files_that_are_named_exist(page: Path) -> None:
     assert [path for path in PATH.findall(page.read_text()) if not (ROOT / path).exists()] == []
+
+
+def test_every_package_has_a_row_in_the_developers_table() -> None:
+    table, packages = (ROOT / "AGENTS.md").read_text(), (ROOT / "asyncrl").glob("*/__init__.py")
+    assert sorted(file.parent.name for file in packages if f"`asyncrl/{file.parent.name}`" not in table) == []
 
 
 def test_guides_stay_short_and_their_commands_narrow() -> None:
