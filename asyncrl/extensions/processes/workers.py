@@ -130,7 +130,13 @@ class EpisodeWorkers:
         if isinstance(answer, wire.Failed):
             raise EpisodeFailed(answer.reason, answer.detail)
         group: Any = EncodedGroup(
-            *(ticket.uid, ticket.slot, prompt.task, answer.lengths, answer.rewards, answer.data, answer.compressed)
+            ticket.uid,
+            ticket.slot,
+            prompt.task,
+            answer.lengths,
+            answer.rewards,
+            answer.data,
+            answer.compressed,
         )
         return group, answer.verdict
 
