@@ -52,6 +52,12 @@ def times_restarted() -> int:
     return int(os.environ.get("ASYNCRL_INCARNATION", "").removeprefix(RESTARTED) or 0)
 
 
+def times_out_of_memory(run_dir: Path) -> int:
+    """Return how often the trainers of a run were out of memory."""
+    file = run_dir / OUT_OF_MEMORY
+    return int(file.read_text()) if file.exists() else 0
+
+
 def metrics_key(api_key: str) -> str:
     """Return the key of /metrics of the rollout process and of the engines. It does not tell the run's API key."""
     return hmac.new(api_key.encode(), b"metrics", hashlib.sha256).hexdigest()
