@@ -119,9 +119,7 @@ def _changed(config: Config, addresses: Addresses, run_dir: Path, specs: list[Pr
 
 def rollout_process(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
     """Return the specification of the rollout process, or of another one of its kind, which runs this module."""
-    judges = " ".join(f"{url}/v1" for url in addresses.frozen.get("judge", ()))
-    own = {"ASYNCRL_JUDGES": judges, "ASYNCRL_AUTHORITY": addresses.authority} if judges else {}
-    env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **own}
+    env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": ""}
     argv = [sys.executable, "-m", module, str(run_dir)]
     return ProcessSpec("rollout", argv, env, node=seat.node.name, reports=module == "asyncrl.rollout")
 
