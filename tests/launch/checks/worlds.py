@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.launch.checks.engines import check_generations
+from asyncrl.launch.checks.engines import check_gpu_kinds
 from asyncrl.launch.checks.findings import Finding
 from asyncrl.launch.checks.model_files import BYTES, Weight
 from asyncrl.launch.checks.run import preflight
@@ -108,7 +108,7 @@ def check(gpu: str, **changes: Any) -> None:
     known = machine(gpus=2)
     known = replace(known, gpus=(known.gpus[0], replace(known.gpus[1], name=gpu)))
     seats = [seat for one in placed(config, 1, 2).engines for seat in one]
-    check_generations(config, seats, nodes(config, 1, 2), [known])
+    check_gpu_kinds(config, seats, nodes(config, 1, 2), [known])
 
 
 ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")
