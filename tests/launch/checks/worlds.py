@@ -18,7 +18,7 @@ from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, Placement, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.prepare import Preparation
-from tests.fakes import JOB, tiny_config
+from tests.fakes import JOB, Machines, tiny_config
 
 AMPERE, HOPPER, BLACKWELL = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
 GB = 10**9
@@ -68,6 +68,14 @@ def machine(
     mine = {package: version for package, version in {**mine, **changed}.items() if version is not None}
     cards = tuple(Gpu(number, "NVIDIA H100 80GB HBM3", int(gb * GB), f"GPU-{number}") for number in range(gpus))
     return MachineFacts(name, mine, cards, int(ram * GB), nvcc)
+
+
+def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
+    """What a check of a job on so many machines says, by field."""
+    config = job(**changes)
+    machines = [machine(f"node{number}") for number in range(count)]
+    allocation = Machines(config, nodes(config, count, 0), machines)
+    return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", allocation))}
 
 
 def weights(parameters: float) -> list[Weight]:
