@@ -249,7 +249,7 @@ def _engine(
     )
 
 
-def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def _nccl_env(engine: EngineConfig) -> dict[str, str]:
     """Return the NCCL settings that trainers and engines must share before their first communicator.
 
     NCCL chooses the form of a memory handle by its own process's setting, on both ends. SGLang turns cuMem off unless
@@ -257,7 +257,7 @@ def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ)
     """
     if engine.server_args.get("enable_symm_mem"):
         return {CUMEM: "1"}
-    return {CUMEM: environment.get(CUMEM, "0")}
+    return {CUMEM: os.environ.get(CUMEM, "0")}
 
 
 def _shown(run_dir: Path, url: str) -> dict[str, object]:
