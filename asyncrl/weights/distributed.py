@@ -96,7 +96,8 @@ class DistributedTransport(Transport):
             patience = LEAVE_SECONDS if broken or problems else None
             answered = wait(receiving.values(), patience, FIRST_COMPLETED).done
             if not answered:
-                return problems | {url: EngineError(f"{url} hangs in a broken group") for url in receiving}
+                problems |= {url: EngineError(f"{url} hangs in a broken group") for url in receiving}
+                break
             _, failed = self._fleet.settle({url: call for url, call in receiving.items() if call in answered})
             receiving = {url: call for url, call in receiving.items() if call not in answered}
             problems |= failed
@@ -172,9 +173,11 @@ class DistributedTransport(Transport):
                 (c10d._abort_process_group if broken else dist.destroy_process_group)(group)
 
 
-def group_beside_the_default(backend: str, url: str, world: int, name: str, timeout: float) -> dist.ProcessGroup:
-    """Create a process group that other programs may join, of which this one is rank 0 (like SGLang's
-    init_custom_process_group, from the same functions).
+def group_beside_the_default(
+    backend: str, url: str, world: int, name: str, timeout: float, *, rank: int = 0
+) -> dist.ProcessGroup:
+    """Create a process group that other programs may join (like SGLang's init_custom_process_group, from the same
+    functions). Another rank than 0 is a receiver of scripts/bench_weights.py.
 
     torch's new_group only splits the default group; this one has its own store and world. Raises EngineError if the
     others do not join within `timeout` seconds.
@@ -183,7 +186,7 @@ def group_beside_the_default(backend: str, url: str, world: int, name: str, time
 
     wait = timedelta(seconds=timeout)
     try:
-        store, rank, world = next(rendezvous(url, 0, world, timeout=wait))
+        store, rank, world = next(rendezvous(url, rank, world, timeout=wait))
         store.set_timeout(wait)
         group, _ = c10d._new_process_group_helper(
             world,
