@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
+    from asyncrl.rollout.limiter import ConcurrencyLimiter
     from asyncrl.rollout.parts import PlaysEpisodes
     from asyncrl.rollout.reporters import RolloutRun
     from asyncrl.rollout.server import RolloutServer
@@ -283,6 +284,11 @@ class RolloutHooks:
 
     def plays(self, run: RolloutRun) -> PlaysEpisodes | None:
         """Return what plays all episodes, instead of this process; None to leave it to others."""
+        return None
+
+    def limits(self, run: RolloutRun) -> ConcurrencyLimiter | None:
+        """Return what limits how many groups run at once with rollout.max_running_groups=auto; None to leave it to
+        others. Without any, as many run as admission allows."""
         return None
 
     def routes(self, server: RolloutServer, status: Callable[[], Mapping[str, Any]]) -> Sequence[Route]:

@@ -13,6 +13,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,8 +28,11 @@ from asyncrl.launch.plan import plan
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
+from asyncrl.rollout import build as rollout_build
+from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of
+from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.tasks import Task, build, build_all
 from asyncrl.weights.choice import choose_lora
 from asyncrl.weights.publish import build_transport
@@ -211,6 +215,31 @@ def test_leftovers_of_extensions_are_removed_with_those_of_a_run(alone: dict[str
     before = Wrapping.swept
     leftovers.sweep("no such run", [])
     assert Wrapping.swept == before + 1
+
+
+class Limiting(extension.Extension):
+    """Limits how many groups run at once."""
+
+    def rollout(self) -> extension.RolloutHooks:
+        return Five()
+
+
+class Five(extension.RolloutHooks):
+    def limits(self, run: RolloutRun) -> ConcurrencyLimiter:
+        return FixedConcurrency(5)
+
+
+def test_an_extension_limits_groups_and_without_one_admission_alone_does(alone: dict[str, str], tmp_path: Path) -> None:
+    def limiter(most: int | str) -> ConcurrencyLimiter:
+        run = RolloutRun(bare(**{"rollout.max_running_groups": most}), addresses(), tmp_path, Mock())
+        return rollout_build._limiter(run, rollout_build._started_hooks(run))
+
+    assert type(limiter("auto")) is ConcurrencyLimiter
+    alone["limiting"] = f"{__name__}:Limiting"
+    assert isinstance(chosen := limiter("auto"), FixedConcurrency)
+    assert chosen._most == 5
+    assert isinstance(chosen := limiter(3), FixedConcurrency)
+    assert chosen._most == 3
 
 
 COURIER = """

@@ -27,12 +27,11 @@ from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import close_all
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.journal import Journal, Left, NoJournal
-from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
+from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
 from asyncrl.rollout.parts import ModelParts, PlayingParts, PlaysEpisodes
 from asyncrl.rollout.prompts import Prompts
@@ -106,7 +105,7 @@ class RolloutParts:
             observer.timelines,
             Tail(run_dir / "eval.jsonl")() if restarted else (),
         )
-        limiter = _concurrency_limiter(config)
+        limiter = _limiter(run, hooks)
         left = journal.left
         state = left.state or ((addresses.resume / ROLLOUT).read_bytes() if addresses.resume else None)
         resumed = snapshot.decode(state) if state else None
@@ -263,13 +262,12 @@ def _recorder(run: RolloutRun, hooks: Sequence[RolloutHooks], resumed: Snapshot 
     return Recorder(writer, run.warn, [one.group for one in hooks])
 
 
-def _concurrency_limiter(config: Config) -> ConcurrencyLimiter:
-    rollout = config.rollout
-    if rollout.max_running_groups == "auto":
-        named = {config.agent, *(task.agent for task in config.mixture.values())} - {None}
-        programs = any(getattr(load(name, "agent"), "runs_programs", False) for name in named if name)
-        return AdaptiveConcurrency(ConcurrencyWindow(rollout.max_new_tokens), programs=programs)
-    return FixedConcurrency(rollout.max_running_groups) if rollout.max_running_groups else ConcurrencyLimiter()
+def _limiter(run: RolloutRun, hooks: Sequence[RolloutHooks]) -> ConcurrencyLimiter:
+    """Return the limiter of the setting; for "auto" that of the first extension which has one."""
+    most = run.config.rollout.max_running_groups
+    if most == "auto":
+        return next((found for one in hooks if (found := one.limits(run))), ConcurrencyLimiter())
+    return FixedConcurrency(most) if most else ConcurrencyLimiter()
 
 
 def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
