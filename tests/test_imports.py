@@ -28,7 +28,7 @@ RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extens
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "user_code", "routing", "leases"),
-    *("import_hooks", "network", "progress", "child", "images", "removed", "extension", "platforms"),
+    *("import_hooks", "network", "progress", "child", "images", "removed", "extension", "lookup", "platforms"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -37,6 +37,7 @@ ALLOWED = {
     "retries": set(),
     "images": set(),
     "extension": {"settings"},
+    "lookup": {"settings"},
     "errors": set(),
     "parallel": set(),
     "jsonl": {"errors"},

@@ -24,7 +24,17 @@ BESIDE = (
     "rollout/timelines.py",
 )
 """What keeps the books of it: nothing that is trained depends on them."""
-GROUND = ("config/", "errors.py", "images/", "network/", "retries.py", "routing.py", "extension.py", "imports.py")
+GROUND = (
+    "config/",
+    "errors.py",
+    "images/",
+    "network/",
+    "retries.py",
+    "routing.py",
+    "extension.py",
+    "lookup.py",
+    "imports.py",
+)
 
 
 def way() -> set[str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from asyncrl import extension
+from asyncrl import lookup
 
 # metrics.jsonl: one object per batch
 STEP = {
@@ -311,7 +311,7 @@ def tables() -> dict[str, Mapping[str, str]]:
     """Return all tables by name: those of this module, and those of the extensions that need not be named."""
     found: dict[str, Mapping[str, str]]
     found = {name: table for name, table in globals().items() if name.isupper() and isinstance(table, dict)}
-    for name, kind in extension.classes({}).items():
+    for name, kind in lookup.classes({}).items():
         own = {f"STEP_{name}": kind.metrics, f"SUMMARY_{name}": kind.summary_metrics}
         found |= {table.upper(): rows for table, rows in own.items() if rows}
     return found

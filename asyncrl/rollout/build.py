@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl import extension, import_hooks
+from asyncrl import import_hooks, lookup
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config
 from asyncrl.engine.loads import Loads
@@ -213,7 +213,7 @@ def _journal(run: RolloutRun) -> NoJournal:
 
 
 def _started_hooks(run: RolloutRun) -> list[RolloutHooks]:
-    hooks = [one.rollout() for one in extension.active(run.config).values()]
+    hooks = [one.rollout() for one in lookup.active(run.config).values()]
     for one in hooks:
         one.start(run)
     return hooks
