@@ -385,7 +385,7 @@ OF_A_TEST_FILE = re.compile(
 def test_what_tests_share_lies_in_modules_that_are_no_tests() -> None:
     """So that a reader finds it, and moving a test breaks no other."""
     files = [file for folder in ("tests", "scripts") for file in (PACKAGE.parent / folder).rglob("*.py")]
-    assert len(files) > 400
+    assert len(files) > 300  # also where all extensions are deleted
     found = {file.name: one[0] for file in files if (one := OF_A_TEST_FILE.search(file.read_text()))}
     assert found == {}, (
         "move what is shared into a module without test_ in its name, such as tests/integration/books.py"
