@@ -139,14 +139,14 @@ class ProxySession:
         choices = []
         for turn, one in asked:
             written = self.template.decode(one.completion.token_ids)
-            text, stop = wanted.cut(begins + written)
-            thought, rest = messages.without_thoughts(text) if self._reasoning else ("", text)
+            text, stop = wanted.cut(written)
+            thought, rest = messages.without_thoughts(begins + text) if self._reasoning else ("", begins + text)
             read = parsing.Parsed(rest)
             if tools and choice != "none":
                 before = sum(message.calls for message in sent)
                 read = parsing.parse(rest, self._tool_format, tools, before=before)
             said = messages.assistant(read.text, read.calls) | ({"reasoning_content": thought} if thought else {})
-            if begins + written == text + (stop or ""):  # else more was written than the client has read
+            if written == text + (stop or ""):  # else more was written than the client has read
                 self._chats.keep(tools_key, [*keys, messages.read(said).key], one)
             self._figures.malformed += len(read.malformed)
             choices.append(ResponseChoice(turn, one.completion, said, stop, read.malformed))
@@ -169,8 +169,8 @@ class ProxySession:
         choices = []
         for turn, one in await self._ask(context, wanted, self._seen(known), begins=known is None):
             text, stop = wanted.cut(said := self.template.decode(one.completion.token_ids))
-            if isinstance(prompt, str) and said == text + (stop or ""):
-                self._texts.keep(prompt + text, one)
+            if isinstance(prompt, str):
+                self._texts.keep(prompt + said, one)
             choices.append(ResponseChoice(turn, one.completion, {"role": "assistant", "content": text}, stop))
         return ApiResponse(wanted, context, choices)
 
@@ -237,7 +237,8 @@ class ProxySession:
         """Generate the answers and return each with the number of its turn. Raises ApiError (503) when engines fail."""
         numbers = [next(self._serial) for _ in range(wanted.choices)]
         role = self._role
-        calls = [self._generate(context, max_new_tokens=wanted.limit, role=role, images=images) for _ in numbers]
+        limits: dict[str, Any] = {"max_new_tokens": wanted.limit, "stop": wanted.stop}
+        calls = [self._generate(context, role=role, images=images, **limits) for _ in numbers]
         answered, names = [], [image_name(png) for png in images]
         self._images |= zip(names, images, strict=True)
         for number, completion in zip(numbers, await asyncio.gather(*calls, return_exceptions=True), strict=True):

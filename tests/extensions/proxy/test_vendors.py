@@ -14,11 +14,16 @@ import pytest
 from openai import AsyncOpenAI, BadRequestError
 
 from asyncrl.agents.linking import check
+from asyncrl.engine.request import StopStrings
 from asyncrl.extensions.proxy import parsing
 from asyncrl.extensions.proxy.messages import without_thoughts
 from asyncrl.extensions.proxy.server import Proxy
+from asyncrl.models.tiny import CHAT_TEMPLATE
+from asyncrl.rollout.episode import Episode, EpisodeTimeouts
+from asyncrl.schema import Trajectory
 from tests.agents.talking import Talking, written
 from tests.extensions.proxy.behind import CALLS, EOS_ID, Says, template, user
+from tests.fakes import FakeEngine, echo
 
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CHAT_TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": ADD}}
@@ -225,9 +230,52 @@ def test_answer_is_cut_at_a_stop_string_and_goes_on_where_nothing_was_written_be
         await ask(base_url, key, [user("1"), first.message, user("2")])
         return first
 
-    found, played = on(proxy, runner, says(written, "6"), agent)
+    generate = says(written, "6")
+    found, played = on(proxy, runner, generate, agent)
     assert (found.message.content, found.finish_reason) == ("7", "stop")
     assert len(played.samples()) == samples
+    assert generate.stops == [["never", "Obs"], []], "engines end the answer there, too"
+
+
+@pytest.mark.parametrize(("follows", "samples"), [("Obs 8", 1), (" 8", 2), ("", 2)])
+def test_text_goes_on_from_its_stop_string_and_a_text_without_it_begins_anew(
+    proxy: Proxy, runner: asyncio.Runner, follows: str, samples: int
+) -> None:
+    """What the engine wrote stands in a context once: neither twice, nor where the client's text does not have it."""
+
+    async def agent(base_url: str, key: str) -> Any:
+        async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
+            first = (await client.completions.create(model="m", prompt="1", stop="Obs")).choices[0]
+            await client.completions.create(model="m", prompt=f"1{first.text}{follows}")
+            return first
+
+    generate = says("7Obs", "6", chat_template=CHAT_TEMPLATE)
+    found, played = on(proxy, runner, generate, agent)
+    assert (found.text, found.finish_reason) == ("7", "stop")
+    assert len(played.samples()) == samples
+    text = "".join(generate.template.decode([token]) for token in generate.asked[1].context)
+    assert text == f"17{follows}"
+
+
+def test_stop_string_of_an_agent_ends_the_answer_of_an_engine(proxy: Proxy, runner: asyncio.Runner) -> None:
+    """The tokens behind it, which were on their way, are counted, and are not in the trajectory."""
+    engine = FakeEngine(echo(6))
+
+    async def main() -> Trajectory:
+        client = engine.client(stop=StopStrings([], template().spell))
+        episode = Episode(client.generate(1.0), EpisodeTimeouts(60.0, 60.0, None), template())
+        async with proxy.session(episode) as session:
+            first = await ask(proxy.base_url, session.key, [user("1")], stop="23")
+            assert (first.message.content, first.finish_reason) == ("01", "stop")
+            await ask(proxy.base_url, session.key, [user("1"), first.message, user("5")])
+        assert client.inflight.tokens["training"] == 12
+        await client.close()
+        return session.trajectory(template().begin([user("1")]), None)
+
+    found = runner.run(main())
+    assert [turn.completion.token_ids for turn in found.turns] == [[0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]
+    assert found.turns[0].completion.logprobs == pytest.approx([-0.1, -0.2, -0.3, -0.4])
+    assert len(found.samples()) == 1
 
 
 def test_thoughts_are_told_apart_and_may_be_left_out_of_the_history(runner: asyncio.Runner) -> None:
