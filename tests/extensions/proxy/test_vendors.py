@@ -237,7 +237,7 @@ def test_answer_is_cut_at_a_stop_string_and_goes_on_where_nothing_was_written_be
     assert generate.stops == [["never", "Obs"], []], "engines end the answer there, too"
 
 
-@pytest.mark.parametrize(("follows", "samples"), [("Obs 8", 1), (" 8", 2), ("", 2)])
+@pytest.mark.parametrize(("follows", "samples"), [("348", 1), ("8", 2), ("", 2)])
 def test_text_goes_on_from_its_stop_string_and_a_text_without_it_begins_anew(
     proxy: Proxy, runner: asyncio.Runner, follows: str, samples: int
 ) -> None:
@@ -245,11 +245,11 @@ def test_text_goes_on_from_its_stop_string_and_a_text_without_it_begins_anew(
 
     async def agent(base_url: str, key: str) -> Any:
         async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
-            first = (await client.completions.create(model="m", prompt="1", stop="Obs")).choices[0]
+            first = (await client.completions.create(model="m", prompt="1", stop="34")).choices[0]
             await client.completions.create(model="m", prompt=f"1{first.text}{follows}")
             return first
 
-    generate = says("7Obs", "6", chat_template=CHAT_TEMPLATE)
+    generate = says("734", "6", chat_template=CHAT_TEMPLATE)
     found, played = on(proxy, runner, generate, agent)
     assert (found.text, found.finish_reason) == ("7", "stop")
     assert len(played.samples()) == samples
