@@ -129,9 +129,7 @@ class ProxySession:
         wanted = self._wanted(body, "chat")
         sent = messages.read_all(body.get("messages"))
         tools, choice = body.get("tools") or [], body.get("tool_choice") or "auto"
-        keys, tools_key = [message.key for message in sent], self._role.encode() + messages.tools_key(tools)
-        known, length = self._chats.find(tools_key, keys)
-        new = [message.rendered for message in sent[length:]]
+        tools_key, known, new = self._lookup(sent, tools)
         images = [*self._seen(known), *await self._read(new)]
         begins = parsing.forced(choice, tools, self._tool_format)
         context = [*self._render(new, tools, known), *(self.template.encode(begins) if begins else ())]
@@ -147,10 +145,16 @@ class ProxySession:
                 read = parsing.parse(rest, self._tool_format, tools, before=before)
             said = messages.assistant(read.text, read.calls) | ({"reasoning_content": thought} if thought else {})
             if written == text + (stop or ""):  # else more was written than the client has read
-                self._chats.keep(tools_key, [*keys, messages.read(said).key], one)
+                self._chats.keep(tools_key, [*(message.key for message in sent), messages.read(said).key], one)
             self._figures.malformed += len(read.malformed)
             choices.append(ResponseChoice(turn, one.completion, said, stop, read.malformed))
         return ApiResponse(wanted, context, choices)
+
+    def count(self, body: Body) -> int:
+        """Return the number of tokens that a chat has the model read. Raises ApiError."""
+        tools = body.get("tools") or []
+        _, known, new = self._lookup(messages.read_all(body.get("messages")), tools)
+        return len(self._render(new, tools, known))
 
     async def complete(self, body: Body) -> ApiResponse:
         """Answer POST /v1/completions. Raises ApiError."""
@@ -206,6 +210,14 @@ class ProxySession:
         return self._calls.get(task, "") if task else ""
 
     # -- tokens --------------------------------------------------------------------------------------------
+
+    def _lookup(
+        self, sent: Sequence[messages.CanonicalMessage], tools: Sequence[Any]
+    ) -> tuple[bytes, Exchange | None, list[Message]]:
+        """Return the key of the role and tools, the chat that these messages continue, and those that it has not."""
+        tools_key = self._role.encode() + messages.tools_key(tools)
+        known, length = self._chats.find(tools_key, [message.key for message in sent])
+        return tools_key, known, [message.rendered for message in sent[length:]]
 
     def _wanted(self, body: Body, route: Route) -> RequestOptions:
         return read(body, route, temperature=self._generate.temperature, end=self.template.end)
