@@ -41,7 +41,7 @@ DAILY = (
     "slurm_tools",
     "router",
     # engines
-    "proxy",
+    "proxy::test_proxied",
     "fleet",
     "continuation",
     "weight_faults",

@@ -73,6 +73,7 @@ def _messages(message: Any, place: int) -> Iterator[Message]:
         return
     parts: list[Message] = []
     calls: list[Message] = []
+    thoughts = ""
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result":
@@ -80,10 +81,13 @@ def _messages(message: Any, place: int) -> Iterator[Message]:
         elif kind == "tool_use":
             call = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": call})
-        elif kind not in ("thinking", "redacted_thinking"):
+        elif kind == "thinking":
+            thoughts += str(block.get("thinking") or "")
+        elif kind != "redacted_thinking":
             parts.append(_part(block, kind, name))
     if parts or calls:
-        yield {"role": message["role"], "content": parts} | ({"tool_calls": calls} if calls else {})
+        more = {"tool_calls": calls, "reasoning_content": thoughts}
+        yield {"role": message["role"], "content": parts} | {name: value for name, value in more.items() if value}
 
 
 def _result(block: Message, name: str) -> Any:
