@@ -152,6 +152,23 @@ DENSE = {
         "rope_scaling": {"rope_type": "default"},
     },
     "ERNIE-4.5 0.3B": {"architectures": ["Ernie4_5ForCausalLM"], "use_bias": False, "rope_theta": 500000.0},
+    "OLMo-3 7B": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8,
+        "num_hidden_layers": 32,
+        "sliding_window": 4096,
+        "rope_theta": 500000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "Phi-4": {"architectures": ["Phi3ForCausalLM"], "sliding_window": None, "rope_scaling": None, "rope_theta": 250000},
     "Ministral 3 8B, text": {
         "architectures": ["Ministral3ForCausalLM"],
