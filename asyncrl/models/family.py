@@ -44,15 +44,6 @@ class Layout(Enum):
     """The last matrix of an expert of such a stack."""
 
 
-class Norms(Enum):
-    """Where the norms of a layer stand."""
-
-    BEFORE = auto()
-    """Before attention, and before the MLP."""
-    AFTER = auto()
-    """After each of the two, before its sum with what went in."""
-
-
 @dataclass(frozen=True)
 class WeightRow:
     """One Megatron parameter, the HF tensors in it, and the engine's parameter with these tensors. `{layer}` and
@@ -143,7 +134,8 @@ class Family:
     """Part of each head that is rotated, unless config.json says it."""
     local_theta: Callable[[HF], float | None] = lambda hf: None
     """rope_theta of layers with windows, which scale nothing; None if all layers rotate alike."""
-    norms: Norms = Norms.BEFORE
+    norms_after: bool = False
+    """Its norms stand after attention and after the MLP, before the sum with what went in, instead of before each."""
     wide_norms: bool = False
     """Norms of queries and keys take all heads as one vector, instead of each head."""
     tower: Tower | None = None

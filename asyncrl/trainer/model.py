@@ -35,7 +35,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes, unscaled
 from asyncrl.models.families import family_of
-from asyncrl.models.family import Family, Norms
+from asyncrl.models.family import Family
 from asyncrl.models.vision import deepstack, flat, image_shape
 from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import (
@@ -231,15 +231,14 @@ def build_model(
     """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining. `adapted`
     says that adapters will be added to its linear layers."""
     te, family = config.transformer_impl == "transformer_engine", family_of(hf)
-    usual = family.norms is Norms.BEFORE
     if te:
-        spec = transformer_engine_spec(config, vp_stage, separate=adapted or not usual)
+        spec = transformer_engine_spec(config, vp_stage, separate=adapted or family.norms_after)
     else:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
         spec.layer_norm = RMSNorm
-    if not te or not usual:
+    if not te or family.norms_after:
         for layer in spec.layer_specs:
             _use_own_modules(layer, config, family)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -272,7 +271,7 @@ def build_model(
                 module.linear_fc2.bias.sequence_parallel = False  # Megatron would add those of other experts
         elif isinstance(module, MLASelfAttention) and not te:
             sum_rotary_gradients(module)
-    if family.norms is Norms.AFTER:
+    if family.norms_after:
         for layer in model.decoder.layers:
             _norm_output(layer.self_attention.linear_proj, config)
             _norm_output(layer.mlp.linear_fc2, config)
@@ -293,7 +292,7 @@ def _use_own_modules(layer: ModuleSpec, config: TransformerConfig, family: Famil
     """Use attention over packs, and norms that work with sequence parallelism."""
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if family.norms is Norms.BEFORE else IdentityOp
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp if family.norms_after else RMSNorm
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm  # of the whole latent vector, not of a rank's heads
     elif family.wide_norms:

@@ -152,6 +152,12 @@ DENSE = {
         "rope_scaling": {"rope_type": "default"},
     },
     "ERNIE-4.5 0.3B": {"architectures": ["Ernie4_5ForCausalLM"], "use_bias": False, "rope_theta": 500000.0},
+    "OLMo-2 7B": {
+        "architectures": ["Olmo2ForCausalLM"],
+        "hidden_act": "silu",
+        "rope_scaling": None,
+        "rope_theta": 500000,
+    },
     "OLMo-3 7B": {
         "architectures": ["Olmo3ForCausalLM"],
         "attention_bias": False,

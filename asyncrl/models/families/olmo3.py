@@ -5,7 +5,7 @@ layers (its pull request 45945).
 """
 
 from asyncrl.models import parts
-from asyncrl.models.family import HF, Family, Norms, Serving
+from asyncrl.models.family import HF, Family, Serving
 
 
 def _local_theta(hf: HF) -> float | None:
@@ -20,7 +20,7 @@ FAMILY = Family(
     arguments=lambda hf: {"qk_layernorm": True, **parts.windows(hf)},
     allows=("sliding_window", "attention_factor"),
     local_theta=_local_theta,
-    norms=Norms.AFTER,
+    norms_after=True,
     wide_norms=True,
     serving=Serving(stages=False),
     tiny={"sliding_window": 5},
