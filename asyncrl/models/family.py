@@ -24,7 +24,9 @@ class Layout(Enum):
     COLUMN = auto()
     """Trainers divide the output features; each rank of an engine has all."""
     EMBEDDING = auto()
+    """Rows of tokens; an engine divides them as its attention."""
     HEAD = auto()
+    """Rows of tokens; an engine divides them over all ranks of the last stage."""
     QKV = auto()
     """Queries, keys and values in one, by heads."""
     QUERY = auto()
@@ -38,6 +40,7 @@ class Layout(Enum):
     FUSED_QKV = auto()
     """As QKV, in one HF tensor too."""
     FUSED_GATE_UP = auto()
+    """As GATE_UP, in one HF tensor too."""
     INTERLEAVED_GATE_UP = auto()
     """Gate and up of an expert of a stack, which holds them transposed, each column of gate followed by that of up."""
     STACKED_DOWN = auto()
