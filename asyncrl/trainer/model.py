@@ -35,7 +35,6 @@ from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes, unscaled
 from asyncrl.models.families import family_of
-from asyncrl.models.family import Family
 from asyncrl.models.vision import deepstack, flat, image_shape
 from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import (
@@ -240,7 +239,7 @@ def build_model(
         spec.layer_norm = RMSNorm
     if not te or family.norms_after:
         for layer in spec.layer_specs:
-            _use_own_modules(layer, config, family)
+            _use_own_modules(layer, config, hf)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
         config,
@@ -288,9 +287,9 @@ def build_model(
     return model
 
 
-def _use_own_modules(layer: ModuleSpec, config: TransformerConfig, family: Family) -> None:
+def _use_own_modules(layer: ModuleSpec, config: TransformerConfig, hf: dict[str, Any]) -> None:
     """Use attention over packs, and norms that work with sequence parallelism."""
-    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    family, parts, attention = family_of(hf), layer.submodules, layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp if family.norms_after else RMSNorm
     if config.multi_latent_attention:

@@ -1,7 +1,7 @@
 """OLMo-2: the layers of OLMo-3 without windows."""
 
 from asyncrl.models.families import olmo3
-from asyncrl.models.family import Family
+from asyncrl.models.family import Family, Serving
 
 FAMILY = Family(
     architecture="Olmo2ForCausalLM",
@@ -10,5 +10,5 @@ FAMILY = Family(
     arguments=lambda hf: {"qk_layernorm": True},
     norms_after=True,
     wide_norms=True,
-    serving=olmo3.FAMILY.serving,
+    serving=Serving(stages=False),
 )

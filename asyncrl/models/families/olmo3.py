@@ -4,6 +4,8 @@ Layers with windows do not scale positions, as in SGLang and arXiv 2512.13961. t
 layers (its pull request 45945).
 """
 
+from collections.abc import Iterator
+
 from asyncrl.models import parts
 from asyncrl.models.family import HF, Family, Serving
 
@@ -11,6 +13,15 @@ from asyncrl.models.family import HF, Family, Serving
 def _local_theta(hf: HF) -> float | None:
     found = parts.rotary(hf)
     return None if found["rope_type"] == "default" else float(found["rope_theta"])
+
+
+def _not_served(hf: HF) -> Iterator[tuple[str, str]]:
+    """SGLang's own class of the configuration fails in the checks of transformers 5."""
+    if (hf.get("rope_parameters") or {}).get("rope_type") == "yarn":
+        yield (
+            "yarn in rope_parameters",
+            "SGLang reads rope_theta and rope_scaling alone: copy the publisher's config.json.",
+        )
 
 
 FAMILY = Family(
@@ -22,6 +33,6 @@ FAMILY = Family(
     local_theta=_local_theta,
     norms_after=True,
     wide_norms=True,
-    serving=Serving(stages=False),
+    serving=Serving(stages=False, unsupported=_not_served),
     tiny={"sliding_window": 5},
 )
