@@ -156,9 +156,9 @@ class LaunchHooks:
         start and with --check, reports it; without one (cluster.preflight=false) it ends the start."""
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Check more of a run before it starts. Called by the preflight (launch/checks/run.py), after `refuse` and
-        before the check of the network between machines: at each start, and with --check. `prepared.weights` has the
-        tensors of the model folders that are complete."""
+        """Check more of a run before it starts. Called by the preflight (launch/checks/run.py), after the core's own
+        checks and `refuse`: at each start, and with --check. `prepared.weights` has the tensors of the model folders
+        that are complete."""
         return iter(())
 
     def notes(self, prepared: Preparation) -> list[str]:
