@@ -4,7 +4,8 @@
         async def solve(question, base_url, api_key) -> float | None
 
     agent=asyncrl.extensions.proxy.agents:Command 'agent_params.argv=[python, my_agent.py]'
-        any program, which finds its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, and its question on stdin
+        any program, which finds its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, or in ANTHROPIC_BASE_URL and
+        ANTHROPIC_API_KEY, and its question on stdin
 
 The reward is the function's return value, the one in the program's last line (reads_reward), or the one posted to
 /v1/reward; without any of these, the task scores the episode.
@@ -148,10 +149,11 @@ class Command(ThroughTheProxy):
         It contains the run's id, by which the launcher finds leftover processes, but no secrets of the run.
         """
         found = {name: value for name, value in os.environ.items() if not name.startswith(OWN) or name == RUN_ID}
-        direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), self._host]))
-        found |= {"no_proxy": direct, "NO_PROXY": direct}
-        found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        return found | {"OPENAI_BASE_URL": self._proxy.base_url, "OPENAI_API_KEY": key} | self._env
+        found = programs.environment(found, Path(sys.executable).parent, self._host)
+        url = self._proxy.base_url
+        found |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+        found |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+        return found | self._env
 
 
 def _question(prompt: Prompt) -> dict[str, Any]:

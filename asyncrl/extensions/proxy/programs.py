@@ -42,6 +42,13 @@ class ProgramResult:
         return self.stderr.last_lines(LAST_LINES, LAST_CHARACTERS) or "(it wrote nothing to stderr)"
 
 
+def environment(variables: Mapping[str, str], folder: Path, host: str) -> dict[str, str]:
+    """Return variables for a program that finds those of `folder` first, and asks `host` directly."""
+    direct = ",".join(filter(None, [variables.get("no_proxy") or variables.get("NO_PROXY"), host]))
+    path = os.pathsep.join([str(folder), variables.get("PATH", os.defpath)])
+    return {**variables, "no_proxy": direct, "NO_PROXY": direct, "PATH": path}
+
+
 async def run(argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd: Path | None = None) -> ProgramResult:
     """Run a program to its end. Raises OSError when it does not start, and EpisodeFailed when it survives SIGKILL."""
     with closing(_start(argv, stdin, env, cwd)) as child:
