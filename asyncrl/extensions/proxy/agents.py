@@ -149,7 +149,7 @@ class Command(ThroughTheProxy):
         It contains the run's id, by which the launcher finds leftover processes, but no secrets of the run.
         """
         found = {name: value for name, value in os.environ.items() if not name.startswith(OWN) or name == RUN_ID}
-        found = programs.environment(found, Path(sys.executable).parent, self._host)
+        found |= programs.reaching(self._host, Path(sys.executable))
         url = self._proxy.base_url
         found |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
         found |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}

@@ -24,6 +24,13 @@ FLUSH_SECONDS = 2.0
 forever."""
 
 
+def reaching(host: str, python: Path) -> dict[str, str]:
+    """Return the variables with which a program reaches a host without a proxy, and finds this python first."""
+    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), host]))
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
+    return {"no_proxy": direct, "NO_PROXY": direct, "PATH": path}
+
+
 @dataclass(frozen=True)
 class ProgramResult:
     """Result of a program that has ended."""
@@ -40,13 +47,6 @@ class ProgramResult:
     def last_lines(self) -> str:
         """Return the last lines of stderr."""
         return self.stderr.last_lines(LAST_LINES, LAST_CHARACTERS) or "(it wrote nothing to stderr)"
-
-
-def environment(variables: Mapping[str, str], folder: Path, host: str) -> dict[str, str]:
-    """Return variables for a program that finds those of `folder` first, and asks `host` directly."""
-    direct = ",".join(filter(None, [variables.get("no_proxy") or variables.get("NO_PROXY"), host]))
-    path = os.pathsep.join([str(folder), variables.get("PATH", os.defpath)])
-    return {**variables, "no_proxy": direct, "NO_PROXY": direct, "PATH": path}
 
 
 async def run(argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd: Path | None = None) -> ProgramResult:

@@ -22,7 +22,7 @@ from typing import Any
 
 from asyncrl.child import ChildProcess, OutputTail, describe
 from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
-from asyncrl.extensions.proxy import programs
+from asyncrl.extensions.proxy.programs import reaching
 from asyncrl.extensions.verifiers import envs
 
 HERE = Path(__file__).parent
@@ -65,8 +65,8 @@ class Launch:
     def environment(self, secret: str = "") -> dict[str, str]:
         """Return the worker's environment, with no secrets but that of the proxy and those that the settings name, and
         the run's id, by which the launcher finds what is left."""
-        shown = envs.public(os.environ, json.dumps(dict(self.args or {})))
-        found = programs.environment(shown, Path(self.argv()[0]).parent, "127.0.0.1") | {"CUDA_VISIBLE_DEVICES": ""}
+        found = envs.public(os.environ, json.dumps(dict(self.args or {})))
+        found |= reaching("127.0.0.1", Path(self.argv()[0])) | {"CUDA_VISIBLE_DEVICES": ""}
         return found | {"PYTHONPATH": str(HERE / "harness"), "ASYNCRL_PROXY_API_KEY": secret}
 
     def ready(self, line: bytes, said: str) -> dict[str, Any]:
