@@ -397,6 +397,14 @@ def test_call_that_cannot_be_forced_is_refused(proxy: Proxy, runner: asyncio.Run
     runner.run(main())
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_call_in_a_format_of_sglang_cannot_be_forced_and_the_refusal_says_why(choice: Any) -> None:
+    with pytest.raises(ApiError, match=r"tool_choice: got .*how calls of sglang:glm45 begin is not known") as refused:
+        parsing.forced(choice, [CHAT_TOOL], "sglang:glm45")
+    assert refused.value.status == 400
+    assert parsing.forced("auto", [CHAT_TOOL], "sglang:glm45") == ""
+
+
 @pytest.mark.parametrize(("written", "samples"), [("7Obs", 1), ("7Obs 8", 2)])
 def test_answer_is_cut_at_a_stop_string_and_goes_on_where_nothing_was_written_behind_it(
     proxy: Proxy, runner: asyncio.Runner, written: str, samples: int
