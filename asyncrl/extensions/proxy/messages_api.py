@@ -14,6 +14,7 @@ from asyncrl.schema import Message
 
 _RENAMED = {"stop_sequences": "stop"}
 _IGNORED = {"messages", "system", "tools", "tool_choice", "thinking", "cache_control", "context_management"}
+_IGNORED |= {"output_config"}  # Claude Code's effort; a form is refused
 _CHOICES: dict[str, Any] = {"auto": "auto", "none": "none", "any": "required"}
 _BLOCKS = "Must be of type text, image, tool_use, tool_result or thinking."
 
@@ -22,6 +23,9 @@ def as_chat(body: Body) -> Body:
     """Return the request as one for /v1/chat/completions. Raises ApiError (400)."""
     if "n" in body:
         raise bad_field("n", body["n"], "Remove it: one answer is made.")
+    output = body.get("output_config")
+    if output is not None and (not isinstance(output, dict) or output.get("format") is not None):
+        raise bad_field("output_config", output, "Must have no format: what forces a form draws differently.")
     chat = {_RENAMED.get(name, name): value for name, value in body.items() if name not in _IGNORED}
     system = body.get("system")
     head = [{"role": "system", "content": system}] if isinstance(system, str) else _head(system)

@@ -18,6 +18,7 @@ from asyncrl.schema import Message
 
 _RENAMED = {"max_output_tokens": "max_tokens"}
 _IGNORED = {"input", "instructions", "tools", "tool_choice", "include", "reasoning", "text", "truncation", "background"}
+_IGNORED |= {"client_metadata"}  # Codex's
 _KINDS = {"input_text", "output_text", "text", "refusal"}
 _SAID = {"content", "tool_calls"}
 

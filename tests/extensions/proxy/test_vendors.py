@@ -70,6 +70,7 @@ def test_loop_of_tools_over_responses_is_one_sample(proxy: Proxy, runner: asynci
             history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "1"}]}]
             for _ in range(2):
                 asked: Any = {"model": "m", "input": history, "tools": [tool], "instructions": "2", "store": False}
+                asked["extra_body"] = {"client_metadata": {"turn_id": "1"}}  # Codex sends it
                 if stream:
                     async with client.responses.stream(**asked) as events:
                         answer = await events.get_final_response()
@@ -135,6 +136,7 @@ def test_loop_of_tools_over_messages_is_one_sample(proxy: Proxy, runner: asyncio
             for _ in range(2):
                 system: Any = [{"type": "text", "text": "2", "cache_control": {"type": "ephemeral"}}]
                 asked: Any = {"model": "m", "max_tokens": 9, "messages": history, "tools": [tool], "system": system}
+                asked["output_config"] = {"effort": "high"}  # Claude Code sends it
                 if stream:
                     async with client.messages.stream(**asked) as events:
                         answer = await events.get_final_message()
@@ -167,7 +169,8 @@ def test_refusals_and_ends_are_those_that_its_client_knows(proxy: Proxy, runner:
                 await client.messages.create(**asked, extra_body={"top_p": 0.5})
             with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
                 await client.messages.create(**asked, tool_choice={"type": "any"})
-            for field, value in (("tool_choice", {"type": []}), ("tools", 5)):
+            form = {"format": {"type": "json_schema", "schema": {}}}
+            for field, value in (("tool_choice", {"type": []}), ("tools", 5), ("output_config", form)):
                 with pytest.raises(anthropic.BadRequestError, match=field):
                     await client.messages.create(**asked, extra_body={field: value})
         async with claude(base_url, "x") as stranger:
@@ -392,6 +395,14 @@ def test_call_that_cannot_be_forced_is_refused(proxy: Proxy, runner: asyncio.Run
                 await ask(proxy.base_url, session.key, [user("1")], tool_choice=choice, **tools)
 
     runner.run(main())
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_call_in_a_format_of_sglang_cannot_be_forced_and_the_refusal_says_why(choice: Any) -> None:
+    with pytest.raises(ApiError, match=r"tool_choice: got .*how calls of sglang:glm45 begin is not known") as refused:
+        parsing.forced(choice, [CHAT_TOOL], "sglang:glm45")
+    assert refused.value.status == 400
+    assert parsing.forced("auto", [CHAT_TOOL], "sglang:glm45") == ""
 
 
 @pytest.mark.parametrize(("written", "samples"), [("7Obs", 1), ("7Obs 8", 2)])
