@@ -228,7 +228,7 @@ class Trained:
         elif inside := self._end.search(json.dumps(messages[-1], ensure_ascii=False, default=str)):
             problem = f"renders a message that holds the token which ends an answer ({inside[0]})"
         elif not kept or not all(name in spelled.replace(content, "", 1) for name in calls):
-            problem = f"renders {' '.join([content, *calls])!r:.60} as {spelled!r:.60}"
+            problem = f"renders {' '.join([content, *calls]).strip()!r:.60} as {spelled!r:.60}"
         else:
             return context, whole[len(context) : end.end()]
         raise self._refused(where, f"{problem}: correct the row, or set one that marks answers with {{% generation %}}")
