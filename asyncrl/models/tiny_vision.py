@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from asyncrl.models.families import FAMILIES
+from asyncrl.models.families import OF_TYPE
 from asyncrl.models.tiny import save_random, tokenizer_json, write_tokenizer
 
 EOS, PAD, UNK = "<|im_end|>", "<|endoftext|>", "<unk>"
@@ -21,9 +21,6 @@ TOKENS = (*"0123456789abcdefghijklmnopqrstuvwxyz ?=", UNK, *SPECIAL)
 """The vocabulary; a token's index is its id."""
 MAX_POSITIONS = 512
 MAX_PIXELS = 112 * 112
-
-OF_TYPE = {family.model_type: family.tiny for family in FAMILIES.values() if family.tower}
-"""Fields of the vision tower's config that only one model type has."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -36,14 +33,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, arch: str = "qwen2_5_vl", *, spread: float = 0.02, seed: int = 0, **sizes: Any) -> None:
     """Write the model, its tokenizer and its image processor's settings into the new folder `folder`; the bytes are the
-    same every time."""
-    write_random(folder)
-
-
-def write_random(folder: Path, arch: str = "qwen2_5_vl", *, spread: float = 0.02, seed: int = 0, **sizes: Any) -> None:
-    """Write a model of another type (qwen3_vl), or with other weights or sizes of its text model, such as
+    same every time. Also one of another type (qwen3_vl), or with other weights or sizes of its text model, such as
     `num_hidden_layers` or `tie_word_embeddings`. `spread` is the standard deviation of the weights."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -54,7 +46,7 @@ def write_random(folder: Path, arch: str = "qwen2_5_vl", *, spread: float = 0.02
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     marks = {name: ids[mark] for name, mark in zip(names, MARKS, strict=True)}
     tied = bool(text.get("tie_word_embeddings"))
-    parts = {"text_config": text, "vision_config": {**_vision_sizes(text["hidden_size"]), **OF_TYPE[arch]}}
+    parts = {"text_config": text, "vision_config": {**_vision_sizes(text["hidden_size"]), **OF_TYPE[arch].tiny}}
     config = AutoConfig.for_model(arch, **parts, tie_word_embeddings=tied, **ends, **marks)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

@@ -25,7 +25,7 @@ from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.images import ImageTokens, data_url
 from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
-from asyncrl.models.tiny_vision import MARKS, TOKENS, write_random
+from asyncrl.models.tiny_vision import MARKS, TOKENS, write
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Completion
 from tests.integration import adapters, publisher
@@ -64,7 +64,7 @@ Play = Callable[[GenerationClient], Awaitable[Any]]
 @pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.campaign)])
 def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("vision")
-    write_random(folder / "model", request.param, spread=0.15, **OF_ARCH[request.param])
+    write(folder / "model", request.param, spread=0.15, **OF_ARCH[request.param])
     with engines(folder, *SETTINGS, f"model.path={folder / 'model'}") as started:
         yield started
 
