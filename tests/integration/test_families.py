@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from tests.integration.families import (
     CHOOSES,
     CHOOSING,
     PUBLISHED_AS,
+    SCALED,
     TEXT,
     check,
     exported,
     launch,
+    unscale_windows,
     written,
 )
 from tests.integration.fleet import ask, engines, logprobs, reloaded, settings
@@ -85,28 +88,22 @@ def test_biases_that_choose_experts_stay_bit_for_bit_through_training_and_casts(
 SERVED = [family.model_type for family in TEXT if family.serving.on_cpu]
 
 
+def small(folder: Path, kind: str, fields: dict[str, Any]) -> Path:
+    """Write a model with the vocabulary of the tiny one."""
+    sizes: dict[str, Any] = {"vocab": 16, "hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 96}
+    write_random_model(
+        folder, kind, **sizes, tied=False, seed=1, dtype="float32", max_positions=64, spread=0.15, fields=fields
+    )
+    return folder
+
+
 @pytest.mark.parametrize("kind", SERVED)
 def test_engines_compute_what_transformers_computes_with_weights_of_the_folder_and_published_ones(
     kind: str, tmp_path: Path
 ) -> None:
     """Every publish is verified by the checksums of all parameters."""
-    model = tmp_path / "model"
-    write_random_model(
-        model,
-        kind,
-        vocab=16,
-        hidden=64,
-        layers=4,
-        heads=4,
-        kv_heads=2,
-        intermediate=96,
-        tied=False,
-        seed=1,
-        dtype="float32",
-        max_positions=64,
-        spread=0.15,
-        fields={"moe_intermediate_size": 32} if "n_shared_experts" in OF_TYPE[kind].tiny else {},  # needs no padding
-    )
+    fields = {"moe_intermediate_size": 32} if "n_shared_experts" in OF_TYPE[kind].tiny else {}  # needs no padding
+    model = small(tmp_path / "model", kind, fields)
     with engines(tmp_path, f"model.path={model}", "engine.count=1", "engine.dtype=float32") as fleet:
         weights = SeededWeights(model, share=0.05)
         config = settings(fleet.config, transport="tensor", verify_every=1)
@@ -118,3 +115,18 @@ def test_engines_compute_what_transformers_computes_with_weights_of_the_folder_a
                 expected = logprobs(served, found.token_ids)
                 torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=1e-5)
         publisher.fleet.close()
+
+
+def test_an_engine_scales_positions_in_the_layers_in_which_the_trainer_does(tmp_path: Path) -> None:
+    """Those of OLMo-3 without windows. config.json has the spelling of its publisher, which alone SGLang reads."""
+    model = small(tmp_path / "model", "olmo3", {"rope_parameters": SCALED})
+    hf = json.loads((model / "config.json").read_text())
+    scaling = hf.pop("rope_parameters")
+    hf |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    (model / "config.json").write_text(json.dumps(hf))
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    unscale_windows(expected)
+    with engines(tmp_path, f"model.path={model}", "engine.count=1", "engine.dtype=float32") as fleet:
+        for found in ask(fleet, 4, 0):
+            wanted = logprobs(expected, found.token_ids)
+            torch.testing.assert_close(torch.tensor(found.logprobs), wanted, rtol=0, atol=1e-5)

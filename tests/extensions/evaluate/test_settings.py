@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.evaluate.extension import ANSWERS, EvaluateLaunch, asked
 from asyncrl.extensions.evaluate.program import Evaluator
@@ -68,7 +68,7 @@ def test_stopped_evaluation_says_that_it_goes_on(tmp_path: Path) -> None:
 def test_requests_carry_what_cuts_the_distribution(mode: str) -> None:
     """Only in this mode: the trainer would not know of it."""
     config = tiny_config(mode="evaluate", **{"eval.samples": 2}, evaluate={"top_p": 0.9, "top_k": 20})
-    (hooks,) = (one.player(config, addresses()) for name, one in extension.active(config).items() if name == "evaluate")
+    (hooks,) = (one.player(config, addresses()) for name, one in lookup.active(config).items() if name == "evaluate")
     assert hooks.sampling(config.model_copy(update={"mode": mode})) == (
         {"top_p": 0.9, "top_k": 20} if mode == "evaluate" else {}
     )
