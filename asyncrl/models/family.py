@@ -92,8 +92,6 @@ class Serving:
     """Every pipeline stage loads the output layer, though only the last one uses it."""
     on_cpu: bool = True
     """Runs on CPUs, too; elsewhere only its weights were tested there."""
-    tried: bool = True
-    """Some engine has served it, or at least loaded its weights."""
     stages: bool = True
     """Has pipeline stages."""
     tied_stages: bool = True

@@ -74,7 +74,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": 32}),
     "deepseek_v3, whole queries": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }
-OF_ONE_KIND = ("mistral", "ministral3", "seed_oss", "smollm3", "ernie4_5", "phi3")  # as their records make them
+OF_ONE_KIND = ("mistral", "ministral3", "seed_oss", "smollm3", "ernie4_5", "phi3", "gpt_oss")  # as their records make them
 MODELS |= {name: (name, dict(OF_TYPE[name].tiny)) for name in OF_ONE_KIND}
 MODELS["glm4_moe_lite"] = ("glm4_moe_lite", {**GROUPED, **LATENT, "q_lora_rank": 32, "n_group": 1})
 MODELS["kimi-k2"] = ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": 32, "n_group": 1})

@@ -18,6 +18,6 @@ def cells(family: Family) -> list[str]:
         ("yes, on the text model" if sees else "yes") if family.adapters else "no",
         "yes" if serving.adapters else merged,
         reported if experts else "–",
-        own if serving.on_cpu else f"{own} ({'weights' if serving.tried else 'not tried'})",
+        own if serving.on_cpu else f"{own} (weights)",
         coded if family.adapters else "no",
     ]

@@ -48,6 +48,8 @@ def install() -> None:
     after_import("sglang.srt.mem_cache.pool_host.common", _no_host_registration)
     after_import("sglang.srt.layers.attention.attention_registry", _register_attention)
     after_import("sglang.srt.arg_groups.choices", _allow_deterministic)
+    after_import("sglang.srt.arg_groups.model_hook", _allow_sinks)
+    after_import("sglang.srt.models.gpt_oss", _keep_sinks_exact)
     after_import("sglang.srt.batch_invariant_ops", _without_invariant_kernels)
     after_import("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch)
     after_import("sglang.srt.layers.sampler", _sample_by_inversion)
@@ -233,6 +235,23 @@ def _allow_deterministic(choices: Any) -> None:
     SGLang honours sampling_seed only with that flag, and allows the flag with no CPU attention backend.
     """
     choices.add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def _allow_sinks(module: Any) -> None:
+    """Allow our attention backend, which has windows and sinks, for gpt-oss. SGLang's check of the backend, the only one
+    in this module, spares MLX."""
+    module.is_mps = module.use_mlx = lambda: True
+
+
+def _keep_sinks_exact(module: Any) -> None:
+    """Give gpt-oss's sinks the type of its other weights. SGLang makes them bfloat16, for its kernels on GPUs."""
+    build = module.GptOssAttention.__init__
+
+    def build_exact(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        self.sinks.data = self.sinks.data.to(self.qkv_proj.weight.dtype)
+
+    module.GptOssAttention.__init__ = build_exact
 
 
 def _without_invariant_kernels(module: Any) -> None:

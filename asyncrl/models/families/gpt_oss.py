@@ -1,6 +1,6 @@
 """gpt-oss 20B and 120B: windows in every second layer, sinks, biases everywhere, and stacked experts with limits.
 
-No engine has served it here: on CPUs SGLang has no attention with sinks. It keeps them in bfloat16.
+SGLang's engines keep the sinks in bfloat16 on GPUs.
 """
 
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ FAMILY = Family(
     unsupported=_unsupported,
     allows=("attention_bias", "sliding_window", "attention_factor"),
     adapters=False,
-    serving=Serving(on_cpu=False, tried=False, stages=False, reports_experts=False),
+    serving=Serving(stages=False, reports_experts=False),
     tiny={
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

@@ -13,9 +13,13 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6)), min_size=1,
 HEADS = st.sampled_from([(4, 4), (6, 2), (3, 1)])
 
 
-@given(REQUESTS, HEADS, st.integers(0, 2**16))
+SPECIAL = st.tuples(st.sampled_from([None, 0, 1, 4, 20]), st.booleans())
+"""The window, and whether there are sinks."""
+
+
+@given(REQUESTS, HEADS, SPECIAL, st.integers(0, 2**16))
 def test_every_new_token_sees_its_own_request_up_to_itself(
-    requests: list[tuple[int, int]], heads: tuple[int, int], seed: int
+    requests: list[tuple[int, int]], heads: tuple[int, int], special: tuple[int | None, bool], seed: int
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
     lengths, new = [cached + count for cached, count in requests], [count for _, count in requests]
@@ -23,7 +27,7 @@ def test_every_new_token_sees_its_own_request_up_to_itself(
     order = torch.randperm(sum(lengths), generator=draw) + 1  # pages lie anywhere in the cache; 0 is its padding
     for request, chunk in enumerate(order.split(lengths)):
         slots[request, : len(chunk)] = chunk
-    check(slots, lengths, new, heads, draw)
+    check(slots, lengths, new, heads, draw, *special)
 
 
 GROUPS = st.lists(
@@ -31,9 +35,13 @@ GROUPS = st.lists(
 )  # for each group: slots that its requests share, and how many each has of its own
 
 
-@given(GROUPS, HEADS, st.integers(0, 3), st.integers(0, 2**16))
+@given(GROUPS, HEADS, st.integers(0, 3), SPECIAL, st.integers(0, 2**16))
 def test_siblings_that_share_cache_entries_attend_as_if_each_stood_alone(
-    groups: list[tuple[int, list[int]]], heads: tuple[int, int], system: int, seed: int
+    groups: list[tuple[int, list[int]]],
+    heads: tuple[int, int],
+    system: int,
+    special: tuple[int | None, bool],
+    seed: int,
 ) -> None:
     draw = torch.Generator().manual_seed(seed)
     count = system + sum(common + sum(owns) for common, owns in groups)
@@ -47,7 +55,7 @@ def test_siblings_that_share_cache_entries_attend_as_if_each_stood_alone(
     slots = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     for row, filled in zip(slots, rows, strict=True):
         row[: len(filled)] = torch.tensor(filled)
-    check(slots, lengths, [1] * len(rows), heads, draw)
+    check(slots, lengths, [1] * len(rows), heads, draw, *special)
 
 
 def test_siblings_read_their_prompt_once() -> None:
@@ -67,20 +75,33 @@ def test_run_shares_no_more_than_all_of_its_requests_do() -> None:
     check(slots, [21] * 3, [1] * 3, (6, 2), draw)
 
 
-def check(slots: Tensor, lengths: list[int], new: list[int], heads: tuple[int, int], draw: torch.Generator) -> None:
+def check(
+    slots: Tensor,
+    lengths: list[int],
+    new: list[int],
+    heads: tuple[int, int],
+    draw: torch.Generator,
+    window: int | None = None,
+    with_sinks: bool = False,
+) -> None:
     """Compare with attention written out."""
     query_heads, kv_heads = heads
     cache_size, width = int(slots.max()) + 1, 8
     k_cache, v_cache = (torch.randn(cache_size, kv_heads, width, generator=draw, dtype=torch.float64) for _ in range(2))
     query = torch.randn(sum(new), query_heads, width, generator=draw, dtype=torch.float64)
-    found = attend(make_plan(slots, lengths, new), query, torch.full_like(query, torch.nan), k_cache, v_cache, 0.3)
+    sinks = torch.randn(query_heads, generator=draw, dtype=torch.float64) if with_sinks else None
+    plan, out = make_plan(slots, lengths, new, window), torch.full_like(query, torch.nan)
+    found = attend(plan, query, out, k_cache, v_cache, 0.3, sinks)
 
     row = 0
     for request, (length, count) in enumerate(zip(lengths, new, strict=True)):
         for position in range(length - count, length):
-            visible = slots[request, : position + 1]
+            first = 0 if window is None else max(0, position - window)
+            visible = slots[request, first : position + 1]
             for head in range(query_heads):
                 shared = head // (query_heads // kv_heads)
-                weights = torch.softmax(0.3 * k_cache[visible, shared] @ query[row, head], 0)
+                scores = 0.3 * k_cache[visible, shared] @ query[row, head]
+                of_sink = scores.new_empty(0) if sinks is None else sinks[head][None]
+                weights = torch.cat([scores, of_sink]).softmax(0)[: len(scores)]
                 torch.testing.assert_close(found[row, head], weights @ v_cache[visible, shared])
             row += 1
