@@ -11,6 +11,7 @@ def cells(family: Family) -> list[str]:
     merged = "merged only" if family.adapters else "no"
     experts = any("{expert}" in weight.megatron for weight in family.weights)
     reported = "yes" if serving.reports_experts else "no: SGLang's layers do not report their numbers"
+    reported = "no: not tried with images" if sees else reported
     own = "own" if serving.fuses else "transformers'"
     coded = "simulated" if sees or not serving.fuses else "yes"
     return [

@@ -48,7 +48,7 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         values = heads * hf["v_head_dim"]
     low, latent = hf.get("q_lora_rank"), hf.get("kv_lora_rank")
     inner = hf["intermediate_size"]
-    if "{expert}" in name:
+    if ".experts." in name:
         inner = hf.get("moe_intermediate_size", inner)
     elif "shared_experts" in name:
         inner = hf["moe_intermediate_size"] * hf["n_shared_experts"]

@@ -46,20 +46,12 @@ FAMILY = Family(
         layer("self_attention.core_attention.softmax_offset", Layout.QUERY, "self_attn.sinks"),
         layer("mlp.router.weight", Layout.WHOLE, "mlp.router.weight"),
         layer("mlp.router.bias", Layout.WHOLE, "mlp.router.bias"),
-        layer(
-            f"{EXPERT}.linear_fc1.weight",
-            Layout.INTERLEAVED_GATE_UP,
-            "mlp.experts.gate_up_proj",
-            engine="mlp.experts.w13_weight",
-        ),
+        *parts.stacked(Layout.INTERLEAVED_GATE_UP),
         layer(
             f"{EXPERT}.linear_fc1.bias",
             Layout.INTERLEAVED_GATE_UP,
             "mlp.experts.gate_up_proj_bias",
             engine="mlp.experts.w13_weight_bias",
-        ),
-        layer(
-            f"{EXPERT}.linear_fc2.weight", Layout.STACKED_DOWN, "mlp.experts.down_proj", engine="mlp.experts.w2_weight"
         ),
         layer(
             f"{EXPERT}.linear_fc2.bias", Layout.WHOLE, "mlp.experts.down_proj_bias", engine="mlp.experts.w2_weight_bias"

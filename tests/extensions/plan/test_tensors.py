@@ -63,7 +63,7 @@ def test_known_models_have_as_many_parameters_as_published_and_as_transformers_b
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
-@pytest.mark.parametrize("arch", tiny_vision.OF_TYPE)
+@pytest.mark.parametrize("arch", [family.model_type for family in FAMILIES.values() if family.tower])
 def test_number_of_a_towers_parameters_follows_from_the_config(arch: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
