@@ -106,13 +106,14 @@ LATENT_ATTENTION: Weights = (  # DeepSeek's; the query projection is low-rank in
 )
 MLP: Weights = gated("mlp", "mlp", layers="dense")
 ROUTER: Weights = (layer("mlp.router.weight", Layout.WHOLE, "mlp.gate.weight", layers="sparse"),)
+CHOOSES = ("e_score_correction_bias", "expert_bias")
+"""Ends of the names of biases that affect only which experts are chosen, and are float32 everywhere."""
 ROUTER_BIAS: Weights = changed(
     (layer("mlp.router.expert_bias", Layout.WHOLE, "mlp.gate.e_score_correction_bias", layers="sparse"),), exact=True
 )
 EXPERTS: Weights = routed("mlp")
-SHARED_EXPERTS: Weights = gated(
-    "mlp.shared_experts", "mlp.shared_experts", needs="moe_shared_expert_intermediate_size", layers="sparse"
-)
+SHARED = "moe_shared_expert_intermediate_size"
+SHARED_EXPERTS: Weights = gated("mlp.shared_experts", "mlp.shared_experts", needs=SHARED, layers="sparse")
 MTP: Weights = changed(  # layers after the last one, whose other weights are those of an ordinary layer
     (
         layer("enorm.weight", Layout.WHOLE, "enorm.weight"),

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.models.families import FAMILIES
+from asyncrl.models.parts import CHOOSES
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import names
 from asyncrl.weights.checksum import CudaHash
@@ -106,7 +107,7 @@ def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
     if kind in stacks:
         return stacks[kind]
     found = sizes.get(leaf.split(".")[-2], (HIDDEN,))
-    return (EXPERTS,) if kind == "e_score_correction_bias" else found[:1] if kind == "bias" else found
+    return (EXPERTS,) if kind in CHOOSES else found[:1] if kind == "bias" else found
 
 
 def written(folder: Path, name: str) -> Path:

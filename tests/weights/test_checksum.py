@@ -272,14 +272,15 @@ FUSED = {
 EXPERT = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2", "w1": "w13", "w3": "w13", "w2": "w2"}
 STACKS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 STACKS |= {f"{name}_bias": f"{parameter}_bias" for name, parameter in STACKS.items()}
-EVERYWHERE = ("norm.", "gate.", "router.", "q_a_proj.", "kv_a_proj_with_mqa.", "o_proj.bias")  # on all ranks
+EVERYWHERE = ("norm.", "gate.", "router.", "q_a_proj.", "kv_a_proj_with_mqa.", "o_proj.bias", "expert_bias")
+"""Parts of the names of what all ranks hold."""
 ON_THE_FIRST_RANK = ("experts.down_proj_bias",)
 
 
 def engine_name(name: str, architecture: str) -> str:
     if not FAMILIES[architecture].serving.fuses:
         return name
-    words = name.replace("model.language_model.", "model.").split(".")
+    words = name.replace("model.language_model.", "model.").replace(".router.gate.", ".gate.").split(".")
     if words[-2] == "experts":
         return ".".join([*words[:-1], STACKS[words[-1]]])
     if words[-1] == "sinks":

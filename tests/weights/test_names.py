@@ -66,7 +66,8 @@ def shapes(layout: TensorLayout, d: Dims) -> list[tuple[int, ...]]:
         QKV: [(d.heads * d.head_dim, HIDDEN), keys, keys],
         GATE_UP: [(12, HIDDEN), (12, HIDDEN)],
         FUSED_GATE_UP: [(24, HIDDEN)],
-        **dict.fromkeys((STACKED_GATE_UP, INTERLEAVED_GATE_UP), [(HIDDEN, 24)]),
+        STACKED_GATE_UP: [(HIDDEN, 24)],
+        INTERLEAVED_GATE_UP: [(HIDDEN, 24)],
         STACKED_DOWN: [(12, HIDDEN)],
         FUSED_QKV: [((d.heads + 2 * d.kv_heads) * d.head_dim, HIDDEN)],
     }

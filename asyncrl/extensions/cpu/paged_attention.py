@@ -55,7 +55,9 @@ def make_plan(slots: Tensor, lengths: list[int], new: list[int], window: int | N
                 visible = visible.triu(length - count - window)
             longer.append((row, row + count, slots[request, :length].long(), visible))
         row += count
-    return PagedAttentionPlan(torch.tensor(rows, dtype=torch.int64), *_plan_runs(slots, lengths, single, window), longer)
+    return PagedAttentionPlan(
+        torch.tensor(rows, dtype=torch.int64), *_plan_runs(slots, lengths, single, window), longer
+    )
 
 
 def _plan_runs(
@@ -139,9 +141,7 @@ def attend(
     return output
 
 
-def _attend_runs(
-    plan: PagedAttentionPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None
-) -> Tensor:
+def _attend_runs(plan: PagedAttentionPlan, q: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None) -> Tensor:
     """Attend from scaled queries [S, kv, h, d] to the shared and the own keys under one softmax -> [S, kv, h, d]."""
     shared_k, shared_v, own_k, own_v = (
         cache[slots].transpose(1, 2).to(q.dtype) for slots in (plan.shared, plan.own) for cache in (k_cache, v_cache)

@@ -238,8 +238,8 @@ def _allow_deterministic(choices: Any) -> None:
 
 
 def _allow_sinks(module: Any) -> None:
-    """Allow our attention backend, which has windows and sinks, for gpt-oss. SGLang's check of the backend, the only one
-    in this module, spares MLX."""
+    """Allow our attention backend, which has windows and sinks, for gpt-oss. SGLang's check of the backend, the only
+    one in this module, spares MLX."""
     module.is_mps = module.use_mlx = lambda: True
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.models.families import family_of
 from asyncrl.models.family import HF, Layout, WeightRow
+from asyncrl.models.parts import CHOOSES
 
 Tensor = tuple[str, tuple[int, ...]]
 """Name and shape; for a matrix, [output features, input features]."""
@@ -50,8 +51,8 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
     inner = hf["intermediate_size"]
     if ".experts." in name:
         inner = hf.get("moe_intermediate_size", inner)
-    elif "shared_experts" in name:
-        inner = hf["moe_intermediate_size"] * hf["n_shared_experts"]
+    elif ".shared_" in name:
+        inner = hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or hf["num_shared_experts"])
     experts = hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts")
     kind, place = name.split(".")[-1], name.split(".")[-2]
     stacks = {
@@ -60,6 +61,7 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         "down_proj": (experts, inner, hidden),
         "down_proj_bias": (experts, hidden),
         "sinks": (heads,),
+        **dict.fromkeys(CHOOSES, (experts,)),
     }
     if kind in stacks:
         return stacks[kind]
@@ -83,4 +85,4 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         sizes["kv_a_proj_with_mqa"] = (latent + hf["qk_rope_head_dim"], hidden)
         sizes["kv_b_proj"] = (heads * hf["qk_nope_head_dim"] + values, latent)
     found = sizes.get(place, (hidden,))
-    return found[:1] if kind in ("bias", "e_score_correction_bias") else found
+    return found[:1] if kind == "bias" else found
