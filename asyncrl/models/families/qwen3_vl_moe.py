@@ -15,6 +15,6 @@ FAMILY = Family(
     adapters=False,
     tower=Tower("Qwen3VLMoeVisionModel", "model.visual.", tiny=qwen3_vl.TINY_TOWER),
     serving=qwen3_moe.FAMILY.serving,
-    tiny=qwen3_moe.FAMILY.tiny,
+    tiny={**qwen3_vl.TINY, **qwen3_moe.FAMILY.tiny},
     variants=({"mlp_only_layers": [1]},),
 )
