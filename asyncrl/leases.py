@@ -42,7 +42,10 @@ class Lease:
         clock: Callable[[], float] = time.monotonic,
         every: float = RENEW_SECONDS,
     ) -> None:
-        self._path, self._facts, self._clock, self._every = path, facts, clock, every
+        self._path = path
+        self._facts = facts
+        self._clock = clock
+        self._every = every
         self._number, self._renewed_at = 0, -every
         self._failing = False
 
@@ -89,7 +92,10 @@ class Leases:
         every: float = RENEW_SECONDS,
     ) -> None:
         """Create a reader. Owners renew leases every `every` seconds; after `seconds` without renewal they expire."""
-        self._folder, self._clock, self._seconds, self._every = folder, clock, seconds, every
+        self._folder = folder
+        self._clock = clock
+        self._seconds = seconds
+        self._every = every
         self._seen: dict[str, _Seen] = {}
         self._looked_at = clock()
 

@@ -359,8 +359,14 @@ class EncodedGroup:
         self, uid: str, slot: int, task: str, lengths: list[int], rewards: list[float], data: bytes, compressed: Any
     ) -> None:
         """`data` is the encoded group, `compressed` what a recording keeps of it (records/events.py), if any."""
-        self.uid, self.slot, self.task, self.lengths, self.rewards = uid, slot, task, lengths, rewards
-        self.num_tokens, self.data, self.compressed = sum(lengths), data, compressed
+        self.uid = uid
+        self.slot = slot
+        self.task = task
+        self.lengths = lengths
+        self.rewards = rewards
+        self.num_tokens = sum(lengths)
+        self.data = data
+        self.compressed = compressed
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ def load(path: str, field: str) -> Any:
     if not hasattr(found, name):
         raise ConfigError(field, path, f"Must be an import path, module:name. {found.__name__} has no {name}.")
     return getattr(found, name)
+
+
+def can_import(package: str) -> bool:
+    """Return whether a package can be imported, without importing more than its parents."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def check_arguments(

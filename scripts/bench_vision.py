@@ -53,7 +53,7 @@ def write_model(folder: Path, quick: bool) -> None:
     from asyncrl.models import tiny_vision
 
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
-    tiny_vision.write_random(folder, rope_parameters=rope, max_position_embeddings=1024, **(QUICK if quick else LARGE))
+    tiny_vision.write(folder, rope_parameters=rope, max_position_embeddings=1024, **(QUICK if quick else LARGE))
 
 
 def groups_of(images: int) -> list[Group]:

@@ -109,6 +109,14 @@ def reusing(**settings: Any) -> dict[str, Any]:
     return {"extensions": {"sample_reuse": path}, "sample_reuse": settings}
 
 
+def questions_with_long_ones(folder: Path) -> dict[str, Any]:
+    """Changes that ask 12 questions, of which numbers 2 and 9 have more than 4 digits."""
+    path = folder / "long.jsonl"
+    texts = ["12345" if number in (2, 9) else str(100 + number) for number in range(12)]
+    path.write_text("".join(json.dumps({"prompt": text, "answer": text}) + "\n" for text in texts))
+    return {"task.kind": "file", "task.params": {}, "task.train_file": str(path)}
+
+
 class Machines(Cluster):
     """A job of several machines, which is still to be submitted unless it has nodes. Programs print `answer`."""
 

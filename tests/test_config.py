@@ -230,7 +230,11 @@ def test_infinity_is_refused_or_reads_back(field: str, tmp_path: Path) -> None:
         ("trainer.expert_parallel", 2, r"\(2\) must divide the 1 ranks of a pipeline stage"),
         ("trainer.expert_tensor_parallel", 3, r"\(3\) must divide the 1 ranks of a pipeline stage"),
         ("trainer.optimizer.min_lr", 1.0, r"Must not exceed trainer.optimizer.lr \(0.001\)"),
-        ("rollout.group_size", 1, "algo.advantage=grpo compares siblings: set 2 or more, or one of"),
+        (
+            "rollout.group_size",
+            1,
+            "algo.advantage=grpo compares siblings: set 2 or more, or algo.advantage to one of none, ",
+        ),
     ],
 )
 def test_wrong_setting_names_field_value_and_remedy(field: str, value: Any, remedy: str) -> None:
@@ -693,6 +697,17 @@ def test_a_model_that_engines_compute_otherwise_from_some_position_on_is_refused
 def test_engines_of_weights_in_fp8_are_refused() -> None:
     with pytest.raises(ConfigError, match="asyncrl-convert dequantize"):
         check_model(tiny_config(), {**LLAMA, "quantization_config": FP8})
+
+
+def test_without_engines_the_limits_of_engines_do_not_hold_but_that_of_positions_does() -> None:
+    replays = tiny_config(mode="replay", **{"replay.from": "A"})
+    check_model(replays, {**LLAMA, "quantization_config": FP8})
+    dense = {**MOE, "mlp_only_layers": [0]}
+    check_model(replays, dense)
+    with pytest.raises(ConfigError, match="use another model"):
+        check_model(tiny_config(), dense)
+    with pytest.raises(ConfigError, match="context_length=16384"):
+        check_model(replays, MINISTRAL)
 
 
 def test_adapters_of_fused_layers_are_refused() -> None:

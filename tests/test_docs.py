@@ -39,8 +39,10 @@ CODE = re.compile(r"`([^`\n]+)`")
 COMMAND = re.compile(r"(asyncrl-\w+|python|pip|docker|make|sudo|salloc|sbatch) \S*[=/.-]")
 SETTING = re.compile(r"\+{0,2}((?:[a-z_]+\.)+[a-z_]+)(?==|$)")
 PATH = re.compile(
-    r"(?<![\w/.-])((?:asyncrl|recipes|tests|scripts|conf|requirements)/[\w./-]+\.(?:py|md|yaml|txt|sh|sbatch))\b"
+    r"(?<![\w/.-])((?:asyncrl|docs|results|ops|recipes|tests|scripts|conf|requirements)/[\w./-]+\.(?:py|md|yaml|txt|sh|sbatch))\b"
 )
+PROVEN = re.compile(r"^\|.*\| (?:test|shown by) \|\n((?:\|.*\n)+)", re.MULTILINE)
+"""The rows of a table whose last column names the tests that show them."""
 IMPORT = re.compile(r"\b((?:asyncrl|asyncrl_recipes)(?:\.[a-z_0-9]+)+):(\w+)")
 
 SETTINGS = set(field_names()) | {
@@ -76,6 +78,18 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_files_that_are_named_exist(page: Path) -> None:
     assert [path for path in PATH.findall(page.read_text()) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_tests_that_tables_name_as_proof_exist(page: Path) -> None:
+    rows = [row for table in PROVEN.findall(page.read_text()) for row in table.splitlines()]
+    named = [name for row in rows for name in CODE.findall(row.rpartition(" | ")[2])]
+    assert [name for name in named if not any((ROOT / "tests").rglob(name))] == []
+
+
+def test_every_package_has_a_row_in_the_developers_table() -> None:
+    table, packages = (ROOT / "AGENTS.md").read_text(), (ROOT / "asyncrl").glob("*/__init__.py")
+    assert sorted(file.parent.name for file in packages if f"`asyncrl/{file.parent.name}`" not in table) == []
 
 
 def test_guides_stay_short_and_their_commands_narrow() -> None:

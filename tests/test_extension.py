@@ -20,7 +20,7 @@ from asyncrl import extension, user_code
 from asyncrl.config import Config, TaskConfig, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.launch import leftovers
-from asyncrl.launch.checks.engines import check_generations, wanted_of
+from asyncrl.launch.checks.engines import check_gpu_kinds, wanted_of
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.plan import plan
@@ -368,7 +368,7 @@ def test_models_and_gpus_are_shown_to_extensions_before_a_start(narrow: Any) -> 
     assert refused.value.value == 64
     known = machine(gpus=2)
     with pytest.raises(ConfigError, match="Another GPU") as refused:
-        check_generations(narrow(), placed(narrow(), 1, 2).engines[0], nodes(narrow(), 1, 2), [known])
+        check_gpu_kinds(narrow(), placed(narrow(), 1, 2).engines[0], nodes(narrow(), 1, 2), [known])
     assert refused.value.value == known.gpus[1].name
 
 

@@ -85,7 +85,10 @@ class Chat:
         names = [image_name(png) for png in (images if begins else new)]
         turn = Turn(observation, completion, begins=begins, role=self._role, state=state, fork=self._fork, images=names)
         self.turns.append(turn)
-        self._context, self._begins, self._said, self._fork = [*context, *completion.token_ids], None, [], None
+        self._context = [*context, *completion.token_ids]
+        self._begins = None
+        self._said = []
+        self._fork = None
         self._images = images
         return completion
 

@@ -57,7 +57,10 @@ class AlgorithmRegistry(Generic[T]):
     ) -> None:
         """Create an empty registry. `plain` are the traits of a function that states none; `parts` returns further
         functions whose settings belong to the algorithm, and `offered` the import paths of those of extensions."""
-        self._field, self._plain, self._parts, self._offered = field, plain, parts, offered
+        self._field = field
+        self._plain = plain
+        self._parts = parts
+        self._offered = offered
         self._functions: dict[str, Function] = {}
         self._traits: dict[Function, T] = {}
 

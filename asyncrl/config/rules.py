@@ -124,11 +124,21 @@ def _elastic(config: Config) -> Iterator[Rule]:
 # -- engines ---------------------------------------------------------------------------------------------------
 
 INSTEAD = {
-    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tp"), "tensor_parallel"),
-    **dict.fromkeys(("ep_size", "expert_parallel_size", "ep"), "expert_parallel"),
-    **dict.fromkeys(("dp_size", "data_parallel_size", "dp", "enable_dp_attention"), "data_parallel"),
-    **dict.fromkeys(("pp_size", "pipeline_parallel_size", "pp"), "pipeline_parallel"),
-    **dict.fromkeys(("enable_hierarchical_cache", "hicache_size"), "hicache"),
+    "tp_size": "tensor_parallel",
+    "tensor_parallel_size": "tensor_parallel",
+    "tp": "tensor_parallel",
+    "ep_size": "expert_parallel",
+    "expert_parallel_size": "expert_parallel",
+    "ep": "expert_parallel",
+    "dp_size": "data_parallel",
+    "data_parallel_size": "data_parallel",
+    "dp": "data_parallel",
+    "enable_dp_attention": "data_parallel",
+    "pp_size": "pipeline_parallel",
+    "pipeline_parallel_size": "pipeline_parallel",
+    "pp": "pipeline_parallel",
+    "enable_hierarchical_cache": "hicache",
+    "hicache_size": "hicache",
     "mem_fraction_static": "memory_fraction",
 }
 """Settings in place of SGLang's arguments. Placement, publishes and the other checks follow from them."""
@@ -140,10 +150,21 @@ CANNOT_LOAD = {
 """Arguments with which SGLang 0.5.21 rewrites weights after it has loaded them, so that no version can follow. Experts
 that run on FlashInfer's kernels, its default on Blackwell, are permuted in memory (layers/quantization/unquant.py)."""
 CANNOT_VERIFY = (
-    *("moe_a2a_backend", "moe_dp_size", "moe_data_parallel_size", "enable_dp_lm_head", "enable_eplb"),
-    *("attn_cp_size", "attention_context_parallel_size", "moe_dense_tp_size", "dwdp_size"),
-    *("init_expert_location", "ep_num_redundant_experts", "disable_shared_experts_fusion"),
-    *("enforce_shared_experts_fusion", "enable_two_batch_overlap", "enable_single_batch_overlap"),
+    "moe_a2a_backend",
+    "moe_dp_size",
+    "moe_data_parallel_size",
+    "enable_dp_lm_head",
+    "enable_eplb",
+    "attn_cp_size",
+    "attention_context_parallel_size",
+    "moe_dense_tp_size",
+    "dwdp_size",
+    "init_expert_location",
+    "ep_num_redundant_experts",
+    "disable_shared_experts_fusion",
+    "enforce_shared_experts_fusion",
+    "enable_two_batch_overlap",
+    "enable_single_batch_overlap",
 )
 """Arguments with which SGLang cuts or joins weights in other ways than weights/engine_layout.py, so that every engine
 would fail the comparison of checksums. SGLang's own loaders cut the tensors of a publish as they cut those of a
@@ -401,7 +422,8 @@ def _group_sizes(config: Config) -> Iterator[Rule]:
     """Yield the rule of estimators that compare the samples of a group."""
     advantage = config.algo.advantage
     compares = not advantage.is_own and advantage.name not in _alone()
-    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or one of {_alone()}."
+    others = ", ".join(_alone())
+    why = f"algo.advantage={advantage.name} compares siblings: set 2 or more, or algo.advantage to one of {others}."
     yield "rollout.group_size", compares and config.rollout.group_size == 1, why
     for name, task in config.mixture.items():
         yield f"{config.field_of(name)}.group_size", compares and task.group_size == 1, why

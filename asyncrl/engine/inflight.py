@@ -169,11 +169,6 @@ class InFlight:
         """True while new requests are held back because the weights change."""
         return not self._open.is_set()
 
-    @property
-    def in_flight(self) -> int:
-        """Number of open requests."""
-        return len(self._sent)
-
     async def confirmed(self, seconds: float | None = None) -> bool:
         """Return True: what this object is told is done at once. Other processes may have to confirm it."""
         return True

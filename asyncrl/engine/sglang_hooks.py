@@ -23,9 +23,15 @@ MEMORY_FRACTION = "--mem-fraction-static"
 GIB = 1 << 30
 POLL_SECONDS = 0.005
 CALLS = (
-    *("begin_weight_update", "end_weight_update", "init_weights_update_group", "destroy_weights_update_group"),
-    *("update_weights_from_tensor", "update_weights_from_distributed", "update_weights_from_disk"),
-    *("release_memory_occupation", "resume_memory_occupation"),
+    "begin_weight_update",
+    "end_weight_update",
+    "init_weights_update_group",
+    "destroy_weights_update_group",
+    "update_weights_from_tensor",
+    "update_weights_from_distributed",
+    "update_weights_from_disk",
+    "release_memory_occupation",
+    "resume_memory_occupation",
 )
 """Requests that every stage answers."""
 

@@ -31,7 +31,11 @@ class Breaker:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create a closed breaker. `tell` is called with a message when it opens and when it closes."""
-        self._name, self._most, self._patience, self._tell, self._clock = name, most, patience, tell, clock
+        self._name = name
+        self._most = most
+        self._patience = patience
+        self._tell = tell
+        self._clock = clock
         self._failures, self._pause = 0, FIRST_PAUSE
         self._opened: float | None = None
         self._next_try = 0.0
@@ -57,7 +61,10 @@ class Breaker:
         """Record that an episode ended normally."""
         if self._opened is not None:
             self._tell(f"{self._name} works again, after {self._clock() - self._opened:.0f} s")
-        self._failures, self._pause, self._opened, self._trying = 0, FIRST_PAUSE, None, False
+        self._failures = 0
+        self._pause = FIRST_PAUSE
+        self._opened = None
+        self._trying = False
         self._proven = True
         self._wake()
 

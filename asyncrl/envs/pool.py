@@ -72,7 +72,10 @@ class EnvironmentPool:
     ) -> None:
         """Create the pool. `name` is the task's, for messages about failures, which are passed to `tell`. Raises
         ConfigError if the environments need processes, and no extension has any."""
-        self.name, self._spec, self._settings, self._tell = name, spec, settings or PoolSettings(), tell
+        self.name = name
+        self._spec = spec
+        self._settings = settings or PoolSettings()
+        self._tell = tell
         hosted = not spec.waits if self._settings.hosted is None else self._settings.hosted
         self._hosts = _hosts() if hosted else None
         self._room = asyncio.Semaphore(self._settings.concurrency) if self._settings.concurrency else None

@@ -49,15 +49,9 @@ class ImageDecoder:
         self._threads = ThreadPoolExecutor(WORKERS, "images")
         self._idle: list[subprocess.Popen[bytes]] = []
 
-    def png(self, image: object) -> bytes:
-        """Return an image (bytes, a data URL or a Path) as a PNG file of the size that the model reads.
-
-        Raises ImageRefused, which says why and what helps.
-        """
-        return self.begin(image).result()
-
     def begin(self, image: object) -> Future[bytes]:
-        """Begin to decode an image, and return the future of what `png` returns or raises."""
+        """Begin to decode an image (bytes, a data URL or a Path), and return the future of a PNG file of the size that
+        the model reads. It raises ImageRefused, which says why and what helps."""
         return self._threads.submit(self._decode, image)
 
     def _decode(self, image: object) -> bytes:

@@ -83,8 +83,8 @@ class Cluster:
         self, program: list[str], seconds: float, nodes: Sequence[str] | None = None, mounts: Sequence[Path] = ()
     ) -> list[str]:
         """Run a program once on every machine, or on these, concurrently. Return its output. It is ended after so many
-        seconds, besides those that starting it there may take. In the environment, node_report.NODE names its machine,
-        if there are several. Containers get the folders `mounts`. Raises LaunchError."""
+        seconds, besides those that starting it there may take. In the environment, NODE (network/addresses.py) names
+        its machine, if there are several. Containers get the folders `mounts`. Raises LaunchError."""
         try:
             done = subprocess.run(
                 program,

@@ -52,12 +52,6 @@ def signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
-def shared_files(leaders: Iterable[int]) -> set[Path]:
-    """Return the shared-memory files mapped by the living processes of these groups, which they would have to
-    remove."""
-    return set().union(*map(_mapped, _members(leaders)))
-
-
 def _members(leaders: Iterable[int]) -> set[int]:
     """Return the living processes of these groups."""
     groups, found = set(leaders), set[int]()

@@ -99,8 +99,10 @@ class _Room:
         self._ports: Iterator[int] = iter(node.ports)
 
     def seat(self, gpus: int = 0, ports: int = 0) -> Seat:
-        taken, self.free = tuple(self.free[:gpus]), self.free[gpus:]
-        port, meeting, *_ = (*(next(self._ports) for _ in range(ports)), 0, 0)
+        taken = tuple(self.free[:gpus])
+        self.free = self.free[gpus:]
+        port = next(self._ports) if ports > 0 else 0
+        meeting = next(self._ports) if ports > 1 else 0
         return Seat(self.node, taken, port, meeting, self._scheme)
 
     def again(self, gpus: Sequence[int]) -> _Room:

@@ -119,9 +119,7 @@ def _changed(config: Config, addresses: Addresses, run_dir: Path, specs: list[Pr
 
 def rollout_process(module: str, addresses: Addresses, seat: Seat, run_dir: Path) -> ProcessSpec:
     """Return the specification of the rollout process, or of another one of its kind, which runs this module."""
-    judges = " ".join(f"{url}/v1" for url in addresses.frozen.get("judge", ()))
-    own = {"ASYNCRL_JUDGES": judges, "ASYNCRL_AUTHORITY": addresses.authority} if judges else {}
-    env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": "", **own}
+    env = {**_shared_env(addresses, seat), "CUDA_VISIBLE_DEVICES": ""}
     argv = [sys.executable, "-m", module, str(run_dir)]
     return ProcessSpec("rollout", argv, env, node=seat.node.name, reports=module == "asyncrl.rollout")
 
@@ -251,7 +249,7 @@ def _engine(
     )
 
 
-def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+def _nccl_env(engine: EngineConfig) -> dict[str, str]:
     """Return the NCCL settings that trainers and engines must share before their first communicator.
 
     NCCL chooses the form of a memory handle by its own process's setting, on both ends. SGLang turns cuMem off unless
@@ -259,7 +257,7 @@ def _nccl_env(engine: EngineConfig, environment: Mapping[str, str] = os.environ)
     """
     if engine.server_args.get("enable_symm_mem"):
         return {CUMEM: "1"}
-    return {CUMEM: environment.get(CUMEM, "0")}
+    return {CUMEM: os.environ.get(CUMEM, "0")}
 
 
 def _shown(run_dir: Path, url: str) -> dict[str, object]:

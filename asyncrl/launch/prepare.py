@@ -15,7 +15,7 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Planned, active, first
 from asyncrl.launch import precision, resume
-from asyncrl.launch.checks.engines import attached_dtype, check_attached, check_generations, run_key
+from asyncrl.launch.checks.engines import attached_dtype, check_attached, check_gpu_kinds, run_key
 from asyncrl.launch.checks.machines import check_devices, check_platforms
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.checks.model_files import Weight
@@ -131,7 +131,7 @@ class Preparation:
             check_devices(self.config, self.gpus)
         check_platforms(self.config, self.gpus)
         self._placement = place(self.config, self.nodes)
-        check_generations(self.config, self._placement.fleets["engine"], self.nodes, self.machines if self.gpus else ())
+        check_gpu_kinds(self.config, self._placement.fleets["engine"], self.nodes, self.machines if self.gpus else ())
 
     @property
     def imagined(self) -> bool:

@@ -36,7 +36,15 @@ from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.watch import HealthWatch
-from asyncrl.network.addresses import LOST, OUT_OF_MEMORY, READY, RESTARTED, TRAINING, Addresses
+from asyncrl.network.addresses import (
+    LOST,
+    OUT_OF_MEMORY,
+    READY,
+    RESTARTED,
+    TRAINING,
+    Addresses,
+    times_out_of_memory,
+)
 from asyncrl.progress import FAILURE, FOLDER, begin_file, end_file, failures
 
 FORGET_SECONDS = 5.0
@@ -102,7 +110,7 @@ class RestartPolicy:
         if any(failure["lasting"] for failure in failed):
             return False
         if _out_of_memory(spec, failed):
-            return self._times_out_of_memory() < OUT_OF_MEMORY_TIMES
+            return times_out_of_memory(self._run_dir) < OUT_OF_MEMORY_TIMES
         step = self._newest_step()
         before = [died for died, _ in earlier]
         return before.count(step) < 2 and sum(step - died < RECOVERY_STEPS for died in before) < RECOVERIES
@@ -113,16 +121,12 @@ class RestartPolicy:
         self._recoveries[spec.kind].append((self._newest_step(), f"{spec.name}, {how}"))
         failed = self._failures(spec)
         if _out_of_memory(spec, failed):
-            (self._run_dir / OUT_OF_MEMORY).write_text(str(self._times_out_of_memory() + 1))
+            (self._run_dir / OUT_OF_MEMORY).write_text(str(times_out_of_memory(self._run_dir) + 1))
         for failure in failed:
             (self._run_dir / FOLDER / f"{failure['process']}{FAILURE}").unlink()
 
     def _failures(self, spec: ProcessSpec) -> list[dict[str, Any]]:
         return [one for one in failures(self._run_dir) if one["process"].partition("-")[0] == spec.kind]
-
-    def _times_out_of_memory(self) -> int:
-        file = self._run_dir / OUT_OF_MEMORY
-        return int(file.read_text()) if file.exists() else 0
 
     def recoveries(self) -> list[str]:
         """Return a line for each death of the trainers and of the rollout process that was followed by a recovery."""

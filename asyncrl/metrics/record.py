@@ -38,7 +38,11 @@ class StepLog:
         Steps up to `written` have been passed on already, by trainers that died."""
         self._written = written
         self._listeners = listeners
-        self._sinks, self._tasks, self._clock, self._begins, self._ended = sinks, tasks, clock, begins, ended
+        self._sinks = sinks
+        self._tasks = tasks
+        self._clock = clock
+        self._begins = begins
+        self._ended = ended
         self._offset = time.time() - started_at - clock()
         self._before = 0.0  # seconds spent by earlier runs that this one resumes
         self._spans: dict[str, float] = {}

@@ -58,14 +58,19 @@ def check_architecture(hf: HF) -> None:
     if name in REFUSED:
         remedy = f"It is not supported, because {REFUSED[name]}. Supported architectures: {sorted(FAMILIES)}."
         raise ConfigError("model.path", name, remedy)
-    for found, remedy in _unsupported(family_of(hf), hf):
-        raise ConfigError("model.path", found, remedy)
+    family = family_of(hf)
+    codes = hf.get("quantization_config")
+    if codes and (codes.get("quant_method"), codes.get("weight_block_size")) not in READ:
+        remedy = "Of quantized weights, FP8 in blocks of 128 x 128 and MXFP4 are read: convert to bfloat16 first."
+        raise ConfigError("model.path", "quantization_config", remedy)
+    for found, supported in _unsupported(family, hf):
+        raise ConfigError("model.path", found, f"{supported} Choose another model (docs/models.md).")
 
 
 def _unsupported(family: Family, hf: HF) -> Iterator[tuple[str, str]]:
     """Yield (what was found, what is supported) for everything in a config that would change the logits relative to
     HF's."""
-    for field in ("attention_bias", "mlp_bias"):
+    for field in ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias"):
         if hf.get(field) and field not in family.allows:
             yield f"{field}=true", "Models with biases are not supported yet, except on queries, keys and values."
     if hf.get("hidden_act", "silu") != "silu":
@@ -73,12 +78,6 @@ def _unsupported(family: Family, hf: HF) -> Iterator[tuple[str, str]]:
     windowed = hf.get("sliding_window") is not None and hf.get("use_sliding_window", True)
     if windowed and "sliding_window" not in family.allows:
         yield f"sliding_window={hf['sliding_window']}", "Sliding-window attention is not supported yet."
-    codes = hf.get("quantization_config")
-    if codes and (codes.get("quant_method"), codes.get("weight_block_size")) not in READ:
-        yield (
-            "quantization_config",
-            "Of quantized weights, FP8 in blocks of 128 x 128 and MXFP4 are read: convert to bfloat16 first.",
-        )
     if not hf.get("rope_interleave", True):
         yield "rope_interleave=false", "Latent attention is supported with interleaved rotary dimensions only."
     yield from family.unsupported(hf)

@@ -25,7 +25,9 @@ class Layout(Enum):
     COLUMN = auto()
     """Trainers divide the output features; each rank of an engine has all."""
     EMBEDDING = auto()
+    """Rows of tokens; an engine divides them as its attention."""
     HEAD = auto()
+    """Rows of tokens; an engine divides them over all ranks of the last stage."""
     QKV = auto()
     """Queries, keys and values in one, by heads."""
     QUERY = auto()
@@ -39,6 +41,7 @@ class Layout(Enum):
     FUSED_QKV = auto()
     """As QKV, in one HF tensor too."""
     FUSED_GATE_UP = auto()
+    """As GATE_UP, in one HF tensor too."""
     STACKED_GATE_UP = auto()
     """Gate and up of an expert of a stack, which holds them transposed, the columns of gate before those of up."""
     INTERLEAVED_GATE_UP = auto()
@@ -104,7 +107,7 @@ class Serving:
     """Has a class of its own, which fuses weights. Otherwise SGLang runs transformers' modules, with their parameters
     (TransformersForCausalLM)."""
     longest: Callable[[HF], int | None] = lambda hf: None
-    """Positions from which on it computes another function than transformers; None if there are none."""
+    """Positions from which on it, and trainers, compute another function than transformers; None if there are none."""
     reports_experts: bool = True
     """Reports the experts that it chose."""
     fuses_shared_expert: Callable[[HF], bool] = lambda hf: False

@@ -38,22 +38,24 @@ def qkv(kind: str, needs: str = "") -> WeightRow:
 
 def gated(megatron: str, hf: str, needs: str = "", layers: str = "") -> Weights:
     """Return the weights of a gated MLP."""
-    fc1, fc2 = f"{megatron}.linear_fc1.weight", f"{megatron}.linear_fc2.weight"
-    both, engine = (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"), f"{hf}.gate_up_proj.weight"
+    gate_up = (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight")
+    engine = f"{hf}.gate_up_proj.weight"
+    down = f"{hf}.down_proj.weight"
     return (
-        layer(fc1, Layout.GATE_UP, *both, engine=engine, needs=needs, layers=layers),
-        layer(fc2, Layout.DOWN, f"{hf}.down_proj.weight", needs=needs, layers=layers),
+        layer(f"{megatron}.linear_fc1.weight", Layout.GATE_UP, *gate_up, engine=engine, needs=needs, layers=layers),
+        layer(f"{megatron}.linear_fc2.weight", Layout.DOWN, down, needs=needs, layers=layers),
     )
 
 
 def routed(hf: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Weights:
     """Return the weights of routed experts, which engines stack."""
-    megatron, one = "mlp.experts.local_experts.{expert}", f"{hf}.experts.{{expert}}"
-    fc1, both = f"{megatron}.linear_fc1.weight", (f"{one}.{gate}.weight", f"{one}.{up}.weight")
-    fc2, last = f"{megatron}.linear_fc2.weight", f"{one}.{down}.weight"
+    megatron = "mlp.experts.local_experts.{expert}.linear"
+    expert = f"{hf}.experts.{{expert}}"
+    gate_up = (f"{expert}.{gate}.weight", f"{expert}.{up}.weight")
+    last = f"{expert}.{down}.weight"
     return (
-        layer(fc1, Layout.GATE_UP, *both, engine=f"{hf}.experts.w13_weight", layers="sparse"),
-        layer(fc2, Layout.DOWN, last, engine=f"{hf}.experts.w2_weight", layers="sparse"),
+        layer(f"{megatron}_fc1.weight", Layout.GATE_UP, *gate_up, engine=f"{hf}.experts.w13_weight", layers="sparse"),
+        layer(f"{megatron}_fc2.weight", Layout.DOWN, last, engine=f"{hf}.experts.w2_weight", layers="sparse"),
     )
 
 
@@ -78,7 +80,8 @@ def inside(weights: Weights, model: str) -> Weights:
     return tuple(replace(one, hf=hf) for one, hf in zip(weights, names, strict=True))
 
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 BODY: Weights = (
     WeightRow("embedding.word_embeddings.weight", Layout.EMBEDDING, (EMBEDDING,), EMBEDDING),
     layer("input_layernorm.weight", Layout.WHOLE, "input_layernorm.weight"),
@@ -93,7 +96,9 @@ QK_NORM: Weights = tuple(
     layer(f"self_attention.{one}_layernorm.weight", Layout.WHOLE, f"self_attn.{one}_norm.weight", needs="qk_layernorm")
     for one in "qk"
 )
-_LATENT, _LOW_RANK, _DOWN = "self_attention.linear", "q_lora_rank", "self_attn.fused_qkv_a_proj_with_mqa.weight"
+_LATENT = "self_attention.linear"
+_LOW_RANK = "q_lora_rank"
+_DOWN = "self_attn.fused_qkv_a_proj_with_mqa.weight"
 LATENT_ATTENTION: Weights = (  # DeepSeek's; the query projection is low-rank in some models
     layer(f"{_LATENT}_q_proj.weight", Layout.QUERY, "self_attn.q_proj.weight", needs=f"not {_LOW_RANK}"),
     layer(f"{_LATENT}_q_down_proj.weight", Layout.COLUMN, "self_attn.q_a_proj.weight", engine=_DOWN, needs=_LOW_RANK),
@@ -173,7 +178,8 @@ def _sigmoid_router(hf: HF) -> Arguments:
 
 def deepseek_experts(hf: HF) -> Arguments:
     """Return the arguments of routed and shared experts, after some dense layers."""
-    inner, shared = hf["moe_intermediate_size"], hf["n_shared_experts"]
+    inner = hf["moe_intermediate_size"]
+    shared = hf["n_shared_experts"]
     return {
         **experts(hf, count=hf["n_routed_experts"], inner=inner, dense=range(hf["first_k_dense_replace"])),
         **_sigmoid_router(hf),

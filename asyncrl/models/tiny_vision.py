@@ -35,15 +35,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, arch: str = "qwen2_5_vl", *, spread: float = 0.02, seed: int = 0, **sizes: Any) -> None:
     """Write the model, its tokenizer and its image processor's settings into the new folder `folder`; the bytes are the
-    same every time."""
-    write_random(folder)
-
-
-def write_random(folder: Path, arch: str = "qwen2_5_vl", *, spread: float = 0.02, seed: int = 0, **sizes: Any) -> None:
-    """Write a model of another type (qwen3_vl, qwen3_vl_moe), or with other weights or sizes of its text model, such as
-    `num_hidden_layers` or `tie_word_embeddings`. `spread` is the standard deviation of the weights."""
+    same every time. Also one of another type (qwen3_vl, qwen3_vl_moe), or with other weights or sizes of its text
+    model, such as `num_hidden_layers` or `tie_word_embeddings`. `spread` is the standard deviation of the weights."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 

@@ -35,6 +35,8 @@ PAUSED = 75
 """Exit code of the command after a pause: EX_TEMPFAIL of sysexits.h."""
 ARGUMENTS = "ASYNCRL_ARGUMENTS"
 """Environment variable of an engine or the router with further command-line arguments, in shell syntax."""
+NODE = "ASYNCRL_NODE"
+"""Environment variable with the name of the machine of a program that a cluster runs on each (Cluster.everywhere)."""
 PEER_FAILED = 76
 """Exit code of a process that ends because another process of the run has failed: EX_PROTOCOL of sysexits.h."""
 OUT_OF_MEMORY = "out_of_memory"
@@ -50,6 +52,17 @@ RESTARTED = "restart-"
 def times_restarted() -> int:
     """Return how often this process was started again."""
     return int(os.environ.get("ASYNCRL_INCARNATION", "").removeprefix(RESTARTED) or 0)
+
+
+def node_name() -> str:
+    """Return the name of this machine."""
+    return os.environ.get(NODE) or os.uname().nodename
+
+
+def times_out_of_memory(run_dir: Path) -> int:
+    """Return how often the trainers of a run were out of memory."""
+    file = run_dir / OUT_OF_MEMORY
+    return int(file.read_text()) if file.exists() else 0
 
 
 def metrics_key(api_key: str) -> str:

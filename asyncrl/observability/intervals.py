@@ -15,8 +15,16 @@ from itertools import pairwise
 
 import msgspec
 
-QUEUED, PREFILL, DECODE, RETRY = "queued", "prefill", "decode", "retry"
-AGENT, TOOL, ENVIRONMENT, REWARD, TEACHER, WAITING = "agent", "tool", "environment", "reward", "teacher", "waiting"
+QUEUED = "queued"
+PREFILL = "prefill"
+DECODE = "decode"
+RETRY = "retry"
+AGENT = "agent"
+TOOL = "tool"
+ENVIRONMENT = "environment"
+REWARD = "reward"
+TEACHER = "teacher"
+WAITING = "waiting"
 PHASES = (QUEUED, PREFILL, DECODE, RETRY, AGENT, TOOL, ENVIRONMENT, REWARD, TEACHER, WAITING)
 PUBLISH, ENGINE = "publish", "engine"
 """Names of QUEUED intervals: requests are held back for a publish, or wait in an engine; otherwise an environment."""

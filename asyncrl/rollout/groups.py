@@ -202,7 +202,7 @@ class GroupLifecycle:
                 self._waited = True
                 self._timelines.asked()
                 await self._changed.wait()
-        await self._wake()  # wakes other readers, and `unwanted` for groups that the batch left behind
+        await self._wake()  # wakes other requests, and `unwanted` for groups that the batch left behind
         return batch
 
     def _take(self, version: int, part: int, parts: int) -> Batch | None:

@@ -1,9 +1,9 @@
 """The rollout process's HTTP server: the only interface between trainer and rollouts.
 
-    GET  /batch?version=v&part=i&parts=k&reader=r&readers=R
+    GET  /batch?version=v&part=i&parts=k
                             the batch that turns version v into v + 1, or part i of k, as msgpack; 202 and the reason
-                            until it is ready. Each of R readers gets the same bytes, as often as it asks, until version
-                            v + 1 is published, and afterwards from the journal (rollout/journal.py)
+                            until it is ready. The same bytes, however often they are asked for, until version v + 1 is
+                            published, and afterwards from the journal (rollout/journal.py)
     POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
     POST /version {"version": v}    every engine serves v: release requests, open admission; returns the adapters in
                             use (engine/adapters.py)
@@ -19,9 +19,11 @@ Back-pressure: one part is encoded at a time, and the next batch can be taken on
 is published (with weights.overlap, the version before); and no more groups run than the buffer admits: (lead + 1)
 batches, plus oversample.
 
-Each wait here is bounded by POLL_SECONDS and repeated by the trainer, which owns the deadline (rollout.batch_timeout).
-The trainer also repeats a request that this process died of, or before answering it, to the process that replaces it:
-each of them changes nothing the second time. The state that an answer tells of is in the journal before it is sent.
+The wait for a batch and for a drain is bounded by POLL_SECONDS and repeated by the trainer, which owns the deadline
+(rollout.batch_timeout). What waits for the processes that play (a publish, a snapshot) or for answers (an evaluation)
+has no bound here: the trainer's request has one. The trainer also repeats a request that this process died of, or
+before answering it, to the process that replaces it: each of them changes nothing the second time. The state that an
+answer tells of is in the journal before it is sent.
 
 The event loop, and with it the process, ends when one of its tasks raises SystemExit or KeyboardInterrupt. Tasks of
 this process also run user code (an agent, a reward, an environment, and tasks that these start), for which `contain`
@@ -35,7 +37,7 @@ import hmac
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import httpx
@@ -75,12 +77,11 @@ class _Admission(msgspec.Struct):
 
 @dataclass(frozen=True)
 class _Encoded:
-    """The part of a batch in training that was asked for last, and who has read it."""
+    """The part of a batch in training that was asked for last."""
 
     version: int
     part: int
     data: bytes
-    readers: set[int] = field(default_factory=set)
 
 
 class RolloutServer:
@@ -121,16 +122,11 @@ class RolloutServer:
     async def batch(self, request: Request) -> Response:
         """Return the next batch, waiting up to POLL_SECONDS for it."""
         version = int(request.query_params["version"])
-        reader, readers = int(request.query_params.get("reader", 0)), int(request.query_params.get("readers", 1))
         part, parts = int(request.query_params.get("part", 0)), int(request.query_params.get("parts", 1))
         if not 0 <= part < parts <= self._groups.batch_groups:
             return PlainTextResponse(
                 f"there is no part {part} among {parts} of a batch of {self._groups.batch_groups} groups",
                 status_code=400,
-            )
-        if not 0 <= reader < readers:
-            return PlainTextResponse(
-                f"there is no reader {reader} among {readers}: readers are numbered from 0", status_code=400
             )
         try:
             async with asyncio.timeout(POLL_SECONDS):
@@ -145,10 +141,9 @@ class RolloutServer:
             data = encode(batch)
             await asyncio.to_thread(self._journal.keep, version, part, data)
             await self._keep_state()
-            if not self._is_encoded(version, part):  # for another reader, meanwhile
+            if not self._is_encoded(version, part):  # for another request, meanwhile
                 self._encoded = _Encoded(version, part, data)
         assert self._encoded
-        self._encoded.readers.add(reader)
         return Response(self._encoded.data, media_type="application/msgpack")
 
     async def _keep_state(self) -> float:
@@ -232,7 +227,7 @@ class RolloutServer:
             "held": self._inflight.held,
             "restarts": times_restarted(),
             "waiting_for": self.starting or self._groups.waiting_for(),
-            "batch": encoded and {"version": encoded.version, "read_by": sorted(encoded.readers)},
+            "batch": encoded and encoded.version,
             "ledger": asdict(self._groups.ledger()),
         }
 

@@ -31,11 +31,11 @@ from asyncrl.errors import PeerFailed  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
 from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, dtype_figures  # noqa: E402
-from asyncrl.network.addresses import MACHINE, PEER_FAILED, READY, STOP, STOPPED  # noqa: E402
+from asyncrl.network.addresses import MACHINE, PEER_FAILED, STOP, STOPPED  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
 from asyncrl.schema import Batch  # noqa: E402
 from asyncrl.trainer import checkpoint  # noqa: E402
-from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_for_file  # noqa: E402
+from asyncrl.trainer.batch_source import BatchSource, RolloutClient, wait_until_ready  # noqa: E402
 from asyncrl.trainer.checkpoint import Checkpoints, Saving  # noqa: E402
 from asyncrl.trainer.colocated import wait_for_engines  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402
@@ -149,7 +149,7 @@ def _begin(
     changed = rank.addresses.attached or config.cluster.takes_turns or config.changes_base
     if start.checkpoint or start.recovered or changed:
         if config.mode == "train" and rank.parallel.is_first:
-            wait_for_file(rank.run_dir / READY, config.engine.start_timeout, "the engines")
+            wait_until_ready(rank.run_dir, config.engine.start_timeout)
         publisher.publish(version)  # verified like a first publish; the engines resume only afterwards
         publisher.finish()
     if start.checkpoint and (start.recovered or start.checkpoint.parent == CheckpointStore(rank.run_dir).folder):

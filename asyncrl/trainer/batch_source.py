@@ -20,7 +20,7 @@ import msgspec
 
 from asyncrl.engine.adapters import InUse
 from asyncrl.errors import DeadlineExceeded, PeerFailed
-from asyncrl.network.addresses import Access
+from asyncrl.network.addresses import READY, Access
 from asyncrl.weights.publisher import RolloutSide
 
 RETRY_SECONDS = 0.2
@@ -137,10 +137,11 @@ class RolloutClient(BatchSource):
         return response
 
 
-def wait_for_file(path: Path, seconds: float, whom: str) -> None:
-    """Wait until a file exists. Raises DeadlineExceeded."""
+def wait_until_ready(run_dir: Path, seconds: float) -> None:
+    """Wait until the router routes to every engine. Raises DeadlineExceeded."""
+    file = run_dir / READY
     deadline = time.monotonic() + seconds
-    while not path.exists():
+    while not file.exists():
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"{whom} ({path} is missing)", seconds)
+            raise DeadlineExceeded(f"the engines ({file} is missing)", seconds)
         time.sleep(0.1)

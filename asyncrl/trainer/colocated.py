@@ -21,9 +21,8 @@ from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.hand_over import HandOver
 from asyncrl.metrics.record import StepLog
-from asyncrl.network.addresses import READY
 from asyncrl.parallel import Parallel
-from asyncrl.trainer.batch_source import wait_for_file
+from asyncrl.trainer.batch_source import wait_until_ready
 from asyncrl.trainer.offload import DeviceMemory
 from asyncrl.weights.publisher import StagedPublisher, VersionPublisher
 
@@ -90,7 +89,7 @@ def wait_for_engines(config: Config, run_dir: Path, fleet: Fleet, parallel: Para
     hand_over = None
     if parallel.is_first:
         timeout = config.engine.start_timeout
-        wait_for_file(run_dir / READY, timeout, "the engines")
+        wait_until_ready(run_dir, timeout)
         if config.cluster.takes_turns:
             hand_over = HandOver(fleet, mode=config.weights.pause_mode, start_timeout=timeout, folder=run_dir)
             hand_over.give()

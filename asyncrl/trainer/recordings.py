@@ -17,7 +17,7 @@ from asyncrl.records.writer import Writer
 from asyncrl.schema import Batch, Group, Turn, VersionSpan, encode, part_of
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.user_code import load
-from asyncrl.weights.publisher import Staged, StagedPublisher
+from asyncrl.weights.publisher import UNSENT, Staged, StagedPublisher
 
 
 class ReplaySource(BatchSource):
@@ -60,7 +60,7 @@ class NoEngines(StagedPublisher):
 
     def stage(self, version: int) -> Staged:
         """Copy no weights."""
-        return Staged(version, dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0))
+        return Staged(version, UNSENT)
 
     def complete(self, staged: Staged) -> dict[str, float]:
         """Announce the version."""

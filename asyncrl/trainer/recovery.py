@@ -22,24 +22,21 @@ from asyncrl.config import Config
 from asyncrl.engine.fleet import Fleet
 from asyncrl.errors import EngineError
 from asyncrl.jsonl import Tail
-from asyncrl.network.addresses import OUT_OF_MEMORY, times_restarted
+from asyncrl.network.addresses import times_out_of_memory, times_restarted
 from asyncrl.parallel import from_first
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.weights.checksum import QUESTION, Checksums, differing, parse
-from asyncrl.weights.publisher import Staged, StagedPublisher
+from asyncrl.weights.publisher import UNSENT, Staged, StagedPublisher
 
 if TYPE_CHECKING:
     from asyncrl.trainer.rank import Rank
-
-UNSENT = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
-"""Metrics of a version that is not published."""
 
 
 def adapted(config: Config, run_dir: Path) -> tuple[Config, str]:
     """Return the settings of trainers that were out of memory, and what changed: from the second time on half as many
     tokens in a micro-batch, from the third time on all activations are recomputed. A run that resumes keeps them."""
-    file, trainer = run_dir / OUT_OF_MEMORY, config.trainer
-    times = int(file.read_text()) if file.exists() else 0
+    times = times_out_of_memory(run_dir)
+    trainer = config.trainer
     if times < 2:
         return config, ""
     half = max(1, trainer.micro_batch_tokens // 2)

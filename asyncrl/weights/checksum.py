@@ -206,11 +206,6 @@ class ExpectedChecksums:
             for number, rank in enumerate(place.ranks):
                 self._done[rank][place.parameter] = under_way.hashes[number % len(under_way.hashes)].hexdigest()
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the tensors that are kept because they arrived early."""
-        return sum(part.nbytes for parameter in self._open.values() for _, part in parameter.early.values())
-
     def result(self) -> Checksums:
         """Return the checksums. Raises WeightsError with the names of the fused parameters that are incomplete."""
         if self._open:

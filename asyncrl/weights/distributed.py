@@ -153,11 +153,9 @@ class DistributedTransport(Transport):
             self._group = None
 
 
-def group_beside_the_default(
-    backend: str, url: str, world: int, name: str, timeout: float, *, rank: int = 0
-) -> dist.ProcessGroup:
-    """Create a process group that other programs may join (like SGLang's init_custom_process_group, from the same
-    functions).
+def group_beside_the_default(backend: str, url: str, world: int, name: str, timeout: float) -> dist.ProcessGroup:
+    """Create a process group that other programs may join, of which this one is rank 0 (like SGLang's
+    init_custom_process_group, from the same functions).
 
     torch's new_group only splits the default group; this one has its own store and world. Raises EngineError if the
     others do not join within `timeout` seconds.
@@ -167,7 +165,7 @@ def group_beside_the_default(
 
     wait = timedelta(seconds=timeout)
     try:
-        store, rank, world = next(rendezvous(url, rank, world, timeout=wait))
+        store, rank, world = next(rendezvous(url, 0, world, timeout=wait))
         store.set_timeout(wait)
         group, _ = c10d._new_process_group_helper(
             world,

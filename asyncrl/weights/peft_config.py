@@ -33,9 +33,22 @@ _TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
 _EXPERTS = re.compile(r"(.*\.)mlp\.experts(\.base_layer)?")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _IGNORED = {
-    *("auto_mapping", "base_model_name_or_path", "exclude_modules", "inference_mode", "init_lora_weights"),
-    *("layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout", "megatron_core", "peft_version"),
-    *("qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"),
+    "auto_mapping",
+    "base_model_name_or_path",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
 }
 """Fields without effect on what stored adapters compute. The tensors say which modules have an adapter."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")

@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # batch sources have a rollout side, also where nothing needs
     from asyncrl.weights.checksum import Checksums, ExpectedChecksums
 
 SPAN = "publish_background"
+UNSENT = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
+"""Metrics of a version that is not sent to engines."""
 
 
 class RolloutSide:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -205,6 +206,21 @@ PLAIN = Trajectory([said(9, reward=5.0)])
 
 def found(name: str, *trajectories: Trajectory, **params: float) -> list[float]:
     return advantage(name, **params)(table_of(*trajectories)).tolist()
+
+
+def even(trees: Sequence[Trajectory], reward: float) -> list[Trajectory]:
+    """Return the episodes with this reward alone, which all of their ways then have."""
+
+    def bare(turn: Turn) -> Turn:
+        return said(*turn.completion.token_ids, observation=turn.observation, begins=turn.begins, fork=turn.fork)
+
+    return [Trajectory([bare(turn) for turn in tree.turns], reward) for tree in trees]
+
+
+def constant_changes_nothing(name: str, trees: Sequence[Trajectory], shift: float) -> None:
+    """Check it of a reward of all episodes, which comes once, at the end of every way."""
+    shifted = [Trajectory(tree.turns, (tree.reward or 0.0) + shift) for tree in trees]
+    assert found(name, *shifted) == pytest.approx(found(name, *trees), abs=1e-9)
 
 
 @st.composite

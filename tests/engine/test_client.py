@@ -375,7 +375,7 @@ def test_sibling_has_its_answer_as_soon_as_that_is_whole() -> None:
         written = (await ahead).token_ids
         await first([*PROMPT, *written, 12])
         assert not behind.done()
-        assert client.inflight.in_flight == 1
+        assert len(client.inflight._sent) == 1
         long_one.set()
         assert (await behind).token_ids == [0, 1, 2, 3]
         figures = client.inflight.take_figures()

@@ -211,7 +211,7 @@ def test_sibling_that_goes_on_by_itself_is_asked_once_while_the_others_are_await
         asking = asyncio.ensure_future(siblings(client, 2))
         await until(lambda: len(engine.requests) == 2)
         continued.set()
-        await until(lambda: client.inflight.in_flight == 1)
+        await until(lambda: len(client.inflight._sent) == 1)
         going_on.set()
         return await asking
 

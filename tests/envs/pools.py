@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from asyncrl.envs.env import EnvSpec, Step
 from asyncrl.envs.pool import EnvironmentPool, PoolSettings
+from asyncrl.errors import EpisodeFailed
 
 
 def pool(kind: str = "Faulty", tell: Callable[[str], None] = print, **settings: Any) -> EnvironmentPool:
@@ -53,3 +56,30 @@ def run(script: Callable[[EnvironmentPool], Awaitable[None]], **settings: Any) -
 
 async def told(env: Any, action: str) -> str:
     return str((await env.step(action)).messages)
+
+
+# -- what holds in this process and in another one -------------------------------------------------------------
+
+
+async def cannot_be_made(environments: EnvironmentPool) -> None:
+    with pytest.raises(EpisodeFailed, match="environment_error: OSError: no display"):
+        await play(environments)
+
+
+async def rewards_are_numbers(environments: EnvironmentPool, *, hosted: bool) -> None:
+    async def due(reward: float | None) -> float:
+        others = pool("Due", hosted=hosted, params={"due": reward})
+        try:
+            async with others() as env:
+                found: float = await env.finish()  # type: ignore[attr-defined]
+                return found
+        finally:
+            await others.close()
+
+    async with environments() as env:
+        assert await env.finish() == 0.0  # type: ignore[attr-defined] # nothing is due
+        with pytest.raises(EpisodeFailed, match="the reward of black is nan"):
+            await env.step("nan")  # type: ignore[misc]
+    assert await due(0.25) == 0.25
+    with pytest.raises(EpisodeFailed, match="the reward of finish is nan"):
+        await due(float("nan"))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from asyncrl.envs.pool import EnvironmentPool
 from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
-from tests.envs.pools import play, pool, run, told
+from tests.envs.pools import cannot_be_made, play, pool, rewards_are_numbers, run, told
 from tests.fakes import until
 
 
@@ -46,11 +47,7 @@ def test_warm_ones_are_made_ahead_and_every_one_is_ended(tmp_path: Path) -> None
 
 
 def test_environment_that_cannot_be_made_is_typed() -> None:
-    async def script(environments: EnvironmentPool) -> None:
-        with pytest.raises(EpisodeFailed, match="environment_error: OSError: no display"):
-            await play(environments)
-
-    run(script, kind="NeverMade", hosted=False)
+    run(cannot_be_made, kind="NeverMade", hosted=False)
 
 
 def test_async_environment_that_hangs_is_given_up_in_the_event_loop() -> None:
@@ -117,25 +114,7 @@ def test_environment_that_cannot_be_made_ahead_is_told() -> None:
 
 
 def test_rewards_of_all_roles_and_what_is_due_at_the_end_are_numbers() -> None:
-    async def due(reward: float | None) -> float:
-        environments = pool("Due", hosted=False, params={"due": reward})
-        try:
-            async with environments() as env:
-                found: float = await env.finish()  # type: ignore[attr-defined]
-                return found
-        finally:
-            await environments.close()
-
-    async def script(environments: EnvironmentPool) -> None:
-        async with environments() as env:
-            assert await env.finish() == 0.0  # type: ignore[attr-defined] # nothing is due
-            with pytest.raises(EpisodeFailed, match="the reward of black is nan"):
-                await env.step("nan")  # type: ignore[misc]
-        assert await due(0.25) == 0.25
-        with pytest.raises(EpisodeFailed, match="the reward of finish is nan"):
-            await due(float("nan"))
-
-    run(script, kind="Telling", hosted=False)
+    run(partial(rewards_are_numbers, hosted=False), kind="Telling", hosted=False)
 
 
 def test_environment_that_never_ends_in_the_event_loop_is_told_and_holds_nobody() -> None:

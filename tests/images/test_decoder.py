@@ -58,7 +58,7 @@ def forged_png(width: int, height: int, *more: bytes) -> bytes:
 def test_every_accepted_format_and_mode_becomes_a_png_file_in_rgb(decoder: ImageDecoder) -> None:
     for form, modes in MODES.items():
         for mode in modes:
-            found = decoder.png(file(picture(mode), form))
+            found = decoder.begin(file(picture(mode), form)).result()
             image = Image.open(io.BytesIO(found))
             assert (image.format, image.mode, image.size) == ("PNG", "RGB", (56, 56))
             assert image.getpixel((50, 50))[0] > 200
@@ -66,26 +66,29 @@ def test_every_accepted_format_and_mode_becomes_a_png_file_in_rgb(decoder: Image
 
 def test_a_lossless_image_of_the_models_size_keeps_its_pixels(decoder: ImageDecoder) -> None:
     given = picture()
-    found = decoder.png("data:image/png;base64," + base64.b64encode(file(given)).decode())
+    found = decoder.begin("data:image/png;base64," + base64.b64encode(file(given)).decode()).result()
     assert Image.open(io.BytesIO(found)).tobytes() == given.tobytes()
-    assert decoder.png(found) == found
+    assert decoder.begin(found).result() == found
 
 
 def test_large_and_small_images_get_the_models_size(decoder: ImageDecoder) -> None:
-    assert png_size(decoder.png(file(picture(size=(200, 300))))) == (84, 112)
-    assert png_size(decoder.png(file(picture(size=(5, 7))))) == (28, 56)
+    assert png_size(decoder.begin(file(picture(size=(200, 300)))).result()) == (84, 112)
+    assert png_size(decoder.begin(file(picture(size=(5, 7)))).result()) == (28, 56)
 
 
 def test_transparent_pixels_show_white(decoder: ImageDecoder) -> None:
-    found = decoder.png(file(Image.new("RGBA", (28, 28), (200, 0, 0, 0))))
+    found = decoder.begin(file(Image.new("RGBA", (28, 28), (200, 0, 0, 0)))).result()
     assert Image.open(io.BytesIO(found)).getpixel((3, 3)) == (255, 255, 255)
 
 
 def test_photos_with_exif_data_and_previews_are_read(decoder: ImageDecoder) -> None:
     exif = Image.Exif()
     exif[0x010F], exif[0x0112] = "a camera", 6
-    assert png_size(decoder.png(file(picture(), "JPEG", exif=exif, dpi=(72, 72)))) == (56, 56)
-    assert png_size(decoder.png(file(picture(), "MPO", save_all=True, append_images=[picture()]))) == (56, 56)
+    assert png_size(decoder.begin(file(picture(), "JPEG", exif=exif, dpi=(72, 72))).result()) == (56, 56)
+    assert png_size(decoder.begin(file(picture(), "MPO", save_all=True, append_images=[picture()])).result()) == (
+        56,
+        56,
+    )
 
 
 REFUSED = {
@@ -120,8 +123,8 @@ REFUSED = {
 def test_what_is_no_image_is_refused_in_words(decoder: ImageDecoder, name: str) -> None:
     image, why = REFUSED[name]
     with pytest.raises(ImageRefused, match=why):
-        decoder.png(image)
-    assert png_size(decoder.png(file(picture()))) == (56, 56)
+        decoder.begin(image).result()
+    assert png_size(decoder.begin(file(picture())).result()) == (56, 56)
 
 
 def mutations(count: int, seed: int) -> Iterator[bytes]:
@@ -164,7 +167,7 @@ def outcomes(decoder: ImageDecoder, count: int, seed: int) -> Counter[str]:
     for data in mutations(count, seed):
         began = time.monotonic()
         try:
-            png_size(decoder.png(data))
+            png_size(decoder.begin(data).result())
             found["accepted"] += 1
         except ImageRefused as refused:
             found["process lost" if "the process" in str(refused) else "refused"] += 1
@@ -189,7 +192,7 @@ def test_images_are_decoded_by_several_processes_at_once() -> None:
     try:
         images = [picture(size=(28 + number, 56)) for number in range(24)]
         begun = [decoder.begin(file(one)) for one in images]
-        alone = [decoder.png(file(one)) for one in images]
+        alone = [decoder.begin(file(one)).result() for one in images]
         assert [one.result() for one in begun] == alone
         assert 1 < len(decoder._idle) <= module.WORKERS
     finally:
@@ -197,21 +200,21 @@ def test_images_are_decoded_by_several_processes_at_once() -> None:
 
 
 def test_a_process_that_dies_or_hangs_costs_one_image(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder.png(file(picture()))
+    decoder.begin(file(picture())).result()
     decoder._idle[-1].send_signal(signal.SIGKILL)
     with pytest.raises(ImageRefused, match="crashed on it"):
-        decoder.png(file(picture()))
-    decoder.png(file(picture()))
+        decoder.begin(file(picture())).result()
+    decoder.begin(file(picture())).result()
     monkeypatch.setattr(module, "DEADLINE", 0.5)
     decoder._idle[-1].send_signal(signal.SIGSTOP)
     with pytest.raises(ImageRefused, match="took too long on it"):
-        decoder.png(file(picture()))
+        decoder.begin(file(picture())).result()
     monkeypatch.undo()
-    decoder.png(file(picture()))
+    decoder.begin(file(picture())).result()
 
 
 def test_the_process_can_open_no_file_and_has_limits(decoder: ImageDecoder) -> None:
-    decoder.png(file(picture()))
+    decoder.begin(file(picture())).result()
     limits = Path(f"/proc/{decoder._idle[-1].pid}/limits").read_text()
     found = {line[:26].strip(): line[26:].split()[1] for line in limits.splitlines()[1:]}
     assert found["Max open files"] == "3"

@@ -101,7 +101,7 @@ def test_two_steps_of_a_run_are_trained_published_and_answered(kind: str, tmp_pa
     family, model = OF_TYPE[kind], tmp_path / "model"
     experiment = "tiny_vision" if family.tower else "tiny"
     if family.tower:
-        tiny_vision.write_random(model, kind, spread=0.15)
+        tiny_vision.write(model, kind, spread=0.15)
     else:
         tiny.write(tmp_path / "tiny")
         shutil.copytree(tmp_path / "tiny", model, ignore=shutil.ignore_patterns("*.safetensors"))

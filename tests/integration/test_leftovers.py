@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncrl.launch.leftovers import NOTED, PREFIX, SHARED, shared_files
+from asyncrl.launch.leftovers import NOTED, PREFIX, SHARED, _mapped, _members
 from tests.integration.running import (
     alive,
     descendants,
@@ -46,7 +46,7 @@ def test_run_that_was_killed_with_all_its_processes_is_cleaned_up_by_the_next(te
     run_dir = tmp_path / "killed"
     with start(run_dir, "run.max_steps=100000", "eval.questions=0") as process:
         wait_for_step(process, run_dir, 2)
-        mapped = shared_files(processes_of(process, run_dir).values())
+        mapped = set().union(*map(_mapped, _members(processes_of(process, run_dir).values())))
         noted = next(temporary.glob(f"{PREFIX}*")) / NOTED
         deadline = time.monotonic() + 120
         while not {str(file) for file in mapped} <= set(json.loads(noted.read_text())["files"]):

@@ -81,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the models and a batch."""
     made = tmp_path_factory.mktemp("vision")
     for seed, (name, fields) in enumerate(MODELS.items()):
-        tiny_vision.write_random(made / name, spread=0.15, seed=seed, **{"rope_parameters": ROPE, **SIZES, **fields})
+        tiny_vision.write(made / name, spread=0.15, seed=seed, **{"rope_parameters": ROPE, **SIZES, **fields})
     (made / "groups.msgpack").write_bytes(msgspec.msgpack.encode(vision_groups()))
     return made
 

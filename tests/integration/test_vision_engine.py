@@ -25,7 +25,7 @@ from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.images import ImageTokens, data_url
 from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
-from asyncrl.models.tiny_vision import MARKS, TOKENS, write_random
+from asyncrl.models.tiny_vision import MARKS, TOKENS, write
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Completion
 from tests.integration import adapters, publisher
@@ -52,7 +52,7 @@ Play = Callable[[GenerationClient], Awaitable[Any]]
 @pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.campaign)])
 def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("vision")
-    write_random(folder / "model", request.param, spread=0.15)
+    write(folder / "model", request.param, spread=0.15)
     with engines(folder, *SETTINGS, f"model.path={folder / 'model'}") as started:
         yield started
 
@@ -280,7 +280,7 @@ def test_adapters_of_roles_answer_with_their_own_weights(fleet: Engines, tmp_pat
 def test_a_model_with_stacked_experts_answers_as_transformers_does_before_and_after_a_publish(tmp_path: Path) -> None:
     """The publish is verified by the checksums of all parameters of the text model."""
     model, context, image = tmp_path / "model", [*IMAGE, *ASK], noise(12)
-    write_random(model, "qwen3_vl_moe", spread=0.15)
+    write(model, "qwen3_vl_moe", spread=0.15)
     with engines(tmp_path, "model=tiny_vision", "engine.max_total_tokens=4096", f"model.path={model}") as fleet:
         weights = publisher.SeededWeights(model)
         whole = weights._base

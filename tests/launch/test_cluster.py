@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks.node_programs import NODE, node_name
 from asyncrl.launch.cluster import Cluster, cluster_of, surrounding
 from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.run_folder import prepare
+from asyncrl.network.addresses import NODE, node_name
 from tests.fakes import JOB, Machines, tiny_config
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.launch.leftovers import NOTED, OWNER, PREFIX, SHARED, Scratch, carrying, shared_files, sweep
+from asyncrl.launch.leftovers import NOTED, OWNER, PREFIX, SHARED, Scratch, _mapped, _members, carrying, sweep
 from tests.fakes import Clock
 
 MAPS = """
@@ -43,8 +43,8 @@ def test_only_what_a_process_made_for_itself_is_removed(files: list[Path]) -> No
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, env=environment) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"mapped\n"
-        assert shared_files([process.pid + 10_000_000]) == set()  # of other groups
-        found = shared_files([process.pid])
+        assert _members([process.pid + 10_000_000]) == set()  # of other groups
+        found = set().union(*map(_mapped, _members([process.pid])))
         assert found == set(files[:2])
         sweep("another-run", [])
         assert process.poll() is None

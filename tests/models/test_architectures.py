@@ -155,6 +155,8 @@ def test_what_would_give_other_logits_is_refused(hf: dict[str, Any], said: str) 
     with pytest.raises(ConfigError, match=said) as caught:
         check_architecture(hf)
     assert caught.value.field == "model.path"
+    remedies = ("Choose another model", "Supported architectures", "convert to bfloat16", "copy the file")
+    assert any(remedy in str(caught.value) for remedy in remedies)
 
 
 def test_yarn_without_a_factor_on_sines_and_cosines_is_accepted() -> None:

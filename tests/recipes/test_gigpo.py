@@ -16,10 +16,23 @@ from asyncrl.algo.siblings import EPSILON
 from asyncrl.algo.table import build_table
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
-from asyncrl.schema import Group, Trajectory, Turn
+from asyncrl.schema import Group, Trajectory
 from asyncrl.settings import Choice
 from tests.algo.decisions import groups, world
-from tests.algo.tables import PLAIN, TREE, P, advantage, few, forests, found, make, numbers, said
+from tests.algo.tables import (
+    PLAIN,
+    TREE,
+    P,
+    advantage,
+    constant_changes_nothing,
+    even,
+    few,
+    forests,
+    found,
+    make,
+    numbers,
+    said,
+)
 from tests.fakes import compose_values
 
 GIGPO, DR_GIGPO = "asyncrl_recipes.gigpo.advantage:gigpo", "asyncrl_recipes.gigpo.advantage:dr_gigpo"
@@ -153,9 +166,7 @@ def test_order_of_episodes_does_not_matter(name: str, trees: list[Trajectory], s
 @few
 @given(trees=forests(), shift=st.integers(-4, 4))
 def test_constant_reward_of_all_episodes_changes_nothing(name: str, trees: list[Trajectory], shift: int) -> None:
-    """It comes once, at the end of every way."""
-    shifted = [Trajectory(tree.turns, (tree.reward or 0.0) + shift) for tree in trees]
-    assert found(name, *shifted) == pytest.approx(found(name, *trees), abs=1e-9)
+    constant_changes_nothing(name, trees, shift)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -164,7 +175,4 @@ def test_constant_reward_of_all_episodes_changes_nothing(name: str, trees: list[
 def test_ways_that_are_all_worth_the_same_have_exactly_no_advantage(
     name: str, trees: list[Trajectory], reward: float
 ) -> None:
-    def bare(turn: Turn) -> Turn:
-        return said(*turn.completion.token_ids, observation=turn.observation, begins=turn.begins, fork=turn.fork)
-
-    assert not any(found(name, *(Trajectory([bare(turn) for turn in tree.turns], reward) for tree in trees)))
+    assert not any(found(name, *even(trees, reward)))

@@ -18,7 +18,7 @@ from asyncrl.models.catalog import resolve
 from asyncrl.rollout import prompts as module
 from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
 from asyncrl.schema import Prompt
-from tests.fakes import tiny_config, tiny_values
+from tests.fakes import questions_with_long_ones, tiny_config, tiny_values
 
 
 @pytest.fixture(scope="module")
@@ -247,11 +247,7 @@ def test_prompt_without_room_for_its_answer_is_refused_where_that_is_asked(token
 
 @pytest.fixture
 def with_long(tmp_path: Path) -> dict[str, Any]:
-    """Return 12 questions, of which numbers 2 and 9 have more than 4 digits."""
-    path = tmp_path / "long.jsonl"
-    texts = ["12345" if number in (2, 9) else str(100 + number) for number in range(12)]
-    path.write_text("".join(json.dumps({"prompt": text, "answer": text}) + "\n" for text in texts))
-    return {"task.kind": "file", "task.params": {}, "task.train_file": str(path)}
+    return questions_with_long_ones(tmp_path)
 
 
 def test_questions_of_a_file_that_are_too_long_are_found_at_the_start(tokenizer: Any, with_long: dict) -> None:

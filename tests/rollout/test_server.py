@@ -176,7 +176,7 @@ def test_batch_can_be_had_while_the_version_before_it_is_published_and_each_stay
         assert (await site.http.post("/version", json={"version": 1})).status_code == 200  # to engines that restarted
         ledger = site.groups.ledger()
         assert (ledger.groups.training, ledger.groups.trained) == (2, 2)
-        assert (await site.http.get("/status")).json()["batch"]["version"] == 1
+        assert (await site.http.get("/status")).json()["batch"] == 1
         assert (await asked(0))[0].status_code == 409
         assert [one.content for one in await asked(1)] == [one.content for one in new]
         assert not site.groups.between_batches(1)
@@ -204,39 +204,24 @@ def test_part_of_the_next_batch_outlives_the_publish_of_the_one_before() -> None
     at(play, overlap=True)
 
 
-def test_every_reader_gets_the_same_bytes_as_often_as_it_asks_until_the_next_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_request_gets_the_same_bytes_until_the_next_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_SECONDS", 60.0)
 
     async def play(site: Site) -> None:
-        asking = [
-            asyncio.create_task(site.http.get("/batch", params={"version": 0, "reader": reader, "readers": 3}))
-            for reader in (0, 2, 2)
-        ]
+        asking = [asyncio.create_task(site.http.get("/batch", params={"version": 0})) for _ in range(3)]
         await asyncio.sleep(0.01)
         await site.fill(4)  # they wait together: one batch for all of them
         answers = [await one for one in asking]
         assert [one.status_code for one in answers] == [200] * 3
         assert len({one.content for one in answers}) == 1
         status = (await site.http.get("/status")).json()
-        assert status["batch"] == {"version": 0, "read_by": [0, 2]}
+        assert status["batch"] == 0
         assert status["ledger"]["groups"]["training"] == 2
-        late = await site.http.get("/batch", params={"version": 0, "reader": 1, "readers": 3})
+        late = await site.http.get("/batch", params={"version": 0})
         assert late.content == answers[0].content
         await site.http.post("/version", json={"version": 1})
         assert (await site.http.get("/status")).json()["batch"] is None
-        assert (await site.http.get("/batch", params={"version": 0, "reader": 1, "readers": 3})).status_code == 409
-
-    at(play)
-
-
-@pytest.mark.parametrize(("reader", "readers"), [(1, 1), (-1, 2), (2, 2)])
-def test_reader_beyond_their_number_is_refused(reader: int, readers: int) -> None:
-    async def play(site: Site) -> None:
-        await site.fill(2)
-        answer = await site.http.get("/batch", params={"version": 0, "reader": reader, "readers": readers})
-        assert (answer.status_code, site.groups._buffer.step) == (400, 0)
+        assert (await site.http.get("/batch", params={"version": 0})).status_code == 409
 
     at(play)
 
@@ -254,7 +239,7 @@ def test_one_batch_at_most_is_encoded_and_admission_stops_without_a_trainer() ->
             await asyncio.wait_for(site.groups.ticket(), 0.05)
         ledger = site.groups.ledger()
         assert (ledger.groups.training, ledger.groups.ready, ledger.groups.issued) == (2, 4, 6)  # (lead + 1) batches
-        assert (await site.http.get("/status")).json()["batch"]["version"] == 0
+        assert (await site.http.get("/status")).json()["batch"] == 0
 
     at(play, bound=2)
 

@@ -126,7 +126,7 @@ def test_limits_are_those_of_the_model_and_of_the_run(model: Path) -> None:
                           .rollout.images)  # fmt: skip
         assert found is not None
         try:
-            return png_size(found.decoder.png(png(1, (400, 400))))
+            return png_size(found.decoder.begin(png(1, (400, 400))).result())
         finally:
             found.decoder.close()
 
@@ -168,7 +168,7 @@ async def played(agent: Any, model: Path, vision: Vision, engine: FakeEngine) ->
 def test_groups_hold_every_image_once_and_turns_name_theirs(model: Path, vision: Vision) -> None:
     engine = FakeEngine(echo())
     prompt, group = asyncio.run(played(Looking(), model, vision, engine))
-    first, seven = image_name(prompt.images[0]), image_name(vision.decoder.png(png(7)))
+    first, seven = image_name(prompt.images[0]), image_name(vision.decoder.begin(png(7)).result())
     for one in group.trajectories:
         assert [turn.images for turn in one.turns] == [[], [seven], [first, seven], [seven]]
     assert group.images.keys() == {first, seven}

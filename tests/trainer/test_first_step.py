@@ -66,7 +66,7 @@ def test_a_trainer_uses_a_gpu_only_after_its_engines_have_measured_the_memory(
 ) -> None:
     """The first rank waits for the engines, and the others for it. Only in turns do the engines hand anything over."""
     done = list[str]()
-    monkeypatch.setattr(colocated, "wait_for_file", lambda file, *_: done.append(file.name))
+    monkeypatch.setattr(colocated, "wait_until_ready", lambda *_: done.append("ready"))
     monkeypatch.setattr(dist, "barrier", lambda: done.append("barrier"))
     given = SimpleNamespace(give=lambda: done.append("give"))
     monkeypatch.setattr(colocated, "HandOver", lambda *_, **__: given)

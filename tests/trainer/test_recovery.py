@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl.network.addresses import OUT_OF_MEMORY
-from asyncrl.trainer.recovery import UNSENT, CatchingUp, Recovery, Start, _recovery, adapted
-from asyncrl.weights.publisher import Staged, StagedPublisher
+from asyncrl.trainer.recovery import CatchingUp, Recovery, Start, _recovery, adapted
+from asyncrl.weights.publisher import UNSENT, Staged, StagedPublisher
 from tests.fakes import tiny_config
 
 

@@ -262,7 +262,7 @@ def test_tables_name_each_tensor_that_transformers_writes_once_and_no_other(arch
         sizes = {"vocab": 9, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 8}
         folder = tmp_path / str(number)
         if architecture in TOWERS:
-            tiny_vision.write_random(folder, kind, **fields)
+            tiny_vision.write(folder, kind, **fields)
         else:
             write_random_model(folder, kind, **sizes, tied=False, seed=0, dtype="float32", fields=dict(fields))
         with safe_open(folder / "model.safetensors", "pt") as file:

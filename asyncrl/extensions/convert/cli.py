@@ -103,8 +103,10 @@ def _parser() -> argparse.ArgumentParser:
     merge = commands.add_parser("merge", help="write a model with a PEFT adapter in its weights")
     merge.add_argument("source", type=Path, metavar="HF_FOLDER", help="the model that the adapter was trained on")
     merge.add_argument("adapter", type=Path, metavar="PEFT_FOLDER", help="adapter_config.json and safetensors file")
-    plain = commands.add_parser("dequantize", help="write a folder in FP8, as DeepSeek-V3's, in bfloat16")
-    plain.add_argument("source", type=Path, metavar="HF_FOLDER", help="weights with scales of 128 x 128 blocks")
+    plain = commands.add_parser(
+        "dequantize", help="write a folder in FP8 or MXFP4, as DeepSeek-V3's or gpt-oss', in bfloat16"
+    )
+    plain.add_argument("source", type=Path, metavar="HF_FOLDER", help="FP8 with scales of 128 x 128 blocks, or MXFP4")
     peft = commands.add_parser("to-peft", help="write the adapters of a checkpoint as a PEFT folder")
     peft.add_argument("source", type=Path, metavar="CHECKPOINT", help="of a run with trainer.lora, or of from-peft")
     peft.add_argument("--model", type=Path, metavar="HF_FOLDER", help="the base model (default: that of the run)")

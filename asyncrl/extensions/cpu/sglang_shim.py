@@ -133,7 +133,9 @@ def _name_operators(torch: Any) -> None:
     They have no kernel: a call raises NotImplementedError.
     """
     for name in (
-        *("fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu"),
+        "fused_sigmoid_mul_cpu",
+        "fused_qk_gemma_rmsnorm_cpu",
+        "fused_qk_gemma_rmsnorm_with_gate_cpu",
         "fused_qkvzba_split_reshape_cat_contiguous_cpu",
     ):
         _OPERATORS.append(library := torch.library.Library("sgl_kernel", "FRAGMENT"))

@@ -43,8 +43,20 @@ and an index that pip is configured to reach. The command was:
     {command}"""
 
 LIBRARIES = (
-    *("cublas", "cuda-cupti", "cuda-nvrtc", "cuda-runtime", "cudnn-cu13", "cufft", "cufile", "curand", "cusolver"),
-    *("cusparse", "cusparselt-cu13", "nccl-cu13", "nvjitlink", "nvshmem-cu13"),
+    "cublas",
+    "cuda-cupti",
+    "cuda-nvrtc",
+    "cuda-runtime",
+    "cudnn-cu13",
+    "cufft",
+    "cufile",
+    "curand",
+    "cusolver",
+    "cusparse",
+    "cusparselt-cu13",
+    "nccl-cu13",
+    "nvjitlink",
+    "nvshmem-cu13",
 )
 """NVIDIA's packages whose libraries the CUDA build of torch loads when it is imported, with or without a GPU."""
 

@@ -32,7 +32,7 @@ import httpx
 from asyncrl.config import on_gpu, read
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped, visible
-from asyncrl.launch.checks.engines import check_generations
+from asyncrl.launch.checks.engines import check_gpu_kinds
 from asyncrl.launch.cluster import surrounding
 from asyncrl.launch.placement import Node, place_engines
 from asyncrl.launch.plan import engines
@@ -117,7 +117,7 @@ def add(run: _Run, count: int | None, gpus: int | None, host: str | None) -> Non
     for node in cluster.nodes:
         check_reach(run, node)
     seats = place_engines(config, cluster.nodes, count)
-    check_generations(config, [seat for one in seats for seat in one], cluster.nodes, cluster.machines)
+    check_gpu_kinds(config, [seat for one in seats for seat in one], cluster.nodes, cluster.machines)
     if config.cluster.tls:
         Authority(run.folder).sign(seat.url for one in seats for seat in one)
     mine = replace(run.addresses, run_id=f"{word}-{run.addresses.run_id}")  # cleanup must spare the run's own processes

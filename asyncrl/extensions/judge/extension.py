@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from asyncrl import extension
 from asyncrl.config import AuxiliaryModelConfig, Config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from asyncrl.launch.plan import ProcessSpec
+    from asyncrl.network.addresses import Addresses
+
+OWN_FLEET = "ASYNCRL_JUDGES"
+"""Environment variable with the addresses of the run's own judge."""
+AUTHORITY = "ASYNCRL_AUTHORITY"
+"""Environment variable with the certificate that signed those of its engines."""
 
 
 class JudgeConfig(AuxiliaryModelConfig):
@@ -16,6 +28,19 @@ class JudgeConfig(AuxiliaryModelConfig):
     def arguments(self) -> dict[str, Any]:
         """Return the arguments for reading and writing text through the OpenAI API."""
         return {"skip_tokenizer_init": False, "served_model_name": "judge"}
+
+
+class JudgeLaunch(extension.LaunchHooks):
+    """Where the judge's engines are, for the processes that build rewards."""
+
+    def changed(self, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+        """Return the process with their addresses in its environment, unless it is an engine, the router or a trainer.
+        The rewards of a task, which may ask them, are built before any hook is called there."""
+        urls = addresses.frozen.get("judge")
+        if not urls or spec.watch or spec.together:
+            return spec
+        fleet = " ".join(f"{url}/v1" for url in urls)
+        return replace(spec, env={**spec.env, OWN_FLEET: fleet, AUTHORITY: addresses.authority})
 
 
 class JudgeHooks(extension.PlayerHooks):
@@ -40,6 +65,10 @@ class Judges(extension.Extension):
         "judge": "asyncrl.extensions.judge.judge:JudgeReward",
         "rubric": "asyncrl.extensions.judge.rubric:RubricReward",
     }
+
+    def launch(self) -> extension.LaunchHooks:
+        """Return the hooks in the launcher."""
+        return JudgeLaunch()
 
     def player(self, config: Config, addresses: Any) -> extension.PlayerHooks:
         """Return the hooks in a process that plays episodes."""

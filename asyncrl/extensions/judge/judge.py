@@ -32,14 +32,15 @@ from asyncrl.engine.router import POLL_SECONDS, answers
 from asyncrl.errors import ConfigError, DeadlineExceeded, EpisodeFailed
 from asyncrl.extensions.combine.calls import together
 from asyncrl.extensions.judge.endpoints import Endpoints
+from asyncrl.extensions.judge.extension import AUTHORITY, OWN_FLEET
 from asyncrl.extensions.judge.verdicts import VerdictParser
 from asyncrl.network.addresses import Access
 from asyncrl.rewards.parameters import Count, Name, Range, Seconds, Urls
 from asyncrl.rewards.reward import RewardInput, Score
 
 REASON = "judge"
-OWN_FLEET, RUN_KEY = "ASYNCRL_JUDGES", "ASYNCRL_API_KEY"
-"""Environment variables of the rollout process: addresses of the run's own judge, and its key."""
+RUN_KEY = "ASYNCRL_API_KEY"
+"""Environment variable with the run's key, which its own judge requires."""
 RETRY_TEMPERATURE = 0.7
 """Minimum temperature of a repeated vote."""
 PLACES = {"question", "answer", "reference", "criterion", "mark"}
@@ -116,7 +117,7 @@ class JudgeReward:
         _check(template, votes, temperature)
         authority = ""
         if not urls and (own := os.environ.get(OWN_FLEET)):
-            urls, api_key_env, authority = own.split(), RUN_KEY, os.environ["ASYNCRL_AUTHORITY"]
+            urls, api_key_env, authority = own.split(), RUN_KEY, os.environ[AUTHORITY]
         self._template, self._answer_key = Template(template), answer_key
         self._verdicts = VerdictParser(pattern, json_field, scale, labels)
         self._votes, self._aggregate, self._attempts = votes, AGGREGATES[aggregate], attempts

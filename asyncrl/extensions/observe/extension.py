@@ -6,13 +6,13 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl import extension
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Section
+from asyncrl.user_code import can_import
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -121,7 +121,7 @@ class Observe(extension.Extension):
             if value and not config.metrics.timeline:
                 remedy = "Traces are made of timelines: set metrics.timeline=true."
                 yield ConfigError(f"observe.{field}", value, remedy)
-            if value and not _installed(f"{EXPORTERS}.{package}"):
+            if value and not can_import(f"{EXPORTERS}.{package}"):
                 remedy = f"{EXPORTERS}.{package} is not installed: pip install 'asyncrl[tracing]'."
                 yield ConfigError(f"observe.{field}", value, remedy)
 
@@ -138,14 +138,6 @@ class Observe(extension.Extension):
     def player(self, config: Config, addresses: Addresses) -> extension.PlayerHooks:
         """Return the hooks in a process that plays episodes."""
         return TracePlayer(self.settings)
-
-
-def _installed(package: str) -> bool:
-    """Return whether a package can be imported, without importing more than its parents."""
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 Own = Observe

@@ -39,8 +39,15 @@ from asyncrl.settings import require
 LAYOUT = tuple(f"trainer.{name}_parallel" for name in ("tensor", "pipeline", "expert", "expert_tensor", "sequence"))
 """Settings of the trainer's layout: if the command line sets one of them, all are kept."""
 PLANNED = (
-    *("engine.count", "engine.tensor_parallel", "engine.max_running_requests", "engine.max_total_tokens"),
-    *("rollout.lead", "rollout.max_running_groups", "trainer.data_parallel", "trainer.recompute.granularity", *LAYOUT),
+    "engine.count",
+    "engine.tensor_parallel",
+    "engine.max_running_requests",
+    "engine.max_total_tokens",
+    "rollout.lead",
+    "rollout.max_running_groups",
+    "trainer.data_parallel",
+    "trainer.recompute.granularity",
+    *LAYOUT,
 )
 """Settings that are kept if the command line sets them."""
 ENGINE = ("engine.tensor_parallel", "engine.max_running_requests", "engine.max_total_tokens")
@@ -48,8 +55,11 @@ ENGINE = ("engine.tensor_parallel", "engine.max_running_requests", "engine.max_t
 SHAPE = ("rollout.batch_groups", "rollout.group_size", "rollout.max_staleness")
 """Overrides of a plan that are the run's own."""
 ALSO = (
-    *("cluster.placement", "weights.pause_mode", "weights.overlap"),
-    *("trainer.batch_parts", "trainer.context_parallel"),
+    "cluster.placement",
+    "weights.pause_mode",
+    "weights.overlap",
+    "trainer.batch_parts",
+    "trainer.context_parallel",
 )
 """Other settings that a plan of asyncrl-plan chooses."""
 VALUE = re.compile(r"[A-Za-z0-9_.]+")

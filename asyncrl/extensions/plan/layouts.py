@@ -153,7 +153,9 @@ class TrainerLayouts:
         for tensor, pipeline, expert in [tuple(typed)] if typed else self._degrees():
             for recompute in ("none", "full"):
                 training = Training(
-                    *(DTYPE, longest, LOGIT_ROWS),
+                    DTYPE,
+                    longest,
+                    LOGIT_ROWS,
                     bucket=0 if overlap else BUCKET,  # 0: all of them
                     fused_norms=True,
                     recompute=Recompute(recompute),
@@ -188,7 +190,9 @@ class TrainerLayouts:
         key = replace(layout, data=1), streams
         if key not in self._sent:
             self._sent[key] = sizing.publish(
-                *(self._weights, self._shape, key[0]),
+                self._weights,
+                self._shape,
+                key[0],
                 dtype=DTYPE,
                 bucket=BUCKET,
                 streams=streams,

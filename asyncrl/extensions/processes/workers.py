@@ -40,7 +40,8 @@ from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import EncodedGroup, Group, Prompt, Trajectory
 
 LOSSES = 3
-"""A group that has lost its process so often is rejected for the reason "process": it may be what kills them."""
+"""A group that has lost its process so often is rejected for the reason "process", and the attempts at a question of an
+evaluation fail: they may be what kills them."""
 
 
 class EpisodeWorkers:
@@ -124,30 +125,37 @@ class EpisodeWorkers:
         """Play a group in the process with the fewest episodes (rollout/player.py), and if that is lost, in
         another one."""
         try:
-            answer = await self._outlived(ticket, prompt, sessions)
+            answer = await self._outlived(ticket.uid, ticket, prompt, sessions)
         finally:
             self._stopped.discard(ticket.uid)
         if isinstance(answer, wire.Failed):
             raise EpisodeFailed(answer.reason, answer.detail)
         group: Any = EncodedGroup(
-            *(ticket.uid, ticket.slot, prompt.task, answer.lengths, answer.rewards, answer.data, answer.compressed)
+            ticket.uid,
+            ticket.slot,
+            prompt.task,
+            answer.lengths,
+            answer.rewards,
+            answer.data,
+            answer.compressed,
         )
         return group, answer.verdict
 
-    async def _outlived(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[Any]) -> Any:
+    async def _outlived(self, group: str, ticket: Ticket | None, prompt: Prompt, sessions: Sequence[Any]) -> Any:
         """Return the answer of the first process that outlives the group. Raises EpisodeFailed after LOSSES, and for a
-        group that was stopped."""
+        group that was stopped. That of an evaluation has no ticket."""
         losses = 0
         while True:
             try:
-                return await self._answer(ticket.uid, ticket, prompt, sessions)
+                return await self._answer(group, ticket, prompt, sessions)
             except EpisodeFailed as lost:
                 losses += 1
                 if losses == self.most_losses:
-                    self._warn(f"group {ticket.uid} is rejected: {losses} processes were lost while they played it")
-                if losses == self.most_losses or ticket.uid in self._stopped:
+                    self._warn(f"group {group} is given up: {losses} processes were lost while they played it")
+                if losses == self.most_losses or group in self._stopped:
                     raise EpisodeFailed(LOST, lost.detail) from None
-                self._replayed += 1
+                if ticket:
+                    self._replayed += 1
 
     def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
         """Tell the process to stop a group, or cancel the task if none plays it."""
@@ -159,14 +167,13 @@ class EpisodeWorkers:
         playing.cancel()
 
     async def attempts(self, prompt: Prompt, sessions: Sequence[Any]) -> list[Attempt]:
-        """Play all attempts at a question of an evaluation (rollout/evaluation.py). It is played again if its process
-        dies."""
-        while True:
-            try:
-                answer = await self._answer(sessions[0].group, None, prompt, sessions)
-            except EpisodeFailed:
-                continue
-            return [one if isinstance(one, Trajectory) else AsyncRLError(one) for one in answer.attempts]
+        """Play all attempts at a question of an evaluation (rollout/evaluation.py). They are played again if their
+        process dies, and fail after LOSSES."""
+        try:
+            answer = await self._outlived(sessions[0].group, None, prompt, sessions)
+        except EpisodeFailed as lost:
+            return [lost] * len(sessions)
+        return [one if isinstance(one, Trajectory) else AsyncRLError(one) for one in answer.attempts]
 
     async def _answer(
         self, group: str, ticket: Ticket | None, prompt: Prompt, sessions: Sequence[RemoteSession]

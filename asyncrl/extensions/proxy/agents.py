@@ -148,9 +148,7 @@ class Command(ThroughTheProxy):
         It contains the run's id, by which the launcher finds leftover processes, but no secrets of the run.
         """
         found = {name: value for name, value in os.environ.items() if not name.startswith(OWN) or name == RUN_ID}
-        direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), self._host]))
-        found |= {"no_proxy": direct, "NO_PROXY": direct}
-        found["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+        found |= programs.reaching(self._host, Path(sys.executable))
         return found | {"OPENAI_BASE_URL": self._proxy.base_url, "OPENAI_API_KEY": key} | self._env
 
 

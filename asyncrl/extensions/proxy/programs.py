@@ -24,6 +24,13 @@ FLUSH_SECONDS = 2.0
 forever."""
 
 
+def reaching(host: str, python: Path) -> dict[str, str]:
+    """Return the variables with which a program reaches a host without a proxy, and finds this python first."""
+    direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), host]))
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
+    return {"no_proxy": direct, "NO_PROXY": direct, "PATH": path}
+
+
 @dataclass(frozen=True)
 class ProgramResult:
     """Result of a program that has ended."""

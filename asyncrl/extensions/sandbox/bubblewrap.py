@@ -42,8 +42,17 @@ FILES = {
     "/etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 ISOLATED = (
-    *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
-    *("--die-with-parent", "--as-pid-1", "--new-session", "--hostname", "sandbox", "--clearenv"),
+    "--unshare-ipc",
+    "--unshare-pid",
+    "--unshare-net",
+    "--unshare-uts",
+    "--unshare-cgroup-try",
+    "--die-with-parent",
+    "--as-pid-1",
+    "--new-session",
+    "--hostname",
+    "sandbox",
+    "--clearenv",
 )
 ONE_USER = ("--unshare-user", "--uid", str(UID), "--gid", str(UID))
 """Options that give programs the uid of the worker, which on the host is the uid of the owner."""

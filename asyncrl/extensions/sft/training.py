@@ -76,7 +76,8 @@ class Conversations:
 
     def __init__(self, config: Config, policy: Policy, rows: ChatRows) -> None:
         self._rows, self._trained = rows, Trained(policy.folder, config)
-        self._task, self._longest = config.task, int(policy.hf["max_position_embeddings"])
+        self._task = config.task
+        self._longest = int(config.engine.server_args.get("context_length") or policy.hf["max_position_embeddings"])
         self._known: dict[int, Group] = {}
 
     def read(self, numbers: range) -> None:

@@ -13,6 +13,7 @@ from asyncrl import extension
 from asyncrl.config.secret_values import Parameters, Secret
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Natural, Section
+from asyncrl.user_code import can_import
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -64,10 +65,8 @@ class SinkLaunch(extension.LaunchHooks):
 
     def check_packages(self) -> None:
         """Refuse sinks whose package is not installed. Raises ConfigError."""
-        from asyncrl.launch.checks.tasks import installed
-
         for name in self._names:
-            if not installed(name):
+            if not can_import(name):
                 remedy = f"The package {name} is not installed: pip install 'asyncrl[sinks]' or remove it."
                 raise ConfigError("sinks.names", name, remedy)
 

@@ -13,8 +13,18 @@ from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Natural, Positive, Section
 
 OURS = {
-    *("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "output", "open-mode"),
-    *("signal", "requeue", "no-requeue", "no-kill", "time", "array"),
+    "job-name",
+    "nodes",
+    "ntasks-per-node",
+    "gpus-per-node",
+    "output",
+    "open-mode",
+    "signal",
+    "requeue",
+    "no-requeue",
+    "no-kill",
+    "time",
+    "array",
 }
 """sbatch options that are derived from the run."""
 

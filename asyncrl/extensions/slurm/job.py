@@ -23,11 +23,11 @@ from asyncrl.extensions.slurm import probe, submit
 from asyncrl.extensions.slurm.engines import SlurmEngineJobs
 from asyncrl.extensions.slurm.extension import settings_of
 from asyncrl.extensions.slurm.task import SlurmTask
-from asyncrl.launch.checks.node_programs import NODE
 from asyncrl.launch.cluster import OWN_PORTS, Cluster, EngineJobs
 from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.placement import Node, block_wanted, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
+from asyncrl.network.addresses import NODE
 from asyncrl.progress import begin_file, end_file
 
 COMMAND_SECONDS = 60.0

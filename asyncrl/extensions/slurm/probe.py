@@ -13,10 +13,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from asyncrl.errors import AsyncRLError
-from asyncrl.launch.checks.node_programs import node_name
 from asyncrl.launch.checks.versions import installed
 from asyncrl.launch.machine import MachineFacts, count_gpus, this_machine, this_node
 from asyncrl.launch.placement import Node
+from asyncrl.network.addresses import node_name
 
 MARK = "asyncrl-node "
 """Prefix of the line, because modules and prologs print as well."""

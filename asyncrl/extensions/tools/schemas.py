@@ -28,8 +28,14 @@ MEMORY, CPU_SECONDS = 2 << 30, 2.0
 MOST_CHARS = 4000
 """Characters of a message, which repeats the argument."""
 SLOW = {
-    *("pattern", "patternProperties", "uniqueItems", "multipleOf"),
-    *("$ref", "$dynamicRef", "unevaluatedItems", "unevaluatedProperties"),
+    "pattern",
+    "patternProperties",
+    "uniqueItems",
+    "multipleOf",
+    "$ref",
+    "$dynamicRef",
+    "unevaluatedItems",
+    "unevaluatedProperties",
 }
 """Keywords of draft 2020-12 whose check can take more than time linear in the arguments, or raise."""
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from asyncrl.child import ChildProcess, OutputTail, describe
 from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
+from asyncrl.extensions.proxy.programs import reaching
 from asyncrl.extensions.verifiers import envs
 
 HERE = Path(__file__).parent
@@ -66,9 +67,7 @@ class Launch:
         the run's id, by which the launcher finds what is left."""
         named = json.dumps(dict(self.args or {}))
         found = envs.public(os.environ, named)
-        direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
-        path = f"{Path(self.argv()[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        found |= {"no_proxy": direct, "NO_PROXY": direct, "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        found |= reaching("127.0.0.1", Path(self.argv()[0])) | {"CUDA_VISIBLE_DEVICES": ""}
         return found | {"PYTHONPATH": str(HERE / "harness"), "ASYNCRL_PROXY_API_KEY": secret}
 
     def ready(self, line: bytes, said: str) -> dict[str, Any]:

@@ -124,7 +124,7 @@ def check_request_fields(config: Config) -> None:
                 raise ConfigError(f"engine.request_fields.{name}", value, remedy)
 
 
-def check_generations(
+def check_gpu_kinds(
     config: Config, seats: Iterable[Seat], nodes: Sequence[Node], machines: Sequence[MachineFacts]
 ) -> None:
     """Refuse settings with which an engine dies at its start, or at its second version, on the GPUs of its seats.

@@ -36,6 +36,18 @@ def check_idle(nodes: Sequence[Node], placement: Placement) -> list[Finding]:
     return [warning("cluster.nodes", f"no process uses {', '.join(found[:SHOWN])}{more}", remedy)]
 
 
+def check_ports(nodes: Sequence[Node], wanted: int) -> list[Finding]:
+    """Check that every machine has enough free ports."""
+    remedy = f"{wanted} are needed: stop what listens there, or set cluster.host to another address."
+    found = [
+        error("cluster.host", f"{node.name} has {len(node.ports)} free ports at {node.address}", remedy)
+        for node in nodes
+        if len(node.ports) < wanted
+    ]
+    where = ", ".join(node.address for node in nodes[:SHOWN]) + (", ..." if len(nodes) > SHOWN else "")
+    return found or [ok("ports", f"{wanted} free on each of {len(nodes)} machine(s), at {where}")]
+
+
 def check_gpus(nodes: Sequence[Node], machines: Sequence[MachineFacts]) -> list[Finding]:
     """Check the GPUs of each machine. `nodes` and `machines` are in the same order."""
     if not any(node.gpus for node in nodes):

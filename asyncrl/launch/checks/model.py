@@ -67,21 +67,23 @@ def _heads(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
 
 
 def _serving(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
-    """Yield the rules of what engines or adapters cannot do with models of this family."""
+    """Yield the rules of what adapters, and engines where there are some, cannot do with models of this family."""
     of = family_of(hf)
+    why = f"Adapters of {of.architecture} are not supported, because its files hold fused layers: set null."
+    yield "trainer.lora.rank", config.trainer.lora.rank is not None and not of.adapters, why
+    context = int(config.engine.server_args.get("context_length") or hf.get("max_position_embeddings", 0))
+    longest = of.serving.longest(hf) or context
+    why = (
+        f"From position {longest} on, trainers and SGLang compute another function than transformers: set "
+        f"+engine.server_args.context_length={longest}."
+    )
+    yield "engine.server_args.context_length", context, context > longest, why
+    if not config.generates:
+        return
     for unsupported, why in of.serving.unsupported(hf):
         yield "model.path", unsupported, True, why
     why = "Trainers read such weights, but engines would keep it: asyncrl-convert dequantize FOLDER OUT, and set OUT."
     yield "model.path", "quantization_config", bool(hf.get("quantization_config")), why
-    context = int(config.engine.server_args.get("context_length") or hf.get("max_position_embeddings", 0))
-    longest = of.serving.longest(hf) or context
-    why = (
-        f"SGLang computes another function than transformers from position {longest} on: set "
-        f"+engine.server_args.context_length={longest}."
-    )
-    yield "engine.server_args.context_length", context, context > longest, why
-    why = f"Adapters of {of.architecture} are not supported, because its files hold fused layers: set null."
-    yield "trainer.lora.rank", config.trainer.lora.rank is not None and not of.adapters, why
 
 
 def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:

@@ -25,8 +25,12 @@ COPY = "Copy or download the folder again."
 BYTES = {"bfloat16": 2, "float32": 4}
 """Bytes of a number, by dtype."""
 WHOLE = (
-    *("norm.weight", "gate.weight", "router.weight", "router.bias"),
-    *("o_proj.bias", "down_proj_bias"),
+    "norm.weight",
+    "gate.weight",
+    "router.weight",
+    "router.bias",
+    "o_proj.bias",
+    "down_proj_bias",
     *CHOOSES,
 )
 """Name suffixes of tensors that every tensor-parallel rank holds entirely: norms, routers, and biases of output

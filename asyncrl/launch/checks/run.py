@@ -1,5 +1,5 @@
 """The preflight of a run: all checks, ordered so that each failure explains later ones: settings, versions, model,
-machines, what extensions check, and network.
+machines, and what extensions check.
 
 A job that has not been submitted has no machines yet: placeholders stand in for them, and checks that need the machines
 are skipped.
@@ -7,18 +7,15 @@ are skipped.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch import precision
-from asyncrl.launch.checks import network
 from asyncrl.launch.checks.engines import check_sync
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.checks.machines import check_gpus, check_idle
+from asyncrl.launch.checks.machines import check_gpus, check_idle, check_ports
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.checks.model_files import check_model_files, loaded, read_model
 from asyncrl.launch.checks.versions import (
@@ -79,8 +76,6 @@ def _all(prepared: Preparation) -> Iterator[Finding]:
     for hooks in prepared.hooks:
         yield from refused(partial(hooks.refuse, prepared), "extensions")
         yield from hooks.preflight(prepared)
-    if len(prepared.cluster.nodes) > 1 and prepared.is_placed:
-        yield from _network(prepared)
 
 
 # -- the machines ------------------------------------------------------------------------------------------
@@ -93,7 +88,7 @@ def _on_machines(prepared: Preparation) -> Iterator[Finding]:
         yield ok("cluster.launcher", text)
     else:
         yield from check_gpus(prepared.nodes, machines)
-        yield from network.check_ports(prepared.nodes, ports_wanted(config))
+        yield from check_ports(prepared.nodes, ports_wanted(config))
     if not config.cluster.is_local:
         yield from check_idle(prepared.nodes, prepared.placement)
     known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
@@ -135,7 +130,7 @@ def _precision(prepared: Preparation) -> Iterator[Finding]:
         yield ok("weights.lora", prepared.lora)
 
 
-# -- model and network -------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------
 
 
 def _model(prepared: Preparation, role: str) -> Iterator[Finding]:
@@ -159,25 +154,3 @@ def _model(prepared: Preparation, role: str) -> Iterator[Finding]:
         if problems:
             return
     prepared.weights[role] = files.weights
-
-
-def _network(prepared: Preparation) -> Iterator[Finding]:
-    """Check the network between the machines of a job."""
-    config, placement, cluster = prepared.config, prepared.placement, prepared.cluster
-    run_dir = prepared.run_dir
-    names = {"model": "model.path", **{role: f"{role}.model" for role in config.frozen}}
-    models = {names[role]: folder for role, folder in prepared.folders.items()}
-    shared = Path(config.weights.folder).expanduser() if config.weights.folder else run_dir
-    nearest = {path: next(one for one in (path, *path.parents) if one.is_dir()) for path in (run_dir, shared)}
-    try:
-        reach, answers = network.ask_reach(cluster, set(nearest.values()), models.values(), secrets.token_hex(4))
-        reached = network.check_reach(reach, answers)
-        yield from reached
-        named = {str(folder): name for name, folder in models.items()}
-        yield from network.check_shared(config, network.unseen(answers), str(nearest[shared]), named)
-        machines = {seat.node.name for seat in placement.trainers}
-        if len(machines) > 1 and not failed(reached):  # the all-reduce would only run into its timeout
-            gpu = on_gpu(config.trainer, max(len(node.gpus) for node in cluster.nodes))
-            yield from network.check_allreduce(*network.ask_allreduce(cluster, placement, gpu=gpu))
-    except LaunchError as problem:
-        yield error("cluster", str(problem), "See what the machines printed.")

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 from asyncrl import tasks
@@ -38,14 +37,6 @@ def check_files(config: Config) -> list[object]:
     if template is not None and not Path(template).expanduser().is_file():
         raise ConfigError("model.chat_template", template, "There is no such file: set the path of a jinja file.")
     return parts
-
-
-def installed(package: str) -> bool:
-    """Return whether a package can be imported, without importing more than its parents."""
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def check_questions(config: Config, model: Path) -> list[Finding]:

@@ -1,4 +1,8 @@
-"""DeepSeek-V3, V3.1 and R1, and Kimi-K2, whose config.json has the same class under another model type."""
+"""DeepSeek-V3, V3.1 and R1, and Kimi-K2, whose config.json has the same class under another model type.
+
+As published, Kimi-K2 cannot start: its tokenizer is code of its publisher, which is not run. A folder of it needs a
+tokenizer.json.
+"""
 
 from asyncrl.models.family import Family, Serving
 from asyncrl.models.parts import DEEPSEEK_V3, TINY_DEEPSEEK, deepseek_experts, latent_attention

@@ -1,6 +1,7 @@
 """Ministral 3, the text model: a Llama with yarn, whose queries grow with their position.
 
-They do so from original_max_position_embeddings on, where SGLang's differ from transformers': no position reaches it.
+They do so from original_max_position_embeddings on, where trainers and SGLang differ from transformers: no position
+reaches it.
 """
 
 from asyncrl.models.family import Family, Serving

@@ -1,4 +1,7 @@
-"""Phi-3 and Phi-4 without longrope: a Llama whose files hold queries, keys and values, and gate and up, in one."""
+"""Phi-4 of 14B: a Llama whose files hold queries, keys and values, and gate and up, in one.
+
+Others of this class are refused: Phi-3 has a sliding window or longrope, and Phi-4-mini has longrope.
+"""
 
 from asyncrl.models.family import Family, Layout, Serving
 from asyncrl.models.parts import BODY, OUT_PROJECTION, layer

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from asyncrl.errors import EpisodeFailed
 from asyncrl.extensions.hosting import hosted
 from asyncrl.launch.leftovers import carrying
 from tests.envs.faulty import FAULTS
-from tests.envs.pools import limited, play, pool, run, told
+from tests.envs.pools import cannot_be_made, limited, play, pool, rewards_are_numbers, run, told
 from tests.fakes import until
 
 pytestmark = pytest.mark.integration  # processes
@@ -134,11 +135,7 @@ def test_environment_that_does_not_end_is_told_and_holds_nobody(fault: str) -> N
 
 
 def test_environment_that_cannot_be_made_is_typed() -> None:
-    async def script(environments: EnvironmentPool) -> None:
-        with pytest.raises(EpisodeFailed, match="environment_error: OSError: no display"):
-            await play(environments)
-
-    run(script, kind="NeverMade", hosted=True)
+    run(cannot_be_made, kind="NeverMade", hosted=True)
 
 
 def test_cancelled_episode_gives_its_environment_back(tmp_path: Path) -> None:
@@ -213,25 +210,7 @@ def test_as_many_are_made_ahead_as_shall_be_warm_also_while_they_are_being_made(
 
 
 def test_rewards_of_all_roles_and_what_is_due_at_the_end_are_numbers() -> None:
-    async def due(reward: float | None) -> float:
-        environments = pool("Due", hosted=True, params={"due": reward})
-        try:
-            async with environments() as env:
-                found: float = await env.finish()  # type: ignore[attr-defined]
-                return found
-        finally:
-            await environments.close()
-
-    async def script(environments: EnvironmentPool) -> None:
-        async with environments() as env:
-            assert await env.finish() == 0.0  # type: ignore[attr-defined] # nothing is due
-            with pytest.raises(EpisodeFailed, match="the reward of black is nan"):
-                await env.step("nan")  # type: ignore[misc]
-        assert await due(0.25) == 0.25
-        with pytest.raises(EpisodeFailed, match="the reward of finish is nan"):
-            await due(float("nan"))
-
-    run(script, kind="Telling", hosted=True)
+    run(partial(rewards_are_numbers, hosted=True), kind="Telling", hosted=True)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,11 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl import retries
+from asyncrl.config import load
 from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.extensions.judge.extension import AUTHORITY, OWN_FLEET
 from asyncrl.extensions.judge.judge import JudgeReward, asked
 from asyncrl.extensions.judge.rubric import RubricReward
 from asyncrl.extensions.judge.verdicts import VerdictParser
+from asyncrl.launch.placement import imagined, place
+from asyncrl.launch.plan import plan
 from asyncrl.rewards import RewardInput, Score, build
+from tests.fakes import addresses, compose_values
 from tests.rewards.doubles import answer
 
 URL = "http://judge/v1"
@@ -373,3 +380,17 @@ def test_wrong_setting_is_named_with_its_field(use: str, params: dict[str, Any],
     with pytest.raises(ConfigError, match=remedy) as caught:
         build(use, params)
     assert caught.value.field == f"reward.params.{field}"
+
+
+def test_processes_that_build_rewards_know_the_judges_engines_and_no_others_do() -> None:
+    words = ["judge=sglang", "judge.model=/judge", "judge.dtype=float32", "+processes.count=2"]
+    config = load(compose_values("experiment=tiny", *words))
+    placement = place(config, imagined(config, 1, 0))
+    urls = placement.urls()
+    shared = {"processes": {"url": "http://127.0.0.1:1"}}
+    judge = {"judge": Path("/judge")}
+    run = replace(addresses(), **urls, extensions=shared, authority="pem", frozen_models=judge)
+    specs = {spec.name: spec.env for spec in plan(config, run, placement, Path("/runs/r"))}
+    told = {name: (env.get(OWN_FLEET), env.get(AUTHORITY)) for name, env in specs.items()}
+    here = (" ".join(f"{url}/v1" for url in urls["frozen"]["judge"]), "pem")
+    assert told == {name: here if name in ("rollout", "episodes-0", "episodes-1") else (None, None) for name in specs}

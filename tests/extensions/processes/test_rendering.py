@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,7 +18,7 @@ from asyncrl.models.catalog import resolve
 from asyncrl.rollout import prompts as module
 from asyncrl.rollout.prompts import Prompts, load_tokenizer
 from asyncrl.schema import Prompt, encode
-from tests.fakes import tiny_config
+from tests.fakes import questions_with_long_ones, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +28,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def with_long(tmp_path: Path) -> dict[str, Any]:
-    """Return 12 questions, of which numbers 2 and 9 have more than 4 digits."""
-    path = tmp_path / "long.jsonl"
-    texts = ["12345" if number in (2, 9) else str(100 + number) for number in range(12)]
-    path.write_text("".join(json.dumps({"prompt": text, "answer": text}) + "\n" for text in texts))
-    return {"task.kind": "file", "task.params": {}, "task.train_file": str(path)}
+    return questions_with_long_ones(tmp_path)
 
 
 def first(prompts: Prompts, count: int, task: str = "copy3") -> list[Prompt]:

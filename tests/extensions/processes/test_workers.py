@@ -154,6 +154,34 @@ def test_a_group_that_kills_every_process_is_rejected_and_the_run_goes_on() -> N
     assert lethal not in [group.prompt_ids for batch in batches for group in batch.groups]
 
 
+def test_question_that_kills_every_process_fails_and_the_evaluation_goes_on() -> None:
+    lethal = [12, 500, 11]
+
+    class Lethal(SingleTurn):
+        async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+            if prompt.token_ids == lethal:
+                (number,) = (one.number for one in pool._connections.values() if "e0" in one.groups)
+                dying.begin(number)
+                await asyncio.Event().wait()
+            return await super().run(prompt, generate)
+
+    made = ManyProcesses(RecordedEngine(0), batch_groups=1, group_size=1, max_staleness=0, processes=2, agent=Lethal())
+    pool: Any = made.pool
+    dying = Deaths(made, random.Random(0), STEPS)
+    pool.most_losses = workers.LOSSES
+    run = made.worker.run
+
+    async def with_evaluation(*arguments: Any) -> None:
+        sessions = [pool.generate(one, group="e0", purpose="evaluation", sample=f"e {one}") for one in (0.0, 1.0)]
+        attempts = await pool.attempts(Prompt("e", lethal, {}, "length"), sessions)
+        assert [one.reason for one in attempts] == ["process"] * 2
+        await run(*arguments)
+
+    made.worker.run = with_evaluation  # type: ignore[method-assign]
+    assert len(made.batches(2)) == 2
+    assert dying.told()["processes/lost"] >= workers.LOSSES
+
+
 def test_groups_are_not_decoded_in_the_process_that_has_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its work for a group must not grow with the length of the answers."""
 

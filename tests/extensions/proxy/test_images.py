@@ -96,7 +96,7 @@ def test_a_chat_with_images_continues_with_exactly_those(model: Path, vision: Vi
             await behind.chat({"messages": [*second, answer, {"role": "user", "content": "c"}]})
             other = [user(part(url(png(3))), {"type": "text", "text": "a"})]  # the same ids, another image
             await behind.chat({"messages": other})
-            images = [vision.decoder.png(png(colour)) for colour in (1, 2, 3)]
+            images = [vision.decoder.begin(png(colour)).result() for colour in (1, 2, 3)]
             prompt = engine.requests[0]["input_ids"]
             turns = behind.trajectory(prompt, 1.0, images[:1]).turns
             names = [image_name(one) for one in images]
@@ -155,7 +155,7 @@ def test_a_text_model_answers_images_with_400(model: Path) -> None:
 
 def test_programs_get_the_questions_images_as_data_urls(model: Path, vision: Vision) -> None:
     """Sent back to the proxy, they are the images of the prompt, and the episode continues it."""
-    ready = vision.decoder.png(png(1))
+    ready = vision.decoder.begin(png(1)).result()
     messages = [user({"type": "image", "image": png(1)}, {"type": "text", "text": "a"})]
     ids = ChatTemplate(load_tokenizer(model, None)).begin(messages)
     prompt = Prompt("p0", ids, {"messages": messages, "answer": "1"}, "t", images=[ready])

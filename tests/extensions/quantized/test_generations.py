@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.quantized.fits import FIELD
-from asyncrl.launch.checks.engines import check_generations
+from asyncrl.launch.checks.engines import check_gpu_kinds
 from tests.launch.checks.worlds import AMPERE, BLACKWELL, HOPPER, check, job, nodes, placed
 
 
@@ -34,4 +34,4 @@ def test_what_the_remedies_name_passes() -> None:
 def test_gpus_of_which_nothing_is_known_pass() -> None:
     config = job(**{FIELD: "fp8", "engine.dtype": "bfloat16"})
     seats = [seat for one in placed(config, 1, 2).engines for seat in one]
-    check_generations(config, seats, nodes(config, 1, 2), ())
+    check_gpu_kinds(config, seats, nodes(config, 1, 2), ())

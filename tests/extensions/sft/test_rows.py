@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from asyncrl.algo.samples import build_samples
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.sft.rows import ChatRows, Trained, born
+from asyncrl.extensions.sft.training import Conversations
 from asyncrl.models.tiny import write, write_tokenizer
 from asyncrl.schema import Group, Trajectory
 from tests.fakes import compose_values, tiny_config
@@ -54,6 +56,17 @@ def trained(model: Path, template: str | None = None, tmp_path: Path | None = No
         (tmp_path / "template.jinja").write_text(template)
         changes = {"model.chat_template": str(tmp_path / "template.jinja")}
     return Trained(model, tiny_config(**changes))
+
+
+def test_rows_beyond_the_context_of_the_run_are_refused(model: Path) -> None:
+    """Where a family's positions are limited by engine.server_args.context_length, it is for trainers, too."""
+    config = tiny_config(**{"engine.server_args": {"context_length": 16}})
+    policy: Any = SimpleNamespace(folder=model, hf={"max_position_embeddings": 512})
+    rows: Any = SimpleNamespace(
+        named=lambda number: f"Row {number}", rendered=lambda number: None, conversation=lambda number: (CHAT, [])
+    )
+    with pytest.raises(ConfigError, match=r"Row 0 has \d+ tokens, but the model 16 positions"):
+        Conversations(config, policy, rows).read(range(1))
 
 
 def text(model: Path, ids: list[int]) -> str:

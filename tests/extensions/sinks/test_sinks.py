@@ -20,7 +20,6 @@ from asyncrl.extensions.sinks import sinks as module
 from asyncrl.extensions.sinks.extension import SinkLaunch
 from asyncrl.extensions.sinks.sinks import Sinks
 from asyncrl.jsonl import append
-from asyncrl.launch.checks import tasks as checks
 from asyncrl.metrics.fields import STEP
 from asyncrl.metrics.record import StepLog
 from tests.fakes import Clock, tiny_config, tiny_values
@@ -165,7 +164,7 @@ def test_missing_package_is_refused_before_the_run(monkeypatch: pytest.MonkeyPat
     launch = active(config)["sinks"].launch()
     assert isinstance(launch, SinkLaunch)
     launch.check_packages()
-    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "wandb" else os)
+    monkeypatch.setattr("asyncrl.user_code.find_spec", lambda name: None if name == "wandb" else os)
     with pytest.raises(ConfigError, match=r"sinks\.names: got 'wandb'.*pip install 'asyncrl\[sinks\]' or remove it"):
         launch.check_packages()
 
@@ -175,7 +174,7 @@ def test_wandb_without_a_key_is_told_before_the_run(way: str, tmp_path: Path, mo
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setattr(checks, "installed", lambda name: True)
+    monkeypatch.setattr("asyncrl.extensions.sinks.extension.can_import", lambda name: True)
     if way == "key":
         monkeypatch.setenv("WANDB_API_KEY", KEY)
     elif way == "variable":

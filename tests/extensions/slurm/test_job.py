@@ -17,10 +17,10 @@ from asyncrl.extensions.slurm import probe
 from asyncrl.extensions.slurm.job import SlurmJob
 from asyncrl.extensions.slurm.probe import MARK, heard
 from asyncrl.extensions.slurm.task import SlurmTask
-from asyncrl.launch.checks.node_programs import NODE
 from asyncrl.launch.machine import this_machine
 from asyncrl.launch.placement import imagined, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
+from asyncrl.network.addresses import NODE
 from asyncrl.network.ports import REPLICA_PORTS
 from asyncrl.progress import begin_file, end_file
 from tests.extensions.slurm.lab import slurm_config

@@ -16,7 +16,21 @@ from asyncrl.algo.siblings import EPSILON
 from asyncrl.errors import ConfigError
 from asyncrl.launch.help import algorithms
 from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
-from tests.algo.tables import PLAIN, TREE, P, advantage, few, forests, found, make, numbers, said, table_of
+from tests.algo.tables import (
+    PLAIN,
+    TREE,
+    P,
+    advantage,
+    constant_changes_nothing,
+    even,
+    few,
+    forests,
+    found,
+    make,
+    numbers,
+    said,
+    table_of,
+)
 from tests.fakes import tiny_config
 
 # -- by hand -------------------------------------------------------------------------------------------------------
@@ -133,20 +147,14 @@ def test_order_of_episodes_and_of_their_ways_does_not_matter(name: str, trees: l
 @few
 @given(trees=forests(), shift=st.integers(-4, 4))
 def test_constant_reward_of_all_episodes_changes_nothing(name: str, trees: list[Trajectory], shift: int) -> None:
-    """It comes once, at the end of every way."""
-    shifted = [Trajectory(tree.turns, (tree.reward or 0.0) + shift) for tree in trees]
-    assert found(name, *shifted) == pytest.approx(found(name, *trees), abs=1e-9)
+    constant_changes_nothing(name, trees, shift)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @few
 @given(trees=forests(), reward=st.sampled_from([0.1, 0.3, -0.7]))
 def test_ways_that_are_all_worth_the_same_have_exactly_no_advantage(name: str, trees, reward: float) -> None:
-    def bare(turn: Turn) -> Turn:
-        return said(*turn.completion.token_ids, observation=turn.observation, begins=turn.begins, fork=turn.fork)
-
-    even = [Trajectory([bare(turn) for turn in tree.turns], reward) for tree in trees]
-    assert not any(found(name, *even))
+    assert not any(found(name, *even(trees, reward)))
 
 
 def test_batch_without_a_sample_has_no_advantages() -> None:

@@ -12,17 +12,13 @@ import pytest
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.checks.engines import check_sync
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.checks.machines import check_gpus, check_idle
+from asyncrl.launch.checks.machines import check_gpus, check_idle, check_ports
 from asyncrl.launch.checks.model_files import Weight, check_model_files, read_model
-from asyncrl.launch.checks.network import check_allreduce, check_ports, check_reach, check_shared
-from asyncrl.launch.checks.node_programs import AllReduce, Reach
 from asyncrl.launch.checks.versions import check_gpu_engines, check_gpu_trainers, check_versions, pinned
 from asyncrl.launch.placement import place
 from tests.launch.checks.worlds import job, machine, nodes, placed, weights, write_model
 
 MODEL = "model.path"
-REACH = Reach("node0", "10.0.0.0", 20000, ["node1", "node2"], 30.0, {}, {})
-SUM = AllReduce("gloo", ["node0", "node1"], "10.0.0.0", 20001, {"node0": "eth0", "node1": "ib0"}, 60.0)
 
 
 def versions(**changes: str) -> list[Finding]:
@@ -75,26 +71,6 @@ def gpus(shown: int, used: int = 2) -> list[Finding]:
 def idle(machines: int, each: int, **changes: object) -> list[Finding]:
     config = job(**changes)
     return check_idle(nodes(config, machines, each), placed(config, machines, each))
-
-
-def reached(**answers: str | None) -> list[Finding]:
-    told = {name: {"node": name, "problem": ""} for name in ("node0", "node1", "node2")}
-    for name, problem in answers.items():
-        if problem is None:
-            del told[name]
-        else:
-            told[name]["problem"] = problem
-    return check_reach(REACH, told)
-
-
-def summed(**answers: str | None) -> list[Finding]:
-    told = {name: {"node": name, "problem": "", "seconds": 0.001} for name in SUM.names}
-    for name, problem in answers.items():
-        if problem is None:
-            del told[name]
-        else:
-            told[name] = {"node": name, "problem": problem}
-    return check_allreduce(SUM, told)
 
 
 def sync(transport: str, machines: int, **changes: object) -> list[Finding]:
@@ -208,53 +184,9 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
         lambda _: check_ports(nodes(job(), 1, 0), 99),
         *("cluster.host", "node0 has 6 free ports", "99 are needed"),
     ),
-    "a machine that does not reach the first": (
-        lambda _: reached(node2="cannot reach 10.0.0.0:20000: timed out"),
-        *("cluster.interface", "no connection from node2 to node0 (10.0.0.0:20000): cannot reach", "cluster.interface"),
-    ),
-    "a machine that does not answer": (
-        lambda _: reached(node1=None),
-        *("cluster.interface", "no connection from node1 to node0 (10.0.0.0:20000): no answer", "cluster.interface"),
-    ),
-    "an all-reduce that fails": (
-        lambda _: summed(node1="Connection refused"),
-        *(
-            "cluster.interface",
-            "all-reduce over gloo failed between node0, node1: node1: Connection refused",
-            "node1: ib0",
-        ),
-    ),
-    "an all-reduce that never ends": (
-        lambda _: summed(node0="it did not finish within 60 s", node1=None),
-        *("cluster.interface", "node0: it did not finish within 60 s; node1: no answer", "cluster.interface"),
-    ),
     "shared memory between machines": (
         lambda _: sync("tensor", 2),
         *("weights.transport", "tensor", "set auto"),
-    ),
-    "a folder for weights that is not shared": (
-        lambda _: check_shared(job(**{"weights.transport": "disk"}), {"node1": ["/scratch"]}, "/scratch", {}),
-        *("weights.folder", "on node1, /scratch is not the folder", "all machines"),
-    ),
-    "a model that one machine lacks": (
-        lambda _: check_shared(job(), {"node1": ["/models/it"]}, "/tmp", {"/models/it": "model.path"}),
-        *("model.path", "on node1, /models/it is not the folder", "all machines"),
-    ),
-    "a run folder that is not shared beside weights that are": (
-        lambda _: check_shared(job(**{"weights.transport": "disk"}), {"node1": ["/runs"]}, "/scratch", {}),
-        *("run.dir", "on node1, /runs is not the folder", "all machines"),
-    ),
-    "a first machine that could not listen": (
-        lambda _: reached(node0="Address already in use"),
-        *("cluster.interface", "node0 (10.0.0.0:20000): Address already in use", "cluster.interface"),
-    ),
-    "a first machine that does not answer": (
-        lambda _: reached(node0=None),
-        *("cluster.interface", "not all machines reach node0 (10.0.0.0:20000): no answer", "cluster.interface"),
-    ),
-    "a run folder that is not shared": (
-        lambda _: check_shared(job(), {"node1": ["/tmp"]}, "/tmp", {}),
-        *("run.dir", "on node1, /tmp is not the folder", "all machines"),
     ),
 }
 
@@ -294,11 +226,8 @@ WELL: dict[str, Callable[[Path], list[Finding]]] = {
     "GPUs that are all used": lambda _: idle(2, 2, **{"engine.count": 2, "trainer.data_parallel": 2}),
     "machines without GPUs that are all used": lambda _: idle(2, 0),
     "ports": lambda _: check_ports(nodes(job(), 2, 0), 6),
-    "reach": lambda _: reached(),
-    "sum": lambda _: summed(),
     "shared memory on one machine": lambda _: sync("tensor", 1),
     "auto over two": lambda _: sync("auto", 2),
-    "shared folders": lambda _: check_shared(job(), {}, "/tmp", {}),
 }
 
 
@@ -338,11 +267,6 @@ def test_what_may_go_wrong_is_a_warning_with_a_remedy(case: str, tmp_path: Path)
     assert (found.field, bool(found.remedy)) == (field, True)
 
 
-def test_a_fault_of_one_machine_is_told_once() -> None:
-    """If others cannot reach the first machine, its own report is not a second fault."""
-    assert len(reached(node0="no connection came from ['node2']", node2="timed out")) == 1
-
-
 def test_what_is_used_of_the_gpus_is_told() -> None:
     assert [one.value for one in gpus(shown=0, used=0)] == ["no GPU is used"]
     assert [one.value for one in gpus(shown=4, used=0)] == ["no GPU is used; the 4 visible GPUs stay unused"]
@@ -357,9 +281,7 @@ def test_idle_gpus_and_machines_are_named() -> None:
     assert many.value.endswith("2 of the 2 GPUs of node5, and 3 more")
 
 
-def test_slowest_machine_of_a_sum_is_told_and_addresses_of_ports_are_bounded() -> None:
-    told = {name: {"node": name, "problem": "", "seconds": seconds} for name, seconds in (("node0", 1), ("node1", 2))}
-    assert "in 2000.0 ms" in check_allreduce(SUM, told)[0].value
+def test_addresses_of_ports_are_bounded() -> None:
     (four,), (five,) = (check_ports(nodes(job(), count, 0), 6) for count in (4, 5))
     assert four.value.endswith("10.0.0.2, 10.0.0.3")
     assert five.value.endswith("10.0.0.2, 10.0.0.3, ...")

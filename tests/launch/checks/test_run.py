@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,13 @@ from hypothesis import strategies as st
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extension import Extension, LaunchHooks
-from asyncrl.launch.checks import network, versions
+from asyncrl.launch.checks import versions
 from asyncrl.launch.checks.engines import packed
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, rendered, warning
 from asyncrl.launch.checks.model_files import INDEX, read_model
-from asyncrl.launch.checks.node_programs import AllReduce, Reach
 from asyncrl.launch.checks.run import preflight, require
-from asyncrl.launch.cluster import Cluster, cluster_of
+from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.main import main
-from asyncrl.launch.placement import Placement
 from asyncrl.launch.prepare import Preparation
 from asyncrl.models import catalog
 from asyncrl.rollout.questions import look
@@ -33,7 +31,7 @@ from asyncrl.user_code import announce
 from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import ALONE, JOB, Machines, compose_values, tiny_config, with_scorer
 from tests.forks import forked
-from tests.launch.checks.worlds import TENSORS, found, job, machine, nodes, write_model, write_shard
+from tests.launch.checks.worlds import TENSORS, found, job, machine, nodes, of_job, write_model, write_shard
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -289,40 +287,6 @@ def test_models_of_other_families_are_looked_at_by_their_files(tmp_path: Path) -
     assert found(with_scorer(**{"scorer.model": str(model)}), tmp_path)["scorer.model"].level == "error"
 
 
-# -- the network of a job: the questions are asked of nobody here ------------------------------------------------------
-
-
-class Answers:
-    """Answers that the machines of a job would give."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, problem: str = "", unseen: Sequence[str] = ()) -> None:
-        self.problem, self.unseen = problem, list(unseen)
-        self.folders: set[Path] = set()
-        self.summed = False
-        monkeypatch.setattr(network, "ask_reach", self.reach)
-        monkeypatch.setattr(network, "ask_allreduce", self.allreduce)
-
-    def reach(self, cluster: Cluster, folders: Iterable[Path], models: Iterable[Path], run_id: str) -> Any:
-        if self.problem == "fails":
-            raise LaunchError("cannot start it")
-        self.folders, names = set(folders), [node.name for node in cluster.nodes]
-        told = Reach(names[0], "10.0.0.0", 1, names[1:], 1.0, {}, {})
-        return told, {name: {"problem": self.problem, "unseen": self.unseen} for name in names}
-
-    def allreduce(self, cluster: Cluster, placement: Placement, *, gpu: bool) -> Any:
-        self.summed = True
-        names = [node.name for node in cluster.nodes]
-        told = AllReduce("nccl" if gpu else "gloo", names, "10.0.0.0", 1, {}, 1.0)
-        return told, {name: {"problem": "", "seconds": 0.1} for name in names}
-
-
-def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
-    config = job(**changes)
-    machines = [machine(f"node{number}") for number in range(count)]
-    allocation = Machines(config, nodes(config, count, 0), machines)
-    return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", allocation))}
-
-
 def test_parts_on_gpus_are_checked_on_the_machines_that_run_them(tmp_path: Path) -> None:
     config = job(**{"trainer.device": "cpu"})
     machines = [machine("node0", gpus=1, nvcc="", transformer_engine=None)]
@@ -333,54 +297,6 @@ def test_parts_on_gpus_are_checked_on_the_machines_that_run_them(tmp_path: Path)
     assert "node0 has no nvcc" in findings["nvcc"].value
     assert "transformer-engine" not in findings  # no trainer runs on a GPU
     assert "nvcc" not in of_job(tmp_path, 1)
-
-
-BOTH = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}
-
-
-def test_machines_of_a_job_are_asked_whether_they_reach_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = Answers(monkeypatch)
-    findings = of_job(tmp_path, 2, **BOTH)
-    assert {findings[field].level for field in ("network", "all-reduce", "ports", "cluster.gpus")} == {"ok"}
-    assert answers.folders == {tmp_path}  # the nearest that there is
-    assert "network" not in of_job(tmp_path, 1)
-
-
-def test_trainers_on_one_machine_have_no_sum_to_make_over_the_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = Answers(monkeypatch)
-    assert of_job(tmp_path, 2)["network"].level == "ok"
-    assert not answers.summed
-
-
-def test_a_sum_is_not_waited_for_where_machines_do_not_reach_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = Answers(monkeypatch, "timed out")
-    assert of_job(tmp_path, 2, **BOTH)["cluster.interface"].level == "error"
-    assert not answers.summed
-
-
-def test_a_folder_that_some_machine_does_not_see_is_told_by_its_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    answers = Answers(monkeypatch, unseen=[str(shared)])
-    findings = of_job(tmp_path, 2, **{"weights.transport": "disk", "weights.folder": str(shared / "weights")})
-    assert findings["weights.folder"].value.startswith(("on node0, ", "on node1, "))
-    assert answers.folders == {tmp_path, shared}
-    model = catalog.resolve("builtin:tiny")
-    Answers(monkeypatch, unseen=[str(model)])
-    assert of_job(tmp_path, 2)["model.path"].level == "error"
-
-
-def test_a_program_that_cannot_be_started_there_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Answers(monkeypatch, "fails")
-    assert of_job(tmp_path, 2)["cluster"].value == "cannot start it"
 
 
 def test_an_index_picks_its_files_among_others(tmp_path: Path) -> None:

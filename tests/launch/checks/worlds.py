@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.launch.checks.engines import check_generations
+from asyncrl.launch.checks.engines import check_gpu_kinds
 from asyncrl.launch.checks.findings import Finding
 from asyncrl.launch.checks.model_files import BYTES, Weight
 from asyncrl.launch.checks.run import preflight
@@ -18,7 +18,7 @@ from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, Placement, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.prepare import Preparation
-from tests.fakes import JOB, tiny_config
+from tests.fakes import JOB, Machines, tiny_config
 
 AMPERE, HOPPER, BLACKWELL = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA GB200"
 GB = 10**9
@@ -70,6 +70,14 @@ def machine(
     return MachineFacts(name, mine, cards, int(ram * GB), nvcc)
 
 
+def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
+    """What a check of a job on so many machines says, by field."""
+    config = job(**changes)
+    machines = [machine(f"node{number}") for number in range(count)]
+    allocation = Machines(config, nodes(config, count, 0), machines)
+    return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", allocation))}
+
+
 def weights(parameters: float) -> list[Weight]:
     """One matrix of so many parameters, whole on each rank."""
     return [Weight("model.norm.weight", (int(parameters),))]
@@ -108,7 +116,7 @@ def check(gpu: str, **changes: Any) -> None:
     known = machine(gpus=2)
     known = replace(known, gpus=(known.gpus[0], replace(known.gpus[1], name=gpu)))
     seats = [seat for one in placed(config, 1, 2).engines for seat in one]
-    check_generations(config, seats, nodes(config, 1, 2), [known])
+    check_gpu_kinds(config, seats, nodes(config, 1, 2), [known])
 
 
 ENGINE = ProcessSpec("engine-0", [], {}, restarts=2, url="http://e0")

@@ -397,7 +397,16 @@ def bad_steps(evidence: Evidence) -> Advice | None:
 
 
 RULES: tuple[Rule, ...] = (
-    *(died, binding, tail, slow_engine, lost_engine, reward_hacking, gap, length_drift, zero_signal, bad_steps),
+    died,
+    binding,
+    tail,
+    slow_engine,
+    lost_engine,
+    reward_hacking,
+    gap,
+    length_drift,
+    zero_signal,
+    bad_steps,
 )
 
 

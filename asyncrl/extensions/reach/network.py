@@ -1,4 +1,4 @@
-"""Checks of ports and of the network between the machines of a job. Pure, except for the `ask` functions."""
+"""Checks of the network between the machines of a job. Pure, except for the `ask` functions."""
 
 from __future__ import annotations
 
@@ -9,28 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.extensions.reach.programs import AllReduce, Reach, parse
 from asyncrl.launch.checks.findings import Finding, error, ok
-from asyncrl.launch.checks.node_programs import AllReduce, Reach, parse
 from asyncrl.launch.cluster import Cluster
-from asyncrl.launch.placement import Node, Placement
+from asyncrl.launch.placement import Placement
 
 REACH_SECONDS, SUM_SECONDS = 30.0, 60.0
 """Deadlines on the machines, once the programs have been started there."""
-NAMED = 4
-"""Maximum number of addresses in a line."""
 OPEN = "Set cluster.interface (or cluster.host) to a network on which the machines reach each other on all ports."
-
-
-def check_ports(nodes: Sequence[Node], wanted: int) -> list[Finding]:
-    """Check that every machine has enough free ports."""
-    remedy = f"{wanted} are needed: stop what listens there, or set cluster.host to another address."
-    found = [
-        error("cluster.host", f"{node.name} has {len(node.ports)} free ports at {node.address}", remedy)
-        for node in nodes
-        if len(node.ports) < wanted
-    ]
-    where = ", ".join(node.address for node in nodes[:NAMED]) + (", ..." if len(nodes) > NAMED else "")
-    return found or [ok("ports", f"{wanted} free on each of {len(nodes)} machine(s), at {where}")]
 
 
 def ask_reach(

@@ -1,5 +1,5 @@
 """Programs that check the network on every machine of a job, and their reports to the launcher, of one line of JSON:
-python -m asyncrl.launch.checks.node_programs NAME PARAMETERS.
+python -m asyncrl.extensions.reach.programs NAME PARAMETERS.
 
 Reach: the first machine listens and echoes what it receives; every other one connects and compares. Only machine names
 are sent, nothing else of the run. AllReduce: a sum over all trainer machines, with the backend that the ranks will use.
@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.network import stores
+from asyncrl.network.addresses import node_name
 
 MARK = "asyncrl-preflight "
 """Prefix of the line, because modules and prologs print as well."""
-NODE = "ASYNCRL_NODE"
-"""Environment variable with the name of the machine (Cluster.everywhere)."""
 SAID = 300
 """Maximum number of characters quoted from other output."""
 AGAIN_SECONDS = 0.1
@@ -38,11 +37,6 @@ ONE_SECONDS = 5.0
 GRACE_SECONDS = 5.0
 NUMBERS = 1 << 20
 """Number of float32 elements in the sum: 4 MiB."""
-
-
-def node_name() -> str:
-    """Return the name of this machine."""
-    return os.environ.get(NODE) or os.uname().nodename
 
 
 def emit(answer: dict[str, Any]) -> None:

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import LaunchError
-from asyncrl.launch.checks.network import ask_allreduce, ask_reach, check_allreduce, check_reach, unseen
-from asyncrl.launch.checks.node_programs import MARK, NODE, AllReduce, Reach, _connect, end_after, parse
+from asyncrl.extensions.reach.network import ask_allreduce, ask_reach, check_allreduce, check_reach, unseen
+from asyncrl.extensions.reach.programs import MARK, AllReduce, Reach, _connect, end_after, parse
 from asyncrl.launch.placement import place
+from asyncrl.network.addresses import NODE
 from asyncrl.network.ports import free_port
 from tests.fakes import Machines
 from tests.launch.checks.worlds import job, nodes
