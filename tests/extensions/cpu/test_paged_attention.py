@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +80,37 @@ def test_run_shares_no_more_than_all_of_its_requests_do() -> None:
     slots[1, 20:], slots[2, 17:] = 30, torch.arange(31, 35)
     assert make_plan(slots, [21] * 3, [1] * 3).shared.shape == (1, 17)
     check(slots, [21] * 3, [1] * 3, (6, 2), draw)
+
+
+def test_layers_with_a_window_read_their_own_cache_and_their_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang keeps other entries of such layers, and translates the entries of the others."""
+    parents = ("sglang", "sglang.srt", "sglang.srt.layers", "sglang.srt.layers.attention")
+    for name in parents:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    metadata: Any = {"init_forward_metadata": lambda *_: None, "forward_decode": lambda self, call, **_: call()}
+    fake: Any = ModuleType(f"{parents[-1]}.torch_native_backend")
+    fake.TorchNativeAttnBackend = type("TorchNativeAttnBackend", (), metadata)
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.delitem(sys.modules, "asyncrl.extensions.cpu.sglang_attention", raising=False)
+    backend = importlib.import_module("asyncrl.extensions.cpu.sglang_attention").BatchedAttention()
+
+    draw = torch.Generator().manual_seed(0)
+    slots, moved = torch.arange(1, 9, dtype=torch.int32)[None], torch.randperm(9, generator=draw)
+    k_cache, v_cache = (torch.randn(9, 2, 8, generator=draw) for _ in range(2))
+    query, sinks = torch.randn(1, 4, 8, generator=draw), torch.randn(4, generator=draw)
+    backend.req_to_token_pool = SimpleNamespace(req_to_token=slots)
+    backend.token_to_kv_pool = SimpleNamespace(translate_loc_from_full_to_swa=lambda of: moved[of])
+    backend.use_sliding_window_kv_pool = True
+    mode, lengths = SimpleNamespace(is_decode_or_idle=lambda: True), torch.tensor([8])
+    backend.init_forward_metadata(
+        SimpleNamespace(seq_lens=lengths, forward_mode=mode, req_pool_indices=torch.tensor([0]))
+    )
+    for window, read, of_layer in ((None, slots, None), (3, moved[slots.long()], sinks), (None, slots, None)):
+        tensors = (query, torch.empty_like(query), k_cache, v_cache)
+        named = {"is_cross_attn": False, "sliding_window_size": window, "scaling": 0.3}
+        found = backend.forward_decode(partial(backend._run_sdpa_forward_decode, *tensors, **named), sinks=of_layer)
+        plan = make_plan(read, [8], [1], window)
+        assert found.equal(attend(plan, query, torch.empty_like(query), k_cache, v_cache, 0.3, of_layer))
 
 
 def check(
