@@ -111,8 +111,6 @@ LATENT_ATTENTION: Weights = (  # DeepSeek's; the query projection is low-rank in
 )
 MLP: Weights = gated("mlp", "mlp", layers="dense")
 ROUTER: Weights = (layer("mlp.router.weight", Layout.WHOLE, "mlp.gate.weight", layers="sparse"),)
-CHOOSES = ("e_score_correction_bias", "expert_bias")
-"""Ends of the names of biases that affect only which experts are chosen, and are float32 everywhere."""
 ROUTER_BIAS: Weights = changed(
     (layer("mlp.router.expert_bias", Layout.WHOLE, "mlp.gate.e_score_correction_bias", layers="sparse"),), exact=True
 )

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from asyncrl.algo.samples import Sample
 from asyncrl.launch.main import CONF
-from asyncrl.models.families import FAMILIES, OF_TYPE
-from asyncrl.models.parts import CHOOSES
+from asyncrl.models.families import CHOOSES, FAMILIES, OF_TYPE
 from asyncrl.models.tiny import write_random_model
 from tests.integration.ranks import run_ranks
 

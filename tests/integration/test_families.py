@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from asyncrl.models import tiny, tiny_vision
-from asyncrl.models.families import FAMILIES, OF_TYPE
-from asyncrl.models.parts import CHOOSES
+from asyncrl.models.families import CHOOSES, FAMILIES, OF_TYPE
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights.folder import HFFolder
 from tests.integration.families import (

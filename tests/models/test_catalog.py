@@ -12,7 +12,7 @@ import pytest
 from asyncrl.errors import ConfigError, ProcessDied
 from asyncrl.models import catalog, smollm2, tiny
 from asyncrl.models.catalog import Builtin, resolve
-from asyncrl.models.parts import CHOOSES
+from asyncrl.models.families import CHOOSES
 
 
 @pytest.fixture

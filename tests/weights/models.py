@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.models.families import FAMILIES
-from asyncrl.models.parts import CHOOSES
+from asyncrl.models.families import CHOOSES, FAMILIES
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import names
 from asyncrl.weights.checksum import CudaHash

@@ -21,7 +21,7 @@ from asyncrl.extensions.convert.checkpoint import CheckpointReader, CheckpointWr
 from asyncrl.extensions.convert.folders import building, copy_companions, read_config
 from asyncrl.extensions.convert.parameters import Structure
 from asyncrl.models import catalog
-from asyncrl.models.parts import CHOOSES
+from asyncrl.models.families import CHOOSES
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import of_expert, stack_experts
 from asyncrl.weights.names import ADAPTER, adapter_of

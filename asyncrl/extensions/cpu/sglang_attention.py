@@ -44,14 +44,14 @@ class BatchedAttention(TorchNativeAttnBackend):
         self.sinks = sinks
         return super().forward_decode(*args, **kwargs)
 
-    def _attend(self, *tensors: Tensor, window: int | None, scale: float) -> Tensor:
-        """Attend with a window of so many tokens before each."""
+    def _plan(self, window: int | None) -> PagedAttentionPlan:
+        """Return the plan of layers with a window of so many tokens before each."""
         if window not in self.plans:
             slots, lengths, new = self._requests
             if self.use_sliding_window_kv_pool:  # layers with windows have a cache of their own
                 slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots.long())
             self.plans[window] = make_plan(slots, lengths, new, window)
-        return attend(self.plans[window], *tensors, scale, self.sinks)
+        return self.plans[window]
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
         """Return the length of the requests that SGLang adds so that all replicas of attention decode equally many."""
@@ -62,13 +62,13 @@ class BatchedAttention(TorchNativeAttnBackend):
     ) -> Tensor:
         if kwargs["is_cross_attn"]:
             return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kwargs)
-        window, scale = kwargs["sliding_window_size"], kwargs["scaling"]
-        return self._attend(query, output, k_cache, v_cache, window=window, scale=scale)
+        plan = self._plan(kwargs["sliding_window_size"])
+        return attend(plan, query, output, k_cache, v_cache, kwargs["scaling"], self.sinks)
 
     def _run_sdpa_forward_extend(
         self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         if kwargs["is_cross_attn"] or not kwargs["causal"]:
             return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *args, **kwargs)
-        window, scale = kwargs["sliding_window_size"], kwargs["scaling"]
-        return self._attend(query, output, k_cache, v_cache, window=window, scale=scale)
+        plan = self._plan(kwargs["sliding_window_size"])
+        return attend(plan, query, output, k_cache, v_cache, kwargs["scaling"], self.sinks)

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.models.architectures import megatron_arguments
-from asyncrl.models.families import family_of
+from asyncrl.models.families import CHOOSES, family_of
 from asyncrl.models.family import HF, Layout, WeightRow
-from asyncrl.models.parts import CHOOSES
 
 Tensor = tuple[str, tuple[int, ...]]
 """Name and shape; for a matrix, [output features, input features]."""

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncrl.launch.checks.findings import Finding, error, ok
 from asyncrl.models import vision
-from asyncrl.models.parts import CHOOSES
+from asyncrl.models.families import CHOOSES
 
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
