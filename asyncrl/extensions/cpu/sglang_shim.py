@@ -23,7 +23,11 @@ from typing import Any
 from asyncrl.extensions.cpu import compiler
 from asyncrl.import_hooks import after_import
 
-PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+PROCESSORS = {
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+}
 """Processors of images that load without torchvision, by model type."""
 KEPT_MAPPINGS = 16
 """Number of shared-memory mappings to keep: enough for every bucket of a small model. Mappings of a dead trainer are
