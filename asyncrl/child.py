@@ -104,9 +104,9 @@ class ChildProcess:
         self._pipes = {"stdin": process.stdin, "stdout": process.stdout, "stderr": process.stderr}
         """Pipes that have no transport yet."""
 
-    async def reader(self, stream: Literal["stdout", "stderr"] = "stdout") -> asyncio.StreamReader:
-        """Return a reader of one of its streams, which must be a pipe."""
-        reader = asyncio.StreamReader()
+    async def reader(self, stream: Literal["stdout", "stderr"] = "stdout", line: int = 1 << 16) -> asyncio.StreamReader:
+        """Return a reader of one of its streams, which must be a pipe; a line may have at most `line` bytes."""
+        reader = asyncio.StreamReader(line)
         await self._connect(self._loop.connect_read_pipe, asyncio.StreamReaderProtocol(reader), stream)
         return reader
 

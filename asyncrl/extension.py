@@ -1,34 +1,28 @@
 """The seam between the core and its extensions.
 
-An extension is a class that the core never imports by name. It is found in a folder of asyncrl/extensions, by an
-installed package's entry point of the group `asyncrl.extensions`, or by its import path in the setting `extensions`.
-Its settings are the section of the configuration that has its name. Every process that it takes part in asks it for its
-hooks there, whose methods do nothing unless an extension overrides them. What fails in a hook fails as the core's own
-code would.
+An extension is a class that the core never imports by name; lookup.py finds it. Its settings are the section of the
+configuration that has its name. Every process that it takes part in asks it for its hooks there, whose methods do
+nothing unless an extension overrides them. What fails in a hook fails as the core's own code would.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
-from importlib.metadata import entry_points
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from asyncrl.errors import ConfigError
 from asyncrl.settings import Section
-from asyncrl.user_code import load
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from starlette.routing import Route
     from torch import Tensor
 
     from asyncrl.algo.table import LossRows, TokenTable
     from asyncrl.config import AuxiliaryModelConfig, Config
     from asyncrl.engine.stream import Headers
+    from asyncrl.errors import ConfigError
     from asyncrl.launch.checks.findings import Finding
     from asyncrl.launch.cluster import Cluster
     from asyncrl.launch.placement import Placement, Seat
@@ -36,6 +30,7 @@ if TYPE_CHECKING:
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
     from asyncrl.observability.timeline import Record
+    from asyncrl.rollout.limiter import ConcurrencyLimiter
     from asyncrl.rollout.parts import PlaysEpisodes
     from asyncrl.rollout.reporters import RolloutRun
     from asyncrl.rollout.server import RolloutServer
@@ -44,12 +39,6 @@ if TYPE_CHECKING:
     from asyncrl.trainer.microbatches import Groups
     from asyncrl.trainer.policy import Policy
     from asyncrl.weights.checksum import SentWeights
-
-T = TypeVar("T")
-GROUP = "asyncrl.extensions"
-NOBODY = "No extension that is installed does this: leave it unset."
-NAMED = "ASYNCRL_EXTENSIONS"
-"""Environment variable with extensions that the setting names, for processes that read no configuration."""
 
 
 class Planned(Protocol):
@@ -132,111 +121,110 @@ class OfferedMode:
 
 
 class LaunchHooks:
-    """What an extension does in the launcher of a run."""
+    """What an extension does in the launcher of a run. The methods stand in the order of their calls. From `refuse` to
+    `begins` one object is asked, by launch/prepare.py; the others may be called on a new one each time."""
 
     def plan(self, preparation: Preparation) -> Planned | None:
-        """Choose the settings of a run with cluster.plan; None if this extension plans nothing. Raises ConfigError."""
+        """Choose the settings of a run with cluster.plan; None if this extension plans nothing. Called before machines
+        are assigned, at each start and with --check, until one answers. Raises ConfigError."""
         return None
 
-    def pilot(
-        self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement, cluster: Cluster
-    ) -> Pilot | None:
-        """Return the pilot of a run with cluster.elastic; None if this extension has none."""
-        return None
+    def ports(self) -> int:
+        """Return the number of ports that it needs on the rollout process's machine. Called when processes are assigned
+        to machines (launch/placement.py)."""
+        return 0
+
+    def check_gpu(self, config: Config, gpu: str) -> Iterator[ConfigError]:
+        """Yield every problem with an engine on a GPU of this name. Called once the machines of engines are known, for
+        each kind of GPU, and for engines that join (launch/checks/engines.py)."""
+        return iter(())
 
     def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
         """Yield every problem of this extension with the model. `model` holds the fields of its config.json and of
-        Megatron's arguments, `gpus` is the number of each machine."""
+        Megatron's arguments, `gpus` is the number of each machine. Called once the model's folder has been found
+        (launch/checks/model.py)."""
         return iter(())
 
-    def layers_held(self, config: Config) -> int | None:
-        """Return the number of layers whose activations are on the device of a trainer at a time; None for all."""
-        return None
-
-    def check_gpu(self, config: Config, gpu: str) -> Iterator[ConfigError]:
-        """Yield every problem with an engine on a GPU of this name."""
-        return iter(())
-
-    def ports(self) -> int:
-        """Return the number of ports that it needs on the rollout process's machine."""
-        return 0
-
-    def shared(self, ports: Sequence[Seat]) -> dict[str, str]:
-        """Return what its processes find in Addresses.extensions under its name; `ports` are those that it needs."""
+    def memory(self, config: Config) -> Mapping[str, int]:
+        """Return what it changes in the memory of a run: `layers_held`, the number of layers whose activations are on
+        the device of a trainer at a time, and `linear_bytes`, the bytes of an element of the layers' linear maps in an
+        engine. Called by whoever estimates memory."""
         return {}
 
-    def changed(self, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
-        """Return a process of the run as it shall be started, with further arguments or environment."""
-        return spec
+    def refuse(self, prepared: Preparation) -> None:
+        """Raise ConfigError for a run that must not start. Called after the core's own checks: the preflight, at each
+        start and with --check, reports it; without one (cluster.preflight=false) it ends the start."""
+
+    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
+        """Check more of a run before it starts. Called by the preflight (launch/checks/run.py), after the core's own
+        checks and `refuse`: at each start, and with --check. `prepared.weights` has the tensors of the model folders
+        that are complete."""
+        return iter(())
+
+    def notes(self, prepared: Preparation) -> list[str]:
+        """Return lines for the console. Called at each start, after all checks. May refuse the run, too."""
+        return []
+
+    def begins(self, prepared: Preparation) -> None:
+        """Write to the run folder what the run or its summary needs. Called once the folder is there, before its
+        processes start."""
+
+    def shared(self, ports: Sequence[Seat]) -> dict[str, str]:
+        """Return what its processes find in Addresses.extensions under its name; `ports` are those that it needs.
+        Called before `processes` (launch/run.py)."""
+        return {}
 
     def processes(
         self, config: Config, addresses: Addresses, placement: Placement, run_dir: Path
     ) -> Sequence[ProcessSpec]:
-        """Return further processes of the run."""
+        """Return further processes of the run. Called when all processes are planned (launch/plan.py)."""
         return ()
 
-    def refuse(self, prepared: Preparation) -> None:
-        """Raise ConfigError for a run that must not start. The preflight, at each start and with --check, reports it;
-        without one (cluster.preflight=false) it ends the start."""
+    def changed(self, spec: ProcessSpec, addresses: Addresses, run_dir: Path) -> ProcessSpec:
+        """Return a process as it shall be started, with further arguments or environment. Called for each process of
+        the run, those of extensions and engines that join included (launch/plan.py)."""
+        return spec
 
-    def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Check more of a run before it starts, after the core's own checks except that of the network between
-        machines: at each start, and with --check. `prepared.weights` has the tensors of the model folders that are
-        complete."""
-        return iter(())
-
-    def notes(self, prepared: Preparation) -> list[str]:
-        """Return lines for the console at the start. May refuse the run, too."""
-        return []
-
-    def begins(self, prepared: Preparation) -> None:
-        """Write to the run folder what the run or its summary needs, before its processes start."""
+    def pilot(
+        self, config: Config, run_dir: Path, addresses: Addresses, placement: Placement, cluster: Cluster
+    ) -> Pilot | None:
+        """Return the pilot of a run with cluster.elastic; None if this extension has none. Called right before the
+        processes start (launch/run.py), until one answers."""
+        return None
 
     def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
-        """Yield what a finished run offers, in a few words each, and the command or file with which to see it."""
+        """Yield what a finished run offers, in a few words each, and the command or file with which to see it. Called
+        when the console sums the run up (metrics/console.py)."""
         return iter(())
 
     def sweep(self) -> None:
-        """Remove what killed runs have left on this machine: called at the end of every run and before others start.
-        It has the default settings, since the run is not known. An extension that has to be named is not called."""
+        """Remove what killed runs have left on this machine. Called at the end of every run and before others start, by
+        the launcher and on each machine of a job (launch/leftovers.py). It has the default settings, since the run is
+        not known. An extension that has to be named is not called."""
 
 
 class EngineHooks:
     """What an extension does to the engines of the policy, and to those of teacher and judge."""
 
     def arguments(self, config: Config) -> dict[str, Any]:
-        """Return further arguments of SGLang for the policy's engines, by name. Called in the launcher."""
+        """Return further arguments of SGLang for the policy's engines, by name. Called in the launcher, for the command
+        line of each of them (launch/plan.py)."""
         return {}
 
     def needs_weights(self, config: Config) -> bool:
         """Return whether the engines hold other weights than the model folder before the first step, so that they need
-        those of the trainers first."""
+        those of the trainers first. Called in each process of a run, which must all agree."""
         return False
-
-    def linear_bytes(self, config: Config) -> int | None:
-        """Return the bytes of an element of the layers' linear maps; None for those of engine.dtype."""
-        return None
 
     def install(self, argv: Sequence[str]) -> None:
         """Patch SGLang's modules when they are imported (import_hooks.after_import). Called in every process of an
-        engine, before it imports sglang. `argv` is the command line, all that the process knows of the run."""
+        engine, before it imports sglang (engine/serve.py). `argv` is the command line, all that the process knows of
+        the run."""
 
 
 class TrainerHooks:
-    """What an extension does on a trainer rank. Every rank calls the same methods in the same order."""
-
-    def sent(self, weights: SentWeights) -> SentWeights:
-        """Return what the publisher sends to the engines in place of these weights."""
-        return weights
-
-    def batches(self) -> tuple[BatchSource, int | None] | None:
-        """Return the batches of a run in a mode of this extension that trains without engines, and the version after
-        the last, if there is one; None in other modes."""
-        return None
-
-    def before_update(self, batch: Batch) -> Sequence[Group]:
-        """Return groups that are trained beside those of the batch, in the same steps."""
-        return ()
+    """What an extension does on a trainer rank, where trainer/policy.py and its objective call it. Every rank calls the
+    same methods in the same order."""
 
     scored: bool = True
     """Whether engines have given the log-probabilities of the tokens in `batches`, with which the trainer's are
@@ -245,38 +233,58 @@ class TrainerHooks:
     signal: bool = False
     """Whether `credited` or `loss` train groups whose rewards give no gradient."""
 
+    def restore(self, state: bytes) -> None:
+        """Go on from the state of a checkpoint. Called before the first batch of a run that resumes. Raises ValueError
+        if it cannot be read."""
+
+    def batches(self) -> tuple[BatchSource, int | None] | None:
+        """Return the batches of a run in a mode of this extension that trains without engines, and the version after
+        the last, if there is one; None in other modes. Called once, before the first batch."""
+        return None
+
+    def before_update(self, batch: Batch) -> Sequence[Group]:
+        """Return groups that are trained beside those of the batch, in the same steps. Called with each batch."""
+        return ()
+
     def columns(self, groups: Groups, table: TokenTable, version: int) -> TokenTable:
         """Return the table of a batch that makes this version with further columns, for `credited`, `loss` and the
-        reference of the KL."""
+        reference of the KL. Called with each batch, before its advantages are computed."""
         return table
 
     def credited(self, logprobs: Tensor, rows: LossRows) -> LossRows:
-        """Return the rows of a micro-batch with other advantages. `logprobs` [T] are the policy's, with gradient."""
+        """Return the rows of a micro-batch with other advantages. Called after each forward pass, before the loss.
+        `logprobs` [T] are the policy's, with gradient."""
         return rows
 
     def loss(self, losses: Tensor, logprobs: Tensor, rows: LossRows) -> Tensor:
-        """Return the losses of the tokens of a micro-batch, [T], with a term of its own."""
+        """Return the losses of the tokens of a micro-batch, [T], with a term of its own. Called after the core's loss
+        and its KL."""
         return losses
 
     def distances(self, logprobs: Tensor, table: TokenTable, ran: Tensor) -> dict[str, float]:
-        """Return metrics of the policy that a batch's steps started from. `logprobs` [N] are its own, and `ran` tells
-        which tokens were run."""
+        """Return metrics of the policy that a batch's steps started from. Called after the steps of a batch, if a token
+        was run. `logprobs` [N] are its own, and `ran` tells which tokens were run."""
         return {}
 
     def after_update(self, version: int) -> dict[str, float]:
-        """Act on the weights after the optimizer steps that make this version. Return metrics of the step."""
+        """Act on the weights after the optimizer steps that make this version. Return metrics of the step. Called
+        after each batch, before the weights are published."""
         return {}
 
-    def state(self) -> bytes | None:
-        """Return what a checkpoint keeps; None if nothing has to be kept. Only that of rank 0 is written."""
-        return None
+    def sent(self, weights: SentWeights) -> SentWeights:
+        """Return what the publisher sends to the engines in place of these weights, which may be those of another
+        extension. Called once, when the publisher is built (trainer/publishers.py)."""
+        return weights
 
-    def restore(self, state: bytes) -> None:
-        """Go on from the state of a checkpoint. Raises ValueError if it cannot be read."""
+    def state(self) -> bytes | None:
+        """Return what a checkpoint keeps; None if nothing has to be kept. Called for each checkpoint. Only that of rank
+        0 is written."""
+        return None
 
 
 class RolloutHooks:
-    """What an extension does in the rollout process. Its methods must not block."""
+    """What an extension does in the rollout process. Its methods must not block. The first four are called once, while
+    the parts are built (rollout/build.py)."""
 
     def start(self, run: RolloutRun) -> None:
         """Begin, before anything else is called."""
@@ -285,27 +293,34 @@ class RolloutHooks:
         """Return what plays all episodes, instead of this process; None to leave it to others."""
         return None
 
+    def limits(self, run: RolloutRun) -> ConcurrencyLimiter | None:
+        """Return what limits how many groups run at once with rollout.max_running_groups=auto; None to leave it to
+        others. Without any, as many run as admission allows. Called with that setting alone."""
+        return None
+
     def routes(self, server: RolloutServer, status: Callable[[], Mapping[str, Any]]) -> Sequence[Route]:
         """Return further routes of the rollout process's server. `server.guarded` lets only those who have a key call
         an endpoint; `status` returns the content of status.json."""
         return ()
 
     def group(self, group: Group) -> None:
-        """Listen to every group that was played to its end, accepted or rejected, before it is recorded."""
+        """Listen to a group. Called for every one that was played to its end, accepted or rejected, before it is
+        recorded (rollout/recorder.py)."""
 
     def record(self, record: Record) -> None:
-        """Listen to every group, batch and publish that has ended (observability/timeline.py)."""
+        """Listen to a group, batch or publish that has ended (observability/timeline.py). Called for each."""
 
     def figures(self) -> dict[str, float]:
-        """Return metrics since the previous batch."""
+        """Return metrics since the previous batch. Called when the trainer takes a batch."""
         return {}
 
     async def close(self) -> None:
-        """Release what is held, at the end of the run."""
+        """Release what is held. Called at the end of the run."""
 
 
 class PlayerHooks:
-    """What an extension does in each process that plays episodes: the rollout process, or those of an extension."""
+    """What an extension does in each process that plays episodes: the rollout process, or those of an extension. The
+    first two methods are called once, when the process builds its client of the engines (rollout/parts.py)."""
 
     def headers(self, config: Config, addresses: Addresses) -> Headers | None:
         """Return what makes headers of every request to an engine; None if no request needs any."""
@@ -316,23 +331,26 @@ class PlayerHooks:
         return {}
 
     async def start(self, timeout: float) -> None:
-        """Wait for what episodes need, for this many seconds. Raises DeadlineExceeded."""
+        """Wait for what episodes need, for this many seconds. Called once the policy's engines can answer, before
+        agents and environments start. Raises DeadlineExceeded."""
 
     async def annotate(self, prompt: Prompt, trajectory: Trajectory, group: str) -> list[dict[str, Any]]:
-        """Return fields that change in each turn of a training episode, while its reward is computed. Raises
-        EpisodeFailed."""
+        """Return fields that change in each turn of a training episode. Called when its agent has ended, while its
+        reward is computed (rollout/player.py). Raises EpisodeFailed."""
         return []
 
     def take_sums(self) -> dict[str, tuple[float, float]]:
-        """Return what was counted since the last call (rollout/player.py, Sums)."""
+        """Return what was counted since the last call (rollout/player.py, Sums). Called with each batch, and more often
+        where several processes play."""
         return {}
 
     async def close(self) -> None:
-        """Release what the episodes shared, after the last one."""
+        """Release what the episodes shared. Called after the last one."""
 
 
 class Extension:
-    """Base class of an extension. Every method is optional."""
+    """Base class of an extension. Every method is optional. What stands in the class is read in every process; each
+    process creates an instance of its own where it needs the methods, sometimes more than one (lookup.active)."""
 
     Settings: ClassVar[type[Section]] = Section
     """The settings in the section of its name; each has a default with which the extension does nothing harmful."""
@@ -386,177 +404,41 @@ class Extension:
         return False
 
     def check(self, config: Config) -> Iterator[ConfigError]:
-        """Yield every problem of this extension with the settings."""
+        """Yield every problem of this extension with the settings. Called in every process of a run, and by --check,
+        when the configuration is validated (config/rules.py)."""
         return iter(())
 
     def launch(self) -> LaunchHooks:
-        """Return the hooks in the launcher."""
+        """Return the hooks in the launcher. Called there."""
         return LaunchHooks()
 
     def engine(self) -> EngineHooks:
-        """Return the hooks of engines. In an engine's process, the extension has its default settings."""
+        """Return the hooks of engines. Called in the launcher, and in each process of an engine, where the extension
+        has its default settings."""
         return EngineHooks()
 
     def trainer(self, policy: Policy) -> TrainerHooks:
-        """Return the hooks on a trainer rank, whose networks hold the weights of the model folder. Blocks around a
-        network's micro-batches are added to its `around_forward`."""
+        """Return the hooks on a trainer rank. Called on each of them once, when its networks hold the weights of the
+        model folder (trainer/policy.py). Blocks around a network's micro-batches are added to its `around_forward`."""
         return TrainerHooks()
 
     def steps(
         self, config: Config, run_dir: Path, model: Path, warn: Callable[[str, int], None], first: int | None
     ) -> StepListener | None:
-        """Return what receives the steps of a run; None if nothing does. `model` is the folder with the tokenizer,
-        `warn` takes a text and a step, and `first` is the step with which a resumed run goes on."""
+        """Return what receives the steps of a run; None if nothing does. Called once in the first trainer rank, or in
+        what takes batches without training, before the first batch. `model` is the folder with the tokenizer, `warn`
+        takes a text and a step, and `first` is the step with which a resumed run goes on."""
         return None
 
     def summary(self, config: Config, run_dir: Path, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Return fields of summary.json. `figures` are those of the core. Called in the first trainer rank."""
+        """Return fields of summary.json. `figures` are those of the core. Called once in the first trainer rank, after
+        the last batch."""
         return {}
 
     def rollout(self) -> RolloutHooks:
-        """Return the hooks in the rollout process."""
+        """Return the hooks in the rollout process. Called there once (rollout/build.py)."""
         return RolloutHooks()
 
     def player(self, config: Config, addresses: Addresses) -> PlayerHooks:
-        """Return the hooks in a process that plays episodes."""
+        """Return the hooks in a process that plays episodes. Called in each of them once (rollout/parts.py)."""
         return PlayerHooks()
-
-
-@cache
-def shipped() -> dict[str, str]:
-    """Return the import paths of the extensions in asyncrl/extensions, by the name of their folder."""
-    folders = sorted(file.parent.name for file in (Path(__file__).parent / "extensions").glob("*/extension.py"))
-    return {name: f"{__package__}.extensions.{name}.extension:Own" for name in folders}
-
-
-@cache
-def installed() -> dict[str, str]:
-    """Return the import paths of the extensions of installed packages, by name."""
-    return {found.name: found.value for found in entry_points(group=GROUP)}
-
-
-def classes(named: Mapping[str, str]) -> dict[str, type[Extension]]:
-    """Return all extensions by name: those of asyncrl and of installed packages, and those that the setting names.
-    Raises ConfigError."""
-    found = {}
-    for name, path in {**shipped(), **installed(), **named}.items():
-        found[name] = kind = load(path, f"extensions.{name}")
-        if not (isinstance(kind, type) and issubclass(kind, Extension)):
-            remedy = "Must be a subclass of asyncrl.extension.Extension."
-            raise ConfigError(f"extensions.{name}", path, remedy)
-    return found
-
-
-def sections(kinds: Mapping[str, type[Extension]]) -> dict[str, type[Section]]:
-    """Return the sections of the configuration that are those of extensions, by name."""
-    found = dict[str, type[Section]]()
-    for name, kind in kinds.items():
-        found |= {name: kind.Settings} if kind.Settings is not Section else {}
-        found |= kind.models
-    return found
-
-
-def active(config: Config) -> dict[str, Extension]:
-    """Return a new instance of every extension, by name."""
-    settings = config.model_extra or {}
-    return {name: kind(settings.get(name, Section())) for name, kind in classes(config.extensions).items()}
-
-
-def engine_arguments(config: Config) -> dict[str, Any]:
-    """Return the arguments that all extensions add to those of the policy's engines."""
-    return {name: value for one in active(config).values() for name, value in one.engine().arguments(config).items()}
-
-
-def needs_weights(config: Config) -> bool:
-    """Return whether the engines of some extension need the trainers' weights before the first step."""
-    return any(one.engine().needs_weights(config) for one in active(config).values())
-
-
-def linear_bytes(config: Config) -> int | None:
-    """Return the bytes of an element of the linear maps in the engines; None for those of engine.dtype."""
-    found = (one.engine().linear_bytes(config) for one in active(config).values())
-    return next((size for size in found if size is not None), None)
-
-
-def layers_held(config: Config) -> int | None:
-    """Return the number of layers whose activations are on the device of a trainer at a time; None for all."""
-    found = (one.launch().layers_held(config) for one in active(config).values())
-    return next((layers for layers in found if layers is not None), None)
-
-
-def sent(hooks: Iterable[TrainerHooks], weights: SentWeights) -> SentWeights:
-    """Return what the publisher sends in place of these weights: what each extension makes of the one before."""
-    for one in hooks:
-        weights = one.sent(weights)
-    return weights
-
-
-def step_listeners(
-    config: Config, run_dir: Path, model: Path, warn: Callable[[str, int], None], first: int | None = None
-) -> list[StepListener]:
-    """Return what receives the steps of a run of all extensions."""
-    found = (one.steps(config, run_dir, model, warn, first) for one in active(config).values())
-    return [listener for listener in found if listener is not None]
-
-
-def engine_environment(config: Config) -> dict[str, str]:
-    """Return the environment in which an engine's process finds those extensions with hooks that the setting names."""
-    kinds = classes(config.extensions)
-    named = {name: path for name, path in config.extensions.items() if kinds[name].engine is not Extension.engine}
-    return {NAMED: json.dumps(named)} if named else {}
-
-
-def install_in_engine(argv: Sequence[str]) -> None:
-    """Install the hooks of all extensions in an engine's process. Raises ConfigError."""
-    for kind in classes(json.loads(os.environ.get(NAMED, "{}"))).values():
-        kind(kind.Settings()).engine().install(argv)
-
-
-def first(config: Config, field: str, ask: Callable[[LaunchHooks], T | None]) -> T:
-    """Return what the first extension answers in the launcher. Raises ConfigError for the field that needs an answer if
-    none has one."""
-    for one in active(config).values():
-        if (answer := ask(one.launch())) is not None:
-            return answer
-    value: Any = reduce(getattr, field.split("."), config)
-    raise ConfigError(field, value, NOBODY)
-
-
-def sweep() -> None:
-    """Remove what killed runs have left on this machine of the extensions that need not be named."""
-    for kind in classes({}).values():
-        kind(kind.Settings()).launch().sweep()
-
-
-def shared(config: Config, placement: Placement) -> dict[str, dict[str, str]]:
-    """Return what the processes of each extension share: Addresses.extensions."""
-    every = {name: one.launch().shared(placement.ports.get(name, [])) for name, one in active(config).items()}
-    return {name: told for name, told in every.items() if told}
-
-
-def offered(table: str, named: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return what extensions offer in a table of their classes (tasks, rewards, advantages, bases, ...), by
-    name: those that need not be named, and with `named` also those that the setting names."""
-    return {name: one for kind in classes(named or {}).values() for name, one in getattr(kind, table).items()}
-
-
-@cache
-def loaded(attribute: str) -> list[Any]:
-    """Return the objects at the import paths that extensions offer in an attribute of their classes (question,
-    hosting), of those that need not be named."""
-    paths = (getattr(kind, attribute) for kind in classes({}).values())
-    return [load(path, "extensions") for path in paths if path]
-
-
-def apart(named: Mapping[str, str]) -> set[str]:
-    """Return the names of the extensions whose settings cannot change what is trained."""
-    return {name for name, kind in classes(named).items() if not kind.trains}
-
-
-def wrapped(task: T, section: Any, field: str) -> T:
-    """Return the task of a section that sets this field as an extension wraps it. Raises ConfigError if none does."""
-    for kind in classes({}).values():
-        if field in kind.wrappers:
-            made: T = load(kind.wrappers[field], f"task.{field}")(task, section)
-            return made
-    raise ConfigError(f"task.{field}", getattr(section, field), NOBODY)

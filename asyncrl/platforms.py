@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncrl.errors import LaunchError
-from asyncrl.extension import classes
+from asyncrl.lookup import classes
 from asyncrl.user_code import load
 
 if TYPE_CHECKING:

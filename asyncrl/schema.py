@@ -170,8 +170,10 @@ class Generate(Protocol):
         max_new_tokens: int | None = None,
         role: str = "",
         images: Sequence[bytes] = (),
+        stop: Sequence[str] = (),
     ) -> Completion:
-        """Continue exactly these token ids, by at most max_new_tokens (default: rollout.max_new_tokens).
+        """Continue exactly these token ids, by at most max_new_tokens (default: rollout.max_new_tokens), and up to the
+        token that completes one of the texts `stop`, or of rollout.stop.
 
         `images` has one image for each placeholder in the ids, in order: those of the prompt, and what the method
         `images` returned. If the model's context has no room for another token, the completion is empty and its finish

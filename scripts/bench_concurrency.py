@@ -4,8 +4,8 @@
 
 It simulates very different workloads at the size of the published calibration of bench_async.py (engines of 12 ms +
 0.12 ms per request, 32 groups of 16 or 8 answers per batch, bound 4). The rule under test is
-asyncrl/rollout/concurrency.py, and the simulation is asyncrl/extensions/plan. It prints a table and one line of JSON.
-Results are exact and repeatable: it starts no process and reads no clock.
+asyncrl/extensions/congestion/window.py, and the simulation is asyncrl/extensions/plan. It prints a table and one line
+of JSON. Results are exact and repeatable: it starts no process and reads no clock.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,7 @@ class Instant:
         self.template = template
         self._answer = [3] * tokens + [10]
 
-    async def __call__(
-        self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
-    ) -> Completion:
+    async def __call__(self, token_ids: list[int], **options: Any) -> Completion:
         length = len(self._answer)
         return Completion(list(self._answer), [-0.5] * length, [VersionSpan(0, 0, length)], "stop")
 

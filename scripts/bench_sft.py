@@ -1,18 +1,22 @@
 """Benchmark of a step of mode=sft: packing, shared prompts, and transformers on equal work.
 
-    python scripts/bench_sft.py [--quick]
+    python scripts/bench_sft.py [--quick] [--trl PYTHON]
 
 The model is a random Llama with SmolLM2's proportions, but smaller, in float32 and one thread. Every step is complete:
 forward, backward, gradient norm, clipping, AdamW, on the same 32 rows of `task=chat`. Lengths are log-normal, with
 prompts of their own, or eight answers to each prompt, as rejection sampling leaves them. Each way runs in its own
-process. TRL is not installed here: the comparison is with the loop of transformers' Trainer, eight padded rows in a
-forward, `labels`, `num_items_in_batch`, and torch's fused AdamW. Rates are trained tokens per CPU-second, and ratios
+process. The loop of transformers' Trainer has eight padded rows in a forward, `labels`, `num_items_in_batch`, and
+torch's fused AdamW. TRL is no dependency: PYTHON is an interpreter that imports it besides what this repository needs
+(README of the extension). Its SFTTrainer gets the same tokens and masks, forwards of eight rows, padded or with
+`padding_free`, and neither checkpointed activations nor logs. Rates are trained tokens per CPU-second, and ratios
 compare measurements of this run. The last line is JSON:
 
     packing_gain         rate of our network and optimizer with packs / with padding, without shared prompts
     shared_prefix_gain   rate of mode=sft with trainer.share_prompts / without, eight answers to a prompt
     over_transformers    rate of mode=sft / transformers' loop, prompts of their own
     over_transformers_siblings    the same with eight answers to a prompt
+    over_trl             rate of mode=sft / the faster one of TRL's two ways, prompts of their own
+    over_trl_siblings    the same with eight answers to a prompt
 """
 
 from __future__ import annotations
@@ -22,10 +26,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import itertools
 import json
 import random
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +49,7 @@ ROWS, SIBLINGS, ROWS_OF_A_FORWARD = 32, 8, 8
 MEDIAN, SPREAD, LONGEST = 48, 1.0, 512
 WAYS = {"own": ("padded", "packed", "sft", "transformers"), "siblings": ("unshared", "sft", "transformers")}
 """Ways to train the rows with prompts of their own, and those of siblings."""
+TRL_WAYS = ("trl", "trl padding-free")
 
 
 def write_rows(file: Path, siblings: int) -> None:
@@ -62,6 +69,8 @@ def write_rows(file: Path, siblings: int) -> None:
 
 def case(folder: Path, kind: str, way: str, seconds: float) -> dict[str, float]:
     """Return the minimum CPU-seconds of a step of all rows."""
+    if way in TRL_WAYS:
+        return {"step": min(trl_seconds(folder, kind, way, seconds))}
     run = {"sft": sft_step, "unshared": sft_step, "transformers": transformers_step}.get(way, network_step)
     step: Callable[[], object] = run(folder, kind, way)
     step()
@@ -152,6 +161,52 @@ def transformers_step(folder: Path, kind: str, _: str) -> Callable[[], None]:
     return step
 
 
+def trl_seconds(folder: Path, kind: str, way: str, seconds: float) -> list[float]:
+    """Return the CPU-seconds of steps of TRL's SFTTrainer, each from the end of the one before to its own."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    torch.set_num_threads(1)
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            ends.append(time.process_time())
+            control.should_training_stop = len(ends) > 2 and (ends[-1] - ends[1] > seconds or len(ends) > 10)
+
+    rows = [sample for group in samples_of(folder, kind) for sample in group]
+    columns = {
+        "input_ids": [[*row.prompt_ids, *row.token_ids] for row in rows],
+        "completion_mask": [[0] * len(row.prompt_ids) + [int(bit) for bit in row.mask] for row in rows],
+    }
+    settings = SFTConfig(
+        output_dir=str(folder / "trl"),
+        max_steps=100,
+        per_device_train_batch_size=ROWS_OF_A_FORWARD,
+        gradient_accumulation_steps=ROWS // ROWS_OF_A_FORWARD,
+        max_length=None,
+        completion_only_loss=True,  # what it would find only in rows with the columns prompt and completion
+        padding_free=way == "trl padding-free",
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        optim="adamw_torch_fused",
+        learning_rate=1e-5,
+        adam_beta2=0.95,
+        max_grad_norm=0.001,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    data, tokenizer = Dataset.from_dict(columns), AutoTokenizer.from_pretrained(folder)
+    SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer, callbacks=[Clock()]).train()
+    return [after - before for before, after in itertools.pairwise(ends[1:])]  # the first step is a warm-up
+
+
 class SftBench(Bench):
     """Runner of all ways."""
 
@@ -162,6 +217,7 @@ def main() -> None:
     """Measure, and print a line for each way and one of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smaller model")
+    parser.add_argument("--trl", metavar="PYTHON", help="an interpreter that has TRL, to compare with")
     parser.add_argument("--case", nargs=4, help=argparse.SUPPRESS)  # one way, in its own process
     arguments = parser.parse_args()
     if arguments.case:
@@ -182,15 +238,19 @@ def main() -> None:
         for kind, ways in WAYS.items():
             write_rows(folder / f"{kind}.jsonl", SIBLINGS if kind == "siblings" else 1)
             trained = sum(row.num_trained for group in samples_of(folder, kind) for row in group)
-            for way in ways:
-                rate[kind, way] = trained / bench.apart("model", (kind, way, seconds))["step"]
-                print(f"{kind:<9} {way:<13} {rate[kind, way]:8.0f} trained tokens per CPU-second", flush=True)
+            for way in (*ways, *(TRL_WAYS if arguments.trl else ())):
+                python = arguments.trl if way in TRL_WAYS else sys.executable
+                rate[kind, way] = trained / bench.apart("model", (kind, way, seconds), python)["step"]
+                print(f"{kind:<9} {way:<16} {rate[kind, way]:8.0f} trained tokens per CPU-second", flush=True)
     figures = {
         "packing_gain": rate["own", "packed"] / rate["own", "padded"],
         "shared_prefix_gain": rate["siblings", "sft"] / rate["siblings", "unshared"],
         "over_transformers": rate["own", "sft"] / rate["own", "transformers"],
         "over_transformers_siblings": rate["siblings", "sft"] / rate["siblings", "transformers"],
     }
+    if arguments.trl:
+        for kind, name in (("own", "over_trl"), ("siblings", "over_trl_siblings")):
+            figures[name] = rate[kind, "sft"] / max(rate[kind, way] for way in TRL_WAYS)
     print(json.dumps({**{name: round(value, 4) for name, value in figures.items()}, "machine": this}))
 
 

@@ -310,9 +310,9 @@ class Bench:
         self.folder, self.seconds = folder, seconds
         self.found: dict[tuple[str, int, str], dict[str, float]] = {}
 
-    def apart(self, model: str, what: Sequence[object]) -> dict[str, float]:
-        """Run a case in its own process with the environment of a trainer rank."""
-        command = [sys.executable, self.script, "--case", str(self.folder / model), *map(str, what)]
+    def apart(self, model: str, what: Sequence[object], python: str = sys.executable) -> dict[str, float]:
+        """Run a case in its own process with the environment of a trainer rank, by another interpreter if need be."""
+        command = [python, self.script, "--case", str(self.folder / model), *map(str, what)]
         environment = {**os.environ, **without_gpu().environment, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
         if done.returncode != 0:

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config
@@ -137,7 +137,7 @@ async def measure(
         config, built, template = questions(len(engines))
         (name,) = built
         run = RolloutRun(config, addresses(address), folder, warn)
-        hooks = [one.rollout() for one in extension.active(config).values()]
+        hooks = [one.rollout() for one in lookup.active(config).values()]
         for one in hooks:
             one.start(run)
         metrics = EpisodeFigures({name: lambda reward: reward > 0})

@@ -24,9 +24,8 @@ from omegaconf import OmegaConf
 from asyncrl import config as configuration
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.extension import linear_bytes
 from asyncrl.extensions.plan import memory, shapes, sizing
-from asyncrl.extensions.plan.settings import layout_of, served_adapters, training_of
+from asyncrl.extensions.plan.settings import layout_of, served_adapters, told_of_memory, training_of
 from asyncrl.extensions.plan.shapes import Shape, shape_of
 from asyncrl.extensions.plan.sizing import Balance, FleetSpec, Hardware, Publish
 from asyncrl.extensions.plan.tensors import tensors
@@ -237,7 +236,11 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
     layout, training = layout_of(config.trainer), training_of(config, gpu=True)
     section = config.engine
     received = 2 * (config.weights.bucket_mb << 20)  # the bucket, and its tensors
-    part: Any = {"tensor": section.tensor_parallel, "dtype": section.dtype, "linear_bytes": linear_bytes(config)}
+    part: Any = {
+        "tensor": section.tensor_parallel,
+        "dtype": section.dtype,
+        "linear_bytes": told_of_memory(config).get("linear_bytes"),
+    }
     part |= served_adapters(config)
     tokens = section.max_total_tokens or memory.cache_that_fits(weights, shape, ROOM - received, **part)
     if tokens < config.rollout.max_new_tokens:

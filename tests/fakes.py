@@ -365,9 +365,7 @@ class FakeSession(GenerationSession):
         super().__init__(client, "", 1.0, purpose)  # type: ignore[arg-type]
         self._answer, self._waste, self._delay = answer, waste, client.delay
 
-    async def __call__(
-        self, token_ids: list[int], max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
-    ) -> Completion:
+    async def __call__(self, token_ids: list[int], *options: Any, **more: Any) -> Completion:
         await asyncio.sleep(self._delay)
         found = self._answer(token_ids)
         self.hear(len(found.token_ids) + self._waste)
@@ -381,7 +379,7 @@ class FakeClient:
     def __init__(
         self, answer: Callable[[list[int]], Completion] | None = None, waste: int = 0, delay: float = 0.0
     ) -> None:
-        self.delay = delay
+        self.delay, self.temperature = delay, 1.0
         self._answer, self._waste = answer or (lambda _: completion()), waste
         self.calls: list[object] = []
         self.in_flight, self.held, self.holding = 0, 0.0, False

@@ -694,6 +694,15 @@ def test_a_model_that_engines_compute_otherwise_from_some_position_on_is_refused
     check_model(tiny_config(**{"engine.server_args": {"context_length": 16384}}), MINISTRAL)
 
 
+def test_olmo3_with_yarn_is_served_in_the_spelling_of_its_publisher_alone() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8}
+    hf = {**LLAMA, "architectures": ["Olmo3ForCausalLM"], "sliding_window": 8, "layer_types": kinds}
+    check_model(tiny_config(), {**hf, "rope_theta": 5e5, "rope_scaling": yarn})
+    with pytest.raises(ConfigError, match=r"rope_parameters'\..*copy the publisher's config\.json"):
+        check_model(tiny_config(), {**hf, "rope_parameters": {**yarn, "rope_theta": 5e5}})
+
+
 def test_engines_of_weights_in_fp8_are_refused() -> None:
     with pytest.raises(ConfigError, match="asyncrl-convert dequantize"):
         check_model(tiny_config(), {**LLAMA, "quantization_config": FP8})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 import yaml
 
 from asyncrl import rewards
+from asyncrl.config import load
+from asyncrl.launch.compose import algorithm_overrides
 from asyncrl.launch.help import ALGORITHMS, algorithms, field_names
 from asyncrl.metrics import fields
 from asyncrl.metrics.fields import unknown
 from asyncrl.removed import removal
+from tests.fakes import compose_values
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").rglob("*.md"))
@@ -137,6 +141,28 @@ def test_names_of_the_code_exist(page: Path) -> None:
         if name not in {getattr(node, "name", None) for node in tree.body}:
             missing.append(f"{module}:{name}")
     assert missing == []
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the arguments of every asyncrl-train that a page shows in a block, without what stands for others; not of
+    those with options (-sc), or with the extension that tests/test_extension.py writes."""
+    found = []
+    for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        lines = re.sub(r"\\\n\s*", " ", block).splitlines()
+        for command in [
+            part for line in lines for part in line.split("&&") if part.strip().startswith("asyncrl-train")
+        ]:
+            _, *words = shlex.split(command, comments=True)
+            found.append([word for word in words if word not in ("…", "...", "--check")])
+    return [words for words in found if not any(word.startswith(("-", "+extensions.")) for word in words)]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if commands(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_settings_of_commands_that_are_shown_are_accepted(page: Path) -> None:
+    for words in commands(page):
+        load(compose_values(*algorithm_overrides(words)))
 
 
 def shown(page: str, begins: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:

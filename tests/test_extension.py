@@ -13,10 +13,11 @@ from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from asyncrl import extension, user_code
+from asyncrl import extension, lookup, user_code
 from asyncrl.config import Config, TaskConfig, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.launch import leftovers
@@ -27,8 +28,11 @@ from asyncrl.launch.plan import plan
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Addresses
 from asyncrl.observability.timeline import GroupTimeline, PublishTimeline
+from asyncrl.rollout import build as rollout_build
+from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.parts import ModelParts, PlayingParts
 from asyncrl.rollout.prompts import question_of
+from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.tasks import Task, build, build_all
 from asyncrl.weights.choice import choose_lora
 from asyncrl.weights.publish import build_transport
@@ -53,7 +57,7 @@ def configured(**changes: object) -> Config:
 
 def test_the_example_of_the_page_adds_a_setting_a_listener_and_a_metric_in_forty_lines() -> None:
     assert CODE[1].count("\n") <= 40
-    made = extension.active(configured(sleepy={"slow": 2.0}))["sleepy"]
+    made = lookup.active(configured(sleepy={"slow": 2.0}))["sleepy"]
     hooks = made.rollout()
     for seconds in (1.0, 3.0, 9.0):
         hooks.record(GroupTimeline("g", 0, "task", "training", 0, 100.0, 100.0 + seconds, "committed", []))
@@ -92,13 +96,13 @@ def test_what_is_wrong_is_refused_by_field(changes: dict[str, object], field: st
 
 
 def test_extension_of_an_installed_package_need_not_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EntryPoints([EntryPoint("sleepy", "sleepy:Sleepy", extension.GROUP)])
-    monkeypatch.setattr(extension, "entry_points", lambda group: found.select(group=group))
-    extension.installed.cache_clear()
+    found = EntryPoints([EntryPoint("sleepy", "sleepy:Sleepy", lookup.GROUP)])
+    monkeypatch.setattr(lookup, "entry_points", lambda group: found.select(group=group))
+    lookup.installed.cache_clear()
     try:
         assert load({**tiny_values(), "sleepy": {"slow": 3.0}}).sleepy.slow == 3.0
     finally:
-        extension.installed.cache_clear()
+        lookup.installed.cache_clear()
 
 
 def test_old_names_of_settings_are_refused_with_the_new_ones_and_read_in_recorded_runs() -> None:
@@ -162,10 +166,10 @@ def louder(question: dict[str, Any], template: object) -> dict[str, Any]:
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Replace the extensions of this checkout; the result holds those that a test adds."""
     found: dict[str, str] = {}
-    monkeypatch.setattr(extension, "shipped", lambda: found)
-    extension.loaded.cache_clear()
+    monkeypatch.setattr(lookup, "shipped", lambda: found)
+    lookup.loaded.cache_clear()
     yield found
-    extension.loaded.cache_clear()
+    lookup.loaded.cache_clear()
 
 
 def bare(**changes: Any) -> Config:
@@ -187,7 +191,7 @@ def test_question_goes_through_the_functions_of_extensions(alone: dict[str, str]
     plain = question_of(task, FakeTemplate(), 3, "task")
     assert plain == task.question(3)
     alone["wrapping"] = f"{__name__}:Wrapping"
-    extension.loaded.cache_clear()
+    lookup.loaded.cache_clear()
     assert question_of(task, FakeTemplate(), 3, "task")["messages"][-1]["content"].endswith("!")
 
 
@@ -211,6 +215,31 @@ def test_leftovers_of_extensions_are_removed_with_those_of_a_run(alone: dict[str
     before = Wrapping.swept
     leftovers.sweep("no such run", [])
     assert Wrapping.swept == before + 1
+
+
+class Limiting(extension.Extension):
+    """Limits how many groups run at once."""
+
+    def rollout(self) -> extension.RolloutHooks:
+        return Five()
+
+
+class Five(extension.RolloutHooks):
+    def limits(self, run: RolloutRun) -> ConcurrencyLimiter:
+        return FixedConcurrency(5)
+
+
+def test_an_extension_limits_groups_and_without_one_admission_alone_does(alone: dict[str, str], tmp_path: Path) -> None:
+    def limiter(most: int | str) -> ConcurrencyLimiter:
+        run = RolloutRun(bare(**{"rollout.max_running_groups": most}), addresses(), tmp_path, Mock())
+        return rollout_build._limiter(run, rollout_build._started_hooks(run))
+
+    assert type(limiter("auto")) is ConcurrencyLimiter
+    alone["limiting"] = f"{__name__}:Limiting"
+    assert isinstance(chosen := limiter("auto"), FixedConcurrency)
+    assert chosen._most == 5
+    assert isinstance(chosen := limiter(3), FixedConcurrency)
+    assert chosen._most == 3
 
 
 COURIER = """
@@ -288,7 +317,7 @@ def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> No
     at = engine.argv.index("--num-reserved-decode-tokens")
     assert engine.argv[at + 1] == "7"
     code = "import asyncrl.engine.serve"
-    named = {extension.NAMED: engine.env[extension.NAMED]}  # not the run's id, by which other tests end leftovers
+    named = {lookup.NAMED: engine.env[lookup.NAMED]}  # not the run's id, by which other tests end leftovers
     env = {**os.environ, **named, "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", code, *engine.argv[at : at + 2]]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
@@ -296,12 +325,12 @@ def test_engines_get_arguments_and_patches_of_an_extension(tmp_path: Path) -> No
 
 
 def test_engines_import_no_extension_without_hooks_for_them() -> None:
-    assert extension.engine_environment(configured()) == {}
+    assert lookup.engine_environment(configured()) == {}
 
 
 NARROW = """
 from asyncrl.errors import ConfigError
-from asyncrl.extension import EngineHooks, Extension, LaunchHooks, TrainerHooks
+from asyncrl.extension import EngineHooks, Extension, LaunchHooks
 from asyncrl.settings import Section
 
 
@@ -321,14 +350,6 @@ class Engine(EngineHooks):
     def needs_weights(self, config):
         return config.narrow.bytes is not None
 
-    def linear_bytes(self, config):
-        return config.narrow.bytes
-
-
-class Trainer(TrainerHooks):
-    def sent(self, weights):
-        return [weights]
-
 
 class Narrow(Extension):
     Settings = Settings
@@ -342,9 +363,6 @@ class Narrow(Extension):
 
     def engine(self):
         return Engine()
-
-    def trainer(self, policy):
-        return Trainer()
 """
 
 
@@ -372,15 +390,6 @@ def test_models_and_gpus_are_shown_to_extensions_before_a_start(narrow: Any) -> 
     assert refused.value.value == known.gpus[1].name
 
 
-def test_what_an_extension_makes_of_the_weights_is_sent_in_their_place(narrow: Any) -> None:
-    policy: Any = None
-    weights: Any = object()
-    hooks = extension.active(narrow())["narrow"].trainer(policy)
-    plain = extension.TrainerHooks()
-    assert extension.sent([plain, plain], weights) is weights
-    assert extension.sent([hooks, plain, hooks], weights) == [[weights]]
-
-
 def test_adapters_are_merged_where_an_extension_refuses_them_as_versions(narrow: Any) -> None:
     llama = {"architectures": ["LlamaForCausalLM"]}
     config = narrow(**{"trainer.lora.rank": 4})
@@ -405,10 +414,10 @@ def test_base_of_an_extension_is_known_by_its_name(tmp_path: Path, monkeypatch: 
     assert refused.value.field == "trainer.lora.base"
     (tmp_path / "thin.py").write_text(BASES)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(extension, "installed", lambda: {"thin": "thin:Own"})
+    monkeypatch.setattr(lookup, "installed", lambda: {"thin": "thin:Own"})
     config = tiny_config(**changes)
     assert config.changes_base
-    assert extension.offered("bases")["thin"].bytes == 0.25
+    assert lookup.offered("bases")["thin"].bytes == 0.25
 
 
 class Asking(extension.Extension):

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from asyncrl.extension import shipped
 from asyncrl.launch.checks.versions import pinned
+from asyncrl.lookup import shipped
 
 PLAYER = "asyncrl.extensions.processes.episodes"
 PLAYS = "processes" in shipped()

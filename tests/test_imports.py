@@ -28,7 +28,7 @@ RECIPES_USE = {"agents", "envs", "tasks", "rewards", "algo", "settings", "extens
 """Packages with what users build on; the modules that are open to all come in addition."""
 OPEN = {  # to all
     *("schema", "errors", "retries", "parallel", "metrics", "jsonl", "user_code", "routing", "leases"),
-    *("import_hooks", "network", "progress", "child", "images", "removed", "extension", "platforms"),
+    *("import_hooks", "network", "progress", "child", "images", "removed", "extension", "lookup", "platforms"),
 }
 
 # What each package may import of the others. `__main__` files wire across and stand outside.
@@ -37,6 +37,7 @@ ALLOWED = {
     "retries": set(),
     "images": set(),
     "extension": {"settings"},
+    "lookup": {"settings"},
     "errors": set(),
     "parallel": set(),
     "jsonl": {"errors"},
@@ -296,7 +297,7 @@ def test_command_imports_nothing_slow_before_it_needs_it(
 # --- sizes --------------------------------------------------------------------------------------------------
 
 
-MOST_LINES = 37_800
+MOST_LINES = 37_300
 """Most lines of the core, whatever is in them. Lower it after a deletion; the aim is 32,000. There is no limit for a
 file or a function: such limits were met by folding lines."""
 
@@ -384,7 +385,7 @@ OF_A_TEST_FILE = re.compile(
 def test_what_tests_share_lies_in_modules_that_are_no_tests() -> None:
     """So that a reader finds it, and moving a test breaks no other."""
     files = [file for folder in ("tests", "scripts") for file in (PACKAGE.parent / folder).rglob("*.py")]
-    assert len(files) > 400
+    assert len(files) > 300  # also where all extensions are deleted
     found = {file.name: one[0] for file in files if (one := OF_A_TEST_FILE.search(file.read_text()))}
     assert found == {}, (
         "move what is shared into a module without test_ in its name, such as tests/integration/books.py"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import extension, platforms
+from asyncrl import extension, lookup, platforms
 
 ROUTER = """
 import torch
@@ -100,7 +100,7 @@ class Offers(extension.Extension):
 
 
 def test_platform_of_an_installed_package_comes_before_the_shipped_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension, "installed", lambda: {"own": f"{__name__}:Offers"})
+    monkeypatch.setattr(lookup, "installed", lambda: {"own": f"{__name__}:Offers"})
     platforms.without_gpu.cache_clear()
     try:
         assert isinstance(platforms.chosen(gpu=False), Offered)

@@ -12,7 +12,7 @@ from tests.rollout.machinery import Timing, machinery
 
 PACKAGE = Path(asyncrl.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
-MOST_FILES, MOST_LINES = 60, 11_350
+MOST_FILES, MOST_LINES = 59, 11_100
 """Lower them after a deletion; the aims are 45 files and 8,000 lines."""
 WIRING = {"rollout/__main__.py", "trainer/__main__.py"}
 BESIDE = (
@@ -24,7 +24,17 @@ BESIDE = (
     "rollout/timelines.py",
 )
 """What keeps the books of it: nothing that is trained depends on them."""
-GROUND = ("config/", "errors.py", "images/", "network/", "retries.py", "routing.py", "extension.py", "imports.py")
+GROUND = (
+    "config/",
+    "errors.py",
+    "images/",
+    "network/",
+    "retries.py",
+    "routing.py",
+    "extension.py",
+    "lookup.py",
+    "imports.py",
+)
 
 
 def way() -> set[str]:

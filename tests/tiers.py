@@ -41,7 +41,7 @@ DAILY = (
     "slurm_tools",
     "router",
     # engines
-    "proxy",
+    "proxy::test_proxied",
     "fleet",
     "continuation",
     "weight_faults",
@@ -111,6 +111,8 @@ NIGHTLY = (
     "tests/extensions/plan/test_documented.py::",
     "tests/test_sizes.py::",
     "tests/extensions/plan/test_concurrency.py::test_it_is_as_fast",
+    # composes the settings of a hundred commands
+    "tests/test_docs.py::test_settings_of_commands_that_are_shown_are_accepted",
     # imports in new processes, wheels
     "tests/test_packaging.py::test_wheel",
     "tests/test_packaging.py::test_sdist",
@@ -136,11 +138,11 @@ STRUCTURE = (
 
 def tier(nodeid: str) -> str | None:
     """Return the mark of a test's tier: nightly, structure, or none for `make test`."""
+    if nodeid.startswith(NIGHTLY):
+        return "nightly"
     if nodeid.startswith(STRUCTURE):
         return "structure"
-    if nodeid.startswith(INTEGRATION):
-        return None if daily(nodeid) else "nightly"
-    return "nightly" if nodeid.startswith(NIGHTLY) else None
+    return None if not nodeid.startswith(INTEGRATION) or daily(nodeid) else "nightly"
 
 
 def daily(nodeid: str) -> bool:

@@ -15,7 +15,7 @@ from functools import partial
 from math import comb
 from typing import TYPE_CHECKING
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.algo.registry import AlgorithmRegistry
 from asyncrl.algo.siblings import EPSILON, standardised
 from asyncrl.errors import ConfigError
@@ -40,7 +40,7 @@ class AdvantageTraits:
 
 
 ADVANTAGES: AlgorithmRegistry[AdvantageTraits] = AlgorithmRegistry(
-    "algo.advantage", AdvantageTraits(), offered=partial(extension.offered, "advantages")
+    "algo.advantage", AdvantageTraits(), offered=partial(lookup.offered, "advantages")
 )
 """Estimators map the table and their settings to advantages, [N] float64."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ConfigDict, ValidationError, model_validator
 
-from asyncrl import extension
+from asyncrl import extension, lookup
 from asyncrl.config.algorithm import AlgoConfig, ShapingConfig
 from asyncrl.config.generation import (
     AuxiliaryModelConfig,
@@ -114,8 +114,8 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _sections_of_extensions(cls, values: dict[str, Any]) -> dict[str, Any]:
-        kinds = extension.classes(values.get("extensions") or {})
-        sections = extension.sections(kinds)
+        kinds = lookup.classes(values.get("extensions") or {})
+        sections = lookup.sections(kinds)
         for name, kind in sections.items():
             if name in cls.model_fields:
                 remedy = "A section of the core has this name: choose another."
@@ -140,7 +140,7 @@ class Config(Section):
     @property
     def own_mode(self) -> extension.OfferedMode | None:
         """Return the extension's mode that the run uses; None for one of the core."""
-        return extension.offered("modes", self.extensions).get(self.mode)
+        return lookup.offered("modes", self.extensions).get(self.mode)
 
     @property
     def trains(self) -> bool:
@@ -185,7 +185,7 @@ class Config(Section):
     @property
     def transport(self) -> extension.OfferedTransport | None:
         """Return the extension's transport that the run uses; None for one of the core."""
-        return extension.offered("transports", self.extensions).get(self.weights.transport)
+        return lookup.offered("transports", self.extensions).get(self.weights.transport)
 
     @property
     def sends_files(self) -> bool:
@@ -208,7 +208,7 @@ class Config(Section):
         weights of the trainers first."""
         lora = self.trainer.lora
         adapted = lora.rank is not None and (lora.path is not None or lora.base != "none")
-        return self.mode == "train" and (adapted or extension.needs_weights(self))
+        return self.mode == "train" and (adapted or lookup.needs_weights(self))
 
     @property
     def adapters(self) -> tuple[str, ...]:

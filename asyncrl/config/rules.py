@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
 from asyncrl.algo.loss import LOSSES, LossTraits
 from asyncrl.config.lora import LINEARS, adapter_targets, resident_adapters
@@ -43,7 +43,7 @@ def check_settings(config: Config) -> None:
         _extensions,
     ):
         require(config, rules(config))
-    for one in extension.active(config).values():
+    for one in lookup.active(config).values():
         for problem in one.check(config):
             raise problem
     require(config, _signal(config))
@@ -68,7 +68,7 @@ def _lengths(config: Config) -> Iterator[Rule]:
 
 def _modes(config: Config) -> Iterator[Rule]:
     """Yield the rules of what a run does as a whole."""
-    modes = [*MODES, *extension.offered("modes", config.extensions)]
+    modes = [*MODES, *lookup.offered("modes", config.extensions)]
     yield "mode", config.mode not in modes, f"Must be one of {', '.join(modes)}."
     why = (
         "With deterministic=true, weights must not change while engines generate: set 0, or record an asynchronous run "
@@ -86,12 +86,12 @@ def _modes(config: Config) -> Iterator[Rule]:
 
 def _names(config: Config) -> Iterator[Rule]:
     """Yield the rules of names that extensions add to."""
-    transports = [*TRANSPORTS, *extension.offered("transports", config.extensions)]
+    transports = [*TRANSPORTS, *lookup.offered("transports", config.extensions)]
     why = f"Must be one of {', '.join(transports)}."
     yield "weights.transport", config.weights.transport not in transports, why
-    bases = ["none", *extension.offered("bases")]
+    bases = ["none", *lookup.offered("bases")]
     yield "trainer.lora.base", config.trainer.lora.base not in bases, f"Must be one of {', '.join(bases)}."
-    launchers = ["local", *extension.offered("clusters", config.extensions)]
+    launchers = ["local", *lookup.offered("clusters", config.extensions)]
     why = f"No extension that is installed has this cluster: choose one of {launchers}."
     yield "cluster.launcher", config.cluster.launcher not in launchers, why
 
@@ -431,17 +431,17 @@ def _group_sizes(config: Config) -> Iterator[Rule]:
 
 def _extensions(config: Config) -> Iterator[Rule]:
     """Yield the rules of what only an extension can do."""
-    active = extension.active(config).values()
+    active = lookup.active(config).values()
     references = ["weights", *(name for one in active for name in one.references)]
     why = f"No extension that is installed has this reference: choose one of {references}."
     yield "algo.kl.reference", config.algo.kl.reference not in references, why
     served = {field for one in active for field in one.serves}
     for field in ("replay.schedule", "replay.compare"):
-        yield field, bool(value_of(config, field)) and field not in served, extension.NOBODY
+        yield field, bool(value_of(config, field)) and field not in served, lookup.NOBODY
 
 
 def _signal(config: Config) -> Iterator[Rule]:
     """Yield the rule of a run that must learn from something."""
-    learns = any(one.signal for one in extension.active(config).values())
+    learns = any(one.signal for one in lookup.active(config).values())
     why = "Nothing would be learned: choose another estimator, or an extension's own signal, as distillation."
     yield "algo.advantage", config.algo.advantage.name == "none" and not learns, why

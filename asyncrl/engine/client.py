@@ -85,8 +85,8 @@ class ClientSettings:
     """How the model reads images, if it does."""
     requests: str = ""
     """Begins the names of requests, which must differ from those of other processes of the run."""
-    stop: StopStrings = field(default_factory=lambda: StopStrings([], lambda token_ids: ""))
-    """Texts that end an answer."""
+    stop: StopStrings = field(default_factory=StopStrings)
+    """Texts that end every answer; a request may have further ones."""
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class GenerationClient:
         self.roles = RoleAdapters(settings.agents, self.inflight, settings.names, settings.adapter_per)
         self.temperature = settings.temperature
         self._context = settings.context
-        self._coalesce = settings.coalesce and settings.seed is None and not settings.stop
+        self._coalesce = settings.coalesce and settings.seed is None
         self._spread = SiblingSpread(settings.spread)
         self._serial = itertools.count()
         self._waiting: dict[tuple, list[Request]] = {}
@@ -172,6 +172,7 @@ class GenerationClient:
         most: int | None = None,
         role: str = "",
         images: Sequence[bytes] = (),
+        stop: Sequence[str] = (),
     ) -> asyncio.Future[Completion]:
         """Submit a request and return the future of its completion. Raises PromptRefused for a token that the model
         does not have, and ImageRefused if there is not an image for each placeholder.
@@ -186,6 +187,7 @@ class GenerationClient:
             alone = session.sample and self._spread(len(token_ids) + added)
             session.routing_key = session.sample if alone else session.group
         request = session.asks(token_ids, limit, role, images, added)
+        request.stop = self._settings.stop.and_also(stop)
         recalled = session.recall(request)
         request.future = loop.create_future()
         if recalled is not None:
@@ -194,7 +196,8 @@ class GenerationClient:
             request.complete(Completion([], [], [], "length"))
         else:
             key: tuple = (next(self._serial),)
-            if self._coalesce and session.temperature > 0 and session.routing_key == session.group:
+            shares = self._coalesce and not request.stop.texts
+            if shares and session.temperature > 0 and session.routing_key == session.group:
                 served_by = request.name, request.adapter, request.purpose
                 key = (session.group, session.temperature, limit, served_by, tuple(token_ids), *images)
             self.inflight.adapters.acquire(request.holds)
@@ -328,7 +331,7 @@ class GenerationClient:
             begun = request.token_ids
             inferred = parts[-1].broken and request.adapter is None
             self.inflight.figures.inferred_tokens += len(parts[-1].token_ids) if inferred else 0
-            if ended := self._ended(begun, request.limit):  # it was complete, but its last chunk was lost
+            if ended := self._ended(request):  # it was complete, but its last chunk was lost
                 parts[-1].end_with(ended)
                 break
             with session.activity.spent(RETRY, reason):
@@ -345,12 +348,12 @@ class GenerationClient:
         session.routed = [*token_ids, *completion.token_ids] if completion.routing else []
         request.complete(completion)
 
-    def _ended(self, token_ids: list[int], limit: int) -> str | None:
-        """Return the finish reason of an answer of these tokens, or None when it is not complete."""
-        settings = self._settings
-        if (token_ids and token_ids[-1] in settings.stop_token_ids) or settings.stop.end(token_ids, len(token_ids)):
+    def _ended(self, request: Request) -> str | None:
+        """Return the finish reason of an answer whose parts have ended, or None when it is not complete."""
+        written = request.token_ids
+        if (written and written[-1] in self._settings.stop_token_ids) or request.stop.end(written, len(written)):
             return "stop"
-        return "length" if len(token_ids) >= limit else None
+        return "length" if len(written) >= request.limit else None
 
 
 def _left_alone(futures: list[asyncio.Future[Completion]]) -> bool:

@@ -109,11 +109,15 @@ class Fleet:
     def on_each(self, step: Callable[[str], Answer], urls: Iterable[str] | None = None) -> dict[str, Answer]:
         """Run a step for every engine, or for these, at once, and return the answers. Engines whose step fails are
         lost."""
-        return self.finish({url: self._pool.submit(step, url) for url in (self.urls if urls is None else urls)})
+        return self.finish(self.begin(step, self.urls if urls is None else urls))
+
+    def begin(self, step: Callable[[str], Answer], urls: Iterable[str]) -> Calls:
+        """Begin a step for each of these engines without waiting."""
+        return {url: self._pool.submit(step, url) for url in urls}
 
     def start(self, path: str, bodies: Mapping[str, Answer]) -> Calls:
         """POST a body to each engine without waiting: a broadcast needs its receivers to be running."""
-        return {url: self._pool.submit(self.post, url, path, body) for url, body in bodies.items()}
+        return self.begin(lambda url: self.post(url, path, bodies[url]), bodies)
 
     def finish(self, calls: Calls) -> dict[str, Answer]:
         """Wait for the calls that `start` began and return the answers. Engines that fail are lost."""
@@ -165,7 +169,7 @@ class Fleet:
         A router that was restarted is told which engines serve.
         """
         members = self._members()
-        asked = {url: self._pool.submit(self.get, url, "/model_info", PROBE_SECONDS) for url in members}
+        asked = self.begin(lambda url: self.get(url, "/model_info", PROBE_SECONDS), members)
         answers, _ = self.settle(asked)  # no answer: busy or dead; the next call of a publish finds out
         for url, answer in answers.items():
             label = str(answer.get("weight_version"))
@@ -271,8 +275,12 @@ class Fleet:
                 self.post(url, "/pause_generation", {"mode": mode}, PROBE_SECONDS)
 
     def lose_the_dead(self) -> None:
-        """Probe every engine's scheduler. Engines that do not answer in time are lost."""
-        self.on_each(lambda url: self.get(url, "/server_info", PROBE_SECONDS))
+        """Probe every engine's scheduler, and lose those that do not answer in time: the first one alone at first,
+        because others may wait for it in a broadcast, and answer when it is killed."""
+        for most in (1, 1, 1, None):
+            _, problems = self.settle(self.begin(lambda url: self.get(url, "/server_info", PROBE_SECONDS), self.urls))
+            for url, problem in list(problems.items())[:most]:
+                self.lose(url, str(problem))
 
     def adopt(self, serving: Sequence[str], joining: Sequence[str], changes: int) -> None:
         """Adopt rank 0's view of the fleet. It may include engines that this rank has lost before."""

@@ -253,7 +253,7 @@ class InFlight:
                 self._count(sample, new)
                 sent.answered = True
                 sent.tokens += new
-                stopped = not answer.ended_early and self._stops(sample.request, answer, new)
+                stopped = not answer.ended_early and _stops(sample.request, answer, new)
                 if stopped and not answer.last and sent.engine:
                     await self._http.abort(sent.engine, sent.rid)
                 if answer.last:
@@ -267,16 +267,6 @@ class InFlight:
                 answer.stop_at(why)
                 self._end(sample, answer, body)
                 hand_over(sample.request)
-
-    def _stops(self, request: Request, answer: PartialAnswer, new: int) -> bool:
-        """End the answer at a stop string whose last token is among the `new` ones, and return whether it has one. The
-        text may have begun before the answer was interrupted."""
-        stop = self._settings.stop
-        before = request.token_ids if stop else []
-        end = stop.end([*before, *answer.token_ids], new) if stop else None
-        if end is not None:
-            answer.stop_after(end - len(before))
-        return end is not None
 
     def _end(self, sample: _Sample, answer: PartialAnswer, body: dict[str, Any]) -> None:
         """End one sample, complete or not. The others may go on for much longer."""
@@ -370,6 +360,18 @@ class InFlight:
             self._busy_since = now
         taken, self.figures = self.figures, EngineStats()
         return taken
+
+
+def _stops(request: Request, answer: PartialAnswer, new: int) -> bool:
+    """End the answer at a stop string whose last token is among the `new` ones, and return whether it has one. The text
+    may have begun before the answer was interrupted."""
+    if not request.stop.texts:
+        return False
+    before = request.token_ids
+    end = request.stop.end([*before, *answer.token_ids], new)
+    if end is not None:
+        answer.stop_after(end - len(before))
+    return end is not None
 
 
 def _needed(requests: Sequence[Request], body: dict[str, Any], begun: int) -> int:

@@ -5,8 +5,7 @@
     HOST-PORT.leave    the engine, whoever started it, is asked to leave
     HOST-PORT.left     the engine has left: the trainer sends it no weights, and the router no requests
 
-An engine may be stopped only after it has left: one that ends in the middle of an NCCL broadcast takes the trainer down
-with it.
+An engine may be stopped only after it has left: one that ends in the middle of a broadcast holds up the others.
 """
 
 from __future__ import annotations

@@ -22,22 +22,23 @@ Purpose = Literal["training", "evaluation", "past"]
 
 
 class StopStrings:
-    """Texts that end an answer (rollout.stop). Engines work without a tokenizer and cannot look for them, so the client
-    does, in the tokens that have arrived."""
+    """Texts that end an answer (rollout.stop, and the request's own). Engines work without a tokenizer and cannot look
+    for them, so the client does, in the tokens that have arrived."""
 
-    def __init__(self, texts: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, texts: Sequence[str] = (), decode: Callable[[Sequence[int]], str] = str) -> None:
         """`decode` returns the text of tokens, special tokens included."""
-        self._texts = texts
+        self.texts = texts
         self._decode = decode
         self._most = max((len(text.encode()) for text in texts), default=0)  # tokens that a text may take
 
-    def __bool__(self) -> bool:
-        return bool(self._texts)
+    def and_also(self, texts: Sequence[str]) -> StopStrings:
+        """Return these texts with further ones."""
+        return StopStrings([*self.texts, *texts], self._decode) if texts else self
 
     def end(self, token_ids: Sequence[int], new: int) -> int | None:
         """Return the number of tokens up to the end of the first of these texts; None if there is none. Only a text
         whose last token is among the last `new` ones is found."""
-        if not self._texts or not new:
+        if not self.texts or not new:
             return None
         seen = len(token_ids) - new
         start = max(0, seen - self._most)
@@ -47,7 +48,7 @@ class StopStrings:
 
     def _found(self, token_ids: Sequence[int]) -> bool:
         text = self._decode(token_ids)
-        return any(one in text for one in self._texts)
+        return any(one in text for one in self.texts)
 
 
 @dataclass
@@ -202,6 +203,7 @@ class Request:
     adapter: int | None = None  # version of its adapter, if versions are adapters
     lora: str | None = None  # name of that version in the engines; None is the base
     past: bool = False  # whether a past version plays the role
+    stop: StopStrings = field(default_factory=StopStrings)  # texts that end its answer
     parts: list[PartialAnswer] = field(default_factory=list)  # ended parts, complete or interrupted
     live: PartialAnswer | None = None  # the part that is streaming now
     future: asyncio.Future[Completion] | None = None  # what the agent waits for

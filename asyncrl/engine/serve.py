@@ -1,7 +1,7 @@
 """Program that runs one SGLang server: python -m asyncrl.engine.serve ARGUMENTS OF sglang.launch_server.
 
 This is the stock server, with hooks (sglang_hooks.py), a warm-up for GPUs (warmup.py), what extensions install
-(extension.py), and on a CPU the shims of its platform. The run's API key and ports come from the environment, because
+(lookup.py), and on a CPU the shims of its platform. The run's API key and ports come from the environment, because
 every user of the machine can read a command line. The module is not a `__main__.py`, because multiprocessing would not
 re-import that in spawned children, which need them too.
 """
@@ -16,7 +16,7 @@ from importlib.metadata import version
 
 from asyncrl import platforms
 from asyncrl.engine import sglang_hooks, warmup
-from asyncrl.extension import install_in_engine
+from asyncrl.lookup import install_in_engine
 from asyncrl.network import stores
 from asyncrl.network.addresses import ARGUMENTS
 from asyncrl.network.ports import REPLICA_PORTS, free_block

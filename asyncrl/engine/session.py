@@ -69,6 +69,7 @@ class GenerationSession:
         self._client = client
         self.group = group
         self.temperature = temperature
+        self.trained_at = client.temperature  # that of training samples
         self.purpose = purpose
         self.seed = seed
         self.sample = sample
@@ -84,21 +85,21 @@ class GenerationSession:
         """Completions from the saved state of a resumed run, for requests that the agent makes again."""
         self.activity = Activity()
 
-    @property
-    def trained_at(self) -> float:
-        """Sampling temperature of training samples; it may differ from this session's."""
-        return self._client.temperature
-
     async def __call__(
-        self, token_ids: list[int], max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
+        self,
+        token_ids: list[int],
+        max_new_tokens: int | None = None,
+        role: str = "",
+        images: Sequence[bytes] = (),
+        stop: Sequence[str] = (),
     ) -> Completion:
-        """Continue exactly these tokens, with an image for each placeholder, by at most `max_new_tokens`, with the
-        adapter of a role.
+        """Continue exactly these tokens, with an image for each placeholder, by at most `max_new_tokens` and up to one
+        of the texts `stop`, with the adapter of a role.
 
         The completion is empty when the context has no room. Raises EngineError when the fleet cannot answer, and
         ConfigError for a role without an adapter.
         """
-        return await self._client.submit(self, token_ids, max_new_tokens, role, images)
+        return await self._client.submit(self, token_ids, max_new_tokens, role, images, stop)
 
     async def images(self, messages: Sequence[Message]) -> list[bytes]:
         """Return the images of messages in order, as the model reads them. Raises ImageRefused."""
@@ -120,16 +121,6 @@ class GenerationSession:
         self._client.roles.assign(request)
         self.requests.append(request)
         return request
-
-    @property
-    def waits_for(self) -> str:
-        """What the episode is waiting for; "" once it has ended."""
-        return self.activity.waits_for
-
-    @property
-    def since(self) -> float:
-        """Time of the last activity (time.monotonic)."""
-        return self.activity.since
 
     def hear(self, tokens: int) -> None:
         """Count the tokens of a chunk that arrived."""

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.envs.breaker import Breaker
 from asyncrl.envs.env import Env, EnvSpec, Question, Step, awaited
 from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
@@ -183,7 +183,7 @@ class EnvironmentPool:
 
 def _hosts() -> EnvironmentHosts:
     """Return processes of an extension for the environments of a pool. Raises ConfigError."""
-    if not (offers := extension.loaded("hosting")):
+    if not (offers := lookup.loaded("hosting")):
         remedy = "No extension that is installed runs environments in processes: make `step` async, or set false."
         raise ConfigError("task.environments.hosted", None, remedy)
     hosts: EnvironmentHosts = offers[0]()

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.images import ImageRefused, data_url
 
 Message = dict[str, Any]
-REFUSED = {"video", "video_url", "audio", "audio_url", "input_audio", "file"}
+REFUSED = ("video", "video_url", "audio", "audio_url", "input_audio", "file")
 """Types of parts that no model here reads."""
 
 

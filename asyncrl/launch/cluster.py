@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 from asyncrl.config import Config
-from asyncrl.extension import offered
 from asyncrl.launch.checks.versions import installed
 from asyncrl.launch.machine import MachineFacts, count_gpus, this_machine, this_node
 from asyncrl.launch.placement import Node, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
+from asyncrl.lookup import offered
 from asyncrl.user_code import load
 
 OWN_PORTS = 2

@@ -114,11 +114,11 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     (config/secret_values.py)."""
     for name, resolver in (("oc.env", _marked_env), ("oc.decode", _decoded)):
         OmegaConf.register_new_resolver(name, resolver, replace=True)
-    from asyncrl import extension  # imports pydantic, so only when there are settings to validate
+    from asyncrl import lookup  # imports pydantic, so only when there are settings to validate
     from asyncrl.config.secret_values import FREE, free_fields
 
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    sections = extension.sections(extension.classes(values.get("extensions") or {}))
+    sections = lookup.sections(lookup.classes(values.get("extensions") or {}))
     values = _referred(values, {*FREE, *free_fields(sections.values())})
     check_resume(values, composed)
     return values

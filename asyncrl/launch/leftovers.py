@@ -97,9 +97,9 @@ def sweep(value: str, files: Iterable[Path], variable: str = "ASYNCRL_RUN_ID") -
         unused = unused.difference(*map(_mapped, _processes()))
     for file in unused:
         file.unlink(missing_ok=True)
-    from asyncrl import extension  # imports pydantic, which a task of Slurm does not wait for
+    from asyncrl import lookup  # imports pydantic, which a task of Slurm does not wait for
 
-    extension.sweep()
+    lookup.sweep()
 
 
 def _processes() -> Iterable[int]:

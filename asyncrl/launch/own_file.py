@@ -83,12 +83,12 @@ def schema() -> str:
     """Return the JSON schema of such files, with the meaning of each field."""
     from pydantic import TypeAdapter
 
-    from asyncrl import extension
+    from asyncrl import lookup
     from asyncrl.config import Config
 
     whole: dict[str, Any] = TypeAdapter(Config).json_schema(by_alias=True)
     properties, kinds = whole["properties"], whole["$defs"]
-    for name, kept in extension.sections(extension.classes({})).items():
+    for name, kept in lookup.sections(lookup.classes({})).items():
         own = kept.model_json_schema(ref_template="#/$defs/{model}")
         kinds.update(own.pop("$defs", {}))
         properties[name] = own

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.config import AuxiliaryModelConfig, ClusterConfig, Config, EngineConfig, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.network.ports import REPLICA_PORTS
@@ -115,7 +115,7 @@ class _Room:
 def ports_wanted(config: Config) -> int:
     """Return the number of free ports that suffices for a node, whatever is placed on it."""
     servers = sum(section.started for section in config.fleets.values())
-    return 2 * servers + 4 + sum(one.launch().ports() for one in extension.active(config).values())
+    return 2 * servers + 4 + sum(one.launch().ports() for one in lookup.active(config).values())
 
 
 def block_wanted(config: Config) -> int:
@@ -151,8 +151,7 @@ def place(config: Config, nodes: Sequence[Node]) -> Placement:
     frozen = {role: [seats[0] for seats in fleets[role]] for role in config.frozen}
     hosts = [room.seat() for room in {id(room): room for room in (head, *others)}.values()]
     ports = {
-        name: [head.seat(ports=1) for _ in range(one.launch().ports())]
-        for name, one in extension.active(config).items()
+        name: [head.seat(ports=1) for _ in range(one.launch().ports())] for name, one in lookup.active(config).items()
     }
     return Placement(router, rollout, trainers, fleets["engine"], frozen, hosts, ports)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl import extension, platforms
+from asyncrl import lookup, platforms
 from asyncrl.config import AuxiliaryModelConfig, Config, EngineConfig, on_gpu
 from asyncrl.engine.router import router_argv
 from asyncrl.engine.server import (
@@ -77,7 +77,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
     ranks and what extensions add. All are started at once and run concurrently."""
     trainers = _trainers(config, addresses, placement, run_dir)
     program = config.own_mode.program if config.own_mode else ""
-    hooks = [one.launch() for one in extension.active(config).values()]
+    hooks = [one.launch() for one in lookup.active(config).values()]
     more = [spec for one in hooks for spec in one.processes(config, addresses, placement, run_dir)]
     if not config.generates:
         return _changed(config, addresses, run_dir, [*more, *trainers])
@@ -112,7 +112,7 @@ def plan(config: Config, addresses: Addresses, placement: Placement, run_dir: Pa
 
 def _changed(config: Config, addresses: Addresses, run_dir: Path, specs: list[ProcessSpec]) -> list[ProcessSpec]:
     """Return the specifications as extensions change them."""
-    for one in extension.active(config).values():
+    for one in lookup.active(config).values():
         specs = [one.launch().changed(spec, addresses, run_dir) for spec in specs]
     return specs
 
@@ -195,7 +195,7 @@ def engines(
                 enable_memory_saver=(turns and gpu) or None,
                 enable_return_routed_experts=config.algo.routing_replay == "R3" or None,
                 **adapter_args(config, gpu=gpu),
-                **extension.engine_arguments(config),
+                **lookup.engine_arguments(config),
                 **_shown(run_dir, seat.url),
                 **(_spanning(seats, place) if len(seats) > 1 else {}),
                 **(deterministic_args(gpu=gpu) if config.deterministic else {}),
@@ -233,7 +233,7 @@ def _engine(
         **hidden,
         **platform.environment,
         **platform.engine_environment(section.ranks),
-        **extension.engine_environment(config),
+        **lookup.engine_environment(config),
         "CUDA_VISIBLE_DEVICES": seat.visible,
         **env,
     }

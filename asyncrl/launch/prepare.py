@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.extension import Planned, active, first
+from asyncrl.extension import Planned
 from asyncrl.launch import precision, resume
 from asyncrl.launch.checks.engines import attached_dtype, check_attached, check_gpu_kinds, run_key
 from asyncrl.launch.checks.machines import check_devices, check_platforms
@@ -26,6 +26,7 @@ from asyncrl.launch.placement import Node, Placement, imagined, job_size, place
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.resume import Resume
+from asyncrl.lookup import active, first
 from asyncrl.models import catalog
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import MACHINE

@@ -162,13 +162,16 @@ class Supervisor:
                     f"{name} was lost together with the machine {node}; the run continues with {len(left)} engines",
                 )
                 wrong = {other: code for other, code in wrong.items() if other not in whole}
+        stopped = bool(ends) and (self._run_dir / STOPPED).exists()
+        if stopped and ends & wrong.keys():  # behind its last checkpoint; started again, it would train on
+            raise Paused("ended as requested")
         final = {
             name: code for name, code in wrong.items() if name in lost or not self._policy.allows(self._specs[name])
         }
         if final:
             raise ProcessDied(self._diagnosis(final))
         if ends <= dead.keys() - wrong.keys() and (ends or self._gone >= self._specs.keys()):
-            if ends and (self._run_dir / STOPPED).exists():
+            if stopped:
                 raise Paused("ended as requested")
             return True
         for name, code in wrong.items():

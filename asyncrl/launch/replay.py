@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.config import Config, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.models import catalog
@@ -52,7 +52,7 @@ def settings(
             raise ValueError("it holds no settings")
     except (OSError, ValueError) as error:
         raise ConfigError("replay.from", source, f"{file} cannot be read ({error}): restore it or delete it.") from None
-    apart = extension.apart(composed.get("extensions") or {})
+    apart = lookup.apart(composed.get("extensions") or {})
     taken = {name: value for name, value in under_new_names(recorded).items() if name not in apart}
     return _merged(Config, composed, taken, defaults(), {*ITS_OWN, *_set_by(arguments)}, "")
 
@@ -202,7 +202,7 @@ def differences(config: Config) -> list[str]:
 def differing(before: dict[str, Any], config: Config) -> list[str]:
     """Return a line "field: before -> now" for each different setting that matters to training."""
     then, now = _flat(under_new_names(before)), _flat(json.loads(config.model_dump_json()))
-    others = (*OTHER_ANYWAY, *extension.apart(config.extensions))
+    others = (*OTHER_ANYWAY, *lookup.apart(config.extensions))
     return [
         f"{name}: {then.get(name)} -> {now.get(name)}"
         for name in sorted(then.keys() | now.keys())

@@ -174,9 +174,13 @@ class RestartPolicy:
         self._died[spec.name] = self._announced.pop(spec.name)
         self._restarted(spec.name, how, self._died[spec.name])
         if not spec.step or self._began(spec.name):  # otherwise nothing has died: its machine does not answer
-            self._restarts[spec.name] += 1
-            if spec.recovers and self._restarts[spec.name] > len(self._recoveries[spec.kind]):
-                self._recover(spec, how)
+            if spec.recovers:
+                if self._restarts[spec.name] == len(self._recoveries[spec.kind]):
+                    self._recover(spec, how)
+                # also of a rank that comes behind a second death of another: all must have been started as often
+                self._restarts[spec.name] = len(self._recoveries[spec.kind])
+            else:
+                self._restarts[spec.name] += 1
         for note in (*self._written(begin_file, spec.name), *self._written(end_file, spec.name)):
             note.unlink(missing_ok=True)
         if spec.name in self._watches:

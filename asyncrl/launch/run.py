@@ -13,11 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.config import Config
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import LaunchError, Paused, ProcessDied, Stopped
-from asyncrl.extension import first
 from asyncrl.jsonl import replace_text
 from asyncrl.launch import resume, run_folder
 from asyncrl.launch.checks.findings import failed, rendered
@@ -31,6 +30,7 @@ from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.replay import differences
 from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.stalls import Stalls
+from asyncrl.lookup import first
 from asyncrl.metrics.console import Console
 from asyncrl.network.addresses import END, STOP, STOPPED, TRAINING, Addresses
 from asyncrl.network.tls import Authority
@@ -200,7 +200,7 @@ def _addresses(prepared: Preparation, began: float) -> Addresses:
         resume=origin.folder if origin else None,
         authority=authority.certificate if authority else "",
         attached=tuple(config.engine.urls) if config.generates else (),
-        extensions=extension.shared(config, placement),
+        extensions=lookup.shared(config, placement),
         trainers=tuple(sorted({seat.node.address for seat in placement.trainers})),
         **urls,
     )

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from asyncrl.config import Config
 from asyncrl.errors import visible
-from asyncrl.extension import active
 from asyncrl.jsonl import Tail
+from asyncrl.lookup import active
 from asyncrl.metrics.live import LiveView
 from asyncrl.network.addresses import ELASTIC
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from asyncrl import extension
+from asyncrl import lookup
 
 # metrics.jsonl: one object per batch
 STEP = {
@@ -169,14 +169,6 @@ STEP_ADAPTERS = {
 # The same file, for each token age in the batch, in versions; the last one includes all older tokens
 STEP_BY_LAG = {"logprob_gap/lag<k>": "the same as logprob_gap/mean, over the tokens that are <k> versions old"}
 
-# The same file, with rollout.max_running_groups=auto
-STEP_ADAPTIVE = {
-    "concurrency/limit": "number of episodes that may run at the same time",
-    "concurrency/in_play": "number of episodes that were running when the batch was taken",
-    "concurrency/cuts": "number of times the limit was lowered to relieve the engines, since the start of the run",
-    "engines/prefill_wasted": "fraction of the engines' time spent on prefilling tokens that they had prefilled before",
-}
-
 # The same file, if engines answer; as they were when the batch was taken
 STEP_ENGINES = {
     "engines/running": "number of requests that the engines were processing",
@@ -319,7 +311,7 @@ def tables() -> dict[str, Mapping[str, str]]:
     """Return all tables by name: those of this module, and those of the extensions that need not be named."""
     found: dict[str, Mapping[str, str]]
     found = {name: table for name, table in globals().items() if name.isupper() and isinstance(table, dict)}
-    for name, kind in extension.classes({}).items():
+    for name, kind in lookup.classes({}).items():
         own = {f"STEP_{name}": kind.metrics, f"SUMMARY_{name}": kind.summary_metrics}
         found |= {table.upper(): rows for table, rows in own.items() if rows}
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -112,12 +113,22 @@ def _unsupported_rope(found: dict[str, Any], family: Family) -> Iterator[tuple[s
     kind = found["rope_type"]
     if kind not in ("default", "linear", "llama3", "yarn"):
         yield f"rope_type={kind}", "Supported rotary embeddings: default, linear, llama3, yarn."
-    # transformers scales sines and cosines by a factor of mscale and mscale_all_dim, which is 1 in DeepSeek's models.
-    mscale = found.get("mscale")
-    plain = found.get("attention_factor") == 1.0 or (mscale and mscale == found.get("mscale_all_dim"))
-    usual = "attention_factor" in family.allows and not {"attention_factor", "mscale", "mscale_all_dim"} & set(found)
-    if kind == "yarn" and not plain and not usual:
+    if kind == "yarn" and not unscaled(found) and not ("attention_factor" in family.allows and _scaled_as_usual(found)):
         yield "rope_type=yarn", "Supported with attention_factor=1.0, or with equal mscale and mscale_all_dim."
+
+
+def unscaled(found: dict[str, Any]) -> bool:
+    """Return whether yarn leaves sines and cosines as they are. transformers scales them by attention_factor, or by a
+    factor of mscale and mscale_all_dim, which is 1 in DeepSeek's models."""
+    mscale = found.get("mscale")
+    return found.get("attention_factor") == 1.0 or bool(mscale and mscale == found.get("mscale_all_dim"))
+
+
+def _scaled_as_usual(found: dict[str, Any]) -> bool:
+    """Return whether yarn scales sines and cosines by what follows from its factor (arXiv 2309.00071, equation 22)."""
+    usual = 0.1 * math.log(found["factor"]) + 1.0
+    named = found.get("attention_factor")
+    return "mscale" not in found and "mscale_all_dim" not in found and (named is None or math.isclose(named, usual))
 
 
 def _unsupported_routing(hf: HF, arguments: Arguments) -> Iterator[tuple[str, str]]:

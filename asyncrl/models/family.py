@@ -137,6 +137,12 @@ class Family:
     """Whether its linear layers can have adapters, and engines codes of them: not where HF fuses layers."""
     rotated: float = 1.0
     """Part of each head that is rotated, unless config.json says it."""
+    local_theta: Callable[[HF], float | None] = lambda hf: None
+    """rope_theta of layers with windows, which scale nothing; None if all layers rotate alike."""
+    norms_after: bool = False
+    """Its norms stand after attention and after the MLP, before the sum with what went in, instead of before each."""
+    wide_norms: bool = False
+    """Norms of queries and keys take all heads as one vector, instead of each head."""
     tower: Tower | None = None
     serving: Serving = Serving()
     tiny: Mapping[str, Any] = field(default_factory=dict)

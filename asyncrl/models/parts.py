@@ -82,12 +82,20 @@ def inside(weights: Weights, model: str) -> Weights:
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-BODY: Weights = (
+EDGES: Weights = (  # what is in no layer
     WeightRow("embedding.word_embeddings.weight", Layout.EMBEDDING, (EMBEDDING,), EMBEDDING),
-    layer("input_layernorm.weight", Layout.WHOLE, "input_layernorm.weight"),
-    layer("pre_mlp_layernorm.weight", Layout.WHOLE, "post_attention_layernorm.weight"),
     WeightRow("decoder.final_layernorm.weight", Layout.WHOLE, ("model.norm.weight",), "model.norm.weight"),
     WeightRow("output_layer.weight", Layout.HEAD, (HEAD,), HEAD),
+)
+BODY: Weights = (
+    EDGES[0],
+    layer("input_layernorm.weight", Layout.WHOLE, "input_layernorm.weight"),
+    layer("pre_mlp_layernorm.weight", Layout.WHOLE, "post_attention_layernorm.weight"),
+    *EDGES[1:],
+)
+NORMS_AFTER: Weights = (
+    layer("self_attention.linear_proj.post_layernorm.weight", Layout.WHOLE, "post_attention_layernorm.weight"),
+    layer("mlp.linear_fc2.post_layernorm.weight", Layout.WHOLE, "post_feedforward_layernorm.weight"),
 )
 OUT_PROJECTION: Weights = (layer("self_attention.linear_proj.weight", Layout.OUT, "self_attn.o_proj.weight"),)
 ATTENTION: Weights = (qkv("weight"), *OUT_PROJECTION)

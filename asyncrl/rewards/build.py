@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from asyncrl import extension, user_code
+from asyncrl import lookup, user_code
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.parameters import check
 from asyncrl.rewards.reward import Result, Reward, RewardInput
@@ -52,7 +52,7 @@ class FunctionReward:
 
 def registered() -> dict[str, str]:
     """Return the import paths of rewards by name: those of the core and of extensions."""
-    return REGISTERED | extension.offered("rewards")
+    return REGISTERED | lookup.offered("rewards")
 
 
 def build(use: str, params: Mapping[str, Any] | None = None, field: str = "reward") -> Reward:

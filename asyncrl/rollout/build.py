@@ -7,11 +7,11 @@ import json
 import os
 import time
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl import extension, import_hooks
+from asyncrl import import_hooks, lookup
 from asyncrl.checkpoints.manifest import ROLLOUT
 from asyncrl.config import Config
 from asyncrl.engine.loads import Loads
@@ -27,12 +27,11 @@ from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import close_all
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.journal import Journal, Left, NoJournal
-from asyncrl.rollout.limiter import AdaptiveConcurrency, ConcurrencyLimiter, FixedConcurrency
+from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.observer import Observer
 from asyncrl.rollout.parts import ModelParts, PlayingParts, PlaysEpisodes
 from asyncrl.rollout.prompts import Prompts
@@ -76,94 +75,46 @@ class RolloutParts:
     @classmethod
     def build(cls, config: Config, addresses: Addresses, run_dir: Path) -> RolloutParts:
         """Build all of them. What has been built is not running yet."""
-        rollout = config.rollout
         model = ModelParts.load(config, addresses)
         import_hooks.done()
         reporter = RunReporter(run_dir, lambda: playing.client.inflight.version)
-        restarted = bool(times_restarted())
-        journal = Journal(run_dir, reporter.warn, restarted=restarted) if config.recovers else NoJournal()
         run = RolloutRun(config, addresses, run_dir, reporter.warn)
+        journal = _journal(run)
         tasks = build_all(config)
-        hooks = [one.rollout() for one in extension.active(config).values()]
-        for one in hooks:
-            one.start(run)
-        elsewhere = (found for one in hooks if (found := one.plays(run)))
-        named = f"r{times_restarted():03d}-" if restarted else ""  # engines may still have requests of the dead one
-        playing = next(elsewhere, None) or PlayingParts.build(config, addresses, model, tasks, run.warn, named)
-        client, inflight = playing.client, playing.client.inflight
-        length = model.hf["max_position_embeddings"]
-        prompts = Prompts(config, tasks, model.template, length, reporter.warn, model.vision, playing.ahead)
-        loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
+        hooks = _started_hooks(run)
+        playing = _playing(run, hooks, model, tasks)
+        prompts = _prompts(run, model, tasks, playing)
         mixer = _mixer(config, tasks, prompts)
+        loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
         observer = Observer(run, {name: task.correct for name, task in tasks.items()}, hooks)
-        evaluations = Evaluations(
-            playing.attempts,
-            client,
-            tasks,
-            prompts.held_out,
-            config.eval,
-            reporter.evaluated,
-            observer.timelines,
-            Tail(run_dir / "eval.jsonl")() if restarted else (),
-        )
-        limiter = _concurrency_limiter(config)
-        left = journal.left
-        state = left.state or ((addresses.resume / ROLLOUT).read_bytes() if addresses.resume else None)
-        resumed = snapshot.decode(state) if state else None
+        evaluations = _evaluations(reporter, run, playing, tasks, prompts, observer)
+        limiter = _limiter(run, hooks)
+        resumed = _snapshot_of(addresses, journal.left)
         recorder = _recorder(run, hooks, resumed)
-
-        def figures() -> dict[str, float]:
-            more = ChainMap(playing.take_played(), prompts.figures(), loads.figures())
-            return {**recorder.take_figures(), **observer.take_figures(), **more}
-
-        def save(state: GroupsState, number: int) -> bytes:
-            evaluation = evaluations.under_way, evaluations.evaluated
-            return snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), *evaluation, number))
-
         groups = GroupLifecycle(
-            build_buffer(rollout, overlap=config.weights.overlap),
-            client,
+            build_buffer(config.rollout, overlap=config.weights.overlap),
+            playing.client,
             limiter=limiter,
             publish=reporter.publish,
-            figures=figures,
+            figures=_figures(playing, prompts, loads, recorder, observer),
             recorder=recorder,
             timelines=observer.timelines,
         )
-        worker = Worker(
-            groups,
-            client,
-            playing.groups,
-            mixer,
-            limiter,
-            Patience(rollout.max_failures, rollout.max_rejections),
-            group_sizes={name: config.group_size(name) for name in config.mixture},
-        )
-        drain = config.weights.pause_mode == "drain"
         server = RolloutServer(
             groups,
-            inflight,
+            playing.client.inflight,
             evaluations,
             addresses.api_key,
             journal=journal,
-            drain=drain,
-            save=save,
+            drain=config.weights.pause_mode == "drain",
+            save=_save(prompts, mixer, evaluations),
             number=resumed.number if resumed else 0,
         )
         server.starting = "the engines to start"
-        status = StatusFile(run_dir, server.state, groups, inflight, loads, addresses, observer.gpus)
+        status = StatusFile(run_dir, server.state, groups, playing.client.inflight, loads, addresses, observer.gpus)
         server.more = [route for one in hooks for route in one.routes(server, status.now)]
-        outstanding = []
-        if resumed:
-            evaluations.ready.clear()
-            prompts.go_on(resumed.cursor)
-            mixer.restore(resumed.mixer)
-            for group in groups.restore(resumed.service):
-                name = group.prompt
-                outstanding.append((group.ticket, prompts.again(name.uid, name.task, name.index), group.siblings))
-        served, version = left.served, groups.published_version
-        since = range(version + 1, version + 1)
-        if left.state or served is not None:
-            since = groups.go_on(version if served is None else served, held=left.held)
+        outstanding = _restored(resumed, groups, prompts, mixer, evaluations) if resumed else []
+        since = _announced_since(groups, journal.left)
         return cls(
             run=run,
             hooks=hooks,
@@ -176,11 +127,11 @@ class RolloutParts:
             limiter=limiter,
             recorder=recorder,
             groups=groups,
-            worker=worker,
+            worker=_worker(config, groups, playing, mixer, limiter),
             server=server,
             status=status,
             resumed=resumed,
-            left=left,
+            left=journal.left,
             since=since,
             outstanding=outstanding,
         )
@@ -255,21 +206,32 @@ def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
     return bool(addresses.resume or attached or config.changes_base or config.cluster.takes_turns)
 
 
-def _recorder(run: RolloutRun, hooks: Sequence[RolloutHooks], resumed: Snapshot | None) -> Recorder:
-    config, writer = run.config, Writer[Event](run.run_dir / RECORDS) if run.config.record else None
-    if writer:
-        version, number = (resumed.service.buffer.version, resumed.number) if resumed else (0, 0)
-        writer.write(Began(run.addresses.run_id, time.time(), version, json.loads(config.model_dump_json()), number))
-    return Recorder(writer, run.warn, [one.group for one in hooks])
+def _journal(run: RolloutRun) -> NoJournal:
+    if not run.config.recovers:
+        return NoJournal()
+    return Journal(run.run_dir, run.warn, restarted=bool(times_restarted()))
 
 
-def _concurrency_limiter(config: Config) -> ConcurrencyLimiter:
-    rollout = config.rollout
-    if rollout.max_running_groups == "auto":
-        named = {config.agent, *(task.agent for task in config.mixture.values())} - {None}
-        programs = any(getattr(load(name, "agent"), "runs_programs", False) for name in named if name)
-        return AdaptiveConcurrency(ConcurrencyWindow(rollout.max_new_tokens), programs=programs)
-    return FixedConcurrency(rollout.max_running_groups) if rollout.max_running_groups else ConcurrencyLimiter()
+def _started_hooks(run: RolloutRun) -> list[RolloutHooks]:
+    hooks = [one.rollout() for one in lookup.active(run.config).values()]
+    for one in hooks:
+        one.start(run)
+    return hooks
+
+
+def _playing(
+    run: RolloutRun, hooks: Sequence[RolloutHooks], model: ModelParts, tasks: dict[str, Task]
+) -> PlaysEpisodes:
+    """Return what plays all episodes: what the first extension has for it, or parts of this process."""
+    restarts = times_restarted()
+    requests = f"r{restarts:03d}-" if restarts else ""  # engines may still have requests of the dead process
+    elsewhere = (found for one in hooks if (found := one.plays(run)))
+    return next(elsewhere, None) or PlayingParts.build(run.config, run.addresses, model, tasks, run.warn, requests)
+
+
+def _prompts(run: RolloutRun, model: ModelParts, tasks: dict[str, Task], playing: PlaysEpisodes) -> Prompts:
+    length = model.hf["max_position_embeddings"]
+    return Prompts(run.config, tasks, model.template, length, run.warn, model.vision, playing.ahead)
 
 
 def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
@@ -280,3 +242,103 @@ def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
         load(config.rollout.curriculum, "rollout.curriculum"),
         config.run.seed,
     )
+
+
+def _evaluations(
+    reporter: RunReporter,
+    run: RolloutRun,
+    playing: PlaysEpisodes,
+    tasks: dict[str, Task],
+    prompts: Prompts,
+    observer: Observer,
+) -> Evaluations:
+    return Evaluations(
+        playing.attempts,
+        playing.client,
+        tasks,
+        prompts.held_out,
+        run.config.eval,
+        reporter.evaluated,
+        observer.timelines,
+        Tail(run.run_dir / "eval.jsonl")() if times_restarted() else (),
+    )
+
+
+def _limiter(run: RolloutRun, hooks: Sequence[RolloutHooks]) -> ConcurrencyLimiter:
+    """Return the limiter of the setting; for "auto" that of the first extension which has one."""
+    most = run.config.rollout.max_running_groups
+    if most == "auto":
+        return next((found for one in hooks if (found := one.limits(run))), ConcurrencyLimiter())
+    return FixedConcurrency(most) if most else ConcurrencyLimiter()
+
+
+def _snapshot_of(addresses: Addresses, left: Left) -> Snapshot | None:
+    """Return the state with which the rollouts go on: that of a process that died, or of the resumed checkpoint."""
+    state = left.state or ((addresses.resume / ROLLOUT).read_bytes() if addresses.resume else None)
+    return snapshot.decode(state) if state else None
+
+
+def _recorder(run: RolloutRun, hooks: Sequence[RolloutHooks], resumed: Snapshot | None) -> Recorder:
+    config, writer = run.config, Writer[Event](run.run_dir / RECORDS) if run.config.record else None
+    if writer:
+        version, number = (resumed.service.buffer.version, resumed.number) if resumed else (0, 0)
+        writer.write(Began(run.addresses.run_id, time.time(), version, json.loads(config.model_dump_json()), number))
+    return Recorder(writer, run.warn, [one.group for one in hooks])
+
+
+def _figures(
+    playing: PlaysEpisodes, prompts: Prompts, loads: Loads, recorder: Recorder, observer: Observer
+) -> Callable[[], dict[str, float]]:
+    """Return what takes the figures of all parts for a batch."""
+
+    def figures() -> dict[str, float]:
+        more = ChainMap(playing.take_played(), prompts.figures(), loads.figures())
+        return {**recorder.take_figures(), **observer.take_figures(), **more}
+
+    return figures
+
+
+def _save(prompts: Prompts, mixer: Mixer, evaluations: Evaluations) -> Callable[[GroupsState, int], bytes]:
+    """Return what encodes a snapshot with the state of the groups, and its number."""
+
+    def save(state: GroupsState, number: int) -> bytes:
+        evaluation = evaluations.under_way, evaluations.evaluated
+        return snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), *evaluation, number))
+
+    return save
+
+
+def _worker(
+    config: Config, groups: GroupLifecycle, playing: PlaysEpisodes, mixer: Mixer, limiter: ConcurrencyLimiter
+) -> Worker:
+    return Worker(
+        groups,
+        playing.client,
+        playing.groups,
+        mixer,
+        limiter,
+        Patience(config.rollout.max_failures, config.rollout.max_rejections),
+        group_sizes={name: config.group_size(name) for name in config.mixture},
+    )
+
+
+def _restored(
+    resumed: Snapshot, groups: GroupLifecycle, prompts: Prompts, mixer: Mixer, evaluations: Evaluations
+) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
+    """Put the parts into the state of the snapshot, and return the groups that were running."""
+    evaluations.ready.clear()
+    prompts.go_on(resumed.cursor)
+    mixer.restore(resumed.mixer)
+    outstanding = []
+    for group in groups.restore(resumed.service):
+        name = group.prompt
+        outstanding.append((group.ticket, prompts.again(name.uid, name.task, name.index), group.siblings))
+    return outstanding
+
+
+def _announced_since(groups: GroupLifecycle, left: Left) -> range:
+    """Go on from the version that a process that died has announced last. Return those that its state lacks."""
+    version = groups.published_version
+    if not left.state and left.served is None:
+        return range(version + 1, version + 1)
+    return groups.go_on(version if left.served is None else left.served, held=left.held)

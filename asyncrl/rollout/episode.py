@@ -45,16 +45,12 @@ class Episode:
 
     def __init__(self, session: GenerationSession, limits: EpisodeTimeouts, template: Template) -> None:
         self.template = template
+        self.temperature = session.trained_at
         self._session, self._limits = session, limits
         self._asking = 0
         self._silence: asyncio.Timeout | None = None
         self._serial = itertools.count()
         self._asked: dict[int, Exchange] = {}  # answered requests, numbered in the order in which they were made
-
-    @property
-    def temperature(self) -> float:
-        """Temperature of the samples that are trained."""
-        return self._session.trained_at
 
     async def __call__(
         self,
@@ -63,13 +59,14 @@ class Episode:
         max_new_tokens: int | None = None,
         role: str = "",
         images: Sequence[bytes] = (),
+        stop: Sequence[str] = (),
     ) -> Completion:
         """Generate a continuation of exactly these tokens. The agent's timeout is suspended while an engine answers."""
         self._asking += 1
         number, context = next(self._serial), list(token_ids)
         self._rest()
         try:
-            completion = await self._session(context, max_new_tokens, role, images)
+            completion = await self._session(context, max_new_tokens, role, images, stop)
         finally:
             self._asking -= 1
             self._rest()

@@ -60,11 +60,11 @@ class GroupInPlay:
 
     def silence(self, now: float) -> float:
         """Return the seconds since the last activity of the episode that has been silent longest."""
-        return max((now - one.since for one in self.siblings if one.waits_for), default=0.0)
+        return max((now - one.activity.since for one in self.siblings if one.activity.waits_for), default=0.0)
 
     def described(self, now: float) -> str:
         """Describe the group in one line; its slowest episode represents it."""
-        left = [one for one in self.siblings if one.waits_for]
+        left = [one.activity for one in self.siblings if one.activity.waits_for]
         tokens = sum(one.received for one in self.siblings)
         so_far = f"{self.ticket.uid}: {len(left)} of {len(self.siblings)} episodes left, {tokens} tokens"
         if not left:

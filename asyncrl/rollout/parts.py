@@ -17,8 +17,9 @@ from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.request import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
-from asyncrl.extension import PlayerHooks, active
+from asyncrl.extension import PlayerHooks
 from asyncrl.images.decoder import Vision
+from asyncrl.lookup import active
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses

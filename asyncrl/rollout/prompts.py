@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.config import Config
 from asyncrl.config.generation import ImagesConfig
 from asyncrl.errors import ConfigError
@@ -310,7 +310,7 @@ def question_of(task: Task, template: Template, index: int, field: str) -> Quest
     """Return question `index` of the task that this setting configures, as a model with this chat template is shown
     it."""
     question = ask(task, index, field)
-    for function in extension.loaded("question"):
+    for function in lookup.loaded("question"):
         question = function(question, template)
     return question
 

@@ -121,8 +121,8 @@ def _silent(groups: Sequence[GroupInPlay]) -> dict[str, Any]:
             "episodes": [
                 {
                     "phase": one.activity.phase,
-                    "waits_for": one.waits_for,
-                    "seconds": round(now - one.since, 3),
+                    "waits_for": one.activity.waits_for,
+                    "seconds": round(now - one.activity.since, 3),
                     "tokens": one.received,
                 }
                 for one in group.siblings

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.config import Config
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError, EpisodeFailed, raised_by
@@ -70,11 +70,11 @@ KINDS = {
 def build(config: TaskConfig) -> Task:
     """Build the task that a configuration names, with its tools."""
     task = _without_tools(config)
-    return extension.wrapped(task, config, "tools") if config.tools else task
+    return lookup.wrapped(task, config, "tools") if config.tools else task
 
 
 def _without_tools(config: TaskConfig) -> Task:
-    kinds = KINDS | extension.offered("tasks")
+    kinds = KINDS | lookup.offered("tasks")
     if config.kind in kinds:
         task: Task = load(kinds[config.kind], "task.kind")(config)
         return task

@@ -24,7 +24,7 @@ platforms.here().prepare_trainer()  # must run before the first import of megatr
 
 import torch.distributed as dist  # noqa: E402
 
-from asyncrl import extension, jsonl  # noqa: E402
+from asyncrl import extension, jsonl, lookup  # noqa: E402
 from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.engine.fleet import build_fleet  # noqa: E402
 from asyncrl.errors import PeerFailed  # noqa: E402
@@ -117,7 +117,7 @@ def _log(rank: Rank, start: Start) -> StepLog:
     if rank.parallel.is_first:
         first = start.written + 1 if start.checkpoint or start.recovered else None
         sinks = [partial(jsonl.append, run_dir / "metrics.jsonl"), GapWatch(rank.warn)]
-        listeners = extension.step_listeners(config, run_dir, rank.addresses.model, rank.warn, first)
+        listeners = lookup.step_listeners(config, run_dir, rank.addresses.model, rank.warn, first)
     return StepLog(
         sinks,
         started_at=rank.addresses.started_at,
@@ -191,7 +191,7 @@ def _tell_the_end(rank: Rank, source: BatchSource, log: StepLog, facts: dict[str
         accuracy = accuracies([json.loads(line) for line in lines[: len(after)]], after)
     metrics = log.summary(config.run.reward_window)
     summary = {**facts, **metrics, **accuracy, **dtype_figures(json.loads((run_dir / MACHINE).read_text()))}
-    for one in extension.active(config).values():
+    for one in lookup.active(config).values():
         summary |= one.summary(config, run_dir, metrics)
     status = source.status()
     if "recoveries" in facts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Any
 
 import torch
@@ -115,6 +116,23 @@ def frequencies(hf: dict[str, Any], plain: Tensor) -> Tensor:
     assert factor == 1.0 or "attention_factor" in family_of(hf).allows, "check_architecture rejects all others"
     assert scaled.shape == plain.shape
     return scaled
+
+
+def rotate_locally(model: Any, theta: float) -> None:
+    """Give the layers with windows frequencies of their own, which are not scaled."""
+    local = RotaryEmbedding(model.config.kv_channels, rotary_percent=1.0, rotary_base=theta)
+    local.__class__ = PositionRope
+    model.ropes.append(local)
+    plain = copy(model.config)
+    plain.__dict__.pop("yarn_rotary_scaling_factor", None)
+
+    def turned(_: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "rotary_pos_emb": local(0)}
+
+    for layer in model.decoder.layers:
+        if layer.self_attention.core_attention.window is not None:
+            layer.self_attention.config = plain
+            layer.self_attention.register_forward_pre_hook(turned, with_kwargs=True)
 
 
 def sum_rotary_gradients(attention: MLASelfAttention) -> None:

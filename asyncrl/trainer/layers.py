@@ -22,10 +22,10 @@ from asyncrl.weights.names import WHOLE_WITH_TRANSFORMER_ENGINE
 
 
 def transformer_engine_spec(
-    config: TransformerConfig, vp_stage: int | None, *, adapted: bool
+    config: TransformerConfig, vp_stage: int | None, *, separate: bool
 ) -> TransformerBlockSubmodules:
-    """Return Megatron's TransformerEngine spec with attention over packs. Linear layers that get adapters are not fused
-    with their norms, whose output the adapters need. Raises ConfigError if TransformerEngine cannot be imported."""
+    """Return Megatron's TransformerEngine spec with attention over packs. Separate norms are not fused with the linear
+    layers that follow them. Adapters need their output. Raises ConfigError if TransformerEngine cannot be imported."""
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, RuntimeError, AssertionError) as error:  # the last two are those of an incomplete installation
@@ -34,7 +34,7 @@ def transformer_engine_spec(
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     for layer in spec.layer_specs:
         layer.submodules.self_attention.submodules.core_attention = PackedAttention
-        if adapted:
+        if separate:
             _separate_norms(layer)
         else:
             layer.submodules.sharded_state_dict_keys_map = _checkpoint_keys(layer, config)

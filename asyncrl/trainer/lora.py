@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from asyncrl.config.lora import LoraConfig
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError
-from asyncrl.extension import offered
+from asyncrl.lookup import offered
 from asyncrl.parallel import Parallel, from_all
 from asyncrl.user_code import load
 from asyncrl.weights.layouts import QKV, ROW, Dims, of_rank

@@ -15,13 +15,17 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from pydantic import BaseModel
 from torch import Tensor
@@ -29,11 +33,17 @@ from torch import Tensor
 from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes
+from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes, unscaled
 from asyncrl.models.families import family_of
 from asyncrl.models.vision import deepstack, flat, image_shape
 from asyncrl.trainer import recompute
-from asyncrl.trainer.attention import PackedAttention, PositionRope, frequencies, sum_rotary_gradients
+from asyncrl.trainer.attention import (
+    PackedAttention,
+    PositionRope,
+    frequencies,
+    rotate_locally,
+    sum_rotary_gradients,
+)
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
 from asyncrl.trainer.mlp import ClampedMLP, GatedMLP
 from asyncrl.trainer.vision import ImageEmbedding
@@ -118,8 +128,9 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         **family,
     )
     config = of_family(**arguments)
-    if "attention_factor" in family_of(hf).allows and rope(hf)["rope_type"] == "yarn":
-        config.yarn_rotary_scaling_factor = rope(hf)["factor"]  # Megatron then scales sines and cosines
+    turned = rope(hf)
+    if "attention_factor" in family_of(hf).allows and turned["rope_type"] == "yarn" and not unscaled(turned):
+        config.yarn_rotary_scaling_factor = turned["factor"]  # Megatron then scales sines and cosines
     return config
 
 
@@ -154,6 +165,33 @@ class HeadNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+
+class WideNorm(HeadNorm):
+    """The norm of the queries or keys of all heads as one vector. Every rank holds its whole weight, and uses the part
+    of its own heads."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(config, heads * hidden_size, eps=eps)
+        self.heads, self.ranks = heads, config.tensor_model_parallel_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x [N, 1, heads of this rank, d]. Some ranks have the same heads where there are more of them than
+        heads."""
+        here, exact = x.shape[-2], x.float()
+        squares = reduce_from_tensor_model_parallel_region(exact.square().sum((-2, -1), keepdim=True))
+        squares = copy_to_tensor_model_parallel_region(squares)  # the gradient, too, is summed over ranks
+        part = parallel_state.get_tensor_model_parallel_rank() * (self.heads // here) // self.ranks
+        weight = self.weight.view(self.heads, -1)[part * here : (part + 1) * here]
+        assert self.eps is not None
+        mean = squares / (self.ranks * here * x.shape[-1])
+        return (exact * torch.rsqrt(mean + self.eps) * weight.float()).to(x.dtype)
+
+
+def _norm_output(linear: Any, config: TransformerConfig) -> None:
+    """Norm what a linear layer gives, with its adapters."""
+    linear.post_layernorm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+    linear.register_forward_hook(lambda module, _, found: (module.post_layernorm(found[0]), *found[1:]))
 
 
 class PredictingRows(ColumnParallelLinear):
@@ -191,8 +229,17 @@ def build_model(
 ) -> GPTModel:
     """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining. `adapted`
     says that adapters will be added to its linear layers."""
-    te = config.transformer_impl == "transformer_engine"
-    spec = transformer_engine_spec(config, vp_stage, adapted=adapted) if te else _local_spec(config, vp_stage)
+    te, family = config.transformer_impl == "transformer_engine", family_of(hf)
+    if te:
+        spec = transformer_engine_spec(config, vp_stage, separate=adapted or family.norms_after)
+    else:
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        )
+        spec.layer_norm = RMSNorm
+    if not te or family.norms_after:
+        for layer in spec.layer_specs:
+            _use_own_modules(layer, config, hf)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     model = GPTModel(
         config,
@@ -223,6 +270,12 @@ def build_model(
                 module.linear_fc2.bias.sequence_parallel = False  # Megatron would add those of other experts
         elif isinstance(module, MLASelfAttention) and not te:
             sum_rotary_gradients(module)
+    if family.norms_after:
+        for layer in model.decoder.layers:
+            _norm_output(layer.self_attention.linear_proj, config)
+            _norm_output(layer.mlp.linear_fc2, config)
+    if (theta := family.local_theta(hf)) is not None:
+        rotate_locally(model, theta)
     if model.post_process:
         model.output_layer.__class__ = PredictingRows
     if model.pre_process and image_shape(hf):
@@ -234,22 +287,16 @@ def build_model(
     return model
 
 
-def _local_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return Megatron's local layer spec with our modules."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
-    spec.layer_norm = RMSNorm
-    for layer in spec.layer_specs:
-        _use_own_modules(layer, config)
-    return spec
-
-
-def _use_own_modules(layer: ModuleSpec, config: TransformerConfig) -> None:
+def _use_own_modules(layer: ModuleSpec, config: TransformerConfig, hf: dict[str, Any]) -> None:
     """Use attention over packs, and norms that work with sequence parallelism."""
-    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    family, parts, attention = family_of(hf), layer.submodules, layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp if family.norms_after else RMSNorm
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm  # of the whole latent vector, not of a rank's heads
+    elif family.wide_norms:
+        attention.q_layernorm = ModuleSpec(WideNorm, params={"heads": config.num_attention_heads})
+        attention.k_layernorm = ModuleSpec(WideNorm, params={"heads": config.num_query_groups})
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = HeadNorm
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.algo.advantage import ADVANTAGES, gae_raw
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.samples import build_samples
@@ -68,15 +68,18 @@ class Policy:
         self._parts = self._no_parts()
         self._added = 0  # tokens of the last batch that extensions added to it
         self.memory = DeviceMemory(self._held)
-        self._hooks = {name: one.trainer(self) for name, one in extension.active(config).items()}
+        self._hooks = {name: one.trainer(self) for name, one in lookup.active(config).items()}
         self._objective = Objective(algo, config.rollout, list(self._hooks.values()))
         self._inputs = list(self._stages_of_inputs())
         self._columns = list(self._stages_of_columns())
         self._following = list(self._stages_that_follow())
 
     def sent(self) -> SentWeights:
-        """Return the weights that engines get, as extensions change them."""
-        return extension.sent(self._hooks.values(), self.weights)
+        """Return the weights that engines get: what each extension makes of those of the one before."""
+        weights: SentWeights = self.weights
+        for hooks in self._hooks.values():
+            weights = hooks.sent(weights)
+        return weights
 
     def batches(self) -> tuple[BatchSource, int | None] | None:
         """Return the batches of a mode of an extension and the version after the last; None if this run generates its

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.config import on_gpu
 from asyncrl.engine.adapters import AdapterName, adapter_names
@@ -110,7 +110,7 @@ class _Builder:
         from the trainers."""
         config = self.rank.config
         make, why = build_adapters(config, self.fleet, host=os.environ["ASYNCRL_HOST"], folder=self._folder)
-        other_base = config.trainer.lora.base != "none" or extension.needs_weights(config)
+        other_base = config.trainer.lora.base != "none" or lookup.needs_weights(config)
         publisher = AdapterPublisher(
             self.rank.parallel,
             self.fleet,

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from asyncrl.config import Config, on_gpu
 from asyncrl.config.rules import check_adapters
 from asyncrl.errors import ConfigError
-from asyncrl.extension import active
+from asyncrl.lookup import active
 from asyncrl.models.families import FAMILIES
 
 LOOPBACK = {"127.0.0.1", "localhost", "::1"}

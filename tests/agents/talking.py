@@ -29,13 +29,21 @@ class Talking:
         self._answers: Iterator[Completion] = iter(answers)
         self.asked: list[Exchange] = []
         self.limits: list[int | None] = []
+        self.stops: list[list[str]] = []
 
     async def __call__(
-        self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
+        self,
+        token_ids: list[int],
+        *,
+        max_new_tokens: int | None = None,
+        role: str = "",
+        images: Sequence[bytes] = (),
+        stop: Sequence[str] = (),
     ) -> Completion:
         answer = next(self._answers)
         self.asked.append(Exchange(list(token_ids), answer, role))
         self.limits.append(max_new_tokens)
+        self.stops.append(list(stop))
         return answer
 
 

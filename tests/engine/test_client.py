@@ -390,7 +390,8 @@ def spelled(token_ids: Sequence[int]) -> str:
 
 @pytest.mark.parametrize(("text", "kept"), [("cd", 4), ("bc", 3), ("c", 3), ("a", 1)])
 @pytest.mark.parametrize("ending", ["abort", "broken", "refused"])
-def test_answer_ends_with_the_token_that_completes_a_stop_string(text: str, kept: int, ending: str) -> None:
+@pytest.mark.parametrize("of", ["run", "request"])
+def test_answer_ends_with_the_token_that_completes_a_stop_string(text: str, kept: int, ending: str, of: str) -> None:
     """The engine is told to abort it, and what it sends until then is counted but not kept. Versions are those that its
     last chunk tells, unless the stream breaks."""
     versions, aborted = [VersionSpan(3, 0, 3), VersionSpan(4, 3, 6)], asyncio.Event()
@@ -415,8 +416,10 @@ def test_answer_ends_with_the_token_that_completes_a_stop_string(text: str, kept
             return httpx.Response(500 if ending == "refused" else 200)
         return httpx.Response(200, content=answer(), headers={"x-smg-routed-worker-id": "http://engine:1"})
 
+    of_run, of_request = ([text], []) if of == "run" else ([], [text])
+
     async def play(client: GenerationClient) -> None:
-        found = await client.generate()(PROMPT)
+        found = await client.generate()(PROMPT, stop=of_request)
         spans = [VersionSpan(3, 0, min(3, kept))] + ([VersionSpan(4, 3, 4)] if kept == 4 else [])
         if ending == "broken":
             spans = [VersionSpan(0, 0, kept, inferred=True)]
@@ -425,12 +428,32 @@ def test_answer_ends_with_the_token_that_completes_a_stop_string(text: str, kept
         assert client.inflight.tokens["training"] == (4 if ending == "broken" else 6)
         assert aborted.is_set()
 
-    settings = {"stop": StopStrings([text], spelled), "http": FakeHttp(handle), "stop_token_ids": [7]}
+    settings = {"stop": StopStrings(of_run, spelled), "http": FakeHttp(handle), "stop_token_ids": [7]}
     asked(FakeEngine(echo()), play, **settings)
 
 
-def test_stop_string_may_begin_before_an_answer_is_interrupted() -> None:
+def test_siblings_with_stop_strings_share_no_request() -> None:
+    """Each is aborted by itself."""
+    engine = FakeEngine(lambda _: stream(pieces(Completion([0, 1, 2], [-0.1] * 3, [VersionSpan(0, 0, 3)], "length"))))
+
+    async def play(client: GenerationClient) -> list[Completion]:
+        sessions = [client.generate(group="g0") for _ in range(3)]
+        stops = (["b"], ["c"], [])
+        return await asyncio.gather(*(one(PROMPT, stop=stop) for one, stop in zip(sessions, stops, strict=True)))
+
+    answers = asked(engine, play, stop=StopStrings([], spelled))
+    assert [(one.token_ids, one.finish_reason) for one in answers] == [
+        ([0, 1], "stop"),
+        ([0, 1, 2], "stop"),
+        ([0, 1, 2], "length"),
+    ]
+    assert [request["sampling_params"]["n"] for request in engine.requests] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("of", ["run", "request"])
+def test_stop_string_may_begin_before_an_answer_is_interrupted(of: str) -> None:
     """Also before the run was resumed, and at its very end."""
+    of_run, of_request = (["bc"], []) if of == "run" else ([], ["bc"])
     requests: list[list[int]] = []
 
     def answer(request: dict[str, Any]) -> bytes | list[bytes | Exception]:
@@ -441,13 +464,13 @@ def test_stop_string_may_begin_before_an_answer_is_interrupted() -> None:
         return stream(pieces(Completion([2, 3, 4], [-0.2] * 3, [VersionSpan(0, 0, 3)], "length"), size=1))
 
     async def play(client: GenerationClient) -> None:
-        found = await client.generate()(PROMPT)
+        found = await client.generate()(PROMPT, stop=of_request)
         assert (found.token_ids, found.finish_reason) == ([0, 1, 2], "stop")
         half = Exchange(PROMPT, Completion([0, 1, 2], [-0.1] * 3, [VersionSpan(0, 0, 3)], ""))
-        again = await client.resume("g", "g 0", 0, 3, [half])(PROMPT)
+        again = await client.resume("g", "g 0", 0, 3, [half])(PROMPT, stop=of_request)
         assert (again.token_ids, again.finish_reason) == ([0, 1, 2], "stop")
 
-    asked(FakeEngine(answer), play, stop=StopStrings(["bc"], spelled), retry_timeout=5.0)
+    asked(FakeEngine(answer), play, stop=StopStrings(of_run, spelled), retry_timeout=5.0)
     assert requests == [PROMPT, [*PROMPT, 0, 1]]
 
 
@@ -522,12 +545,12 @@ def test_session_says_whether_it_waits_for_a_publish_or_for_which_piece() -> Non
         client.inflight.hold()
         session = client.generate()
         asking = asyncio.ensure_future(session(PROMPT))
-        await until(lambda: session.waits_for == "the end of a publish")
+        await until(lambda: session.activity.waits_for == "the end of a publish")
         client.inflight.release(1)
-        await until(lambda: session.waits_for == "the next chunk of an engine")
+        await until(lambda: session.activity.waits_for == "the next chunk of an engine")
         going_on.set()
         await asking
-        assert session.waits_for == "its agent"
+        assert session.activity.waits_for == "its agent"
         intervals = (one for one in session.activity.intervals(time.time()) if one.phase != AGENT)
         found = [(one.phase, one.name, one.version) for one in intervals]
         assert found[:3] == [(QUEUED, PUBLISH, -1), (PREFILL, "", -1), (DECODE, "", 0)]

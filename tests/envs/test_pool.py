@@ -147,7 +147,7 @@ def test_failures_that_are_not_the_environments_do_not_open_its_breaker() -> Non
 def test_environments_that_need_processes_are_refused_where_no_extension_has_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("asyncrl.extension.loaded", lambda attribute: [])
+    monkeypatch.setattr("asyncrl.lookup.loaded", lambda attribute: [])
     assert pool("AsyncFaulty") is not None
     for kind, settings in (("Faulty", {}), ("AsyncFaulty", {"hosted": True})):
         with pytest.raises(ConfigError, match=r"task\.environments\.hosted: .*make `step` async, or set false"):

@@ -28,7 +28,7 @@ from typing import Any
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from asyncrl.extension import install_in_engine
+from asyncrl.lookup import install_in_engine
 from asyncrl.network.ports import free_port
 from asyncrl.platforms import here
 

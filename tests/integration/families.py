@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 from functools import cache
 from pathlib import Path
 from shutil import copytree
@@ -36,6 +37,7 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 16,
 }
+SCALED = {key: value for key, value in YARN.items() if "mscale" not in key}
 TEXT = [family for family in FAMILIES.values() if not family.tower]
 # transformers' model type, tied embeddings, and config fields besides those of the record
 MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
@@ -52,6 +54,7 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama3-rope": ("llama", False, {"rope_parameters": LLAMA3_ROPE}),
     "deepseek-v3-yarn": ("deepseek_v3", False, {"rope_parameters": YARN}),
     "kimi-k2": ("deepseek_v3", False, {"rope_parameters": YARN, "n_group": 1, "topk_group": 1}),
+    "olmo3-yarn": ("olmo3", False, {"rope_parameters": SCALED}),
 }
 """Each family as its record makes it, and with each of its variants, whose embeddings are tied."""
 EXPERTS = [
@@ -102,7 +105,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 1, "expert_parallel": 2},
         ["gpt_oss"],
     ),
-    "tp4": ({"tensor_parallel": 4, "sequence_parallel": True}, ["llama-tied", "qwen2", "qwen3", "qwen3_moe-1"]),
+    "tp4": (
+        {"tensor_parallel": 4, "sequence_parallel": True},
+        ["llama-tied", "qwen2", "qwen3", "qwen3_moe-1", "olmo3"],
+    ),
     "pp2": ({"pipeline_parallel": 2}, list(MODELS)),
     "ep2": ({"data_parallel": 2, "expert_parallel": 2}, EXPERTS),
 }
@@ -150,6 +156,21 @@ def launch(folder: Path, layout: str, further: dict[str, Any]) -> None:
     run_ranks("rank_families.py", str(folder), layout, world=ranks)
 
 
+def unscale_windows(model: Any) -> None:
+    """Give a model of OLMo-3 what transformers 5.12.1 has lost (its pull request 45945): only layers without a window
+    scale positions."""
+    plain = copy(model.config)
+    plain.rope_parameters = {"rope_type": "default", "rope_theta": model.config.rope_parameters["rope_theta"]}
+    rotary = type(model.model.rotary_emb)(plain)
+
+    def turned(_: Any, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {**kwargs, "position_embeddings": rotary(args[0], kwargs["position_ids"])}
+
+    for layer in model.model.layers:
+        if layer.self_attn.attention_type == "sliding_attention":
+            layer.register_forward_pre_hook(turned, with_kwargs=True)
+
+
 @cache
 def transformers(folder: Path, name: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the logits of every group's targets, and the gradients by HF name."""
@@ -160,6 +181,8 @@ def transformers(folder: Path, name: str) -> tuple[list[Tensor], dict[str, Tenso
         retyped(folder / "known" / name, MODELS[name][0])
     source = folder / "known" / name if name in PUBLISHED_AS else folder / name
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    if name == "olmo3-yarn":
+        unscale_windows(model)
     logits = []
     for group in groups():
         rows = []

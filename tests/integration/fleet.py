@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.config import Config, load
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.router import RouterWorkers, wait_until_ready
@@ -40,7 +40,7 @@ from asyncrl.schema import Completion
 from tests.integration.publisher import publish
 
 PROMPT, EOS = [12, 1, 2, 3, 11], 10
-OF_EXTENSIONS = tuple(extension.offered("transports"))
+OF_EXTENSIONS = tuple(lookup.offered("transports"))
 """Transports of extensions that are there, which go through the tests of all transports."""
 EVERY_WAY = ("tensor", "distributed", "disk", *OF_EXTENSIONS)
 LOADER = tuple(f"weights.transport={name}" for name in OF_EXTENSIONS[-1:])

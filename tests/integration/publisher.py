@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.config import Config
 from asyncrl.engine.adapters import no_past
 from asyncrl.engine.fleet import Fleet
@@ -138,7 +138,7 @@ def make(
     parallel = Parallel(**{**ALONE, "device": torch.device(device)})
     hf = flat(json.loads((addresses.model / "config.json").read_text()))
     sent: Any = weights
-    for one in extension.active(config).values():
+    for one in lookup.active(config).values():
         sent = one.trainer(SimpleNamespace(config=config, hf=hf)).sent(sent)  # type: ignore[arg-type]
 
     def expected() -> ExpectedChecksums:

@@ -29,13 +29,14 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama-tied": ("llama", True, {}),
     "qwen2": ("qwen2", False, {}),
     "qwen3": ("qwen3", False, {}),
+    "olmo3": ("olmo3", False, {}),
     "qwen3-moe": ("qwen3_moe", False, {"mlp_only_layers": [1]}),
     "mixtral": ("mixtral", False, {"sliding_window": None}),
     "glm4-moe": ("glm4_moe", False, {}),
     "deepseek-v3": ("deepseek_v3", False, {}),
     "deepseek-v3-one-query-matrix": ("deepseek_v3", False, {"q_lora_rank": None}),
 }
-ALL, EXPERTS = list(MODELS), list(MODELS)[3:]
+ALL, EXPERTS = list(MODELS), list(MODELS)[4:]
 CASES: dict[int, dict[str, tuple[dict[str, Any], list[str]]]] = {
     1: {"single": ({}, ALL)},
     2: {

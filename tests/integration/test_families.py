@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -20,10 +21,12 @@ from tests.integration.families import (
     CASES,
     CHOOSING,
     PUBLISHED_AS,
+    SCALED,
     TEXT,
     check,
     exported,
     launch,
+    unscale_windows,
     written,
 )
 from tests.integration.fleet import ask, engines, logprobs, reloaded, settings
@@ -113,12 +116,12 @@ def test_two_steps_of_a_run_are_trained_published_and_answered(kind: str, tmp_pa
     assert steps[-1]["time/verify"] > 0
 
 
-def write_served(model: Path, kind: str) -> None:
+def write_served(model: Path, kind: str, fields: dict[str, Any] | None = None) -> None:
     """Write a model of the sizes that engines on CPUs serve."""
     ends = tuple(tiny.TOKENS.index(one) for one in (tiny.BOS, tiny.EOS, tiny.PAD))
     padded = PADDED & OF_TYPE[kind].tiny.keys()
     sizes: dict[str, Any] = {"vocab": 16, "hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 96}
-    fields = {"moe_intermediate_size": 32} if padded else {}
+    fields = {**({"moe_intermediate_size": 32} if padded else {}), **(fields or {})}
     more: dict[str, Any] = {"spread": 0.15, "fields": fields, "bos_eos_pad": ends, "max_positions": tiny.MAX_POSITIONS}
     write_random_model(model, kind, **sizes, tied=False, seed=1, dtype="float32", **more)
 
@@ -144,3 +147,19 @@ def test_engines_compute_what_transformers_computes_with_weights_of_the_folder_a
                 expected = logprobs(served, found.token_ids)
                 torch.testing.assert_close(torch.tensor(found.logprobs), expected, rtol=0, atol=1e-5)
         publisher.fleet.close()
+
+
+def test_an_engine_scales_positions_in_the_layers_in_which_the_trainer_does(tmp_path: Path) -> None:
+    """Those of OLMo-3 without windows. config.json has the spelling of its publisher, which alone SGLang reads."""
+    model = tmp_path / "model"
+    write_served(model, "olmo3", {"rope_parameters": SCALED})
+    hf = json.loads((model / "config.json").read_text())
+    scaling = hf.pop("rope_parameters")
+    hf |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    (model / "config.json").write_text(json.dumps(hf))
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    unscale_windows(expected)
+    with engines(tmp_path, f"model.path={model}", "engine.count=1", "engine.dtype=float32") as fleet:
+        for found in ask(fleet, 4, 0):
+            wanted = logprobs(expected, found.token_ids)
+            torch.testing.assert_close(torch.tensor(found.logprobs), wanted, rtol=0, atol=1e-5)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.config import load
 from asyncrl.engine.server import server_argv
 from asyncrl.extensions.quantized.codes import FORMATS, CodeChecksums
@@ -168,7 +168,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if not folder.exists():
             write(folder, case)
         config = load(engine_of(case.shape).model_dump(mode="json") | {"quantized": {"format": case.kind}})
-        engine, more = config.engine, extension.engine_arguments(config)
+        engine, more = config.engine, lookup.engine_arguments(config)
         files, out = publishes(folder, case.kind), base / f"{case}.json"
         job = {
             "args": server_argv(engine, folder, "http://127.0.0.1:30000", gpu=False, seed=0, **more)[3:],

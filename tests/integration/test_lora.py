@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "experts": ("qwen3_moe", False, {"mlp_only_layers": [1]}),
     "latent": ("deepseek_v3", False, {}),
     "some": ("llama", False, {}),
+    "after": ("olmo3", False, {}),
 }
 TARGETS: dict[str, list[str]] = {"some": ["q_proj", "v_proj", "up_proj"]}
 EXPERTS = ["experts", "latent"]
@@ -41,7 +42,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "tp4": ({"tensor_parallel": 4}, ["dense", "some"]),
     "sp4": ({**SEQUENCE, "tensor_parallel": 4}, ["dense", "some", "experts"]),
     "pp2": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, list(MODELS)),
-    "cp2": ({"context_parallel": 2, "lora.init": "gaussian"}, ["dense", "latent"]),
+    "cp2": ({"context_parallel": 2, "lora.init": "gaussian"}, ["dense", "latent", "after"]),
     "dp2": ({"data_parallel": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}, ["dense", "experts"]),
     "ep2": ({"data_parallel": 2, "expert_parallel": 2}, EXPERTS),
     "etp2": ({"data_parallel": 2, "expert_tensor_parallel": 2}, EXPERTS),

@@ -381,3 +381,20 @@ def test_group_whose_signal_is_left_out_is_not_run() -> None:
     alone = Batch(1, both.groups[:1], {})
     nothing = policy(**MASKED).update(alone)
     assert (nothing["groups/trained"], nothing["step/skipped"]) == (0.0, 1.0)
+
+
+class Wrapped(TrainerHooks):
+    """Sends the weights in a list."""
+
+    def sent(self, weights: Any) -> Any:
+        return [weights]
+
+
+def test_what_extensions_make_of_the_weights_is_sent_in_their_place() -> None:
+    weights, plain = object(), TrainerHooks()
+
+    def sent(*hooks: TrainerHooks) -> Any:
+        return Policy.sent(SimpleNamespace(weights=weights, _hooks=dict(enumerate(hooks))))  # type: ignore[arg-type]
+
+    assert sent(plain, plain) is weights
+    assert sent(Wrapped(), plain, Wrapped()) == [[weights]]

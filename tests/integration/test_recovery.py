@@ -198,10 +198,16 @@ def test_trainers_of_any_layout_and_transport_recover(layout: list[str], tmp_pat
     check_replay(run_dir, tmp_path, *layout)
 
 
-def kill_when(whose_turn: Callable[[], bool], run: subprocess.Popen[str], run_dir: Path) -> None:
-    """Kill a trainer while this is so, a step after the last death: a third one at the same step ends the run."""
+SHAPE = ["rollout.max_staleness=1", "rollout.lead=null"]
+TURNS = ["cluster.placement=colocated", "weights.pause_mode=retract", "weights.staging=stream"]
+
+
+def kill_when(
+    whose_turn: Callable[[], bool], run: subprocess.Popen[str], run_dir: Path, name: str = "trainer-0"
+) -> None:
+    """Kill a process while this is so, a step after the last death: a third one at the same step ends the run."""
     wait_for_step(run, run_dir, len(lines(run_dir / "metrics.jsonl")) + 1)
-    victim, dead = processes_of(run, run_dir)["trainer-0"], False
+    victim, dead = processes_of(run, run_dir)[name], False
     while not dead:
         while not whose_turn():
             assert run.poll() is None, output(run_dir)
@@ -214,9 +220,7 @@ def kill_when(whose_turn: Callable[[], bool], run: subprocess.Popen[str], run_di
 def test_trainers_that_take_turns_with_engines_recover_in_either_turn(tmp_path: Path) -> None:
     """The engine has released its memory, or generates; in the trainers' turn it dies as well."""
     run_dir, turn = tmp_path / "run", tmp_path / "run" / TRAINING
-    shape = ["rollout.max_staleness=1", "rollout.lead=null"]
-    turns = ["cluster.placement=colocated", "weights.pause_mode=retract", "weights.staging=stream"]
-    with start(run_dir, *RECOVERS, *shape, *turns) as run:
+    with start(run_dir, *RECOVERS, *SHAPE, *TURNS) as run:
         wait_for_step(run, run_dir, EVERY + 1)
         kill_when(lambda: not turn.exists(), run, run_dir)
         wait_until(lambda: len(told(run_dir)) == 1, run, run_dir, "the trainers went on")
@@ -232,7 +236,26 @@ def test_trainers_that_take_turns_with_engines_recover_in_either_turn(tmp_path: 
     assert same
     assert "engine-0 died" in text
     check_books(run_dir)
-    check_replay(run_dir, tmp_path, *shape)
+    check_replay(run_dir, tmp_path, *SHAPE)
+
+
+@pytest.mark.nightly
+def test_rollout_process_of_a_colocated_run_goes_on_in_either_turn(tmp_path: Path) -> None:
+    """The engine generates, or has released its memory."""
+    run_dir, turn = tmp_path / "run", tmp_path / "run" / TRAINING
+    with start(run_dir, *RECOVERS, *SHAPE, *TURNS) as run:
+        wait_for_step(run, run_dir, EVERY + 1)
+        before = processes_of(run, run_dir)
+        kill_when(lambda: not turn.exists(), run, run_dir, "rollout")
+        wait_until(lambda: len(restarted(run_dir)) == 1, run, run_dir, "the rollout process went on")
+        kill_when(turn.exists, run, run_dir, "rollout")
+        wait_until(lambda: len(restarted(run_dir)) == 2, run, run_dir, "the rollout process went on again")
+        after = processes_of(run, run_dir)
+        code, text = finish(run, run_dir)
+    assert code == 0, text
+    assert all(before[name] == after[name] for name in ("engine-0", "trainer-0"))
+    check_books(run_dir)
+    check_replay(run_dir, tmp_path, *SHAPE)
 
 
 LOSS = """

@@ -17,7 +17,7 @@ from asyncrl.models.tiny import write
 from tests.fakes import changed, compose_values
 from tests.integration.rank_sft import LAYOUTS
 from tests.integration.ranks import run_ranks
-from tests.integration.running import evidence, finish, lines, start, wait_for_step
+from tests.integration.running import evidence, finish, lines, run, start, wait_for_step
 
 pytestmark = pytest.mark.integration
 
@@ -205,3 +205,25 @@ def test_adapters_are_trained_and_exported(tmp_path: Path) -> None:
         assert finish(launcher, run_dir)[0] == 0, evidence(run_dir)
     assert (run_dir / "hf" / "adapter_config.json").is_file()
     assert steps(run_dir)[-1]["sft/held_out"] < steps(run_dir)[3]["sft/held_out"]
+
+
+def test_right_answers_of_a_recording_are_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands of the README: engines alone, their better answers as rows, and the reward before and after."""
+    for name in ("collect", "evaluate", "view"):
+        pytest.importorskip(f"asyncrl.extensions.{name}")
+    from asyncrl.extensions.view.inspection.cli import main
+
+    small = ["mode=rollout_only", "record=true", "run.max_steps=12", "eval.questions=8"]
+    before = run(tmp_path / "S", *small)
+    assert main([str(tmp_path / "S"), "--reward", "0.3:", "--rows"]) == 0
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(capsys.readouterr().out)
+    own = ["model=tiny", f"task.train_file={rows}", "eval.questions=32", "sft.epochs=6"]
+    float32 = ["trainer.dtype=float32", "trainer.optimizer.lr=1e-3"]
+    losses = run(tmp_path / "B", *own, *float32, experiment="warmup")
+    assert losses[-1]["sft/held_out"] < losses[0]["sft/held_out/before"]
+    asked = ["mode=evaluate", "eval.questions=100", "eval.samples=4", f"model.path={tmp_path / 'B' / 'hf'}"]
+    with start(tmp_path / "E", *asked) as launcher:
+        assert finish(launcher, tmp_path / "E")[0] == 0, evidence(tmp_path / "E")
+    after = json.loads((tmp_path / "E" / "results.json").read_text())["sets"]["copy3"]["figures"]["reward/mean"]
+    assert after["low"] > max(step["reward/mean"] for step in before)

@@ -19,6 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -32,7 +33,6 @@ from tests.integration.ranks import ROOT
 from tests.integration.running import (
     GROUP,
     RUN,
-    STEPS,
     TIMEOUT,
     evidence,
     finish,
@@ -45,6 +45,9 @@ from tests.integration.workload import Workload
 
 TRIALS = int(os.environ.get("ASYNCRL_TRIALS", "20"))
 FIRST = int(os.environ.get("ASYNCRL_FIRST_TRIAL", "0"))
+STEPS, APART = 30, 6
+"""Steps of a run, and between two that are drawn for a death: a fourth within ten steps would end the run."""
+LENGTH = f"run.max_steps={STEPS}"
 LAYOUTS = {
     "single": [],
     "dp2": ["trainer.data_parallel=2"],
@@ -121,12 +124,12 @@ class Trial:
 
 
 def drawn(seed: int) -> Trial:
-    """Return a trial. At most two deaths come at one step, and three in all: more would end the run."""
+    """Return a trial. At most two deaths come at one step, and three within ten: more would end the run."""
     choose = random.Random(seed)
     layout, engines = choose.choice(list(LAYOUTS)), choose.randint(1, 2)
     deaths = [
         Death(choose.choice(DEATHS), step, choose.uniform(0.0, LATEST.get(step, 0.5)), choose.randrange(2))
-        for step in choose.sample(range(STEPS + 1), choose.randint(1, 2))
+        for step in drawn_steps(choose)
     ]
     if choose.random() < 0.6:  # while what died before is started again
         step, kind = choose.choice(deaths).version, choose.choice([DIES, ROLLOUT_DIES, BOTH])
@@ -135,6 +138,15 @@ def drawn(seed: int) -> Trial:
     beside = draw(choose, kinds, choose.randint(0, 3), engines=engines, versions=STEPS - 2, stopped=(0.1, 5.0))
     more = choose.choice([[], [], [], ["processes.count=2"]])
     return Trial(seed, layout, engines, more, sorted([*deaths, *beside], key=lambda one: (one.version, one.delay)))
+
+
+def drawn_steps(choose: random.Random) -> list[int]:
+    """Return the steps of one to four deaths."""
+    count = choose.randint(1, 4)
+    while True:
+        steps = sorted(choose.sample(range(STEPS + 1), count))
+        if all(later - earlier >= APART for earlier, later in pairwise(steps)):
+            return steps
 
 
 @dataclass
@@ -216,6 +228,7 @@ def play(trial: Trial, folder: Path, monkeypatch: pytest.MonkeyPatch, tally: Cou
         monkeypatch.setenv(name, value)
     overrides = [
         *(one for one in RUN if not one.startswith("cluster.on_death")),
+        LENGTH,
         *LAYOUTS[trial.layout],
         *trial.more,
         f"engine.count={trial.engines}",
@@ -283,9 +296,9 @@ def test_deaths_at_any_moment_do_not_show(
 ) -> None:
     trial = drawn(seed)
     run_dir = play(trial, tmp_path, monkeypatch, tally)
-    check_books(run_dir)
+    check_books(run_dir, STEPS)
     assert [line["version_max"] for line in lines(run_dir / "eval.jsonl")] == [0, STEPS]  # each once
     times = times_out_of_memory(run_dir)
     if times < 2:  # with smaller micro-batches, sums are formed in another order
         check_published(tmp_path)
-        check_replay(run_dir, tmp_path, *LAYOUTS[trial.layout])
+        check_replay(run_dir, tmp_path, LENGTH, *LAYOUTS[trial.layout])

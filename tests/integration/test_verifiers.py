@@ -7,11 +7,12 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.extensions.verifiers.playing import VENV, real
 from tests.integration.books import balanced, groups_of
-from tests.integration.running import finish, lines, nothing_is_left, run, start, wait_for_step
+from tests.integration.running import finish, lines, nothing_is_left, processes_of, run, start, wait_for_step
 
 pytestmark = [pytest.mark.integration, real]
 STEPS = 16
@@ -49,6 +50,31 @@ def test_a_run_goes_on_after_a_kill_and_not_with_other_tasks(tmp_path: Path) -> 
     assert len(lines(run_dir / "eval.jsonl")) >= 1
     balanced(run_dir)
     nothing_is_left(run_dir)
+
+
+def test_every_process_that_plays_has_a_worker_of_its_own_and_one_that_dies_is_replaced(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with start(run_dir, *DIGITS, "processes.count=2", "rollout.max_failures=100") as process:
+        wait_for_step(process, run_dir, 3)
+        players = processes_of(process, run_dir)
+        workers = [workers_of(players[name]) for name in ("episodes-0", "episodes-1")]
+        assert [len(found) for found in workers] == [1, 1]
+        workers[1][0].kill()
+        code, text = finish(process, run_dir)
+    assert code == 0, text
+    steps = lines(run_dir / "metrics.jsonl")
+    assert len(steps) == STEPS
+    assert steps[-1]["episodes/metric/length"] > 0, "measures of both processes are the run's"
+    assert "environment_died" in (run_dir / "warnings.jsonl").read_text()
+    balanced(run_dir)
+    nothing_is_left(run_dir, [one for found in workers for one in found])
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """Return the workers of verifiers that a process has started."""
+    return [
+        one for one in psutil.Process(pid).children() if any("verifiers/worker.py" in word for word in one.cmdline())
+    ]
 
 
 def test_a_thousand_episodes_with_faults_of_every_kind_have_no_false_zero(tmp_path: Path) -> None:

@@ -20,17 +20,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.engine.client import ClientSettings, GenerationClient
+from asyncrl.engine.fleet import CallRefused
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.errors import EngineError
 from asyncrl.schema import Completion
-from tests.integration.fleet import EVERY_WAY, Engines
-from tests.integration.publisher import SeededWeights
+from tests.integration.fleet import EVERY_WAY, Engines, settings
+from tests.integration.publisher import SeededWeights, make, publish
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [12, 1, 2, 3, 11]
@@ -242,3 +244,44 @@ def test_no_token_is_labelled_with_a_version_that_did_not_write_it(seed: int, fl
 @pytest.mark.parametrize("seed", range(100, 100 + int(os.environ.get("ASYNCRL_TRIALS", "20"))))
 def test_no_token_is_labelled_wrongly_in_many_trials(seed: int, fleet: Engines, tmp_path: Path) -> None:
     trial(fleet, tmp_path, seed)
+
+
+@pytest.mark.nightly
+def test_engines_that_fail_within_a_broadcast_are_left_behind(fleet: Engines, tmp_path: Path) -> None:
+    """One is killed when both wait for the weights, and later the other hangs. The one that is left gets the version,
+    as its checksums say, and the one that joins again gets the next."""
+    config = settings(fleet.config, transport="distributed", verify_every=1, timeout=CALL_SECONDS)
+    urls = list(fleet.addresses.engines)
+    publisher = make(config, fleet.addresses, SeededWeights(fleet.addresses.model), tmp_path)
+    transport: Any = publisher._transport
+    broadcast = transport._broadcast
+    due: list[tuple[str, int]] = []
+
+    def strike(flat: torch.Tensor) -> str:
+        """Strike when the engines have been asked to receive."""
+        if due:
+            time.sleep(0.5)  # they wait for it by then; if not, they die a moment before
+            fleet.signal(*due.pop())
+        return str(broadcast(flat))
+
+    transport._broadcast = strike
+    version = 1_000_000
+    assert publish(publisher, version)["engines"] == 2
+    for number, by in ((1, signal.SIGKILL), (0, signal.SIGSTOP)):
+        due.append((f"engine-{number}", by))
+        began = time.monotonic()
+        assert publish(publisher, version + 1)["engines"] == 1
+        print(f"{signal.Signals(by).name}: published after {time.monotonic() - began:.1f} s")
+        assert not due
+        assert publisher.fleet.versions() == {urls[1 - number]: str(version + 1)}
+        fleet.kill(f"engine-{number}")
+        fleet.revive()
+        publisher.fleet.join(urls[number])
+        version += 2
+        assert publish(publisher, version)["engines"] == 2
+    name = {"group_name": transport._name}
+    for url in urls:
+        publisher.fleet.post(url, "/destroy_weights_update_group", name)
+        with pytest.raises(CallRefused, match="does not exist"):
+            publisher.fleet.post(url, "/destroy_weights_update_group", name)
+    publisher.fleet.close()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.config import load
 from asyncrl.schema import Completion
 from asyncrl.weights.bucket import Bucket
@@ -86,7 +86,7 @@ def test_what_is_served_is_what_was_sent(transport, staging, mode, bucket, fleet
     publisher.fleet.close()
 
 
-SIMULATED = ["fp8_simulated", "int8_simulated"] if "quantized" in extension.shipped() else []
+SIMULATED = ["fp8_simulated", "int8_simulated"] if "quantized" in lookup.shipped() else []
 
 
 @pytest.mark.parametrize("kind", SIMULATED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from asyncrl.engine.registry import Registry
-from asyncrl.errors import EngineError, WeightsError, is_of_user
+from asyncrl.errors import EngineError, Paused, ProcessDied, WeightsError, is_of_user
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import RestartPolicy, restart_policy
@@ -248,6 +249,16 @@ def test_trainers_recover_twice_at_a_step_and_thrice_in_ten(run_dir: Path) -> No
     ]
 
 
+def test_ranks_have_been_started_as_often_when_one_dies_again_before_another_is_gone(run_dir: Path) -> None:
+    """Otherwise the one behind would be taken, when it has ended well, for one that others wait for."""
+    policy = RestartPolicy(run_dir)
+    for rank in (RANKS[1], RANKS[1], RANKS[0]):  # on a GPU a process may take seconds to die
+        assert policy.allows(rank)
+        assert policy.may_start_now(rank, "killed by SIGKILL")
+    assert [policy.count(rank.name) for rank in RANKS] == [2, 2]
+    assert len(policy.recoveries()) == 2
+
+
 @pytest.mark.parametrize("lasting", [False, True])
 def test_trainers_end_the_run_with_an_error_that_would_only_happen_again(lasting: bool, run_dir: Path) -> None:
     (run_dir / "progress").mkdir()
@@ -337,6 +348,39 @@ while life == "trainer-1-restart-1" and not (folder / "seen-trainer-0-restart-1"
     assert sorted(file.name for file in tmp_path.glob("seen-*")) == [
         f"seen-trainer-{rank}-{life}" for rank in range(2) for life in ("", "restart-1")
     ]
+
+
+def test_rank_that_dies_behind_the_last_checkpoint_of_a_run_that_was_asked_to_stop_is_not_started_again(
+    run_dir: Path,
+) -> None:
+    """It would train on, because nobody asks it to stop any more."""
+    (run_dir / "logs").mkdir()
+    lives = """
+import os, pathlib, sys, time
+run_dir, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+assert not os.environ["ASYNCRL_INCARNATION"]
+if name == "trainer-0":
+    (run_dir / "stopped").touch()
+    time.sleep(60)  # at the last barrier
+while not (run_dir / "stopped").exists():
+    time.sleep(0.01)
+os.kill(os.getpid(), 9)
+"""
+    ranks = [replace(rank, argv=[sys.executable, "-c", lives, str(run_dir), rank.name]) for rank in RANKS]
+    policy = RestartPolicy(run_dir)
+    with pytest.raises(Paused, match="ended as requested"):
+        Supervisor(ranks, run_dir, "run0", 5.0, policy).run(lambda: None)
+    assert not policy.recoveries()
+
+
+def test_death_too_many_ends_the_run_with_the_reasons_of_all(run_dir: Path) -> None:
+    (run_dir / "logs").mkdir()
+    trained(run_dir, 5)
+    ranks = [replace(rank, argv=[sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) for rank in RANKS]
+    with pytest.raises(ProcessDied) as raised:
+        Supervisor(ranks, run_dir, "run0", 5.0, RestartPolicy(run_dir)).run(lambda: None)
+    assert len(re.findall(r"had recovered after step 5: trainer-., killed by SIGKILL", str(raised.value))) == 2
+    assert re.search(r"trainer-. had been restarted 2 times", str(raised.value))
 
 
 ROLLOUT = ProcessSpec("rollout", [], {}, restarts=9, recovers=True)

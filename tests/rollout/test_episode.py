@@ -83,7 +83,7 @@ def test_time_that_engines_take_is_not_the_agents() -> None:
 
     found, session = played(ask_on, agent=0.04)  # each answer takes 0.05 s
     assert found.reward == 1.0
-    assert session.waits_for == ""
+    assert session.activity.waits_for == ""
 
 
 def test_time_of_all_its_parts_is_the_episodes() -> None:
@@ -164,17 +164,17 @@ def test_session_says_whom_its_episode_waits_for() -> None:
     seen: list[str] = []
 
     async def look(generate: Generate) -> None:
-        seen.append(generate._session.waits_for)  # type: ignore[attr-defined]
+        seen.append(generate._session.activity.waits_for)  # type: ignore[attr-defined]
 
     async def main() -> None:
         session = FakeClient().generate()
 
         async def score(trajectory: Trajectory) -> Trajectory:
-            seen.append(session.waits_for)
+            seen.append(session.activity.waits_for)
             return await one(trajectory)
 
         await Episode(session, EpisodeTimeouts(60.0, 60.0, None), FakeTemplate()).play(Scripted(look), PROMPT, score)
-        seen.append(session.waits_for)
+        seen.append(session.activity.waits_for)
 
     asyncio.run(main())
     assert seen == ["its agent", "its reward", ""]

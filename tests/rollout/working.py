@@ -79,3 +79,15 @@ class Site:
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+
+async def started(limiter: ConcurrencyLimiter, count: int, size: int = 4) -> list[asyncio.Task[None]]:
+    """So many groups want to start."""
+    tasks = [asyncio.ensure_future(limiter.acquire(size)) for _ in range(count)]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    return tasks
+
+
+def done(tasks: list[asyncio.Task[None]]) -> int:
+    return sum(task.done() for task in tasks)

@@ -53,6 +53,8 @@ def test_every_request_is_repeated_to_the_process_that_replaces_a_dead_one(death
     assert source(death, httpx.Response(200, json=[{}])).evaluate(60.0) == [{}]
     assert source(death, httpx.Response(200, json={"versions": [], "past": {}})).announce(1).versions == []
     source(death, httpx.Response(202), death, httpx.Response(200)).hold()
+    # by which trainers that start again learn where to go on, while the rollout process is started again, too
+    assert source(death, httpx.Response(200, json={"version": 5})).status() == {"version": 5}
 
 
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: type(death).__name__)

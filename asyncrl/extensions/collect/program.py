@@ -12,7 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from asyncrl import extension, jsonl
+from asyncrl import jsonl, lookup
 from asyncrl.config import read
 from asyncrl.engine.fleet import build_fleet
 from asyncrl.engine.update import Update
@@ -30,7 +30,7 @@ def main(run_dir: Path) -> None:
     fleet = build_fleet(config, addresses, run_dir, decides=True)
     update = Update(fleet, mode=config.weights.pause_mode)
     source = RolloutClient(addresses.rollout, addresses.access, config.rollout.batch_timeout)
-    listeners = extension.step_listeners(config, run_dir, addresses.model, partial(_warn, run_dir))
+    listeners = lookup.step_listeners(config, run_dir, addresses.model, partial(_warn, run_dir))
     records = [partial(jsonl.append, run_dir / "metrics.jsonl")]
     log = StepLog(records, started_at=addresses.started_at, tasks=tuple(config.mixture), listeners=listeners)
     stop = StopRule(config.run)

@@ -36,6 +36,8 @@ from asyncrl.rollout.evaluation import Attempt
 from asyncrl.schema import Prompt, Trajectory
 
 RECONCILE_SECONDS = 2.0
+Key = tuple[str, int, str]
+"""Set, index and identity of a question: a set may hold the same one several times."""
 
 
 class Evaluator:
@@ -49,10 +51,10 @@ class Evaluator:
         self._file = parts.run.run_dir / ANSWERS
         self._answered = self._read()
 
-    def _read(self) -> dict[tuple[str, str], dict[str, Any]]:
+    def _read(self) -> dict[Key, dict[str, Any]]:
         """Return what an earlier process wrote, and write it anew without what is not complete."""
         _, *records = Tail(self._file)() or [{}]
-        known = {(one["set"], one["question"]): one for one in records if not failed(one)}
+        known = {(one["set"], one["index"], one["question"]): one for one in records if not failed(one)}
         lines = [{"settings": asked(self._run.config)}, *known.values()]
         jsonl.replace_text(self._file, "".join(json.dumps(line) + "\n" for line in lines))
         return known
@@ -64,13 +66,13 @@ class Evaluator:
             (name, prompt)
             for name, prompts in self.sets.items()
             for prompt in prompts
-            if (name, identity(prompt)) not in self._answered
+            if key(name, prompt) not in self._answered
         ]
         stop, server = self._run.run_dir / STOP, self._parts.server
         running = {asyncio.create_task(self._ask(name, prompt)) for name, prompt in left}
         while running and not stop.exists():
             server.starting = f"the answers to {len(running)} questions"
-            done, running = await asyncio.wait(running, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+            done, running = await asyncio.wait(running, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 task.result()
         for task in running:
@@ -79,14 +81,14 @@ class Evaluator:
 
     async def _ask(self, name: str, prompt: Prompt) -> None:
         record = told(name, prompt, await self._parts.evaluations.ask(prompt), self._parts)
-        self._answered[name, record["question"]] = record
+        self._answered[key(name, prompt)] = record
         jsonl.append(self._file, record)
 
     def results(self) -> dict[str, Any]:
         """Return the content of results.json. Raises AsyncRLError for a set without any answer."""
         found = {}
         for name, prompts in self.sets.items():
-            questions = [self._answered[name, identity(prompt)] for prompt in prompts]
+            questions = [self._answered[key(name, prompt)] for prompt in prompts]
             shown = {figure: asdict(value) for figure, value in figures(questions).items()}
             failures = [one for question in questions for one in failed(question)]
             if not shown:
@@ -114,6 +116,11 @@ def identity(prompt: Prompt) -> str:
     for image in prompt.images:
         hashed.update(image)
     return hashed.hexdigest()[:16]
+
+
+def key(name: str, prompt: Prompt) -> Key:
+    """Return what answers are kept by."""
+    return name, prompt.index, identity(prompt)
 
 
 def told(name: str, prompt: Prompt, attempts: Sequence[Attempt], parts: RolloutParts) -> dict[str, Any]:

@@ -26,9 +26,9 @@ class OffloadLaunch(LaunchHooks):
     def __init__(self, settings: OffloadSettings) -> None:
         self._settings = settings
 
-    def layers_held(self, config: Config) -> int | None:
-        """Return two: the layer that runs, and the one whose activations move."""
-        return 2 if self._settings.activations else None
+    def memory(self, config: Config) -> dict[str, int]:
+        """Return two layers: the one that runs, and the one whose activations move."""
+        return {"layers_held": 2} if self._settings.activations else {}
 
 
 class OffloadTrainer(TrainerHooks):

@@ -9,11 +9,10 @@ from typing import Any
 
 from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.errors import ConfigError
-from asyncrl.extension import linear_bytes
 from asyncrl.extensions.plan import folders
 from asyncrl.extensions.plan import memory as planner
 from asyncrl.extensions.plan.memory_check import MemoryNeed, check_memory, in_turns
-from asyncrl.extensions.plan.settings import layout_of, served_adapters, training_of
+from asyncrl.extensions.plan.settings import layout_of, served_adapters, told_of_memory, training_of
 from asyncrl.extensions.plan.shapes import Shape, counted, parameters, shape_of
 from asyncrl.launch.checks.findings import Finding
 from asyncrl.launch.checks.model_files import Weight
@@ -86,7 +85,7 @@ def _divided(config: Config) -> dict[str, Any]:
     """Return what else divides or fills the memory of an engine."""
     engine = config.engine
     divided = {"replicas": engine.data_parallel, "stages": engine.pipeline_parallel}
-    return {**divided, "linear_bytes": linear_bytes(config), **served_adapters(config)}
+    return {**divided, "linear_bytes": told_of_memory(config).get("linear_bytes"), **served_adapters(config)}
 
 
 def _folders(config: Config, run_dir: Path, policy: ModelFolder | None) -> Iterator[Finding]:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.extension import linear_bytes
 from asyncrl.extensions.plan import memory
 from asyncrl.extensions.plan.fit import Fit
 from asyncrl.extensions.plan.search import GpuSplit
-from asyncrl.extensions.plan.settings import layout_of, served_adapters, training_of
+from asyncrl.extensions.plan.settings import layout_of, served_adapters, told_of_memory, training_of
 from asyncrl.extensions.plan.shapes import Shape, counted, shape_of
 from asyncrl.extensions.plan.tensors import tensors
 from asyncrl.launch.checks.model_files import Weight
@@ -62,7 +61,7 @@ class RunMemory:
             replicas=engine.data_parallel,
             stages=engine.pipeline_parallel,
             cache_dtype=str(engine.server_args.get("kv_cache_dtype") or ""),
-            linear_bytes=linear_bytes(self._settings),
+            linear_bytes=told_of_memory(self._settings).get("linear_bytes"),
             **served_adapters(self._settings),
         )
         return sum(parts.values())

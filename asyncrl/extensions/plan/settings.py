@@ -7,10 +7,10 @@ from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, streams
 from asyncrl.config.lora import LoraConfig, engine_slots
-from asyncrl.extension import layers_held, offered
 from asyncrl.extensions.plan.activations import Recompute, Training
 from asyncrl.extensions.plan.adapters import Adapters
 from asyncrl.extensions.plan.shapes import ParallelLayout
+from asyncrl.lookup import active, offered
 
 LATENT_DOWN = ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
 """Down projections of latent attention, which TransformerEngine's layers do not share over tensor-parallel ranks."""
@@ -32,6 +32,11 @@ def layout_of(trainer: TrainerConfig) -> ParallelLayout:
     )
 
 
+def told_of_memory(config: Config) -> dict[str, int]:
+    """Return what extensions change in the memory of a run (LaunchHooks.memory)."""
+    return {name: size for one in active(config).values() for name, size in one.launch().memory(config).items()}
+
+
 def training_of(config: Config, *, gpu: bool) -> Training:
     """Return the settings that determine memory. A sample longer than a micro-batch forms its own, so a micro-batch may
     have rollout.max_new_tokens tokens."""
@@ -51,7 +56,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
         recompute=recompute_of(trainer),
         moments=trainer.optimizer.moments_dtype,
         offload=gpu and trainer.optimizer.offload,
-        layers_held=(layers_held(config) if gpu else None) or math.inf,
+        layers_held=told_of_memory(config).get("layers_held", math.inf) if gpu else math.inf,
         fp8=trainer.fp8 is not None,
         tower=trainer.vision.tower == "trained",
         adapters=adapters,

@@ -13,10 +13,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 
 from asyncrl.engine.loads import Load
+from asyncrl.extensions.congestion.window import ConcurrencyWindow
 from asyncrl.extensions.plan.engine import EngineShape, SimulatedEngine, SimulatedRequest
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.cohorts import Ticket
-from asyncrl.rollout.concurrency import ConcurrencyWindow
 from asyncrl.schema import Group, part_of
 
 

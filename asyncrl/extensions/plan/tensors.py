@@ -46,7 +46,7 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
     if "kv_lora_rank" in hf:
         queries = heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         values = heads * hf["v_head_dim"]
-    low, latent = hf.get("q_lora_rank"), hf.get("kv_lora_rank")
+    low, latent, wide = hf.get("q_lora_rank"), hf.get("kv_lora_rank"), family_of(hf).wide_norms
     inner = hf["intermediate_size"]
     if ".experts." in name:
         inner = hf.get("moe_intermediate_size", inner)
@@ -66,7 +66,8 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         return stacks[kind]
     sizes = {
         **dict.fromkeys(("embed_tokens", "lm_head"), (vocab, hidden)),
-        **dict.fromkeys(("q_norm", "k_norm"), (width,)),
+        "q_norm": (queries if wide else width,),
+        "k_norm": (keys if wide else width,),
         "q_proj": (queries, hidden),
         **dict.fromkeys(("k_proj", "v_proj"), (keys, hidden)),
         "qkv_proj": (queries + 2 * keys, hidden),

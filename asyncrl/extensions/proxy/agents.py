@@ -4,7 +4,8 @@
         async def solve(question, base_url, api_key) -> float | None
 
     agent=asyncrl.extensions.proxy.agents:Command 'agent_params.argv=[python, my_agent.py]'
-        any program, which finds its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, and its question on stdin
+        any program, which finds its endpoint in OPENAI_BASE_URL and OPENAI_API_KEY, or in ANTHROPIC_BASE_URL and
+        ANTHROPIC_API_KEY, and its question on stdin
 
 The reward is the function's return value, the one in the program's last line (reads_reward), or the one posted to
 /v1/reward; without any of these, the task scores the episode.
@@ -149,7 +150,10 @@ class Command(ThroughTheProxy):
         """
         found = {name: value for name, value in os.environ.items() if not name.startswith(OWN) or name == RUN_ID}
         found |= programs.reaching(self._host, Path(sys.executable))
-        return found | {"OPENAI_BASE_URL": self._proxy.base_url, "OPENAI_API_KEY": key} | self._env
+        url = self._proxy.base_url
+        found |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+        found |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+        return found | self._env
 
 
 def _question(prompt: Prompt) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A chat continues an earlier one if its messages begin with those of an earlier request and the answer to it; its context
 is then the tokens that the engine read and generated. A text continues an earlier one if it begins with an earlier text
-and its completion. The longest match wins. A client that changes a word of its history begins a new context, and with
-it a new sample.
+and its completion, stop string included. The longest match wins. A client that changes a word of its history begins a
+new context, and with it a new sample.
 """
 
 from __future__ import annotations

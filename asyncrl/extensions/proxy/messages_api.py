@@ -14,6 +14,7 @@ from asyncrl.schema import Message
 
 _RENAMED = {"stop_sequences": "stop"}
 _IGNORED = {"messages", "system", "tools", "tool_choice", "thinking", "cache_control", "context_management"}
+_IGNORED |= {"output_config"}  # Claude Code's effort; a form is refused
 _CHOICES: dict[str, Any] = {"auto": "auto", "none": "none", "any": "required"}
 _BLOCKS = "Must be of type text, image, tool_use, tool_result or thinking."
 
@@ -22,6 +23,9 @@ def as_chat(body: Body) -> Body:
     """Return the request as one for /v1/chat/completions. Raises ApiError (400)."""
     if "n" in body:
         raise bad_field("n", body["n"], "Remove it: one answer is made.")
+    output = body.get("output_config")
+    if output is not None and (not isinstance(output, dict) or output.get("format") is not None):
+        raise bad_field("output_config", output, "Must have no format: what forces a form draws differently.")
     chat = {_RENAMED.get(name, name): value for name, value in body.items() if name not in _IGNORED}
     system = body.get("system")
     head = [{"role": "system", "content": system}] if isinstance(system, str) else _head(system)
@@ -73,6 +77,7 @@ def _messages(message: Any, place: int) -> Iterator[Message]:
         return
     parts: list[Message] = []
     calls: list[Message] = []
+    thoughts = ""
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result":
@@ -80,10 +85,13 @@ def _messages(message: Any, place: int) -> Iterator[Message]:
         elif kind == "tool_use":
             call = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": call})
-        elif kind not in ("thinking", "redacted_thinking"):
+        elif kind == "thinking":
+            thoughts += str(block.get("thinking") or "")
+        elif kind != "redacted_thinking":
             parts.append(_part(block, kind, name))
     if parts or calls:
-        yield {"role": message["role"], "content": parts} | ({"tool_calls": calls} if calls else {})
+        more = {"tool_calls": calls, "reasoning_content": thoughts}
+        yield {"role": message["role"], "content": parts} | {name: value for name, value in more.items() if value}
 
 
 def _result(block: Message, name: str) -> Any:

@@ -18,7 +18,9 @@ from asyncrl.schema import Message
 
 _RENAMED = {"max_output_tokens": "max_tokens"}
 _IGNORED = {"input", "instructions", "tools", "tool_choice", "include", "reasoning", "text", "truncation", "background"}
+_IGNORED |= {"client_metadata"}  # Codex's
 _KINDS = {"input_text", "output_text", "text", "refusal"}
+_SAID = {"content", "tool_calls"}
 
 
 def as_chat(body: Body) -> Body:
@@ -61,18 +63,18 @@ def _messages(given: Any) -> Iterator[Message]:
             said.setdefault("role", "assistant")
             said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
         elif kind == "reasoning":
-            said.setdefault("role", "assistant")
+            said |= {"role": "assistant", "reasoning_content": _thought(item.get("content"))}
         elif kind == "message" and item.get("role") == "assistant":
-            if "content" in said or "tool_calls" in said:
+            if said.keys() & _SAID:
                 yield said
                 said = {}
             said |= {"role": "assistant", "content": _content(item.get("content"), place)}
         else:
-            if len(said) > 1:
+            if said.keys() & _SAID:
                 yield said
             said = {}
             yield _other(item, kind, place)
-    if len(said) > 1:
+    if said.keys() & _SAID:
         yield said
 
 
@@ -99,6 +101,12 @@ def _content(content: Any, place: int) -> Any:
         else:
             raise bad_field(f"input[{place}].content", part, "Must be a part of type input_text or input_image.")
     return parts
+
+
+def _thought(content: Any) -> str:
+    """Return the text of an item of type reasoning; a provider's own has none, but a summary or encrypted content."""
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
 
 
 def _tool(tool: Any) -> Message:
@@ -165,14 +173,14 @@ def events(answer: ApiResponse, body: Body) -> bytes:
     for index, item in enumerate(told["output"]):
         at = {"output_index": index, "item_id": item["id"]}
         found.append(("response.output_item.added", {"output_index": index, "item": _begun(item)}))
-        if item["type"] == "message":
+        if item["type"] in ("message", "reasoning"):
             (part,) = item["content"]
-            text = {**at, "content_index": 0, "logprobs": []}
             place = {**at, "content_index": 0}
+            text = place | ({"logprobs": []} if item["type"] == "message" else {})
             found += [
                 ("response.content_part.added", {**place, "part": part | {"text": ""}}),
-                ("response.output_text.delta", {**text, "delta": part["text"]}),
-                ("response.output_text.done", {**text, "text": part["text"]}),
+                (f"response.{part['type']}.delta", {**text, "delta": part["text"]}),
+                (f"response.{part['type']}.done", {**text, "text": part["text"]}),
                 ("response.content_part.done", {**place, "part": part}),
             ]
         elif item["type"] == "function_call":

@@ -1,7 +1,7 @@
 """HTTP server of the proxy, in the event loop of the rollout process.
 
     POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{name}
-    POST /v1/responses           POST /v1/messages
+    POST /v1/responses           POST /v1/messages       POST /v1/messages/count_tokens
     POST /v1/reward {"reward": x}                  reward of the episode
     POST /v1/reward {"reward": x, "turn": k}       reward of the answer whose choice has this `turn`
 
@@ -143,6 +143,7 @@ class Proxy:
             Route("/v1/completions", self._route(_complete), methods=["POST"]),
             Route("/v1/responses", self._route(_responses), methods=["POST"]),
             Route("/v1/messages", self._route(_messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", self._route(_count_tokens), methods=["POST"]),
             Route("/v1/reward", self._route(_reward), methods=["POST"]),
             Route("/v1/models", self._route(_models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._route(_model), methods=["GET"]),
@@ -262,6 +263,10 @@ async def _responses(session: ProxySession, body: Body) -> Response:
 
 async def _messages(session: ProxySession, body: Body) -> Response:
     return _in_form(await session.chat(messages_api.as_chat(body)), body, messages_api)
+
+
+async def _count_tokens(session: ProxySession, body: Body) -> Response:
+    return _json({"input_tokens": session.count(messages_api.as_chat(body))})
 
 
 async def _reward(session: ProxySession, body: Body) -> Response:

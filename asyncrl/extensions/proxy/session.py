@@ -129,9 +129,7 @@ class ProxySession:
         wanted = self._wanted(body, "chat")
         sent = messages.read_all(body.get("messages"))
         tools, choice = body.get("tools") or [], body.get("tool_choice") or "auto"
-        keys, tools_key = [message.key for message in sent], self._role.encode() + messages.tools_key(tools)
-        known, length = self._chats.find(tools_key, keys)
-        new = [message.rendered for message in sent[length:]]
+        tools_key, known, new = self._lookup(sent, tools)
         images = [*self._seen(known), *await self._read(new)]
         begins = parsing.forced(choice, tools, self._tool_format)
         context = [*self._render(new, tools, known), *(self.template.encode(begins) if begins else ())]
@@ -139,18 +137,24 @@ class ProxySession:
         choices = []
         for turn, one in asked:
             written = self.template.decode(one.completion.token_ids)
-            text, stop = wanted.cut(begins + written)
-            thought, rest = messages.without_thoughts(text) if self._reasoning else ("", text)
+            text, stop = wanted.cut(written)
+            thought, rest = messages.without_thoughts(begins + text) if self._reasoning else ("", begins + text)
             read = parsing.Parsed(rest)
             if tools and choice != "none":
                 before = sum(message.calls for message in sent)
                 read = parsing.parse(rest, self._tool_format, tools, before=before)
             said = messages.assistant(read.text, read.calls) | ({"reasoning_content": thought} if thought else {})
-            if begins + written == text + (stop or ""):  # else more was written than the client has read
-                self._chats.keep(tools_key, [*keys, messages.read(said).key], one)
+            if written == text + (stop or ""):  # else more was written than the client has read
+                self._chats.keep(tools_key, [*(message.key for message in sent), messages.read(said).key], one)
             self._figures.malformed += len(read.malformed)
             choices.append(ResponseChoice(turn, one.completion, said, stop, read.malformed))
         return ApiResponse(wanted, context, choices)
+
+    def count(self, body: Body) -> int:
+        """Return the number of tokens that a chat has the model read. Raises ApiError."""
+        tools = body.get("tools") or []
+        _, known, new = self._lookup(messages.read_all(body.get("messages")), tools)
+        return len(self._render(new, tools, known))
 
     async def complete(self, body: Body) -> ApiResponse:
         """Answer POST /v1/completions. Raises ApiError."""
@@ -169,8 +173,8 @@ class ProxySession:
         choices = []
         for turn, one in await self._ask(context, wanted, self._seen(known), begins=known is None):
             text, stop = wanted.cut(said := self.template.decode(one.completion.token_ids))
-            if isinstance(prompt, str) and said == text + (stop or ""):
-                self._texts.keep(prompt + text, one)
+            if isinstance(prompt, str):
+                self._texts.keep(prompt + said, one)
             choices.append(ResponseChoice(turn, one.completion, {"role": "assistant", "content": text}, stop))
         return ApiResponse(wanted, context, choices)
 
@@ -207,6 +211,14 @@ class ProxySession:
 
     # -- tokens --------------------------------------------------------------------------------------------
 
+    def _lookup(
+        self, sent: Sequence[messages.CanonicalMessage], tools: Sequence[Any]
+    ) -> tuple[bytes, Exchange | None, list[Message]]:
+        """Return the key of the role and tools, the chat that these messages continue, and those that it has not."""
+        tools_key = self._role.encode() + messages.tools_key(tools)
+        known, length = self._chats.find(tools_key, [message.key for message in sent])
+        return tools_key, known, [message.rendered for message in sent[length:]]
+
     def _wanted(self, body: Body, route: Route) -> RequestOptions:
         return read(body, route, temperature=self._generate.temperature, end=self.template.end)
 
@@ -237,7 +249,8 @@ class ProxySession:
         """Generate the answers and return each with the number of its turn. Raises ApiError (503) when engines fail."""
         numbers = [next(self._serial) for _ in range(wanted.choices)]
         role = self._role
-        calls = [self._generate(context, max_new_tokens=wanted.limit, role=role, images=images) for _ in numbers]
+        limits: dict[str, Any] = {"max_new_tokens": wanted.limit, "stop": wanted.stop}
+        calls = [self._generate(context, role=role, images=images, **limits) for _ in numbers]
         answered, names = [], [image_name(png) for png in images]
         self._images |= zip(names, images, strict=True)
         for number, completion in zip(numbers, await asyncio.gather(*calls, return_exceptions=True), strict=True):

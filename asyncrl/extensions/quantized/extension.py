@@ -56,6 +56,10 @@ class QuantizedLaunch(LaunchHooks):
         if self._kind:
             yield from fits.gpu(self._kind, gpu, config.engine.server_args)
 
+    def memory(self, config: Config) -> dict[str, int]:
+        """Return the byte of a code."""
+        return {"linear_bytes": 1} if self._kind else {}
+
 
 class QuantizedEngines(EngineHooks):
     """Starts engines with random codes, which the trainers' first version replaces before any request."""
@@ -73,10 +77,6 @@ class QuantizedEngines(EngineHooks):
     def needs_weights(self, config: Config) -> bool:
         """Return whether the engines' weights are quantized."""
         return self._settings.format != "none"
-
-    def linear_bytes(self, config: Config) -> int | None:
-        """Return the byte of a code."""
-        return 1 if self._settings.holds_codes else None
 
     def install(self, argv: Sequence[str]) -> None:
         """Patch SGLang's quantized layers."""

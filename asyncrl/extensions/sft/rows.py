@@ -46,6 +46,8 @@ RENDERED = "rendered"
 """Field of rows with texts in place of a conversation."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """What a template that marks the generated text has, by which transformers knows it, too."""
+LAST_TAG = re.compile(r"(<[^<>\s]+>)\s*$")
+"""What a generation prompt may end with, as <think>."""
 
 
 class ChatRows(FileTask):
@@ -78,11 +80,10 @@ class ChatRows(FileTask):
         messages = self._conversation(row)
         shown = json.dumps(messages, default=str)[:120]
         for message in messages:
-            known = isinstance(message, dict) and isinstance(message.get("role"), str)
+            known = isinstance(message, dict) and isinstance(message.get("role"), str) and _called(message) is not None
             if not known or not isinstance(message.get("content", ""), str | None):
-                remedy = (
-                    f"{where} has {shown}: it must be a text, or a list of messages with role and a text as content."
-                )
+                form = "a text, or a list of messages with role, a text as content, and names in tool_calls"
+                remedy = f"{where} has {shown}: it must be {form}."
                 raise ConfigError("task.prompt_key", config.prompt_key, remedy)
         if not messages or messages[-1]["role"] != ASSISTANT:
             remedy = (
@@ -139,23 +140,40 @@ def _without_nothing(message: Message) -> Message:
     return {name: value for name, value in message.items() if value is not None}
 
 
+def _called(message: Message) -> list[str] | None:
+    """Return the names of the functions that a message calls; None if its tool_calls have another form."""
+    try:
+        return [str((call.get("function") or call)["name"]) for call in message.get("tool_calls") or []]
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
+class Part(msgspec.Struct, array_like=True):
+    """A trained text and what comes before it, as tokens. `begins`: the context starts anew with it."""
+
+    observation: list[int]
+    written: list[int]
+    begins: bool
+
+
 class Trained:
     """The tokens of conversations, with the chat template of one model."""
 
     def __init__(self, model: Path, config: Config) -> None:
         """`model` is its folder."""
         self._tokenizer: PreTrainedTokenizerBase = load_tokenizer(model, config.model.chat_template)
-        self._params = config.model.chat_template_kwargs
+        self._template, self._params = config.model.chat_template, config.model.chat_template_kwargs
+        self._key = config.task.prompt_key
         self._marked = bool(MARKS.search(str(self._tokenizer.chat_template)))
-        ids = stop_tokens(model, self._tokenizer)
-        self._ends = [str(text) for text in self._tokenizer.convert_ids_to_tokens(ids)]
+        ends = self._tokenizer.convert_ids_to_tokens(stop_tokens(model, self._tokenizer))
+        self._end = re.compile("|".join(re.escape(str(end)) for end in ends))
 
-    def turns(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> list[Turn]:
-        """Return a turn for each message of the assistant: what comes before it, and its own tokens. The first begins
-        the conversation. Raises ConfigError if the template does not render it, or changes its text."""
+    def parts(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> list[Part]:
+        """Return a part for each message of the assistant. Raises ConfigError if the template does not render it, or
+        changes its text."""
         if self._marked:
             return self._of_marks(messages, tools, where)
-        found: list[Turn] = []
+        found: list[Part] = []
         before = ""
         for place, message in enumerate(messages):
             if message["role"] != ASSISTANT:
@@ -163,57 +181,60 @@ class Trained:
             context, written = self._rendered(messages[: place + 1], tools, where)
             follows = bool(found) and context.startswith(before)
             observation = self._encode(context[len(before) :] if follows else context)
-            found.append(_turn(observation, self._spelled(written, place, where), begins=not follows))
+            found.append(Part(observation, self._spelled(written, where), not follows))
             before = context + written
         return found
 
-    def of_rendered(self, texts: Sequence[str], where: str) -> list[Turn]:
-        """Return the turns of context and trained text, alternately. Raises ConfigError."""
+    def of_rendered(self, texts: Sequence[str], where: str) -> list[Part]:
+        """Return the parts of context and trained text, alternately. Raises ConfigError."""
         pairs = enumerate(zip(texts[::2], texts[1::2], strict=True))
         return [
-            _turn(self._encode(context), self._spelled(written, place, where), begins=not place)
-            for place, (context, written) in pairs
+            Part(self._encode(context), self._spelled(written, where), not place) for place, (context, written) in pairs
         ]
 
-    def _of_marks(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> list[Turn]:
-        """Return the turns of a conversation whose template marks what is trained, by transformers' own mask."""
+    def _of_marks(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> list[Part]:
+        """Return the parts of a conversation whose template marks what is trained, by transformers' own mask."""
         found = self._applied(messages, tools, where, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = found["input_ids"], found["assistant_masks"]
         spans = [[ids[place] for place in own] for _, own in groupby(range(len(ids)), key=mask.__getitem__)]
         if not any(mask) or mask[0]:
-            remedy = f"{where}: the chat template marks nothing as generated, or all from the first token on."
-            raise ConfigError("model.chat_template", len(messages), remedy)
+            raise self._refused(where, "marks nothing as generated, or all from the first token on: set another")
         pairs = zip(spans[::2], spans[1::2], strict=False)  # what follows the last answer is no context of any
-        return [_turn(context, written, begins=not place) for place, (context, written) in enumerate(pairs)]
+        return [Part(context, written, not place) for place, (context, written) in enumerate(pairs)]
 
-    def _spelled(self, written: str, place: int, where: str) -> list[int]:
+    def _spelled(self, written: str, where: str) -> list[int]:
         """Return the tokens of a trained text. Raises ConfigError if they do not spell it."""
         ids = self._encode(written)
         if self._tokenizer.decode(ids, clean_up_tokenization_spaces=False) != written:
             remedy = f"{where}: the model's tokens do not spell {written!r:.80}: correct the row."
-            raise ConfigError("task.prompt_key", place, remedy)
+            raise ConfigError("task.prompt_key", self._key, remedy)
         return ids
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Message], where: str) -> tuple[str, str]:
-        """Return what the template puts before the last message's text, and this text up to what ends it."""
+        """Return what the template puts before the last message's text, and this text with what ends it."""
         context = self._text(messages[:-1], tools, where, begin=True)
         whole = self._text(messages, tools, where, begin=False)
         content = str(messages[-1].get("content") or "").strip()
-        behind = whole[len(context) :]
-        ends = [behind.rfind(end) + len(end) for end in self._ends if end in behind]
-        text = behind[: max(ends, default=0)]
-        spelled = text.removesuffix(next((end for end in self._ends if text.endswith(end)), ""))
-        if not whole.startswith(context) or not ends:
+        if begun := LAST_TAG.search(context):  # a model that always thinks does not write <think> itself
+            content = content.removeprefix(begun[1]).strip()
+        calls = _called(messages[-1]) or []
+        end = self._end.search(whole, len(context))
+        spelled = whole[len(context) : end.start() if end else len(context)].strip()
+        kept = content in spelled if calls else spelled.endswith(content)
+        if not whole.startswith(context) or not end:
             problem = (
                 "does not put the assistant's message behind its generation prompt, and the end of an answer behind it"
             )
-        elif any(end in spelled for end in self._ends):
-            problem = f"renders a message that holds the token which ends an answer ({self._ends})"
-        elif not messages[-1].get("tool_calls") and not spelled.strip().endswith(content):
-            problem = f"renders {content!r:.60} as {spelled!r:.60}"
+        elif inside := self._end.search(json.dumps(messages[-1], ensure_ascii=False, default=str)):
+            problem = f"renders a message that holds the token which ends an answer ({inside[0]})"
+        elif not kept or not all(name in spelled.replace(content, "", 1) for name in calls):
+            problem = f"renders {' '.join([content, *calls]).strip()!r:.60} as {spelled!r:.60}"
         else:
-            return context, text
-        raise ConfigError("model.chat_template", len(messages) - 1, f"{where}: the chat template {problem}.")
+            return context, whole[len(context) : end.end()]
+        raise self._refused(where, f"{problem}: correct the row, or set one that marks answers with {{% generation %}}")
+
+    def _refused(self, where: str, problem: str) -> ConfigError:
+        return ConfigError("model.chat_template", self._template, f"{where}: the chat template {problem}.")
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Message], where: str, *, begin: bool) -> str:
         how = {"add_generation_prompt": begin, "tokenize": False, "return_dict": False}
@@ -224,22 +245,18 @@ class Trained:
         try:
             return self._tokenizer.apply_chat_template(list(messages), tools=list(tools) or None, **how, **self._params)
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            remedy = f"{where}: the chat template rejects its messages ({error}): correct the row."
-            raise ConfigError("model.chat_template", len(messages), remedy) from None
+            raise self._refused(where, f"rejects its messages ({error}): correct the row") from None
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _turn(observation: list[int], ids: list[int], *, begins: bool) -> Turn:
-    completion = Completion(ids, [0.0] * len(ids), [VersionSpan(0, 0, len(ids))], "stop")
-    return Turn(observation, completion, begins=begins)
-
-
-def born(trajectory: Trajectory, version: int) -> Trajectory:
-    """Return the trajectory as if this version had written it, so that it is not stale."""
+def trajectory_of(parts: Sequence[Part], version: int) -> Trajectory:
+    """Return an episode with these parts, as if this version had written them, so that they are not stale."""
     turns = []
-    for turn in trajectory.turns:
-        spans = [VersionSpan(version, 0, len(turn.completion.token_ids))]
-        turns.append(msgspec.structs.replace(turn, completion=msgspec.structs.replace(turn.completion, versions=spans)))
-    return msgspec.structs.replace(trajectory, turns=turns)
+    for number, part in enumerate(parts):
+        count = len(part.written)
+        completion = Completion(part.written, [0.0] * count, [VersionSpan(version, 0, count)], "stop")
+        observation = part.observation if number else []  # the first is the prompt of the group
+        turns.append(Turn(observation, completion, begins=part.begins and number > 0))
+    return Trajectory(turns, 0.0)

@@ -68,36 +68,28 @@ def install(name: str, source: str | None) -> int:
     path = Path(source).expanduser().absolute() if source else None
     bare = path is not None and path.is_dir() and not (path / "pyproject.toml").exists()
     further = [str(path) if path and path.exists() else source] if source and not bare else []
-    commands = [
-        [sys.executable, "-m", "venv", str(place)],
-        [interpreter, "-m", "pip", "install", "--quiet", *PINNED, *further],
-    ]
-    for command in commands:
-        try:
-            status = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=INSTALL_SECONDS, check=False).returncode
-        except subprocess.TimeoutExpired:
-            print(f"asyncrl-envs: not done after {INSTALL_SECONDS:.0f} s: {' '.join(command)}", file=sys.stderr)
-            return 1
-        if status:
-            print(f"asyncrl-envs: status {status} of: {' '.join(command)}", file=sys.stderr)
-            return 1
-    if bare:
+    problem = _problem([sys.executable, "-m", "venv", str(place)])
+    problem = problem or _problem([interpreter, "-m", "pip", "install", "--quiet", *PINNED, *further])
+    if bare and not problem:
         base = {"base": str(place), "platbase": str(place)}
         site = Path(sysconfig.get_path("purelib", "venv", base))
         (site / f"{module(name)}.pth").write_text(f"{path}\n")
-    command = [interpreter, "-c", LOADS, module(name)]
-    how: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL, "env": public(os.environ)}
+    how: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "env": public(os.environ)}
+    if not problem and (why := _problem([interpreter, "-c", LOADS, module(name)], LOAD_SECONDS, **how)):
+        problem = f"{module(name)} does not load: {why}. Set --from to its package."
+    told = problem or f"{place} is ready: asyncrl-train task=verifiers task.name={module(name)}"
+    print(f"asyncrl-envs: {told}", file=sys.stderr if problem else sys.stdout)
+    return int(bool(problem))
+
+
+def _problem(command: Sequence[str], seconds: float = INSTALL_SECONDS, **how: Any) -> str:
+    """Run a command. Return why it failed, by the last line of its stderr if that is a pipe; empty if it did not."""
     try:
-        done = subprocess.run(command, timeout=LOAD_SECONDS, check=False, **how)
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=seconds, check=False, **how)
     except subprocess.TimeoutExpired:
-        print(f"asyncrl-envs: {module(name)} is not loaded after {LOAD_SECONDS:.0f} s.", file=sys.stderr)
-        return 1
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        print(f"asyncrl-envs: {module(name)} does not load: {last}. Set --from to its package.", file=sys.stderr)
-        return 1
-    print(f"asyncrl-envs: {place} is ready: asyncrl-train task=verifiers task.name={module(name)}")
-    return 0
+        return f"not done after {seconds:.0f} s: {' '.join(command)}"
+    written = (done.stderr or "").strip() or f"status {done.returncode} of: {' '.join(command)}"
+    return written.splitlines()[-1] if done.returncode else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

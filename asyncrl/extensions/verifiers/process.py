@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,8 +65,7 @@ class Launch:
     def environment(self, secret: str = "") -> dict[str, str]:
         """Return the worker's environment, with no secrets but that of the proxy and those that the settings name, and
         the run's id, by which the launcher finds what is left."""
-        named = json.dumps(dict(self.args or {}))
-        found = envs.public(os.environ, named)
+        found = envs.public(os.environ, json.dumps(dict(self.args or {})))
         found |= reaching("127.0.0.1", Path(self.argv()[0])) | {"CUDA_VISIBLE_DEVICES": ""}
         return found | {"PYTHONPATH": str(HERE / "harness"), "ASYNCRL_PROXY_API_KEY": secret}
 
@@ -103,20 +102,6 @@ class Launch:
         return self.ready(line, said[-LAST_CHARACTERS:])
 
 
-async def lines_of(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream; those of a StreamReader may have 64 KiB alone. Raises ValueError."""
-    rest = bytearray()
-    while piece := await reader.read(1 << 16):
-        rest += piece
-        if b"\n" in piece:
-            *whole, last = rest.split(b"\n")
-            rest = bytearray(last)
-            for line in whole:
-                yield bytes(line)
-        elif len(rest) > MOST_BYTES:
-            raise ValueError(f"a line of more than {MOST_BYTES} bytes")
-
-
 class Running:
     """A worker that plays."""
 
@@ -135,10 +120,10 @@ class Running:
         async with child.ended_on_error():
             worker = cls(child, await child.writer(), await child.tail("stderr"))
             worker._stdin.write(launch.first_line(url))
-            lines = lines_of(await child.reader())
+            lines = await child.reader(line=MOST_BYTES)
             try:
                 async with asyncio.timeout(launch.start_timeout):
-                    first = await anext(lines, b"")
+                    first = await lines.readline()
                     if not first:
                         await worker._printed.ended
             except TimeoutError:
@@ -154,11 +139,6 @@ class Running:
     def alive(self) -> bool:
         """Return whether it can play."""
         return self._ended is None
-
-    @property
-    def pid(self) -> int:
-        """Return the process's id."""
-        return self._child.pid
 
     async def play(self, task: int, session: str) -> dict[str, Any]:
         """Return what the worker tells of an episode. Raises EpisodeFailed when it dies."""
@@ -193,11 +173,11 @@ class Running:
     def _said(self) -> str:
         return self._printed.last_lines(LAST_LINES, LAST_CHARACTERS)
 
-    async def _listen(self, lines: AsyncIterator[bytes]) -> None:
+    async def _listen(self, lines: asyncio.StreamReader) -> None:
         """Pass what is told to those who wait for it, until the process ends."""
         why: EpisodeFailed | None = None
         try:
-            async for line in lines:
+            while (line := await lines.readline()).endswith(b"\n"):  # a worker that dies may leave half a line
                 told = json.loads(line)
                 waiting = self._open.get(told["played"])
                 if waiting and not waiting.done():
@@ -226,12 +206,13 @@ class RestartedWorker:
         """Return the worker, after starting it if there is none that lives. Raises EpisodeFailed if one that had worked
         cannot be started again, and ConfigError for the first."""
         async with self._starting:
-            if self._running and not self._running.alive:
+            if not (self._running and self._running.alive):
                 try:
                     self._running = await Running.start(self._launch, url, secret, self._keys)
                 except (AsyncRLError, OSError) as error:
+                    if not self._running:
+                        raise
                     raise EpisodeFailed("environment_died", f"its worker cannot be started again: {error}") from error
-            self._running = self._running or await Running.start(self._launch, url, secret, self._keys)
             return self._running
 
     async def close(self) -> None:

@@ -18,11 +18,11 @@ from asyncrl.config import Config, on_gpu
 from asyncrl.config.lora import resident_adapters
 from asyncrl.engine.server import adapter_args
 from asyncrl.errors import ConfigError
-from asyncrl.extension import active
 from asyncrl.launch.checks.findings import Finding, error, ok
 from asyncrl.launch.checks.model_files import BYTES, Weight
 from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.placement import Node, Placement, Seat
+from asyncrl.lookup import active
 from asyncrl.weights.choice import choose
 
 KEY = "ASYNCRL_API_KEY"

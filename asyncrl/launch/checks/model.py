@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config import Config, TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.extension import active
+from asyncrl.lookup import active
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.families import FAMILIES, family_of
 from asyncrl.models.vision import deepstack, image_shape

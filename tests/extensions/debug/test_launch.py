@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.plan import plan
@@ -30,7 +30,7 @@ def test_settings_are_refused_where_no_extension_serves_them(
     setting: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_config(**setting)
-    others = {name: path for name, path in extension.shipped().items() if name != "debug"}
-    monkeypatch.setattr(extension, "shipped", lambda: others)
+    others = {name: path for name, path in lookup.shipped().items() if name != "debug"}
+    monkeypatch.setattr(lookup, "shipped", lambda: others)
     with pytest.raises(ConfigError, match=r"replay\.(schedule|compare): .* No extension that is installed does this"):
         tiny_config(**setting)

@@ -75,6 +75,29 @@ def test_interval_of_a_mean_is_that_of_the_normal_law_where_it_holds() -> None:
     assert interval(column.tolist()) == (low, high)  # the same questions, the same interval
 
 
+def binomial_quantile(count: int, share: float, level: float) -> int:
+    """Return the smallest number whose cumulative probability is at least `level`."""
+    terms = (math.comb(count, k) * share**k * (1 - share) ** (count - k) for k in range(count + 1))
+    return next(k for k, below in enumerate(itertools.accumulate(terms)) if below >= level)
+
+
+@pytest.mark.parametrize(("right", "count"), [(15, 50), (120, 400), (0, 10), (10, 10)])
+def test_interval_of_verdicts_has_the_quantiles_of_the_binomial_law(right: int, count: int) -> None:
+    """A resampled set of verdicts has a binomial number of right ones. Of 4000 sets, some are one answer off."""
+    low, high = interval([1.0] * right + [0.0] * (count - right))
+    expected = [binomial_quantile(count, right / count, level) / count for level in (0.025, 0.975)]
+    assert [low, high] == pytest.approx(expected, abs=1.001 / count)
+
+
+def test_interval_of_a_difference_is_that_of_the_questions_that_differ() -> None:
+    """Six of a hundred pairs differ, all in one direction: the sum of the differences is binomial."""
+    first = [question(str(number), number < 50, []) for number in range(100)]
+    second = [question(str(number), number < 56, []) for number in reversed(range(100))]
+    found = differences(first, second)["accuracy"]
+    expected = [binomial_quantile(100, 0.06, level) / 100 for level in (0.025, 0.975)]
+    assert [found.low, found.high] == pytest.approx(expected, abs=0.0101)
+
+
 def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     drawn = np.random.default_rng(2)
     held = 0

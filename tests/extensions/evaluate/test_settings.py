@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from dataclasses import replace
@@ -11,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.evaluate.extension import ANSWERS, EvaluateLaunch, asked
+from asyncrl.extensions.evaluate.program import Evaluator
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.plan import plan
 from asyncrl.launch.resume import advice
 from asyncrl.models.catalog import resolve
 from asyncrl.rollout.parts import ModelParts, PlayingParts
+from asyncrl.schema import Completion, Prompt, Trajectory, Turn, VersionSpan
 from asyncrl.tasks import build_all
 from tests.fakes import addresses, tiny_config
 
@@ -65,7 +68,7 @@ def test_stopped_evaluation_says_that_it_goes_on(tmp_path: Path) -> None:
 def test_requests_carry_what_cuts_the_distribution(mode: str) -> None:
     """Only in this mode: the trainer would not know of it."""
     config = tiny_config(mode="evaluate", **{"eval.samples": 2}, evaluate={"top_p": 0.9, "top_k": 20})
-    (hooks,) = (one.player(config, addresses()) for name, one in extension.active(config).items() if name == "evaluate")
+    (hooks,) = (one.player(config, addresses()) for name, one in lookup.active(config).items() if name == "evaluate")
     assert hooks.sampling(config.model_copy(update={"mode": mode})) == (
         {"top_p": 0.9, "top_k": 20} if mode == "evaluate" else {}
     )
@@ -112,3 +115,28 @@ def test_engines_load_the_model_with_the_adapter_in_its_weights(
     monkeypatch.setitem(sys.modules, "asyncrl.extensions.convert.adapters", None)
     with pytest.raises(ConfigError, match=r"evaluate\.adapter: .*needs the extension `convert`"):
         EvaluateLaunch().begins(prepared)
+
+
+def test_question_that_a_set_holds_twice_is_asked_twice_and_never_again(tmp_path: Path) -> None:
+    prompts = [Prompt(str(number), [1], {"messages": ["the same"]}, "copy3", number) for number in range(2)]
+    asked_for: list[int] = []
+
+    async def ask(prompt: Prompt) -> list[Trajectory]:
+        asked_for.append(prompt.index)
+        turn = Turn([], Completion([1], [0.0], [VersionSpan(0, 0, 1)], "stop"))
+        return [Trajectory([turn], 2.0 * prompt.index)]
+
+    task = SimpleNamespace(correct=lambda reward: reward >= 2.0)
+    parts: Any = SimpleNamespace(
+        run=SimpleNamespace(config=tiny_config(**EVALUATE), run_dir=tmp_path),
+        evaluations=SimpleNamespace(sets={"copy3": prompts}, ask=ask, tasks={"copy3": task}),
+        model=SimpleNamespace(template=SimpleNamespace(decode=str)),
+        server=SimpleNamespace(starting=""),
+    )
+    for _ in range(2):  # the second process has the answers of the first
+        evaluator = Evaluator(parts)
+        assert asyncio.run(evaluator.ask_all())
+        found = evaluator.results()["sets"]["copy3"]
+        assert [(one["index"], one["greedy"]["correct"]) for one in found["questions"]] == [(0, False), (1, True)]
+        assert found["figures"]["accuracy"]["value"] == 0.5
+    assert sorted(asked_for) == [0, 1]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.engine.stream import Headers
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.observe.spans import traceparent
@@ -39,7 +39,7 @@ def test_engines_and_router_send_their_spans_only_where_that_is_set() -> None:
     assert not [word for spec in made().values() for word in spec.argv if "trace" in word]
     config = tiny_config(**{"observe.engines": True})
     placement = place(config, [Node("", "127.0.0.1", (), PORTS)])
-    shared = extension.shared(config, placement)
+    shared = lookup.shared(config, placement)
     spans, key = shared["observe"]["spans"], shared["observe"]["key"]
     (port,) = placement.ports["observe"]
     others = {placement.router.port, placement.router.meeting, placement.rollout.port, placement.trainers[0].port}
@@ -63,7 +63,7 @@ def test_engines_and_router_send_their_spans_only_where_that_is_set() -> None:
 def test_engines_that_are_started_later_send_their_spans_too() -> None:
     config = tiny_config(**{"observe.engines": True})
     placement = place(config, [Node("", "127.0.0.1", (), PORTS)])
-    run = replace(addresses(), extensions=extension.shared(config, placement))
+    run = replace(addresses(), extensions=lookup.shared(config, placement))
     (spec,) = engines(config, run, placement.engines, RUN_DIR, label="w-")
     assert flags(spec)["otlp-service-name"] == "engine-w-0"
 
@@ -73,7 +73,7 @@ def test_requests_name_their_place_in_the_trace_only_where_somebody_continues_it
 
     def headers(**changes: Any) -> Headers:
         config = tiny_config(**changes)
-        return headers_of(config, run, [one.player(config, run) for one in extension.active(config).values()])
+        return headers_of(config, run, [one.player(config, run) for one in lookup.active(config).values()])
 
     assert headers()("g0", "g0 1", 2) == {}
     found = headers(**{"observe.engines": True})("g0", "g0 1", 2)

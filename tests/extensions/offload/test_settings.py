@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.plan.settings import training_of
 from tests.fakes import tiny_config
@@ -27,7 +27,7 @@ def test_the_old_name_is_refused_with_the_new_one() -> None:
 
 
 def test_every_network_and_layer_is_offloaded() -> None:
-    own = extension.active(tiny_config(**{"offload.activations": True}))["offload"]
+    own = lookup.active(tiny_config(**{"offload.activations": True}))["offload"]
     networks = [network(layers) for layers in (2, 3)]
     hooks: Any = own.trainer(SimpleNamespace(networks=lambda: networks))  # type: ignore[arg-type]
     assert [offload.micro_batch for offload in hooks.offloads] == [one.around_forward[-1] for one in networks]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.launch.placement import imagined, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from tests.fakes import addresses, tiny_config
@@ -17,7 +17,7 @@ def planned(count: int, nodes: int = 1, gpus: int = 0, **changes: object) -> tup
     """Return the processes of a run, and where those that play meet the rollout process."""
     config = tiny_config(**{"processes.count": count, **changes})
     placement = place(config, imagined(config, nodes, gpus))
-    shared = extension.shared(config, placement)
+    shared = lookup.shared(config, placement)
     run = replace(addresses(gpus=gpus), **placement.urls(), extensions=shared)
     url = shared.get("processes", {}).get("url", "")
     seats = (

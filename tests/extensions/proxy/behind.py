@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
@@ -65,16 +65,14 @@ class Blocking(Talking):
         super().__init__(answers, template())
         self.go, self.entered, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def __call__(
-        self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
-    ) -> Completion:
+    async def __call__(self, token_ids: list[int], **options: Any) -> Completion:
         self.entered.set()
         try:
             await self.go.wait()
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        return await super().__call__(token_ids, max_new_tokens=max_new_tokens, role=role)
+        return await super().__call__(token_ids, **options)
 
 
 class Raising(Talking):
@@ -84,9 +82,7 @@ class Raising(Talking):
         super().__init__([], template())
         self._error = error
 
-    async def __call__(
-        self, token_ids: list[int], *, max_new_tokens: int | None = None, role: str = "", images: Sequence[bytes] = ()
-    ) -> Completion:
+    async def __call__(self, token_ids: list[int], **options: Any) -> Completion:
         raise self._error
 
 

@@ -271,6 +271,8 @@ def test_program_has_the_environment_without_secrets_and_without_a_proxy_before_
     assert SECRET not in found
     assert found["NO_PROXY"] == found["no_proxy"] == "example.org,127.0.0.1"
     assert (found["ASYNCRL_RUN_ID"], found["MINE"]) == ("run0", "1")
+    assert found["OPENAI_BASE_URL"] == f"{found['ANTHROPIC_BASE_URL']}/v1"
+    assert found["OPENAI_API_KEY"] == found["ANTHROPIC_API_KEY"]
     assert found["PATH"] == f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 

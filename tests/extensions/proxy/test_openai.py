@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai import APIStatusError, AsyncOpenAI, BadRequestError, InternalServerError, OpenAI
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, OpenAI
 
 from asyncrl.agents.chat import Chat
 from asyncrl.agents.linking import check, link
-from asyncrl.errors import EngineError
 from asyncrl.extensions.proxy.server import Proxy
 from asyncrl.schema import Completion, Trajectory
 from tests.agents.talking import Talking, written
-from tests.extensions.proxy.behind import CALLS, EOS_ID, PAIR, Raising, Says, template, user
+from tests.extensions.proxy.behind import CALLS, EOS_ID, PAIR, Says, template, user
 
 TOOL: Any = {"type": "function", "function": {"name": "7", "strict": True, "parameters": {}}}
 CALL = '<tool_call>{"name": "7", "arguments": {"a": 5}}</tool_call>'
@@ -185,17 +184,3 @@ def test_refusal_reaches_the_agent_as_openais_own_error(
             await client.chat.completions.create(model="m", messages=messages)
 
     runner.run(main())
-
-
-def test_error_of_the_fleet_is_not_asked_for_again(proxy: Proxy, runner: asyncio.Runner, shared: AsyncOpenAI) -> None:
-    """OpenAI's client would try three times, with seconds between."""
-
-    async def main() -> None:
-        messages: Any = [user("1")]
-        async with proxy.session(Raising(EngineError("gone"))) as session:
-            client = shared.with_options(base_url=proxy.base_url, api_key=session.key, max_retries=2)
-            with pytest.raises(InternalServerError, match="the engines cannot answer"):
-                await client.chat.completions.create(model="m", messages=messages)
-
-    with pytest.raises(EngineError, match="gone"):
-        runner.run(main())

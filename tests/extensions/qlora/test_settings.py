@@ -13,11 +13,11 @@ from asyncrl.platforms import here
 here().prepare_trainer()
 
 from asyncrl.errors import ConfigError  # noqa: E402
-from asyncrl.extension import offered  # noqa: E402
 from asyncrl.extensions.qlora.packed import quantize  # noqa: E402
 from asyncrl.extensions.qlora.stored import QuantizedBase  # noqa: E402
 from asyncrl.launch import precision  # noqa: E402
 from asyncrl.launch.checks.model import check_model  # noqa: E402
+from asyncrl.lookup import offered  # noqa: E402
 from asyncrl.trainer.lora import base_format  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl import extension
+from asyncrl import lookup
 from asyncrl.config import Config, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.quantized.fits import FIELD
@@ -62,14 +62,14 @@ def test_setting_that_does_not_fit_is_refused(changes: dict[str, Any], field: st
 
 
 def test_no_transport_of_an_extension_carries_codes() -> None:
-    for name in extension.offered("transports"):
+    for name in lookup.offered("transports"):
         with pytest.raises(ConfigError, match=r"set auto or disk, or quantized\.format=int8_simulated"):
             tiny_config(**{FIELD: "int8", "engine.dtype": "bfloat16", "weights.transport": name})
         tiny_config(**{FIELD: "int8_simulated", "weights.transport": name})
 
 
 def problems(config: Config, model: dict[str, Any], gpus: int = 8) -> list[ConfigError]:
-    own = extension.active(config)["quantized"]
+    own = lookup.active(config)["quantized"]
     return list(own.launch().check_model(config, model, gpus))
 
 
@@ -130,11 +130,12 @@ def test_models_whose_files_have_fused_layers_are_refused(kind: str) -> None:
 
 def test_engines_that_hold_codes_start_with_random_ones_in_the_format_of_the_publishes() -> None:
     real, simulated = (tiny_config(**{FIELD: kind, "engine.dtype": "bfloat16"}) for kind in ("fp8", "fp8_simulated"))
-    found = extension.engine_arguments(real)
+    found = lookup.engine_arguments(real)
     assert found["load_format"] == "dummy"
     assert json.loads(found["json_model_override_args"])["quantization_config"]["weight_block_size"] == [128, 128]
-    assert extension.engine_arguments(simulated) == {}
-    assert [extension.linear_bytes(one) for one in (real, simulated)] == [1, None]
+    assert lookup.engine_arguments(simulated) == {}
+    told = [lookup.active(one)["quantized"].launch().memory(one) for one in (real, simulated)]
+    assert told == [{"linear_bytes": 1}, {}]
 
 
 def test_adapters_are_merged_where_engines_hold_codes() -> None:

@@ -77,12 +77,12 @@ def test_right_answers_of_a_recording_are_trained_as_they_were_written(
     for number, sample in enumerate(recorded):
         texts = read.rendered(number)
         assert texts
-        turns = trained.of_rendered(texts, "Row")
-        assert [token for one in turns for token in [*one.observation, *one.completion.token_ids]] == [
+        parts = trained.of_rendered(texts, "Row")
+        assert [token for one in parts for token in [*one.observation, *one.written]] == [
             *sample.prompt_ids,
             *sample.token_ids,
         ]
-        written = [token for one in turns for token in one.completion.token_ids]
+        written = [token for one in parts for token in one.written]
         assert decode(written) == "".join(texts[1::2])
         assert written == [token for token, kept in zip(sample.token_ids, sample.mask, strict=True) if kept]
 

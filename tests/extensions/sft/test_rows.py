@@ -12,10 +12,11 @@ import pytest
 from asyncrl.algo.samples import build_samples
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.sft.rows import ChatRows, Trained, born
+from asyncrl.extensions.sft.rows import ChatRows, Trained, trajectory_of
 from asyncrl.extensions.sft.training import Conversations
 from asyncrl.models.tiny import write, write_tokenizer
-from asyncrl.schema import Group, Trajectory
+from asyncrl.rollout.prompts import load_tokenizer
+from asyncrl.schema import Group
 from tests.fakes import compose_values, tiny_config
 
 THINKING = (
@@ -35,17 +36,20 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with a tokenizer of bytes."""
+    return of_bytes(tmp_path_factory.mktemp("rows") / "model", THINKING, "<s>", "<e>")
+
+
+def of_bytes(folder: Path, template: str, begin: str, end: str, *others: str) -> Path:
+    """Write a model folder with a tokenizer of bytes and these special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    folder = tmp_path_factory.mktemp("rows") / "model"
     folder.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "<e>"])
-    write_tokenizer(folder, tokenizer.to_str(), THINKING, {"eos_token": "<e>", "bos_token": "<s>"}, 512)
+    tokenizer.add_special_tokens([begin, end, *others])
+    write_tokenizer(folder, tokenizer.to_str(), template, {"eos_token": end, "bos_token": begin}, 512)
     return folder
 
 
@@ -76,10 +80,10 @@ def text(model: Path, ids: list[int]) -> str:
 
 
 def test_trained_tokens_spell_the_assistants_text_and_the_context_is_the_templates(model: Path) -> None:
-    first, second = trained(model).turns(CHAT, [], "Row 0")
+    first, second = trained(model).parts(CHAT, [], "Row 0")
     assert text(model, first.observation) == "<s>user:2+2<e><s>assistant:"
-    assert text(model, first.completion.token_ids) == "a/4<e>"
-    assert text(model, second.completion.token_ids) == "b/yes<e>"
+    assert text(model, first.written) == "a/4<e>"
+    assert text(model, second.written) == "b/yes<e>"
     # the template changed the first answer: the context begins anew, and the answer is not trained in a context that
     # the model will never see
     assert second.begins
@@ -88,14 +92,102 @@ def test_trained_tokens_spell_the_assistants_text_and_the_context_is_the_templat
 
 def test_turn_follows_the_one_before_where_the_template_leaves_it_as_it_was(model: Path) -> None:
     chat = [{**message, "content": message["content"].replace("/", "")} for message in CHAT]
-    first, second = trained(model).turns(chat, [], "Row 0")
+    first, second = trained(model).parts(chat, [], "Row 0")
     assert (first.begins, second.begins) == (True, False)
     assert text(model, second.observation) == "<s>user:sure<e><s>assistant:"
-    group = Group("g", 0, first.observation, [Trajectory([first, second], 0.0)], "chat")
+    group = Group("g", 0, first.observation, [trajectory_of([first, second], 0)], "chat")
     (samples,) = build_samples([group])
     assert [text(model, [t for t, m in zip(one.token_ids, one.mask, strict=True) if m]) for one in samples] == [
         "a4<e>byes<e>"
     ]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and '</think>' in m.content and not loop.last %}"
+    "{{ m.content.split('</think>')[-1].strip() }}"
+    "{% elif m.tool_calls %}{{ m.content }}\n<tool_call>\n{{ m.tool_calls[0].function | tojson }}\n</tool_call>"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{{ begun }}{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+PHI3 = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+PHI4 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"
+)
+THOUGHTS = ["<think>\nadd\n</think>\n\nIt is 4.", "<think>\nhm\n</think>\n\nYes.\nI am."]
+ANSWERS = ["It is 4.", "Yes.\nI am."]
+FAMILIES: dict[str, tuple[str, list[str], list[str], list[str]]] = {
+    # template, tokens that end an answer, answers, what is trained of them
+    "qwen3": (CHATML, ["<|im_end|>"], THOUGHTS, [f"{text}<|im_end|>" for text in THOUGHTS]),
+    "qwen3 that always thinks": (
+        CHATML.replace("{{ begun }}", "<think>\n"),
+        ["<|im_end|>"],
+        THOUGHTS,
+        [f"{text.removeprefix('<think>')[1:]}<|im_end|>" for text in THOUGHTS],
+    ),
+    "llama3": (LLAMA, ["<|eot_id|>"], ANSWERS, [f"{text}<|eot_id|>" for text in ANSWERS]),
+    "mistral": (MISTRAL, ["</s>"], ANSWERS, [f" {text}</s>" for text in ANSWERS]),
+    "phi3": (PHI3, ["<|end|>", "<|endoftext|>"], ANSWERS, [f"{text}<|end|>" for text in ANSWERS]),
+    "phi4": (PHI4, ["<|im_end|>"], ANSWERS, [f"{text}<|im_end|>" for text in ANSWERS]),
+}
+"""The templates of families, without what is of no concern here."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_of_every_family_are_trained_to_the_letter_in_the_context_that_its_template_gives(
+    tmp_path: Path, family: str
+) -> None:
+    template, ends, answers, expected = FAMILIES[family]
+    folder = of_bytes(tmp_path / "model", template, "<s>", ends[-1], *ends[:-1])
+    chat = [
+        message
+        for question, said in zip(["2+2?", "sure?"], answers, strict=True)
+        for message in ({"role": "user", "content": question}, {"role": "assistant", "content": said})
+    ]
+    if len(ends) > 1:
+        from transformers import AutoTokenizer
+
+        ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(ends)
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    tokenizer = load_tokenizer(folder, None)
+    parts = trained(folder).parts(chat, [], "Row 0")
+    assert [text(folder, part.written) for part in parts] == expected
+    read = ""
+    for place, part in zip((1, 3), parts, strict=True):
+        read = text(folder, part.observation) if part.begins else read + text(folder, part.observation)
+        assert read == tokenizer.apply_chat_template(
+            chat[:place], add_generation_prompt=True, tokenize=False, return_dict=False
+        )
+        read += text(folder, part.written)
+
+
+CALL = {"role": "assistant", "content": "I add.", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+
+
+def test_tool_call_is_trained_where_the_template_writes_it_and_refused_where_it_drops_it(tmp_path: Path) -> None:
+    writes = of_bytes(tmp_path / "writes", CHATML, "<s>", "<|im_end|>")
+    (part,) = trained(writes).parts([CHAT[0], CALL], [], "Row 0")
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    assert text(writes, part.written) == f"I add.\n{call}<|im_end|>"
+    drops = of_bytes(tmp_path / "drops", LLAMA, "<s>", "<|eot_id|>")
+    with pytest.raises(ConfigError, match=r"Row 3: the chat template renders 'I add\. add' as 'I add\.'"):
+        trained(drops).parts([CHAT[0], CALL], [], "Row 3")
+    ended = {**CALL, "tool_calls": [{"function": {"name": "add", "arguments": {"a": "<|im_end|>"}}}]}
+    with pytest.raises(ConfigError, match=r"Row 4: .*holds the token which ends an answer"):
+        trained(writes).parts([CHAT[0], ended], [], "Row 4")
 
 
 MARKED = (
@@ -113,11 +205,11 @@ def test_marks_of_a_template_train_what_transformers_mask_says_and_what_we_find_
     from transformers import AutoTokenizer
 
     marked, plain = (
-        trained(model, template, tmp_path).turns(CHAT, [], "Row 0")
+        trained(model, template, tmp_path).parts(CHAT, [], "Row 0")
         for template in (MARKED, MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
     )
     assert marked == plain
-    assert [text(model, turn.completion.token_ids) for turn in marked] == ["a/4<e>", "b/yes<e>"]
+    assert [text(model, turn.written) for turn in marked] == ["a/4<e>", "b/yes<e>"]
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = MARKED
     theirs = tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
@@ -126,13 +218,13 @@ def test_marks_of_a_template_train_what_transformers_mask_says_and_what_we_find_
 
 
 def _with_mask(turn: Any) -> list[tuple[int, int]]:
-    return [*((token, 0) for token in turn.observation), *((token, 1) for token in turn.completion.token_ids)]
+    return [*((token, 0) for token in turn.observation), *((token, 1) for token in turn.written)]
 
 
 def test_marks_decide_whether_the_end_of_an_answer_is_trained(model: Path, tmp_path: Path) -> None:
     without_end = MARKED.replace("<e>{% endgeneration %}", "{% endgeneration %}<e>")
-    first, second = trained(model, without_end, tmp_path).turns(CHAT, [], "Row 0")
-    assert [text(model, turn.completion.token_ids) for turn in (first, second)] == ["a/4", "b/yes"]
+    first, second = trained(model, without_end, tmp_path).parts(CHAT, [], "Row 0")
+    assert [text(model, turn.written) for turn in (first, second)] == ["a/4", "b/yes"]
     assert text(model, second.observation) == "<e><s>user:sure<e><s>assistant:"
 
 
@@ -140,11 +232,11 @@ def test_marks_around_nothing_are_refused(model: Path, tmp_path: Path) -> None:
     mark = "{% if m.role == 'x' %}{% generation %}{% endgeneration %}{% endif %}"
     nothing = "{% for m in messages %}{{ m.content }}<e>" + mark + "{% endfor %}"
     with pytest.raises(ConfigError, match=r"model\.chat_template: .*Row 5: the chat template marks nothing"):
-        trained(model, nothing, tmp_path).turns(CHAT, [], "Row 5")
+        trained(model, nothing, tmp_path).parts(CHAT, [], "Row 5")
 
 
 def test_whatever_the_version_tokens_are_not_stale(model: Path) -> None:
-    trajectory = born(Trajectory(trained(model).turns(CHAT, [], "Row 0"), 0.0), 7)
+    trajectory = trajectory_of(trained(model).parts(CHAT, [], "Row 0"), 7)
     assert Group("g", 0, [], [trajectory], "chat").staleness(7) == [0]
 
 
@@ -159,25 +251,25 @@ def test_whatever_the_version_tokens_are_not_stale(model: Path) -> None:
 def test_template_that_changes_an_answer_is_refused(model: Path, tmp_path: Path, template: str, problem: str) -> None:
     chat = [CHAT[0], CHAT[3]]
     with pytest.raises(ConfigError, match=rf"model\.chat_template: .*Row 9: the chat template .*{problem}"):
-        trained(model, template, tmp_path).turns(chat, [], "Row 9")
+        trained(model, template, tmp_path).parts(chat, [], "Row 9")
 
 
 def test_messages_that_the_template_rejects_are_refused(model: Path, tmp_path: Path) -> None:
     rejects = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ConfigError, match=r"Row 9: the chat template rejects its messages \(roles must alternate\)"):
-        trained(model, rejects, tmp_path).turns([CHAT[0], CHAT[3]], [], "Row 9")
+        trained(model, rejects, tmp_path).parts([CHAT[0], CHAT[3]], [], "Row 9")
 
 
 def test_answer_with_the_token_that_ends_one_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"Row 3: .*holds the token which ends an answer"):
-        trained(model).turns([CHAT[0], {"role": "assistant", "content": "4<e>5"}], [], "Row 3")
+        trained(model).parts([CHAT[0], {"role": "assistant", "content": "4<e>5"}], [], "Row 3")
 
 
 def test_text_that_the_tokens_cannot_spell_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "tiny")
     chat = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "1x"}]
     with pytest.raises(ConfigError, match=r"Row 4: the model's tokens do not spell '1x<eos>'"):
-        trained(tmp_path / "tiny").turns(chat, [], "Row 4")
+        trained(tmp_path / "tiny").parts(chat, [], "Row 4")
 
 
 def rows_of(path: Path, rows: list[Any], **changes: Any) -> ChatRows:
@@ -231,6 +323,10 @@ def test_parquet_gives_the_rows_of_jsonl(tmp_path: Path) -> None:
         ({"messages": []}, r"task\.answer_key: .*ends without a message"),
         ({"messages": [{"content": "x"}]}, r"task\.prompt_key: .*list of messages with role"),
         ({"messages": [{"role": "user", "content": [1]}]}, r"task\.prompt_key: .*text as content"),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{}]}]},
+            r"task\.prompt_key: .*names in tool_calls",
+        ),
         ({"messages": 5}, r"task\.prompt_key: .*Row 1 .*list of messages"),
         ({"messages": CHAT, "tools": 5}, r"task\.train_file: .*Row 1 .*no list"),
     ],

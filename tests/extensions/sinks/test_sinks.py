@@ -15,11 +15,11 @@ import pytest
 
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError
-from asyncrl.extension import active, step_listeners
 from asyncrl.extensions.sinks import sinks as module
 from asyncrl.extensions.sinks.extension import SinkLaunch
 from asyncrl.extensions.sinks.sinks import Sinks
 from asyncrl.jsonl import append
+from asyncrl.lookup import active, step_listeners
 from asyncrl.metrics.fields import STEP
 from asyncrl.metrics.record import StepLog
 from tests.fakes import Clock, tiny_config, tiny_values

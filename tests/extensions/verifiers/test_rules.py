@@ -126,7 +126,8 @@ class Commands:
             (Path(command[-1]) / "bin").mkdir()
             (Path(command[-1]) / "bin" / "python").touch()
         status = int(any(self.fails in word for word in command))
-        return subprocess.CompletedProcess(command, status, "", "ModuleNotFoundError: no such taskset")
+        written = "ModuleNotFoundError: no such taskset" if options.get("stderr") else None
+        return subprocess.CompletedProcess(command, status, None, written)
 
 
 @pytest.mark.parametrize(

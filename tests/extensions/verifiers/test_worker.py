@@ -194,7 +194,7 @@ def test_episode_that_is_given_up_leaves_the_worker_to_the_others() -> None:
 def pid(agent: EpisodesElsewhere) -> int:
     running = agent._worker._running
     assert running
-    return running.pid
+    return running._child.pid
 
 
 @pytest.mark.usefixtures("fakes")

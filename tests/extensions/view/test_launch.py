@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.extension import active
+from asyncrl.lookup import active
 from tests.fakes import tiny_config
 
 

@@ -141,7 +141,7 @@ class Game:
     def reset(self, question):
         pass
 
-    def step(self, action):
+    async def step(self, action):
         pass
 """
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engine.loads import Load
-from asyncrl.rollout.concurrency import ConcurrencyWindow
+from asyncrl.extensions.congestion.window import ConcurrencyWindow
 
 SIZE, BATCH = 8, 16
 LOADS = st.lists(
