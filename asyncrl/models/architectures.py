@@ -49,6 +49,25 @@ def rope_axes(hf: HF) -> list[int] | None:
     return [pair % 3 if pair < 3 * section[pair % 3] else 0 for pair in range(sum(section))]
 
 
+CHUNKS = (
+    "its layers attend within chunks of 8192 positions, or without rotation and with queries that grow with their "
+    "position, and the trainer's packs know windows alone"
+)
+LACKS = {
+    "Ernie4_5_MoeForCausalLM": "a bias chooses experts beside a softmax, and Megatron-core 0.16.1 has such a bias "
+    "beside sigmoids alone",
+    "MiniMaxM2ForCausalLM": "it normalizes queries, and keys, over all heads together, and SGLang 0.5.21 computes that "
+    "norm on GPUs alone, so that no engine was tried",
+    **dict.fromkeys(
+        ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"),
+        "it normalizes queries and keys after their rotation, and Megatron's layers do it before",
+    ),
+    "Llama4ForCausalLM": CHUNKS,
+    "Llama4ForConditionalGeneration": CHUNKS,
+}
+"""Why some families have no record."""
+
+
 # --- limits -------------------------------------------------------------------------------------------------
 
 
@@ -56,8 +75,8 @@ def check_architecture(hf: HF) -> None:
     """Raise ConfigError for models that trainer/model.py and weights/names.py do not support; `hf` is the folder's
     config.json."""
     name = (hf.get("architectures") or ["none named"])[0]
-    if name in REFUSED:
-        remedy = f"It is not supported, because {REFUSED[name]}. Supported architectures: {sorted(FAMILIES)}."
+    if why := {**REFUSED, **LACKS}.get(name):
+        remedy = f"It is not supported, because {why}. Supported architectures: {sorted(FAMILIES)}."
         raise ConfigError("model.path", name, remedy)
     family = family_of(hf)
     codes = hf.get("quantization_config")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 HF = dict[str, Any]
@@ -41,8 +42,10 @@ class Layout(Enum):
     """As QKV, in one HF tensor too."""
     FUSED_GATE_UP = auto()
     """As GATE_UP, in one HF tensor too."""
+    STACKED_GATE_UP = auto()
+    """Gate and up of an expert of a stack, which holds them transposed, the columns of gate before those of up."""
     INTERLEAVED_GATE_UP = auto()
-    """Gate and up of an expert of a stack, which holds them transposed, each column of gate followed by that of up."""
+    """The same with each column of gate followed by that of up."""
     STACKED_DOWN = auto()
     """The last matrix of an expert of such a stack."""
 
@@ -81,6 +84,7 @@ class Tower(NamedTuple):
     module: str  # class in the module of the model type
     prefix: str  # of its tensors in HF folders
     engine: tuple[tuple[str, tuple[str, ...]], ...] = ()  # an engine's parameters and their HF tensors, by {block}
+    tiny: Mapping[str, Any] = MappingProxyType({})  # as `Family.tiny`, of the tower's own config
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,6 @@ class Serving:
     """Every pipeline stage loads the output layer, though only the last one uses it."""
     on_cpu: bool = True
     """Runs on CPUs, too; elsewhere only its weights were tested there."""
-    tried: bool = True
-    """Some engine has served it, or at least loaded its weights."""
     stages: bool = True
     """Has pipeline stages."""
     tied_stages: bool = True
@@ -144,7 +146,6 @@ class Family:
     tower: Tower | None = None
     serving: Serving = Serving()
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    """Small values of the config fields that only this family has, with every optional part; of the vision tower's
-    config where there is one."""
+    """Small values of the config fields that only this family has, with every optional part."""
     variants: tuple[Mapping[str, Any], ...] = ()
     """Changes of `tiny` that the tests try in addition. Together they hold every tensor that the family may have."""

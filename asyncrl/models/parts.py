@@ -59,6 +59,16 @@ def routed(hf: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "d
     )
 
 
+def stacked(gate_up: Layout) -> Weights:
+    """Return the weights of routed experts that HF stacks, too: with gate and up in one, and transposed."""
+    megatron, hf = "mlp.experts.local_experts.{expert}", "mlp.experts"
+    fc1, fc2 = f"{megatron}.linear_fc1.weight", f"{megatron}.linear_fc2.weight"
+    return (
+        layer(fc1, gate_up, f"{hf}.gate_up_proj", engine=f"{hf}.w13_weight", layers="sparse"),
+        layer(fc2, Layout.STACKED_DOWN, f"{hf}.down_proj", engine=f"{hf}.w2_weight", layers="sparse"),
+    )
+
+
 def changed(weights: Weights, **fields: Any) -> Weights:
     """Return the weights with other values of some fields: engine=None are not in engines, exact=True in float32."""
     return tuple(replace(weight, **fields) for weight in weights)
@@ -113,9 +123,8 @@ ROUTER_BIAS: Weights = changed(
     (layer("mlp.router.expert_bias", Layout.WHOLE, "mlp.gate.e_score_correction_bias", layers="sparse"),), exact=True
 )
 EXPERTS: Weights = routed("mlp")
-SHARED_EXPERTS: Weights = gated(
-    "mlp.shared_experts", "mlp.shared_experts", needs="moe_shared_expert_intermediate_size", layers="sparse"
-)
+SHARED = "moe_shared_expert_intermediate_size"
+SHARED_EXPERTS: Weights = gated("mlp.shared_experts", "mlp.shared_experts", needs=SHARED, layers="sparse")
 MTP: Weights = changed(  # layers after the last one, whose other weights are those of an ordinary layer
     (
         layer("enorm.weight", Layout.WHOLE, "enorm.weight"),

@@ -8,10 +8,12 @@ functions, because the launcher imports this module through catalog.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from asyncrl.models.families import OF_TYPE
+from asyncrl.models.family import Family
 from asyncrl.models.tiny import save_random, tokenizer_json, write_tokenizer
 
 EOS, PAD, UNK = "<|im_end|>", "<|endoftext|>", "<unk>"
@@ -35,25 +37,42 @@ CHAT_TEMPLATE = (
 
 def write(folder: Path, arch: str = "qwen2_5_vl", *, spread: float = 0.02, seed: int = 0, **sizes: Any) -> None:
     """Write the model, its tokenizer and its image processor's settings into the new folder `folder`; the bytes are the
-    same every time. Also one of another type (qwen3_vl), or with other weights or sizes of its text model, such as
-    `num_hidden_layers` or `tie_word_embeddings`. `spread` is the standard deviation of the weights."""
+    same every time. Also one of another type (qwen3_vl, qwen3_vl_moe), or with other weights or sizes of its text
+    model, such as `num_hidden_layers` or `tie_word_embeddings`. `spread` is the standard deviation of the weights."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     ids = {token: number for number, token in enumerate(TOKENS)}
     ends = {"bos_token_id": ids[PAD], "eos_token_id": ids[EOS], "pad_token_id": ids[PAD]}
-    text = {**_text_sizes(), **ends, **sizes}
+    family = OF_TYPE[arch]
+    assert family.tower is not None
+    text = {**_text_sizes(), **family.tiny, **ends, **sizes}
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     marks = {name: ids[mark] for name, mark in zip(names, MARKS, strict=True)}
     tied = bool(text.get("tie_word_embeddings"))
-    parts = {"text_config": text, "vision_config": {**_vision_sizes(text["hidden_size"]), **OF_TYPE[arch].tiny}}
+    parts = {"text_config": text, "vision_config": {**_vision_sizes(text["hidden_size"]), **family.tower.tiny}}
     config = AutoConfig.for_model(arch, **parts, tie_word_embeddings=tied, **ends, **marks)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     save_random(model, folder, "float32", ends, seed, spread)
+    as_published(folder, family)
     special = {"bos_token": PAD, "eos_token": EOS, "pad_token": PAD, "unk_token": UNK}
     write_tokenizer(folder, tokenizer_json(TOKENS, UNK, (UNK, *SPECIAL)), CHAT_TEMPLATE, special, MAX_POSITIONS)
     (folder / "preprocessor_config.json").write_text(json.dumps(_image_processor(), indent=2) + "\n")
+
+
+def as_published(folder: Path, family: Family) -> None:
+    """Transpose stacked experts in a folder that transformers wrote. Publishers' are transposed, and so SGLang reads
+    them; transformers reads both."""
+    from safetensors.torch import load_file, save_file
+
+    stacks = {one.hf[0] for one in family.weights if "{expert}" in one.megatron and "{expert}" not in one.hf[0]}
+    if not stacks:
+        return
+    tensors = load_file(folder / "model.safetensors")
+    for name in (one for one in tensors if re.sub(r"layers\.\d+", "layers.{layer}", one) in stacks):
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _text_sizes() -> dict[str, Any]:

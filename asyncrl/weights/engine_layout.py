@@ -146,17 +146,19 @@ def _fused_gate_up(tensor: Tensor, split: Split, rank: int) -> Tensor:
     return torch.cat([_inner_rows(half, split, rank) for half in tensor.chunk(2)])
 
 
-def _of_stack(dim: int | None) -> Cut:
-    """Return the cut of a stack of all experts, which engines hold transposed, with its inner dimension divided. A bias
-    without one is zero on all ranks of an expert but the first."""
+def _of_stack(dim: int | None, matrices: int = 1) -> Cut:
+    """Return the cut of a stack of all experts, which engines hold transposed, with its inner dimension divided, in
+    which several matrices may follow one another. A bias without one is zero on all ranks of an expert but the
+    first."""
 
     def cut(tensor: Tensor, split: Split, rank: int) -> Tensor:
         group, within = divmod(rank % split.shape.tp, split.shape.per_expert)
         mine = tensor.chunk(split.shape.ep)[group]
         if dim is None:
             return mine if within == 0 else torch.zeros_like(mine)
-        mine = mine.transpose(1, -1)
-        return _slice(mine, dim, within, split.share(mine.shape[dim], split.shape.per_expert, CPU_INNER_MULTIPLE))
+        ranks, each = split.shape.per_expert, mine.transpose(1, -1).chunk(matrices, dim)
+        inner = split.share(each[0].shape[dim], ranks, CPU_INNER_MULTIPLE)
+        return torch.cat([_slice(one, dim, within, inner) for one in each], dim)
 
     return cut
 
@@ -210,6 +212,7 @@ CUTS_OF_EXPERTS: dict[Layout, tuple[Cut, ...]] = {
     Layout.DOWN: (_expert_columns,),
 }
 CUTS_OF_STACKS: dict[Layout, tuple[Cut, ...]] = {
+    Layout.STACKED_GATE_UP: (_of_stack(1, matrices=2),),
     Layout.INTERLEAVED_GATE_UP: (_of_stack(1),),
     Layout.STACKED_DOWN: (_of_stack(2),),
     Layout.WHOLE: (_of_stack(None),),

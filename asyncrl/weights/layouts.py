@@ -129,6 +129,17 @@ FUSED_QKV = TensorLayout(
 """Queries, keys and values, one above the other in the full tensor too."""
 
 
+def _join_stacked(parts: list[Tensor], dims: Dims) -> list[Pieces]:
+    """Join gate and up, and transpose them."""
+    return [Pieces([half.tensor().t() for half in _join_gate_up(parts, dims)], 1)]
+
+
+STACKED_GATE_UP = TensorLayout(
+    lambda full, degree, rank, dims: GATE_UP.shard(list(full[0].t().chunk(2)), degree, rank, dims), _join_stacked
+)
+"""Gate and up of one expert of a stack: [H, 2 * inner]."""
+
+
 def _join_interleaved(parts: list[Tensor], dims: Dims) -> list[Pieces]:
     """Join gate and up, each row of gate followed by that of up, and transpose them."""
     halves = [half.tensor() for half in _join_gate_up(parts, dims)]
@@ -139,7 +150,7 @@ INTERLEAVED_GATE_UP = TensorLayout(
     lambda full, degree, rank, dims: GATE_UP.shard([full[0].t()[::2], full[0].t()[1::2]], degree, rank, dims),
     _join_interleaved,
 )
-"""Gate and up of one expert of a stack: [H, 2 * inner], or [2 * inner] for a bias."""
+"""The same in alternating columns, or [2 * inner] for a bias."""
 STACKED_DOWN = TensorLayout(
     lambda full, degree, rank, dims: ROW.shard([full[0].t()], degree, rank, dims),
     lambda parts, dims: [Pieces([part.t() for part in parts])],
@@ -158,6 +169,7 @@ LAYOUTS = {
     Layout.DOWN: ROW,
     Layout.FUSED_QKV: FUSED_QKV,
     Layout.FUSED_GATE_UP: FUSED_GATE_UP,
+    Layout.STACKED_GATE_UP: STACKED_GATE_UP,
     Layout.INTERLEAVED_GATE_UP: INTERLEAVED_GATE_UP,
     Layout.STACKED_DOWN: STACKED_DOWN,
 }

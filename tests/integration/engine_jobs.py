@@ -74,8 +74,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": 32}),
     "deepseek_v3, whole queries": ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }
-OF_ONE_KIND = ("mistral", "ministral3", "seed_oss", "smollm3", "ernie4_5", "phi3")  # as their records make them
+OF_ONE_KIND = (
+    "mistral",
+    "ministral3",
+    "seed_oss",
+    "smollm3",
+    "ernie4_5",
+    "phi3",
+    "gpt_oss",
+)  # as their records make them
 MODELS |= {name: (name, dict(OF_TYPE[name].tiny)) for name in OF_ONE_KIND}
+MODELS["hy_v3"] = ("hy_v3", {**OF_TYPE["hy_v3"].tiny, "moe_intermediate_size": 64})
 MODELS["glm4_moe_lite"] = ("glm4_moe_lite", {**GROUPED, **LATENT, "q_lora_rank": 32, "n_group": 1})
 MODELS["kimi-k2"] = ("deepseek_v3", {**GROUPED, **LATENT, "q_lora_rank": 32, "n_group": 1})
 EVERYTHING = ("qwen3_moe", EngineParallel(tp=2, ep=2, dp=2, pp=2))

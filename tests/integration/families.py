@@ -17,8 +17,7 @@ from torch import Tensor
 
 from asyncrl.algo.samples import Sample
 from asyncrl.launch.main import CONF
-from asyncrl.models import parts
-from asyncrl.models.families import FAMILIES, OF_TYPE
+from asyncrl.models.families import CHOOSES, FAMILIES, OF_TYPE
 from asyncrl.models.tiny import write_random_model
 from tests.integration.ranks import run_ranks
 
@@ -61,8 +60,10 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 EXPERTS = [
     name for name, (kind, _, _) in MODELS.items() if any("{expert}" in one.megatron for one in OF_TYPE[kind].weights)
 ]
-CHOOSES = "e_score_correction_bias"  # of a router; a buffer without gradient
-CHOOSING = [name for name, (kind, _, _) in MODELS.items() if set(parts.ROUTER_BIAS) <= set(OF_TYPE[kind].weights)]
+CHOOSING = [
+    name for name, (kind, _, _) in MODELS.items() if any(one.hf[0].endswith(CHOOSES) for one in OF_TYPE[kind].weights)
+]
+"""Models whose routers have a bias, which is a buffer without gradient."""
 
 
 PUBLISHED_AS = {"kimi-k2": "kimi_k2"}

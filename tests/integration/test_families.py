@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from asyncrl.models.families import OF_TYPE
+from asyncrl.models import tiny, tiny_vision
+from asyncrl.models.families import CHOOSES, FAMILIES, OF_TYPE
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights.folder import HFFolder
 from tests.integration.families import (
     CASES,
-    CHOOSES,
     CHOOSING,
     PUBLISHED_AS,
     SCALED,
@@ -30,6 +31,7 @@ from tests.integration.families import (
 )
 from tests.integration.fleet import ask, engines, logprobs, reloaded, settings
 from tests.integration.publisher import SeededWeights, make, publish
+from tests.integration.running import run
 
 pytestmark = pytest.mark.integration
 
@@ -77,7 +79,9 @@ def test_biases_that_choose_experts_stay_bit_for_bit_through_training_and_casts(
 ) -> None:
     megatron(layout)
     found = exported(folder, layout, name)
-    given = {key: tensor for key, tensor in load_file(folder / name / "model.safetensors").items() if CHOOSES in key}
+    given = {
+        key: tensor for key, tensor in load_file(folder / name / "model.safetensors").items() if key.endswith(CHOOSES)
+    }
     assert given
     for key, tensor in given.items():
         assert found[key].dtype == torch.float32
@@ -85,16 +89,44 @@ def test_biases_that_choose_experts_stay_bit_for_bit_through_training_and_casts(
         assert not tensor.bfloat16().float().equal(tensor)  # the cast would show
 
 
-SERVED = [family.model_type for family in TEXT if family.serving.on_cpu]
+PADDED = {"n_shared_experts", "num_shared_experts"}
+"""Fields of models for whose shared experts no padding is known."""
+RUN = (
+    *("run.max_steps=2", "rollout.batch_groups=4", "rollout.group_size=4", "eval.questions=0"),
+    *("rollout.max_staleness=0", "rollout.lead=null", "weights.verify_every=1"),
+)
 
 
-def small(folder: Path, kind: str, fields: dict[str, Any]) -> Path:
-    """Write a model with the vocabulary of the tiny one."""
+@pytest.mark.parametrize("kind", [family.model_type for family in FAMILIES.values() if family.serving.on_cpu])
+def test_two_steps_of_a_run_are_trained_published_and_answered(kind: str, tmp_path: Path) -> None:
+    """With adapters where the family has them. Every publish is verified, and engines and trainer agree."""
+    family, model = OF_TYPE[kind], tmp_path / "model"
+    experiment = "tiny_vision" if family.tower else "tiny"
+    if family.tower:
+        tiny_vision.write(model, kind, spread=0.15)
+    else:
+        tiny.write(tmp_path / "tiny")
+        shutil.copytree(tmp_path / "tiny", model, ignore=shutil.ignore_patterns("*.safetensors"))
+        write_served(model, kind)
+    adapters = ["trainer.lora.rank=4"] if family.adapters else []
+    steps = run(tmp_path / "run", *RUN, f"model.path={model}", *adapters, experiment=experiment)
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["logprob_gap/max"] < 1e-4 for step in steps)
+    assert all(step["grad_norm"] > 0 for step in steps)
+    assert steps[-1]["time/verify"] > 0
+
+
+def write_served(model: Path, kind: str, fields: dict[str, Any] | None = None) -> None:
+    """Write a model of the sizes that engines on CPUs serve."""
+    ends = tuple(tiny.TOKENS.index(one) for one in (tiny.BOS, tiny.EOS, tiny.PAD))
+    padded = PADDED & OF_TYPE[kind].tiny.keys()
     sizes: dict[str, Any] = {"vocab": 16, "hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 96}
-    write_random_model(
-        folder, kind, **sizes, tied=False, seed=1, dtype="float32", max_positions=64, spread=0.15, fields=fields
-    )
-    return folder
+    fields = {**({"moe_intermediate_size": 32} if padded else {}), **(fields or {})}
+    more: dict[str, Any] = {"spread": 0.15, "fields": fields, "bos_eos_pad": ends, "max_positions": tiny.MAX_POSITIONS}
+    write_random_model(model, kind, **sizes, tied=False, seed=1, dtype="float32", **more)
+
+
+SERVED = [family.model_type for family in TEXT if family.serving.on_cpu]
 
 
 @pytest.mark.parametrize("kind", SERVED)
@@ -102,8 +134,8 @@ def test_engines_compute_what_transformers_computes_with_weights_of_the_folder_a
     kind: str, tmp_path: Path
 ) -> None:
     """Every publish is verified by the checksums of all parameters."""
-    fields = {"moe_intermediate_size": 32} if "n_shared_experts" in OF_TYPE[kind].tiny else {}  # needs no padding
-    model = small(tmp_path / "model", kind, fields)
+    model = tmp_path / "model"
+    write_served(model, kind)
     with engines(tmp_path, f"model.path={model}", "engine.count=1", "engine.dtype=float32") as fleet:
         weights = SeededWeights(model, share=0.05)
         config = settings(fleet.config, transport="tensor", verify_every=1)
@@ -119,7 +151,8 @@ def test_engines_compute_what_transformers_computes_with_weights_of_the_folder_a
 
 def test_an_engine_scales_positions_in_the_layers_in_which_the_trainer_does(tmp_path: Path) -> None:
     """Those of OLMo-3 without windows. config.json has the spelling of its publisher, which alone SGLang reads."""
-    model = small(tmp_path / "model", "olmo3", {"rope_parameters": SCALED})
+    model = tmp_path / "model"
+    write_served(model, "olmo3", {"rope_parameters": SCALED})
     hf = json.loads((model / "config.json").read_text())
     scaling = hf.pop("rope_parameters")
     hf |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}

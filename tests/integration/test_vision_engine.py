@@ -29,7 +29,7 @@ from asyncrl.models.tiny_vision import MARKS, TOKENS, write
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Completion
 from tests.integration import adapters, publisher
-from tests.integration.fleet import Engines, engines
+from tests.integration.fleet import Engines, engines, settings
 from tests.integration.vision import ADAPTERS
 
 pytestmark = pytest.mark.integration
@@ -46,25 +46,13 @@ SETTINGS = (
     "+agents.roles.writer.adapter=policy",
 )
 """Engines cache no images, and serve two adapters. (A run trains either a tower or adapters.)"""
-OF_ARCH: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {},
-    "qwen3_vl": {
-        "head_dim": 16,
-        "rope_parameters": {
-            "rope_type": "default",
-            "mrope_section": [2, 3, 3],
-            "rope_theta": 10000.0,
-            "mrope_interleaved": True,
-        },
-    },
-}
 Play = Callable[[GenerationClient], Awaitable[Any]]
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.campaign)])
 def fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Engines]:
     folder = tmp_path_factory.mktemp("vision")
-    write(folder / "model", request.param, spread=0.15, **OF_ARCH[request.param])
+    write(folder / "model", request.param, spread=0.15)
     with engines(folder, *SETTINGS, f"model.path={folder / 'model'}") as started:
         yield started
 
@@ -287,6 +275,32 @@ def test_adapters_of_roles_answer_with_their_own_weights(fleet: Engines, tmp_pat
 
     names, agents = adapter_names(fleet.config, run), fleet.config.agents
     played(fleet, play, run=run, names=names, agents=agents)
+
+
+def test_a_model_with_stacked_experts_answers_as_transformers_does_before_and_after_a_publish(tmp_path: Path) -> None:
+    """The publish is verified by the checksums of all parameters of the text model."""
+    model, context, image = tmp_path / "model", [*IMAGE, *ASK], noise(12)
+    write(model, "qwen3_vl_moe", spread=0.15)
+    with engines(tmp_path, "model=tiny_vision", "engine.max_total_tokens=4096", f"model.path={model}") as fleet:
+        weights = publisher.SeededWeights(model)
+        whole = weights._base
+        weights._base = {name: tensor for name, tensor in whole.items() if "visual." not in name}
+        new = with_weights(fleet, tmp_path / "new", {**whole, **weights.at(1)})
+        config = settings(fleet.config, transport="tensor", verify_every=1)
+
+        async def play(client: GenerationClient) -> None:
+            session = client.generate(group="g")
+            answer = await session(context, images=[image])
+            assert difference(fleet, context, [image], answer) < CLOSE
+            publishing = publisher.make(config, fleet.addresses, weights, tmp_path / "publish")
+            with closing(publishing.fleet), closing(publishing.fleet._router._http):
+                assert (await asyncio.to_thread(publisher.publish, publishing, 1))["engines"] == 1
+            client.inflight.release(1)
+            answer = await session(context, images=[image])
+            assert difference(fleet, context, [image], answer, new) < CLOSE
+            assert difference(fleet, context, [image], answer) > 1e-3
+
+        played(fleet, play)
 
 
 def test_an_image_that_was_read_before_is_encoded_by_the_tower_of_the_newest_version(

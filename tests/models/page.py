@@ -11,6 +11,7 @@ def cells(family: Family) -> list[str]:
     merged = "merged only" if family.adapters else "no"
     experts = any("{expert}" in weight.megatron for weight in family.weights)
     reported = "yes" if serving.reports_experts else "no: SGLang's layers do not report their numbers"
+    reported = "no: not tried with images" if sees else reported
     own = "own" if serving.fuses else "transformers'"
     coded = "simulated" if sees or not serving.fuses else "yes"
     return [
@@ -18,6 +19,6 @@ def cells(family: Family) -> list[str]:
         ("yes, on the text model" if sees else "yes") if family.adapters else "no",
         "yes" if serving.adapters else merged,
         reported if experts else "–",
-        own if serving.on_cpu else f"{own} ({'weights' if serving.tried else 'not tried'})",
+        own if serving.on_cpu else f"{own} (weights)",
         coded if family.adapters else "no",
     ]

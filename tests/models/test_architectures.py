@@ -25,6 +25,15 @@ from tests.models.published import (
     QWEN3_MOE,
 )
 
+HY3 = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_experts": 192,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "moe_intermediate_size": 1536,
+    "router_scaling_factor": 2.826,
+}
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
 
 
@@ -83,6 +92,14 @@ def test_smollm3_rotates_three_layers_of_four() -> None:
     assert megatron_arguments(DENSE["SmolLM3"])["no_rope_freq"] == [0, 0, 0, 1] * 9
 
 
+def test_hunyuan_3_has_dense_layers_before_those_with_experts_in_either_spelling() -> None:
+    hf = {"architectures": ["HYV3ForCausalLM"], **HY3, "num_hidden_layers": 4}
+    found = megatron_arguments(hf)
+    assert found["moe_layer_freq"] == [0, 1, 1, 1]
+    assert (found["moe_router_topk_scaling_factor"], found["moe_shared_expert_intermediate_size"]) == (2.826, 1536)
+    assert megatron_arguments({**hf, "mlp_layer_types": ["dense"] + ["sparse"] * 3}) == found
+
+
 def test_one_group_of_experts_is_no_group() -> None:
     found = megatron_arguments({**DEEPSEEK_V3, "n_group": 1, "topk_group": 1})
     assert found["moe_router_num_groups"] is found["moe_router_group_topk"] is None
@@ -130,6 +147,13 @@ def test_what_transformers_writes_for_a_family_is_accepted(kind: str, tmp_path: 
     [
         ({"architectures": ["MambaForCausalLM"]}, r"MambaForCausalLM.*Supported architectures: .*LlamaForCausalLM"),
         ({}, "none named"),
+        ({"architectures": ["Ernie4_5_MoeForCausalLM"]}, "a bias chooses experts beside a softmax"),
+        ({"architectures": ["MiniMaxM2ForCausalLM"]}, "over all heads together.*on GPUs alone"),
+        ({"architectures": ["HunYuanMoEV1ForCausalLM"]}, "after their rotation"),
+        ({"architectures": ["Llama4ForCausalLM"]}, "chunks of 8192 positions"),
+        ({"architectures": ["Llama4ForConditionalGeneration"]}, "chunks of 8192 positions"),
+        ({"architectures": ["HYV3ForCausalLM"], **HY3, "route_norm": False}, "route_norm=false"),
+        ({"architectures": ["HYV3ForCausalLM"], **HY3, "mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
         ({**LLAMA, "attention_bias": True}, "attention_bias=true.*biases are not supported"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias=true.*biases are not supported"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act=gelu"),

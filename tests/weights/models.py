@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from asyncrl.models.families import FAMILIES
+from asyncrl.models.families import CHOOSES, FAMILIES
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import names
 from asyncrl.weights.checksum import CudaHash
@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 MODELS |= {
     family.model_type: (family.model_type, number % 2 == 1, {})
     for number, family in enumerate(FAMILIES.values())
-    if not family.tower and family.serving.tried and family.model_type not in {kind for kind, *_ in MODELS.values()}
+    if not family.tower and family.model_type not in {kind for kind, *_ in MODELS.values()}
 }
 
 
@@ -91,13 +91,22 @@ def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
         "q_b_proj": (queries, 4),
         "kv_a_proj_with_mqa": (5, HIDDEN),
         "kv_b_proj": (2 * queries, 4),
-        "gate": (EXPERTS, HIDDEN),
+        **dict.fromkeys(("gate", "router"), (EXPERTS, HIDDEN)),
         **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), (inner, HIDDEN)),
         **dict.fromkeys(("down_proj", "w2"), (HIDDEN, inner)),
     }
+    stacks = {
+        "gate_up_proj": (EXPERTS, HIDDEN, 2 * inner),
+        "gate_up_proj_bias": (EXPERTS, 2 * inner),
+        "down_proj": (EXPERTS, inner, HIDDEN),
+        "down_proj_bias": (EXPERTS, HIDDEN),
+        "sinks": (HEADS,),
+    }
     kind = leaf.split(".")[-1]
+    if kind in stacks:
+        return stacks[kind]
     found = sizes.get(leaf.split(".")[-2], (HIDDEN,))
-    return (EXPERTS,) if kind == "e_score_correction_bias" else found[:1] if kind == "bias" else found
+    return (EXPERTS,) if kind in CHOOSES else found[:1] if kind == "bias" else found
 
 
 def written(folder: Path, name: str) -> Path:

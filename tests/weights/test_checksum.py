@@ -17,7 +17,7 @@ from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.engine_layout import table
 from tests.weights.models import EXPERTS, HEAD_DIM, HEADS, HIDDEN, VOCAB, config, digest, model, shape
 
-ARCHITECTURES = sorted(name for name, family in FAMILIES.items() if family.serving.tried)
+ARCHITECTURES = sorted(FAMILIES)
 
 
 def results(tensors: dict[str, Tensor], hf: dict[str, Any], tp: int, device: Any = "cpu") -> list[dict[str, str]]:
@@ -270,13 +270,21 @@ FUSED = {
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
 }
 EXPERT = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2", "w1": "w13", "w3": "w13", "w2": "w2"}
-EVERYWHERE = ("norm.", "gate.", "q_a_proj.", "kv_a_proj_with_mqa.")  # on all ranks, as far as no shared key head is
+STACKS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+STACKS |= {f"{name}_bias": f"{parameter}_bias" for name, parameter in STACKS.items()}
+EVERYWHERE = ("norm.", "gate.", "router.", "q_a_proj.", "kv_a_proj_with_mqa.", "o_proj.bias", "expert_bias")
+"""Parts of the names of what all ranks hold."""
+ON_THE_FIRST_RANK = ("experts.down_proj_bias",)
 
 
 def engine_name(name: str, architecture: str) -> str:
     if not FAMILIES[architecture].serving.fuses:
         return name
-    words = name.replace("model.language_model.", "model.").split(".")
+    words = name.replace("model.language_model.", "model.").replace(".router.gate.", ".gate.").split(".")
+    if words[-2] == "experts":
+        return ".".join([*words[:-1], STACKS[words[-1]]])
+    if words[-1] == "sinks":
+        return name
     if "experts" in words:
         return ".".join([*words[: words.index("experts") + 1], f"{EXPERT[words[-2]]}_weight"])
     return ".".join([*words[:-2], FUSED.get(words[-2], words[-2]), words[-1]])
@@ -299,7 +307,8 @@ def test_one_flipped_bit_shows_in_its_engine_parameter_on_the_ranks_that_hold_it
             keys = ("k_proj", "v_proj", "qkv_proj") if element else ("k_proj", "v_proj")  # the last of all are values
             shared_key = kv_heads == 1 and name.split(".")[-2] in keys
             everywhere = shared_key or any(word in name for word in EVERYWHERE)
-            assert changed == {(r, engine_name(name, architecture)) for r in ((0, 1) if everywhere else (rank,))}, name
+            ranks = (0, 1) if everywhere else (0,) if name.endswith(ON_THE_FIRST_RANK) else (rank,)
+            assert changed == {(r, engine_name(name, architecture)) for r in ranks}, name
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

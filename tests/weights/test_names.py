@@ -26,6 +26,7 @@ from asyncrl.weights.layouts import (
     QKV,
     ROW,
     STACKED_DOWN,
+    STACKED_GATE_UP,
     VOCAB,
     WHOLE,
     Dims,
@@ -65,6 +66,7 @@ def shapes(layout: TensorLayout, d: Dims) -> list[tuple[int, ...]]:
         QKV: [(d.heads * d.head_dim, HIDDEN), keys, keys],
         GATE_UP: [(12, HIDDEN), (12, HIDDEN)],
         FUSED_GATE_UP: [(24, HIDDEN)],
+        STACKED_GATE_UP: [(HIDDEN, 24)],
         INTERLEAVED_GATE_UP: [(HIDDEN, 24)],
         STACKED_DOWN: [(12, HIDDEN)],
         FUSED_QKV: [((d.heads + 2 * d.kv_heads) * d.head_dim, HIDDEN)],
@@ -104,11 +106,12 @@ def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architectur
 
 def test_every_layout_is_tested_here() -> None:
     assert {value for value in vars(layouts).values() if isinstance(value, TensorLayout)} == {
-        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV, INTERLEAVED_GATE_UP, STACKED_DOWN,
+        WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV, STACKED_GATE_UP, INTERLEAVED_GATE_UP,
+        STACKED_DOWN,
     }  # fmt: skip
 
 
-STACKED = [INTERLEAVED_GATE_UP, STACKED_DOWN]
+STACKED = [STACKED_GATE_UP, INTERLEAVED_GATE_UP, STACKED_DOWN]
 
 
 @pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV, *STACKED])
@@ -259,7 +262,7 @@ def test_tables_name_each_tensor_that_transformers_writes_once_and_no_other(arch
         sizes = {"vocab": 9, "hidden": 16, "layers": 2, "heads": 4, "kv_heads": 4, "intermediate": 8}
         folder = tmp_path / str(number)
         if architecture in TOWERS:
-            tiny_vision.write(folder, kind)
+            tiny_vision.write(folder, kind, **fields)
         else:
             write_random_model(folder, kind, **sizes, tied=False, seed=0, dtype="float32", fields=dict(fields))
         with safe_open(folder / "model.safetensors", "pt") as file:

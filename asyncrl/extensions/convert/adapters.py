@@ -21,6 +21,7 @@ from asyncrl.extensions.convert.checkpoint import CheckpointReader, CheckpointWr
 from asyncrl.extensions.convert.folders import building, copy_companions, read_config
 from asyncrl.extensions.convert.parameters import Structure
 from asyncrl.models import catalog
+from asyncrl.models.families import CHOOSES
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import of_expert, stack_experts
 from asyncrl.weights.names import ADAPTER, adapter_of
@@ -32,7 +33,6 @@ EXPERT_WEIGHT = re.compile(
     r"(?:(?P<gate>gate_proj|w1)|up_proj|w3|(?P<down>down_proj|w2))\.weight"
 )
 """An expert's weight in the files of a model."""
-ROUTER_BIAS = "e_score_correction_bias"  # keeps its precision, as in to-hf
 
 
 def merge(base: Path, adapter: Path, out: Path, *, limit: int, dtype: torch.dtype | None = None) -> None:
@@ -58,7 +58,7 @@ def merge(base: Path, adapter: Path, out: Path, *, limit: int, dtype: torch.dtyp
         def stream(*, values: bool) -> Iterator[tuple[str, Tensor]]:
             for name in names:
                 weight = weights.read(name) if values else weights.described(name)
-                kept = weight.dtype if dtype is None or name.endswith(ROUTER_BIAS) else dtype
+                kept = weight.dtype if dtype is None or name.endswith(CHOOSES) else dtype  # as in to-hf
                 if values and _module_of_weight(adapters, name):
                     weight = weight.float() + _delta(adapters, name, weight.shape)
                 yield name, weight.to(kept)

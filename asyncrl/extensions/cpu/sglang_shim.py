@@ -23,7 +23,11 @@ from typing import Any
 from asyncrl.extensions.cpu import compiler
 from asyncrl.import_hooks import after_import
 
-PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+PROCESSORS = {
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+}
 """Processors of images that load without torchvision, by model type."""
 KEPT_MAPPINGS = 16
 """Number of shared-memory mappings to keep: enough for every bucket of a small model. Mappings of a dead trainer are
@@ -48,6 +52,8 @@ def install() -> None:
     after_import("sglang.srt.mem_cache.pool_host.common", _no_host_registration)
     after_import("sglang.srt.layers.attention.attention_registry", _register_attention)
     after_import("sglang.srt.arg_groups.choices", _allow_deterministic)
+    after_import("sglang.srt.arg_groups.model_hook", _allow_sinks)
+    after_import("sglang.srt.models.gpt_oss", _keep_sinks_exact)
     after_import("sglang.srt.batch_invariant_ops", _without_invariant_kernels)
     after_import("sglang.kernels.ops.sampling.murmur_hash", _hash_in_torch)
     after_import("sglang.srt.layers.sampler", _sample_by_inversion)
@@ -235,6 +241,23 @@ def _allow_deterministic(choices: Any) -> None:
     SGLang honours sampling_seed only with that flag, and allows the flag with no CPU attention backend.
     """
     choices.add_deterministic_attention_backend_choices(["torch_native"])
+
+
+def _allow_sinks(module: Any) -> None:
+    """Allow our attention backend, which has windows and sinks, for gpt-oss. SGLang's check of the backend, the only
+    one in this module, spares MLX."""
+    module.is_mps = module.use_mlx = lambda: True
+
+
+def _keep_sinks_exact(module: Any) -> None:
+    """Give gpt-oss's sinks the type of its other weights. SGLang makes them bfloat16, for its kernels on GPUs."""
+    build = module.GptOssAttention.__init__
+
+    def build_exact(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        self.sinks.data = self.sinks.data.to(self.qkv_proj.weight.dtype)
+
+    module.GptOssAttention.__init__ = build_exact
 
 
 def _without_invariant_kernels(module: Any) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl.models.architectures import megatron_arguments
-from asyncrl.models.families import family_of
+from asyncrl.models.families import CHOOSES, family_of
 from asyncrl.models.family import HF, Layout, WeightRow
 
 Tensor = tuple[str, tuple[int, ...]]
@@ -48,10 +48,10 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         values = heads * hf["v_head_dim"]
     low, latent, wide = hf.get("q_lora_rank"), hf.get("kv_lora_rank"), family_of(hf).wide_norms
     inner = hf["intermediate_size"]
-    if "{expert}" in name:
+    if ".experts." in name:
         inner = hf.get("moe_intermediate_size", inner)
-    elif "shared_experts" in name:
-        inner = hf["moe_intermediate_size"] * hf["n_shared_experts"]
+    elif ".shared_" in name:
+        inner = hf["moe_intermediate_size"] * (hf.get("n_shared_experts") or hf["num_shared_experts"])
     experts = hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts")
     kind, place = name.split(".")[-1], name.split(".")[-2]
     stacks = {
@@ -60,6 +60,7 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         "down_proj": (experts, inner, hidden),
         "down_proj_bias": (experts, hidden),
         "sinks": (heads,),
+        **dict.fromkeys(CHOOSES, (experts,)),
     }
     if kind in stacks:
         return stacks[kind]
@@ -84,4 +85,4 @@ def _shape(name: str, hf: HF) -> tuple[int, ...]:
         sizes["kv_a_proj_with_mqa"] = (latent + hf["qk_rope_head_dim"], hidden)
         sizes["kv_b_proj"] = (heads * hf["qk_nope_head_dim"] + values, latent)
     found = sizes.get(place, (hidden,))
-    return found[:1] if kind in ("bias", "e_score_correction_bias") else found
+    return found[:1] if kind == "bias" else found

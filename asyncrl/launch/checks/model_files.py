@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from asyncrl.launch.checks.findings import Finding, error, ok
 from asyncrl.models import vision
+from asyncrl.models.families import CHOOSES
 
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -28,9 +29,9 @@ WHOLE = (
     "gate.weight",
     "router.weight",
     "router.bias",
-    "e_score_correction_bias",
     "o_proj.bias",
     "down_proj_bias",
+    *CHOOSES,
 )
 """Name suffixes of tensors that every tensor-parallel rank holds entirely: norms, routers, and biases of output
 features that ranks add up."""
@@ -122,7 +123,7 @@ def loaded(weights: Iterable[Weight], layers: int, *, tied: bool) -> list[Weight
         one
         for one in weights
         if (one.layer is None or one.layer < layers)
-        and not one.name.endswith(("rotary_emb.inv_freq", "e_score_correction_bias"))
+        and not one.name.endswith(("rotary_emb.inv_freq", *CHOOSES))
         and not (tied and one.name == "lm_head.weight")
         and not one.name.startswith(TOWERS)
     ]

@@ -12,6 +12,9 @@ _RECORDS: list[Family] = [import_module(f"{__name__}.{module.name}").FAMILY for 
 FAMILIES = {record.architecture: record for record in _RECORDS}
 OF_TYPE = {record.model_type: record for record in _RECORDS}
 """The same by transformers' name of the configuration."""
+_CHOOSING = (row for record in _RECORDS for row in record.weights if row.megatron.endswith(".router.expert_bias"))
+CHOOSES = tuple(sorted({row.hf[0].rpartition(".")[2] for row in _CHOOSING}))
+"""Last names of biases that affect only which experts are chosen, and are float32 everywhere."""
 
 
 def family_of(hf: HF) -> Family:

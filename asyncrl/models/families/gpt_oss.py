@@ -1,6 +1,6 @@
 """gpt-oss 20B and 120B: windows in every second layer, sinks, biases everywhere, and stacked experts with limits.
 
-No engine has served it here: on CPUs SGLang has no attention with sinks. It keeps them in bfloat16.
+SGLang's engines keep the sinks in bfloat16 on GPUs.
 """
 
 from collections.abc import Iterator
@@ -46,20 +46,12 @@ FAMILY = Family(
         layer("self_attention.core_attention.softmax_offset", Layout.QUERY, "self_attn.sinks"),
         layer("mlp.router.weight", Layout.WHOLE, "mlp.router.weight"),
         layer("mlp.router.bias", Layout.WHOLE, "mlp.router.bias"),
-        layer(
-            f"{EXPERT}.linear_fc1.weight",
-            Layout.INTERLEAVED_GATE_UP,
-            "mlp.experts.gate_up_proj",
-            engine="mlp.experts.w13_weight",
-        ),
+        *parts.stacked(Layout.INTERLEAVED_GATE_UP),
         layer(
             f"{EXPERT}.linear_fc1.bias",
             Layout.INTERLEAVED_GATE_UP,
             "mlp.experts.gate_up_proj_bias",
             engine="mlp.experts.w13_weight_bias",
-        ),
-        layer(
-            f"{EXPERT}.linear_fc2.weight", Layout.STACKED_DOWN, "mlp.experts.down_proj", engine="mlp.experts.w2_weight"
         ),
         layer(
             f"{EXPERT}.linear_fc2.bias", Layout.WHOLE, "mlp.experts.down_proj_bias", engine="mlp.experts.w2_weight_bias"
@@ -69,7 +61,7 @@ FAMILY = Family(
     unsupported=_unsupported,
     allows=("attention_bias", "sliding_window", "attention_factor"),
     adapters=False,
-    serving=Serving(on_cpu=False, tried=False, stages=False, reports_experts=False),
+    serving=Serving(stages=False, reports_experts=False),
     tiny={
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

@@ -30,7 +30,7 @@ FAMILY = Family(
             ),
             *((f"visual.{name}.weight", (f"visual.{name}.weight",)) for name in WITHOUT_BIAS),
         ),
+        tiny={"fullatt_block_indexes": [1], "window_size": 112},
     ),
     serving=Serving(adapters=True),
-    tiny={"fullatt_block_indexes": [1], "window_size": 112},
 )
