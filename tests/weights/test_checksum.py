@@ -245,8 +245,8 @@ def test_on_a_gpu_a_single_shared_expert_is_the_last_of_the_routed(architecture:
 
 
 def test_stacked_experts_are_transposed_and_divided_by_inner_features() -> None:
-    """gpt-oss's, as SGLang's loader cuts them. Its biases are held in float32, and the second counts on the first rank of
-    an expert alone."""
+    """gpt-oss's, as SGLang's loader cuts them. Its biases are held in float32; the second counts on an expert's first
+    rank alone."""
     experts, hf = "model.layers.0.mlp.experts", config("GptOssForCausalLM", n_routed_experts=None, num_local_experts=4)
     draw = torch.Generator().manual_seed(0)
     shapes = {"gate_up_proj": (4, 8, 256), "gate_up_proj_bias": (4, 256), "down_proj": (4, 128, 8)}
