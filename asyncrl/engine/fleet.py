@@ -279,6 +279,8 @@ class Fleet:
         because others may wait for it in a broadcast, and answer when it is killed."""
         for most in (1, 1, 1, None):
             _, problems = self.settle(self.begin(lambda url: self.get(url, "/server_info", PROBE_SECONDS), self.urls))
+            if not problems:
+                return
             for url, problem in list(problems.items())[:most]:
                 self.lose(url, str(problem))
 

@@ -8,12 +8,10 @@ functions, because the launcher imports this module through catalog.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from asyncrl.models.families import OF_TYPE
-from asyncrl.models.family import Family
 from asyncrl.models.tiny import save_random, tokenizer_json, write_tokenizer
 
 EOS, PAD, UNK = "<|im_end|>", "<|endoftext|>", "<unk>"
@@ -55,24 +53,9 @@ def write(folder: Path, arch: str = "qwen2_5_vl", *, spread: float = 0.02, seed:
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     save_random(model, folder, "float32", ends, seed, spread)
-    as_published(folder, family)
     special = {"bos_token": PAD, "eos_token": EOS, "pad_token": PAD, "unk_token": UNK}
     write_tokenizer(folder, tokenizer_json(TOKENS, UNK, (UNK, *SPECIAL)), CHAT_TEMPLATE, special, MAX_POSITIONS)
     (folder / "preprocessor_config.json").write_text(json.dumps(_image_processor(), indent=2) + "\n")
-
-
-def as_published(folder: Path, family: Family) -> None:
-    """Transpose stacked experts in a folder that transformers wrote. Publishers' are transposed, and so SGLang reads
-    them; transformers reads both."""
-    from safetensors.torch import load_file, save_file
-
-    stacks = {one.hf[0] for one in family.weights if "{expert}" in one.megatron and "{expert}" not in one.hf[0]}
-    if not stacks:
-        return
-    tensors = load_file(folder / "model.safetensors")
-    for name in (one for one in tensors if re.sub(r"layers\.\d+", "layers.{layer}", one) in stacks):
-        tensors[name] = tensors[name].transpose(1, 2).contiguous()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _text_sizes() -> dict[str, Any]:

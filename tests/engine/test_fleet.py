@@ -162,6 +162,14 @@ def test_engine_that_is_gone_is_lost(engines, fleet) -> None:
     gone.close()
 
 
+def test_engines_that_all_live_are_probed_once(engines, fleet, monkeypatch) -> None:
+    probed = []
+    monkeypatch.setattr(fleet, "get", lambda url, *_: probed.append(url))
+    fleet.lose_the_dead()
+    assert sorted(probed) == sorted(engine.url for engine in engines)
+    assert not fleet.lost
+
+
 def test_losing_the_last_engine_is_an_error_that_tells_every_loss(engines, fleet) -> None:
     for engine in engines:
         engine.faults["/flush_cache"] = (400, {})

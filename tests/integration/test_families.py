@@ -32,6 +32,7 @@ from tests.integration.families import (
 from tests.integration.fleet import ask, engines, logprobs, reloaded, settings
 from tests.integration.publisher import SeededWeights, make, publish
 from tests.integration.running import run
+from tests.weights.models import as_published
 
 pytestmark = pytest.mark.integration
 
@@ -104,6 +105,7 @@ def test_two_steps_of_a_run_are_trained_published_and_answered(kind: str, tmp_pa
     experiment = "tiny_vision" if family.tower else "tiny"
     if family.tower:
         tiny_vision.write(model, kind, spread=0.15)
+        as_published(model, kind)
     else:
         tiny.write(tmp_path / "tiny")
         shutil.copytree(tmp_path / "tiny", model, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -118,28 +118,27 @@ def test_job_that_is_out_of_time_goes_on_where_it_was(lab: Lab, tmp_path: Path) 
     nothing_is_left(job.run_dir)
 
 
-def test_trainers_of_a_job_start_again_when_one_is_killed(lab: Lab, tmp_path: Path) -> None:
+def goes_on_without(process: str, lab: Lab, tmp_path: Path) -> Submitted:
+    """Kill a process of a job, and return the job after it has done all steps exactly."""
     steps = 14
     shape = ("cluster.nodes=2", "trainer.data_parallel=2", f"run.max_steps={steps}")
     job = Submitted(lab, tmp_path / "run", *GOES_ON, *shape)
     job.wait_for_step(7)
-    os.kill(json.loads(begin_file(job.run_dir, "trainer-1").read_text())["pid"], signal.SIGKILL)
+    os.kill(json.loads(begin_file(job.run_dir, process).read_text())["pid"], signal.SIGKILL)
     job.finishes()
     assert json.loads((job.run_dir / "summary.json").read_text())["recoveries"] == 1
     goes_on_exactly(job, steps, tmp_path)
+    return job
+
+
+def test_trainers_of_a_job_start_again_when_one_is_killed(lab: Lab, tmp_path: Path) -> None:
+    goes_on_without("trainer-1", lab, tmp_path)
 
 
 def test_rollout_process_of_a_job_goes_on_when_it_is_killed(lab: Lab, tmp_path: Path) -> None:
-    steps = 14
-    shape = ("cluster.nodes=2", "trainer.data_parallel=2", f"run.max_steps={steps}")
-    job = Submitted(lab, tmp_path / "run", *GOES_ON, *shape)
-    job.wait_for_step(7)
-    os.kill(json.loads(begin_file(job.run_dir, "rollout").read_text())["pid"], signal.SIGKILL)
-    job.finishes()
+    job = goes_on_without("rollout", lab, tmp_path)
     warnings = [line["warning"] for line in lines(job.run_dir / "warnings.jsonl")]
     assert sum(warning.startswith("the rollout process goes on after ") for warning in warnings) == 1
-    assert json.loads((job.run_dir / "summary.json").read_text())["recoveries"] == 1
-    goes_on_exactly(job, steps, tmp_path)
 
 
 def test_two_jobs_share_their_nodes_and_the_launcher_of_one_is_killed_in_an_allocation_that_goes_on(

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.models import tiny_vision
-from asyncrl.models.families import OF_TYPE
 from asyncrl.weights.folder import HFFolder
 from tests.fakes import changed, reusing, tiny_config, tiny_values
 from tests.integration.ranks import run_ranks
 from tests.integration.vision import transformers_logprobs, vision_groups, weights
+from tests.weights.models import as_published
 
 pytestmark = pytest.mark.integration
 
@@ -82,6 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("vision")
     for seed, (name, fields) in enumerate(MODELS.items()):
         tiny_vision.write(made / name, spread=0.15, seed=seed, **{"rope_parameters": ROPE, **SIZES, **fields})
+        as_published(made / name, fields["arch"])
     (made / "groups.msgpack").write_bytes(msgspec.msgpack.encode(vision_groups()))
     return made
 
@@ -97,7 +98,7 @@ def expected(folder: Path, name: str) -> dict[str, Tensor]:
     for weight in model.parameters():  # transformers itself names its parameters in files
         weight.data = torch.zeros_like(weight) if weight.grad is None else weight.grad
     model.save_pretrained(folder / "gradients" / name)
-    tiny_vision.as_published(folder / "gradients" / name, OF_TYPE[MODELS[name]["arch"]])
+    as_published(folder / "gradients" / name, MODELS[name]["arch"])
     gradients = load_file(folder / "gradients" / name / "model.safetensors")
     return {"logprobs": logprobs.detach(), **{f"gradient {key}": tensor for key, tensor in gradients.items()}}
 

@@ -31,6 +31,7 @@ from asyncrl.schema import Completion
 from tests.integration import adapters, publisher
 from tests.integration.fleet import Engines, engines, settings
 from tests.integration.vision import ADAPTERS
+from tests.weights.models import as_published
 
 pytestmark = pytest.mark.integration
 
@@ -281,6 +282,7 @@ def test_a_model_with_stacked_experts_answers_as_transformers_does_before_and_af
     """The publish is verified by the checksums of all parameters of the text model."""
     model, context, image = tmp_path / "model", [*IMAGE, *ASK], noise(12)
     write(model, "qwen3_vl_moe", spread=0.15)
+    as_published(model, "qwen3_vl_moe")
     with engines(tmp_path, "model=tiny_vision", "engine.max_total_tokens=4096", f"model.path={model}") as fleet:
         weights = publisher.SeededWeights(model)
         whole = weights._base

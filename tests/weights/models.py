@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from asyncrl.models.families import CHOOSES, FAMILIES
+from asyncrl.models.families import CHOOSES, FAMILIES, OF_TYPE
 from asyncrl.models.tiny import write_random_model
 from asyncrl.weights import names
 from asyncrl.weights.checksum import CudaHash
@@ -107,6 +108,18 @@ def shape(leaf: str, kv_heads: int = 2, inner: int = 128) -> tuple[int, ...]:
         return stacks[kind]
     found = sizes.get(leaf.split(".")[-2], (HIDDEN,))
     return (EXPERTS,) if kind in CHOOSES else found[:1] if kind == "bias" else found
+
+
+def as_published(folder: Path, kind: str) -> None:
+    """Transpose stacked experts of a vision model that transformers wrote. Publishers' are transposed, and so SGLang
+    reads them; transformers reads both."""
+    stacks = {rule.hf[0] for rule in names.FAMILIES[OF_TYPE[kind].architecture] if rule.stacked}
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if re.sub(r"layers\.\d+", "layers.{layer}", name) in stacks:
+            tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, file, {"format": "pt"})
 
 
 def written(folder: Path, name: str) -> Path:
