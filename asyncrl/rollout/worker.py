@@ -61,12 +61,13 @@ class Worker:
 
     async def run(self, outstanding: Sequence[tuple[Ticket, Prompt, Sequence[GenerationSession]]] = ()) -> None:
         """Play groups until cancelled; `outstanding` groups, which were running when a checkpoint was saved, come
-        first."""
+        first: the admission of others may wait for theirs."""
         largest = max(self._group_sizes.values())  # the task is known only once the prompt is drawn
         async with asyncio.TaskGroup() as groups:
             groups.create_task(self._stop_the_unwanted())
             for ticket, prompt, sessions in outstanding:
-                self._playing[ticket] = groups.create_task(self._play(ticket, prompt, sessions, inside=False))
+                await self._limiter.acquire(len(sessions))
+                self._playing[ticket] = groups.create_task(self._play(ticket, prompt, sessions))
             while True:
                 await self._limiter.acquire(largest)
                 ticket = await self._groups.ticket()
@@ -84,18 +85,16 @@ class Worker:
         while True:
             for ticket, reason in await self._groups.unwanted():
                 self._stopped[ticket] = reason
-                self._player.stop(ticket, self._playing[ticket])
+                if ticket in self._playing:  # an outstanding group may not have begun
+                    self._player.stop(ticket, self._playing[ticket])
 
-    async def _play(
-        self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession], *, inside: bool = True
-    ) -> None:
-        """Play one group, unless the buffer aborts it as superfluous. `inside` says that the group is already counted
-        by the limit."""
+    async def _play(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]) -> None:
+        """Play one group, unless the buffer aborts it as superfluous."""
         try:
-            if not inside:
-                await self._limiter.acquire(len(sessions))
-                inside = True
-            await self._play_out(ticket, prompt, sessions)
+            if ticket in self._stopped:
+                await self._groups.reject(ticket, self._stopped[ticket])
+            else:
+                await self._play_out(ticket, prompt, sessions)
         except asyncio.CancelledError:
             if ticket not in self._stopped:
                 raise
@@ -103,8 +102,7 @@ class Worker:
         finally:
             del self._playing[ticket]
             self._stopped.pop(ticket, None)
-            if inside:
-                self._limiter.release(len(sessions))
+            self._limiter.release(len(sessions))
 
     async def _play_out(self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]) -> None:
         """Play all siblings and hand the group in, or reject it, so that a group of another prompt replaces it."""

@@ -237,6 +237,20 @@ def test_running_groups_never_exceed_their_limit_and_rejections_free_it() -> Non
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("oversample", "rejected"), [(0, {}), (1, {"surplus": 1})])
+def test_groups_of_a_resumed_run_are_played_before_new_ones(oversample: int, rejected: dict[str, int]) -> None:
+    """With one place, none is admitted until they are ready: a place that waits for admission would be lost."""
+
+    async def main() -> None:
+        site = Site(bound=0, buffer={"oversample": oversample}, limiter=FixedConcurrency(1))
+        outstanding = site.outstanding()
+        await site.run_until(lambda: site.ledger().groups.running == 0, outstanding)
+        groups = site.ledger().groups
+        assert (len(outstanding), groups.ready, dict(groups.rejected)) == (2 + oversample, 2, rejected)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("path", ["no_such_module:Agent", "asyncrl.agents.single_turn:Missing", "nothing", ""])
 def test_agent_that_cannot_be_loaded_names_field_value_and_remedy(path: str) -> None:
     with pytest.raises(ConfigError, match=r"Must be an import path, module:name") as caught:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncrl.agents.single_turn import SingleTurn
+from asyncrl.engine.session import GenerationSession
 from asyncrl.rollout.buffer import CohortBuffer
+from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import GroupLifecycle
@@ -17,6 +19,7 @@ from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.player import EpisodePlayer, GroupPlayer
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.worker import Patience, Worker
+from asyncrl.schema import Prompt
 from asyncrl.tasks.scores import TaskScoreReward
 from tests.fakes import FakeClient, FakeTemplate, LengthTask, completion, mixer, until
 
@@ -70,8 +73,22 @@ class Site:
     def ledger(self) -> Ledger:
         return self.worker._groups.ledger()
 
-    async def run_until(self, condition: Callable[[], object]) -> None:
-        running = asyncio.create_task(self.worker.run())
+    def outstanding(self) -> Sequence[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
+        """Let all groups run that are admitted now, as after a resume."""
+        groups, found = self.worker._groups, []
+        while ticket := self.buffer.admit():
+            prompt = groups.draw(lambda: self.mixer.draw(ticket.born))
+            sessions = [self.client.generate(born=ticket.born) for _ in range(3)]
+            groups.begin(ticket, prompt, sessions)
+            found.append((ticket, prompt, sessions))
+        return found
+
+    async def run_until(
+        self,
+        condition: Callable[[], object],
+        outstanding: Sequence[tuple[Ticket, Prompt, Sequence[GenerationSession]]] = (),
+    ) -> None:
+        running = asyncio.create_task(self.worker.run(outstanding))
         try:
             await until(lambda: running.done() or condition())
             if running.done():
