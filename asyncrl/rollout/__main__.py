@@ -27,7 +27,7 @@ async def main(run_dir: Path, work: Callable[[RolloutParts], Coroutine[Any, Any,
     progress = Progress(run_dir, "rollout", config.cluster.stall_timeout)
     progress.doing("starting", within=config.rollout.batch_timeout)
     progress.watch()
-    parts = RolloutParts.build(config, addresses, run_dir)
+    parts = RolloutParts(config, addresses, run_dir)
     following = asyncio.create_task(progress.follow())
     try:
         with failing(run_dir, "rollout"):

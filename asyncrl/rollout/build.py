@@ -7,8 +7,7 @@ import json
 import os
 import time
 from collections import ChainMap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl import import_hooks, lookup
@@ -48,93 +47,103 @@ from asyncrl.user_code import load
 RETRY_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
 class RolloutParts:
-    """Everything in the rollout process. It may be `resumed` from a snapshot, when the `outstanding` groups were
-    running; the versions `since` were announced later, to a process that died and `left` them."""
+    """Everything in the rollout process. It may go on from the snapshot `_resumed`, in which the groups `_outstanding`
+    were running. The versions `_since` were announced later, by a process that died, which has `_left` its state."""
 
-    run: RolloutRun
-    hooks: Sequence[RolloutHooks]
-    reporter: RunReporter
-    model: ModelParts
-    playing: PlaysEpisodes
-    loads: Loads
-    observer: Observer
-    evaluations: Evaluations
-    limiter: ConcurrencyLimiter
-    recorder: Recorder
-    groups: GroupLifecycle
-    worker: Worker
-    server: RolloutServer
-    status: StatusFile
-    resumed: Snapshot | None
-    left: Left
-    since: range
-    outstanding: Sequence[tuple[Ticket, Prompt, Sequence[GenerationSession]]]
-
-    @classmethod
-    def build(cls, config: Config, addresses: Addresses, run_dir: Path) -> RolloutParts:
-        """Build all of them. What has been built is not running yet."""
-        model = ModelParts.load(config, addresses)
+    def __init__(self, config: Config, addresses: Addresses, run_dir: Path) -> None:
+        """Build all parts. None of them runs yet."""
+        self.model = model = ModelParts.load(config, addresses)
         import_hooks.done()
-        reporter = RunReporter(run_dir, lambda: playing.client.inflight.version)
-        run = RolloutRun(config, addresses, run_dir, reporter.warn)
-        journal = _journal(run)
+        self.reporter = RunReporter(run_dir, lambda: playing.client.inflight.version)
+        self.run = run = RolloutRun(config, addresses, run_dir, self.reporter.warn)
+        restarts = times_restarted()
+        journal = Journal(run_dir, run.warn, restarted=bool(restarts)) if config.recovers else NoJournal()
+        self._left = journal.left
         tasks = build_all(config)
-        hooks = _started_hooks(run)
-        playing = _playing(run, hooks, model, tasks)
-        prompts = _prompts(run, model, tasks, playing)
-        mixer = _mixer(config, tasks, prompts)
-        loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
-        observer = Observer(run, {name: task.correct for name, task in tasks.items()}, hooks)
-        evaluations = _evaluations(reporter, run, playing, tasks, prompts, observer)
-        limiter = _limiter(run, hooks)
-        resumed = _snapshot_of(addresses, journal.left)
-        recorder = _recorder(run, hooks, resumed)
-        groups = GroupLifecycle(
+        self.hooks = _started_hooks(run)
+        self.playing = playing = _playing(run, self.hooks, model, tasks)
+        length = model.hf["max_position_embeddings"]
+        self._prompts = Prompts(config, tasks, model.template, length, run.warn, model.vision, playing.ahead)
+        weights = {name: task.weight for name, task in config.mixture.items()}
+        curriculum = load(config.rollout.curriculum, "rollout.curriculum")
+        self._mixer = Mixer(tasks, self._prompts.training, weights, curriculum, config.run.seed)
+        self.loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
+        self.observer = Observer(run, {name: task.correct for name, task in tasks.items()}, self.hooks)
+        self.evaluations = Evaluations(
+            playing.attempts,
+            playing.client,
+            tasks,
+            self._prompts.held_out,
+            config.eval,
+            self.reporter.evaluated,
+            self.observer.timelines,
+            Tail(run_dir / "eval.jsonl")() if restarts else (),
+        )
+        self.limiter = _limiter(run, self.hooks)
+        self._resumed = _snapshot_of(addresses, self._left)
+        self.recorder = _recorder(run, self.hooks, self._resumed)
+        self.groups = GroupLifecycle(
             build_buffer(config.rollout, overlap=config.weights.overlap),
             playing.client,
-            limiter=limiter,
-            publish=reporter.publish,
-            figures=_figures(playing, prompts, loads, recorder, observer),
-            recorder=recorder,
-            timelines=observer.timelines,
+            limiter=self.limiter,
+            publish=self.reporter.publish,
+            figures=self._take_figures,
+            recorder=self.recorder,
+            timelines=self.observer.timelines,
         )
-        server = RolloutServer(
-            groups,
+        self.worker = Worker(
+            self.groups,
+            playing.client,
+            playing.groups,
+            self._mixer,
+            self.limiter,
+            Patience(config.rollout.max_failures, config.rollout.max_rejections),
+            group_sizes={name: config.group_size(name) for name in config.mixture},
+        )
+        self.server = server = RolloutServer(
+            self.groups,
             playing.client.inflight,
-            evaluations,
+            self.evaluations,
             addresses.api_key,
             journal=journal,
             drain=config.weights.pause_mode == "drain",
-            save=_save(prompts, mixer, evaluations),
-            number=resumed.number if resumed else 0,
+            save=self._save,
+            number=self._resumed.number if self._resumed else 0,
         )
         server.starting = "the engines to start"
-        status = StatusFile(run_dir, server.state, groups, playing.client.inflight, loads, addresses, observer.gpus)
-        server.more = [route for one in hooks for route in one.routes(server, status.now)]
-        outstanding = _restored(resumed, groups, prompts, mixer, evaluations) if resumed else []
-        since = _announced_since(groups, journal.left)
-        return cls(
-            run=run,
-            hooks=hooks,
-            reporter=reporter,
-            model=model,
-            playing=playing,
-            loads=loads,
-            observer=observer,
-            evaluations=evaluations,
-            limiter=limiter,
-            recorder=recorder,
-            groups=groups,
-            worker=_worker(config, groups, playing, mixer, limiter),
-            server=server,
-            status=status,
-            resumed=resumed,
-            left=journal.left,
-            since=since,
-            outstanding=outstanding,
-        )
+        inflight, gpus = playing.client.inflight, self.observer.gpus
+        self.status = StatusFile(run_dir, server.state, self.groups, inflight, self.loads, addresses, gpus)
+        server.more = [route for one in self.hooks for route in one.routes(server, self.status.now)]
+        self._outstanding = self._restore(self._resumed) if self._resumed else []
+        self._since = self._announced_since()
+
+    def _take_figures(self) -> dict[str, float]:
+        """Return the figures of all parts for a batch."""
+        more = ChainMap(self.playing.take_played(), self._prompts.figures(), self.loads.figures())
+        return {**self.recorder.take_figures(), **self.observer.take_figures(), **more}
+
+    def _save(self, state: GroupsState, number: int) -> bytes:
+        """Encode a snapshot with the state of the groups, and its number."""
+        evaluation = self.evaluations.under_way, self.evaluations.evaluated
+        return snapshot.encode(Snapshot(state, self._prompts.cursor(), self._mixer.state(), *evaluation, number))
+
+    def _restore(self, resumed: Snapshot) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
+        """Put the parts into the state of the snapshot, and return the groups that were running."""
+        self.evaluations.ready.clear()
+        self._prompts.go_on(resumed.cursor)
+        self._mixer.restore(resumed.mixer)
+        return [
+            (group.ticket, self._prompts.again(group.prompt.uid, group.prompt.task, group.prompt.index), group.siblings)
+            for group in self.groups.restore(resumed.service)
+        ]
+
+    def _announced_since(self) -> range:
+        """Go on from the version that a process that died has announced last. Return those that its state lacks."""
+        version, left = self.groups.published_version, self._left
+        if not left.state and left.served is None:
+            return range(version + 1, version + 1)
+        return self.groups.go_on(version if left.served is None else left.served, held=left.held)
 
     async def begin(self, working: asyncio.TaskGroup) -> None:
         """Wait until episodes can be played. What goes on meanwhile and afterwards are tasks of `working`."""
@@ -157,12 +166,12 @@ class RolloutParts:
             await self.begin(working)
             if _trainer_sends_first(config, addresses):
                 await self.groups.released()
-            if self.resumed is None:
+            if self._resumed is None:
                 await self.evaluations.now()  # has the engines to itself: version 0, before the first rollout
             else:
-                since = range(self.since.start, self.groups.published_version + 1)  # also announced meanwhile
-                self.evaluations.go_on(self.resumed.evaluated, since, running=self.resumed.evaluating)
-            working.create_task(self.worker.run(self.outstanding))
+                since = range(self._since.start, self.groups.published_version + 1)  # also announced meanwhile
+                self.evaluations.go_on(self._resumed.evaluated, since, running=self._resumed.evaluating)
+            working.create_task(self.worker.run(self._outstanding))
             working.create_task(self.server.keep_regularly())
             working.create_task(self.limiter.watch(self.loads.ask, inflight.take_needed, lambda: inflight.holding))
 
@@ -190,8 +199,8 @@ class RolloutParts:
     def _tell_of_restart(self, died: float) -> None:
         """Say where a process goes on that died at this time and was started again."""
         self.observer.ready(died, "recovery")
-        age = f"{died - self.left.written:.1f} s before its death, with {len(self.outstanding)} groups under way"
-        at = f"its state {age}" if self.left.state else "its beginning"
+        age = f"{died - self._left.written:.1f} s before its death, with {len(self._outstanding)} groups under way"
+        at = f"its state {age}" if self._left.state else "its beginning"
         self.reporter.warn(f"the rollout process goes on after {time.time() - died:.0f} s, from {at}")
 
     async def close(self) -> None:
@@ -204,12 +213,6 @@ def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
     """Return whether the engines get weights of the trainer before the first rollout."""
     attached = addresses.attached and config.mode == "train"
     return bool(addresses.resume or attached or config.changes_base or config.cluster.takes_turns)
-
-
-def _journal(run: RolloutRun) -> NoJournal:
-    if not run.config.recovers:
-        return NoJournal()
-    return Journal(run.run_dir, run.warn, restarted=bool(times_restarted()))
 
 
 def _started_hooks(run: RolloutRun) -> list[RolloutHooks]:
@@ -227,41 +230,6 @@ def _playing(
     requests = f"r{restarts:03d}-" if restarts else ""  # engines may still have requests of the dead process
     elsewhere = (found for one in hooks if (found := one.plays(run)))
     return next(elsewhere, None) or PlayingParts.build(run.config, run.addresses, model, tasks, run.warn, requests)
-
-
-def _prompts(run: RolloutRun, model: ModelParts, tasks: dict[str, Task], playing: PlaysEpisodes) -> Prompts:
-    length = model.hf["max_position_embeddings"]
-    return Prompts(run.config, tasks, model.template, length, run.warn, model.vision, playing.ahead)
-
-
-def _mixer(config: Config, tasks: dict[str, Task], prompts: Prompts) -> Mixer:
-    return Mixer(
-        tasks,
-        prompts.training,
-        {name: task.weight for name, task in config.mixture.items()},
-        load(config.rollout.curriculum, "rollout.curriculum"),
-        config.run.seed,
-    )
-
-
-def _evaluations(
-    reporter: RunReporter,
-    run: RolloutRun,
-    playing: PlaysEpisodes,
-    tasks: dict[str, Task],
-    prompts: Prompts,
-    observer: Observer,
-) -> Evaluations:
-    return Evaluations(
-        playing.attempts,
-        playing.client,
-        tasks,
-        prompts.held_out,
-        run.config.eval,
-        reporter.evaluated,
-        observer.timelines,
-        Tail(run.run_dir / "eval.jsonl")() if times_restarted() else (),
-    )
 
 
 def _limiter(run: RolloutRun, hooks: Sequence[RolloutHooks]) -> ConcurrencyLimiter:
@@ -284,61 +252,3 @@ def _recorder(run: RolloutRun, hooks: Sequence[RolloutHooks], resumed: Snapshot 
         version, number = (resumed.service.buffer.version, resumed.number) if resumed else (0, 0)
         writer.write(Began(run.addresses.run_id, time.time(), version, json.loads(config.model_dump_json()), number))
     return Recorder(writer, run.warn, [one.group for one in hooks])
-
-
-def _figures(
-    playing: PlaysEpisodes, prompts: Prompts, loads: Loads, recorder: Recorder, observer: Observer
-) -> Callable[[], dict[str, float]]:
-    """Return what takes the figures of all parts for a batch."""
-
-    def figures() -> dict[str, float]:
-        more = ChainMap(playing.take_played(), prompts.figures(), loads.figures())
-        return {**recorder.take_figures(), **observer.take_figures(), **more}
-
-    return figures
-
-
-def _save(prompts: Prompts, mixer: Mixer, evaluations: Evaluations) -> Callable[[GroupsState, int], bytes]:
-    """Return what encodes a snapshot with the state of the groups, and its number."""
-
-    def save(state: GroupsState, number: int) -> bytes:
-        evaluation = evaluations.under_way, evaluations.evaluated
-        return snapshot.encode(Snapshot(state, prompts.cursor(), mixer.state(), *evaluation, number))
-
-    return save
-
-
-def _worker(
-    config: Config, groups: GroupLifecycle, playing: PlaysEpisodes, mixer: Mixer, limiter: ConcurrencyLimiter
-) -> Worker:
-    return Worker(
-        groups,
-        playing.client,
-        playing.groups,
-        mixer,
-        limiter,
-        Patience(config.rollout.max_failures, config.rollout.max_rejections),
-        group_sizes={name: config.group_size(name) for name in config.mixture},
-    )
-
-
-def _restored(
-    resumed: Snapshot, groups: GroupLifecycle, prompts: Prompts, mixer: Mixer, evaluations: Evaluations
-) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
-    """Put the parts into the state of the snapshot, and return the groups that were running."""
-    evaluations.ready.clear()
-    prompts.go_on(resumed.cursor)
-    mixer.restore(resumed.mixer)
-    outstanding = []
-    for group in groups.restore(resumed.service):
-        name = group.prompt
-        outstanding.append((group.ticket, prompts.again(name.uid, name.task, name.index), group.siblings))
-    return outstanding
-
-
-def _announced_since(groups: GroupLifecycle, left: Left) -> range:
-    """Go on from the version that a process that died has announced last. Return those that its state lacks."""
-    version = groups.published_version
-    if not left.state and left.served is None:
-        return range(version + 1, version + 1)
-    return groups.go_on(version if left.served is None else left.served, held=left.held)
