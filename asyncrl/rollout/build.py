@@ -55,7 +55,7 @@ class RolloutParts:
         """Build all parts. None of them runs yet."""
         self.model = model = ModelParts.load(config, addresses)
         import_hooks.done()
-        self.reporter = RunReporter(run_dir, lambda: playing.client.inflight.version)
+        self.reporter = RunReporter(run_dir)
         self.run = run = RolloutRun(config, addresses, run_dir, self.reporter.warn)
         restarts = times_restarted()
         journal = Journal(run_dir, run.warn, restarted=bool(restarts)) if config.recovers else NoJournal()
@@ -63,6 +63,7 @@ class RolloutParts:
         tasks = build_all(config)
         self.hooks = _started_hooks(run)
         self.playing = playing = _playing(run, self.hooks, model, tasks)
+        self.reporter.version = lambda: playing.client.inflight.version
         length = model.hf["max_position_embeddings"]
         self._prompts = Prompts(config, tasks, model.template, length, run.warn, model.vision, playing.ahead)
         weights = {name: task.weight for name, task in config.mixture.items()}

@@ -38,14 +38,16 @@ class RolloutRun:
 
 
 class RunReporter:
-    """Writes the report files of one run; `version` returns the version that the engines serve."""
+    """Writes the report files of one run."""
 
-    def __init__(self, run_dir: Path, version: Callable[[], int] = lambda: 0) -> None:
-        self._run_dir, self._version = run_dir, version
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self.version: Callable[[], int] = lambda: 0
+        """Returns the version that the engines serve, once there is a client that knows it."""
 
     def warn(self, text: str, traceback: str | None = None) -> None:
         """Append a line to warnings.jsonl."""
-        line = {"version": self._version(), "warning": text, **({"traceback": traceback} if traceback else {})}
+        line = {"version": self.version(), "warning": text, **({"traceback": traceback} if traceback else {})}
         jsonl.append(self._run_dir / "warnings.jsonl", line)
 
     def publish(self, ledger: dict[str, Any], warnings: list[str]) -> None:

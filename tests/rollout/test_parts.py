@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from asyncrl.models.tiny import TOKENS
 from asyncrl.network.addresses import Addresses
 from asyncrl.progress import failing, failures
 from asyncrl.rollout.agent import close_all
+from asyncrl.rollout.build import RolloutParts
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.parts import ModelParts, _client, allow_files
 from asyncrl.rollout.recorder import Recorder
@@ -48,6 +50,22 @@ def test_siblings_are_spread_where_there_are_several_engines_or_replicas(
     client = _client(config, addresses, ModelParts.load(config, addresses), "")
     assert client._spread(1) is several
     assert client._settings.vocabulary == len(TOKENS)
+
+
+def test_what_is_warned_of_while_the_parts_are_built_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No engine serves a version yet."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: None)
+    urls = ("http://engine-0", "http://router", "http://rollout")
+    folder = catalog.resolve("builtin:tiny")
+    addresses = Addresses("run", "key", folder, urls[:1], *urls[1:], gpus=0, started_at=0.0)
+    parts = RolloutParts(tiny_config(**{"rollout.max_running_groups": "auto"}), addresses, tmp_path)
+    asyncio.run(parts.close())
+    (line,) = map(json.loads, (tmp_path / "warnings.jsonl").read_text().splitlines())
+    assert line["version"] == 0
+    assert "open files" in line["warning"]
 
 
 def test_every_part_is_closed_once_and_an_error_of_one_is_a_warning() -> None:
