@@ -6,11 +6,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from asyncrl.errors import RecordError
 from asyncrl.records import events, frames, images
-from asyncrl.records.events import Began, Committed, Event, PackedGroup, Rejected, Saved, Scored, Taken, unpacked
+from asyncrl.records.events import Began, Committed, Event, PackedGroup, Rejected, Saved, Taken, unpacked
 from asyncrl.records.frames import FramePosition, Frames
 from asyncrl.records.index import IndexEntry, usable
 from asyncrl.schema import Batch, Group
@@ -43,7 +41,6 @@ class Recording:
         """Number of times that the run was started or resumed."""
         self.after: FramePosition | None = None
         """Where the next frame will begin."""
-        self._scores: Recording | None = None
         self._groups: dict[str, FramePosition] = {}
         self._steps: dict[int, FramePosition] = {}
         self._decoded: OrderedDict[FramePosition, list[Event]] = OrderedDict()
@@ -58,23 +55,6 @@ class Recording:
     def uids(self) -> list[str]:
         """Uids of its groups, in the order in which they ended."""
         return list(self._groups)
-
-    @property
-    def places(self) -> list[FramePosition]:
-        """Positions of the frames that hold groups and batches, in order."""
-        found = {*self._groups.values(), *self._steps.values()}
-        return sorted(found, key=lambda place: (place.file, place.offset))
-
-    def at(self, place: FramePosition) -> list[Event]:
-        """Return the events of a frame. Raises RecordError on damage."""
-        return events.decode(frames.read(self.folder, place).data)
-
-    def refresh(self) -> None:
-        """Find what was written since the recording was opened. A resumed run is to be opened again instead. Raises
-        RecordError on damage."""
-        self._read_on()
-        if self._scores:
-            self._scores.refresh()
 
     def events(self) -> Iterator[Event]:
         """Yield the events in order, as if the run had never been interrupted: those that were rolled back are left out
@@ -115,26 +95,6 @@ class Recording:
                 return Batch(step, [self.group(uid) for uid in event.uids], event.figures)
         raise RecordError(f"{self.folder}: the index is wrong about batch {step}: delete index.jsonl")
 
-    def scores(self, step: int) -> dict[str, list[float]]:
-        """Return the trainer's log-probabilities of a batch: by uid, one for each token that the policy wrote, in
-        order; NaN where it computed none. Empty if none were recorded. Raises RecordError on damage."""
-        folder = self.folder / TRAINER
-        if self._scores is None and folder.is_dir() and frames.files(folder):
-            self._scores = Recording(folder)
-        if self._scores is None or step not in self._scores._steps:
-            return {}
-        events = reversed(self._scores._frame(self._scores._steps[step]))
-        event = next(event for event in events if isinstance(event, Scored) and event.step == step)
-        found: dict[str, list[float]] = {}
-        values: list[float] = np.frombuffer(event.logprobs, "<f4").tolist()
-        start = 0
-        for group in self.batch(step).groups:
-            found[group.uid] = values[start : start + group.num_tokens]
-            start += group.num_tokens
-        if start != len(values):
-            raise RecordError(f"{folder}: batch {step} has {start} tokens, but {len(values)} were scored")
-        return found
-
     # -- internals -----------------------------------------------------------------------------------------
 
     def _open(self) -> None:
@@ -168,7 +128,7 @@ class Recording:
 
     def _frame(self, place: FramePosition) -> list[Event]:
         if place not in self._decoded:
-            self._decoded[place] = self.at(place)
+            self._decoded[place] = events.decode(frames.read(self.folder, place).data)
             if len(self._decoded) > KEPT_FRAMES:
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end(place)

@@ -22,6 +22,7 @@ from asyncrl.extensions.view.inspection.cli import main
 from asyncrl.extensions.view.inspection.page import page
 from asyncrl.extensions.view.inspection.render import group_text
 from asyncrl.extensions.view.inspection.rows import rows_of
+from asyncrl.extensions.view.recording import ViewedRecording
 from asyncrl.images import image_name
 from asyncrl.records.events import Committed, Event, Rejected, Taken, packed, scored
 from asyncrl.records.reading import TRAINER, Recording
@@ -53,7 +54,7 @@ SCORES = [-0.25] * 10 + [math.nan] * 10
 
 
 def made(run: Path, decode: Any = str) -> str:
-    recording = Recording(run)
+    recording = ViewedRecording(run)
     rows, steps = rows_of(recording)
     return page("a <b>run</b>", recording, steps, rows, {1: {"loss": -0.5, "logprob_gap/mean": math.nan}}, decode)
 

@@ -36,9 +36,9 @@ from asyncrl.errors import AsyncRLError, RecordError, visible
 from asyncrl.extensions.view.inspection import render
 from asyncrl.extensions.view.inspection.page import estimator_of, page
 from asyncrl.extensions.view.inspection.rows import Bounds, GroupFilter, GroupRow, bounds, rows_of, within
+from asyncrl.extensions.view.recording import ViewedRecording
 from asyncrl.jsonl import Tail, read_object, section
 from asyncrl.observability import timeline
-from asyncrl.records.reading import Recording
 from asyncrl.schema import Trajectory
 
 MOST_SHOWN = 100
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.trace:
             print(f"{options.trace}: {_write_trace(options.run, options.trace)} spans")
             return 0
-        recording = Recording(options.run)
+        recording = ViewedRecording(options.run)
         _show(recording, options, Console(highlight=False, soft_wrap=True, width=WIDTH))
     except (AsyncRLError, OSError) as error:
         print(visible(f"asyncrl-inspect: {error}"), file=sys.stderr)
@@ -101,7 +101,7 @@ def _records(run: Path) -> Iterator[timeline.Record]:
             yield from records
 
 
-def _show(recording: Recording, options: argparse.Namespace, console: Console) -> None:
+def _show(recording: ViewedRecording, options: argparse.Namespace, console: Console) -> None:
     wanted = GroupFilter(
         options.uid, options.step, options.reason, options.task, options.reward, options.length, options.staleness
     )
@@ -136,7 +136,7 @@ def _show(recording: Recording, options: argparse.Namespace, console: Console) -
         console.print(render.groups_table(rows))
 
 
-def _print_rows(recording: Recording, options: argparse.Namespace, groups: Sequence[GroupRow]) -> None:
+def _print_rows(recording: ViewedRecording, options: argparse.Namespace, groups: Sequence[GroupRow]) -> None:
     """Print the episodes of these groups whose own reward and length are in the range as rows to train on. Raises
     AsyncRLError if nothing is installed that trains on them."""
     try:
@@ -153,7 +153,7 @@ def _print_rows(recording: Recording, options: argparse.Namespace, groups: Seque
             print(json.dumps(row))
 
 
-def _overview(recording: Recording, options: argparse.Namespace, console: Console) -> None:
+def _overview(recording: ViewedRecording, options: argparse.Namespace, console: Console) -> None:
     groups, steps = rows_of(recording)
     if options.json:
         for row in steps:

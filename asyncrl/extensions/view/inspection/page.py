@@ -12,8 +12,8 @@ from typing import Any
 
 from asyncrl.extensions.view.inspection.render import Decode, heading
 from asyncrl.extensions.view.inspection.rows import GroupRow, StepRow
+from asyncrl.extensions.view.recording import ViewedRecording
 from asyncrl.jsonl import section
-from asyncrl.records.reading import Recording
 from asyncrl.schema import Completion, Group, Trajectory
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -25,7 +25,7 @@ MODULE = re.compile(r"^(?:import .*\n|export (?=const|let|function|class|async))
 DIGITS = 4
 
 
-def page(title: str, recording: Recording, steps: Sequence[StepRow], rows: Sequence[GroupRow],
+def page(title: str, recording: ViewedRecording, steps: Sequence[StepRow], rows: Sequence[GroupRow],
          trained: dict[int, dict[str, float]], decode: Decode, advantage: str = "grpo") -> str:  # fmt: skip
     """Return the HTML text. `rows` are the groups whose trajectories are shown; `trained` is metrics.jsonl by step."""
     images: dict[str, str] = {}
@@ -64,7 +64,7 @@ def _step(row: StepRow, trained: dict[str, float]) -> dict[str, Any]:
 
 
 def group_content(
-    recording: Recording, row: GroupRow, decode: Decode, *, only: range | None = None, advantage: str = "grpo"
+    recording: ViewedRecording, row: GroupRow, decode: Decode, *, only: range | None = None, advantage: str = "grpo"
 ) -> dict[str, Any]:
     """Return what pages show of a group: all of it, or the turns of the trajectories in `only`. `advantage` is the
     run's estimator."""

@@ -15,10 +15,10 @@ from asyncrl.errors import RecordError
 from asyncrl.extensions.view.inspection import render
 from asyncrl.extensions.view.inspection.page import group_content
 from asyncrl.extensions.view.inspection.rows import GroupFilter, GroupRow, RecordedRows
+from asyncrl.extensions.view.recording import ViewedRecording
 from asyncrl.records import images
 from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.frames import FramePosition
-from asyncrl.records.reading import Recording
 
 SCAN_SECONDS, SEARCH_SECONDS = 0.5, 0.5
 """Time of a request that may be spent on the scan, and on the search."""
@@ -43,7 +43,7 @@ class EpisodeIndex:
         self._open()
 
     def _open(self) -> None:
-        self.recording = Recording(self._run)
+        self.recording = ViewedRecording(self._run)
         self._rows = RecordedRows()
         self._decode = lru_cache(maxsize=1 << 17)(render.decoder(self._run))
         self._read: set[FramePosition] = set()
