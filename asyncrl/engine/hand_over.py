@@ -25,7 +25,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
+from enum import Enum, StrEnum
 from pathlib import Path
 
 from asyncrl.engine.fleet import Answer, Fleet
@@ -49,26 +49,15 @@ class Phase(StrEnum):
     READY = "ready to continue"
 
 
-class HandOverStep(StrEnum):
-    """A step from one phase to the next."""
+class HandOverStep(Enum):
+    """A step in words, the phase that it requires, and the phase that it leads to."""
 
-    PAUSE = "pause"
-    RELEASE = "release"
-    RESUME_WEIGHTS = "resume the weights of"
-    LOAD = "load"
-    RESUME_CACHE = "resume the cache of"
-    CONTINUE = "continue"
-
-
-CHANGES = {
-    HandOverStep.PAUSE: (Phase.GENERATING, Phase.PAUSED),
-    HandOverStep.RELEASE: (Phase.PAUSED, Phase.RELEASED),
-    HandOverStep.RESUME_WEIGHTS: (Phase.RELEASED, Phase.EMPTY),
-    HandOverStep.LOAD: (Phase.EMPTY, Phase.LOADED),
-    HandOverStep.RESUME_CACHE: (Phase.LOADED, Phase.READY),
-    HandOverStep.CONTINUE: (Phase.READY, Phase.GENERATING),
-}
-"""The phase that each step requires, and the phase that it leads to."""
+    PAUSE = ("pause", Phase.GENERATING, Phase.PAUSED)
+    RELEASE = ("release", Phase.PAUSED, Phase.RELEASED)
+    RESUME_WEIGHTS = ("resume the weights of", Phase.RELEASED, Phase.EMPTY)
+    LOAD = ("load", Phase.EMPTY, Phase.LOADED)
+    RESUME_CACHE = ("resume the cache of", Phase.LOADED, Phase.READY)
+    CONTINUE = ("continue", Phase.READY, Phase.GENERATING)
 
 
 class OutOfTurn(AsyncRLError):
@@ -77,9 +66,9 @@ class OutOfTurn(AsyncRLError):
 
 def after(step: HandOverStep, phase: Phase, engine: str) -> Phase:
     """Return the phase after a step. Raises OutOfTurn if the step does not apply to this phase."""
-    required, then = CHANGES[step]
+    words, required, then = step.value
     if phase is not required:
-        raise OutOfTurn(f"cannot {step} engine {engine}: it is {phase}, and must be {required}")
+        raise OutOfTurn(f"cannot {words} engine {engine}: it is {phase}, and must be {required}")
     return then
 
 

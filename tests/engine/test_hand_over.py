@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
-from asyncrl.engine.hand_over import CHANGES, HandOver, HandOverStep, OutOfTurn, Phase, after
+from asyncrl.engine.hand_over import HandOver, HandOverStep, OutOfTurn, Phase, after
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.models import catalog
 from asyncrl.network.addresses import TRAINING, Access
@@ -39,13 +39,12 @@ TURN = [
 
 
 def test_each_step_applies_to_one_phase_and_together_they_return_to_generating() -> None:
-    assert all(
-        then is required for (_, then), (required, _) in pairwise([*CHANGES.values(), CHANGES[HandOverStep.PAUSE]])
-    )
-    for step, (required, then) in CHANGES.items():
+    for step, following in pairwise([*HandOverStep, HandOverStep.PAUSE]):
+        words, required, then = step.value
+        assert then is following.value[1]
         assert after(step, required, "one") is then
         for phase in set(Phase) - {required}:
-            with pytest.raises(OutOfTurn, match=f"cannot {step} engine one: it is {phase}, and must be {required}"):
+            with pytest.raises(OutOfTurn, match=f"cannot {words} engine one: it is {phase}, and must be {required}"):
                 after(step, phase, "one")
 
 
