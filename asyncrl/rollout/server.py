@@ -37,7 +37,7 @@ import hmac
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import httpx
@@ -75,15 +75,6 @@ class _Admission(msgspec.Struct):
     max_running_groups: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """The part of a batch in training that was asked for last."""
-
-    version: int
-    part: int
-    data: bytes
-
-
 class RolloutServer:
     """The interface of the groups to the trainer."""
 
@@ -115,7 +106,8 @@ class RolloutServer:
         """What the start waits for; empty once rollouts run."""
         self.more: list[Route] = []
         """Further routes, which check for themselves who may call them."""
-        self._encoded: _Encoded | None = None
+        self._encoded: dict[tuple[int, int], bytes] = {}
+        """The part of a batch in training that was asked for last, by version and part."""
         self._error: Exception = AsyncRLError()
         self._failed = asyncio.Event()
 
@@ -137,14 +129,14 @@ class RolloutServer:
             return PlainTextResponse(str(wrong), status_code=409)
         except TimeoutError:
             return PlainTextResponse(self._groups.waiting_for(), status_code=202)
-        if not self._is_encoded(version, part):
+        key = version, part
+        if key not in self._encoded:
             data = encode(batch)
             await asyncio.to_thread(self._journal.keep, version, part, data)
             await self._keep_state()
-            if not self._is_encoded(version, part):  # for another request, meanwhile
-                self._encoded = _Encoded(version, part, data)
-        assert self._encoded
-        return Response(self._encoded.data, media_type="application/msgpack")
+            if key not in self._encoded:  # for another request, meanwhile
+                self._encoded = {key: data}
+        return Response(self._encoded[key], media_type="application/msgpack")
 
     async def _keep_state(self) -> float:
         """Write down the state for the case that this process dies. Returns the event loop's seconds."""
@@ -166,10 +158,6 @@ class RolloutServer:
             spent = await self._keep_state()
             await asyncio.sleep(max(KEEP_SECONDS, spent / KEEP_SHARE))
 
-    def _is_encoded(self, version: int, part: int) -> bool:
-        encoded = self._encoded
-        return encoded is not None and (encoded.version, encoded.part) == (version, part)
-
     async def hold(self, _: Request) -> Response:
         """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
         self._inflight.hold()
@@ -185,8 +173,7 @@ class RolloutServer:
         version = int(told["version"])
         async with self._keeping:
             if await self._groups.published(version):
-                if self._encoded and self._encoded.version < version:
-                    self._encoded = None
+                self._encoded = {key: data for key, data in self._encoded.items() if key[0] >= version}
                 if self._evaluations:
                     self._evaluations.published(version)
         await asyncio.to_thread(self._journal.serves, version, held=False)
@@ -221,13 +208,12 @@ class RolloutServer:
 
     def state(self) -> dict[str, Any]:
         """Return the ledger, and why the next batch is not ready."""
-        encoded = self._encoded
         return {
             "version": self._groups.published_version,
             "held": self._inflight.held,
             "restarts": times_restarted(),
             "waiting_for": self.starting or self._groups.waiting_for(),
-            "batch": encoded and encoded.version,
+            "batch": next((version for version, _ in self._encoded), None),
             "ledger": asdict(self._groups.ledger()),
         }
 
