@@ -72,7 +72,7 @@ class RolloutParts:
         self.loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
         self.observer = Observer(run, {name: task.correct for name, task in tasks.items()}, self.hooks)
         self.evaluations = Evaluations(
-            playing.attempts,
+            playing.groups.attempts,
             playing.client,
             tasks,
             self._prompts.held_out,

@@ -22,13 +22,11 @@ from typing import Any
 from asyncrl.config import EvalConfig
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
-from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
+from asyncrl.errors import AsyncRLError
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.schema import Prompt, Trajectory
 from asyncrl.tasks import Task
 
-Play = Callable[[Prompt, GenerationSession], Awaitable[Trajectory]]
-"""Plays and scores one episode."""
 Attempts = Callable[[Prompt, Sequence[GenerationSession]], Awaitable[Sequence["Attempt"]]]
 """Plays and scores all attempts at a question."""
 Line = dict[str, Any]
@@ -170,23 +168,6 @@ class Evaluations:
             played = await self._attempts(prompt, sessions)
         self._timelines.evaluated(name, prompt, sessions, played)
         return played
-
-
-def played_here(play: Play) -> Attempts:
-    """Return a function that plays all attempts in this process."""
-
-    async def attempt(prompt: Prompt, session: GenerationSession) -> Attempt:
-        try:
-            return await play(prompt, session)
-        except (EpisodeFailed, EngineError) as failure:  # counted; one failed question does not end the run
-            return failure
-
-    async def attempts(prompt: Prompt, sessions: Sequence[GenerationSession]) -> list[Attempt]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(attempt(prompt, session)) for session in sessions]
-        return [task.result() for task in tasks]
-
-    return attempts
 
 
 def summarize(name: str, questions: Sequence[Sequence[Attempt]], correct: Callable[[float], bool]) -> Line:

@@ -25,7 +25,6 @@ from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.agent import Agent, agents, close_all, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.evaluation import Attempts, played_here
 from asyncrl.rollout.player import EpisodePlayer, GroupPlayer, PlaysGroups, Sums, means
 from asyncrl.rollout.prompts import Ahead, load_tokenizer, stop_tokens, vision_of
 from asyncrl.rollout.reporters import FailureReporter, Warn
@@ -72,11 +71,7 @@ class PlaysEpisodes(Protocol):
 
     @property
     def groups(self) -> PlaysGroups:
-        """What plays groups."""
-
-    @property
-    def attempts(self) -> Attempts:
-        """What plays the questions of evaluations."""
+        """What plays groups, and the questions of evaluations."""
 
     @property
     def ahead(self) -> Ahead:
@@ -135,11 +130,6 @@ class PlayingParts:
         groups = GroupPlayer(player, failures, load(rollout.accept, "rollout.accept"))
         timeout = config.engine.start_timeout
         return cls(client, playing, scores, player, groups, timeout, warn, hooks)
-
-    @property
-    def attempts(self) -> Attempts:
-        """What plays the questions of evaluations."""
-        return played_here(self.player.play)
 
     async def serve(self) -> None:
         """Do nothing: episodes run in the worker's tasks."""

@@ -27,6 +27,7 @@ from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.episode import Annotate, Episode, EpisodeTimeouts
+from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.hooks import Accept, accept_all
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.scoring import Scorer, score_by_branch
@@ -116,7 +117,7 @@ class EpisodePlayer:
 
 
 class PlaysGroups(Protocol):
-    """What the worker needs."""
+    """Plays groups for the worker, and questions for evaluations."""
 
     async def play(
         self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]
@@ -126,6 +127,9 @@ class PlaysGroups(Protocol):
 
     def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
         """Make `play` end soon, as cancelled or failed. `playing` is the task that waits for it."""
+
+    async def attempts(self, prompt: Prompt, sessions: Sequence[GenerationSession]) -> list[Attempt]:
+        """Play and score all attempts at a question of an evaluation."""
 
 
 class GroupPlayer:
@@ -166,6 +170,19 @@ class GroupPlayer:
     def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
         """Cancel the task."""
         playing.cancel()
+
+    async def attempts(self, prompt: Prompt, sessions: Sequence[GenerationSession]) -> list[Attempt]:
+        """Play all attempts at a question. One failed question does not end the run: it is counted."""
+
+        async def attempt(session: GenerationSession) -> Attempt:
+            try:
+                return await self._player.play(prompt, session)
+            except (EpisodeFailed, EngineError) as failure:
+                return failure
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(attempt(session)) for session in sessions]
+        return [task.result() for task in tasks]
 
     def _reported(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError]) -> EpisodeFailed:
         """Report a failure, and return it with its reason."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from asyncrl.jsonl import append
 from asyncrl.lookup import classes
 from asyncrl.metrics.fields import EVAL, EVAL_BY_K, STEP, STEP_BY_ROLE, STEP_BY_TASK, SUMMARY, SUMMARY_BY_SET, unknown
 from asyncrl.metrics.record import StepLog, accuracies
-from asyncrl.rollout.evaluation import Evaluations, played_here
-from asyncrl.schema import Batch, Generate, Prompt, Trajectory, Turn
+from asyncrl.rollout.evaluation import Evaluations
+from asyncrl.schema import Batch, Prompt, Trajectory, Turn
 from tests.fakes import Clock, FakeClient, LengthTask, completion, group, tiny_config, trajectory
 from tests.metrics.steps import GROUPS, SENT, policy_figures, rollout_figures, stepped
 
@@ -90,15 +91,13 @@ def test_accuracy_of_the_summary_is_the_mean_over_sets_beside_those_of_each() ->
 
 
 def test_evaluation_line_has_the_documented_fields_and_no_other() -> None:
-    async def play(prompt: Prompt, generate: Generate) -> Trajectory:
-        return trajectory(1.0)
+    async def attempts(prompt: Prompt, sessions: Sequence[object]) -> list[Trajectory]:
+        return [trajectory(1.0) for _ in sessions]
 
     async def line(samples: int) -> dict[str, Any]:
         client: Any = FakeClient()
         settings, sets = tiny_config(**{"eval.samples": samples}).eval, {"copy3": [Prompt("e", [12, 11], {}, "copy3")]}
-        (found,) = await Evaluations(
-            played_here(play), client, {"copy3": LengthTask()}, sets, settings, lambda _: None
-        ).now()
+        (found,) = await Evaluations(attempts, client, {"copy3": LengthTask()}, sets, settings, lambda _: None).now()
         return found
 
     assert sorted(asyncio.run(line(samples=0))) == sorted(EVAL)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.client import GenerationClient
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
-from asyncrl.rollout.evaluation import Attempt, Evaluations, pass_at, played_here, summarize
+from asyncrl.rollout.evaluation import Attempt, Evaluations, pass_at, summarize
+from asyncrl.rollout.player import GroupPlayer
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.schema import Generate, Prompt, Trajectory
 from tests.fakes import FakeEngine, LengthTask, echo, tiny_config, trajectory, until
@@ -36,7 +38,7 @@ class Site:
         sets = {name: [Prompt("", [12, next(serial), 11], {}, name) for _ in range(questions)] for name in names}
         settings = tiny_config(**{f"eval.{name}": value for name, value in eval_.items()}).eval
         self.evaluations = Evaluations(
-            played_here(self.play),
+            GroupPlayer(self, Mock()).attempts,  # type: ignore[arg-type]
             self.client,
             dict.fromkeys(names, LengthTask()),
             sets,
@@ -298,7 +300,7 @@ def test_error_of_an_evaluation_is_raised_at_the_next_version() -> None:
 def test_without_sets_nothing_runs() -> None:
     async def main() -> None:
         client: GenerationClient = FakeEngine(echo()).client()
-        evaluations = Evaluations(played_here(Site.play), client, {}, {}, tiny_config(**{"eval.every": 1}).eval, print)  # type: ignore[arg-type]
+        evaluations = Evaluations(AsyncMock(), client, {}, {}, tiny_config(**{"eval.every": 1}).eval, print)
         evaluations.published(1)
         assert await evaluations.now() == []
 

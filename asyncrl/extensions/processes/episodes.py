@@ -126,7 +126,7 @@ class EpisodeWorker:
             question = self._question(play.task, play.index)
             prompt = Prompt(play.prompt, play.token_ids, question, play.task, play.index, play.images)
             if play.ticket is None:
-                attempts = await self._parts.attempts(prompt, sessions)
+                attempts = await self._parts.groups.attempts(prompt, sessions)
                 told = [one if isinstance(one, Trajectory) else str(one) for one in attempts]
                 answer = wire.Answered(play.group, self._ended(play, sessions), told)
             else:
