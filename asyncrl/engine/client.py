@@ -21,9 +21,8 @@ from typing import Any, Literal
 
 from asyncrl.config.roles import AgentsConfig
 from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
-from asyncrl.engine.expert_routing import ExpertRoutingAssembler, known_rows
 from asyncrl.engine.inflight import CacheKey, InFlight
-from asyncrl.engine.request import PartialAnswer, Purpose, Request, StopStrings, joined
+from asyncrl.engine.request import PartialAnswer, Purpose, Request, StopStrings, add_experts, joined, with_experts
 from asyncrl.engine.session import GenerationSession, RoleAdapters, SiblingSpread, seed_of
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import AsyncRLError, EngineError, PromptRefused
@@ -268,14 +267,14 @@ class GenerationClient:
             session.routed = [*token_ids, *recalled.token_ids] if recalled.routing else []
             request.complete(recalled)
             return
-        request.parts.append(PartialAnswer.recalled(recalled, known_rows(session.routed, token_ids)))
+        request.parts.append(PartialAnswer.recalled(recalled, request.known))
         self.inflight.adapters.acquire(request.holds)
         self._watch(self._finish(request), [request])
 
     async def _answer(self, requests: list[Request]) -> None:
         """Send one request with a sample for each sibling. A sibling proceeds as soon as its own sample is complete."""
         token_ids = requests[0].context
-        known = min(known_rows(request.session.routed, token_ids) for request in requests)
+        known = min(request.known for request in requests)
         if len(requests) == 1:
             await self.inflight.stream(requests, token_ids, begun=0, routed_from=known)
             await self._finish(requests[0])
@@ -326,7 +325,7 @@ class GenerationClient:
         parts = request.parts
         patience = _Patience(self._settings.retry_timeout)
         shape = self._settings.routing if request.purpose == "training" else None
-        routed = ExpertRoutingAssembler(shape, parts[0])
+        experts = add_experts(None, parts[0], shape)
         while reason := parts[-1].cut:
             begun = request.token_ids
             inferred = parts[-1].broken and request.adapter is None
@@ -338,12 +337,13 @@ class GenerationClient:
                 await patience.before_retry(reason, progressed=bool(parts[-1].token_ids))
             self.inflight.figures.continued["aborted" if reason == "aborted" else "broken"] += 1
             sequence = [*token_ids, *begun]
-            await self.inflight.stream([request], sequence, begun=len(begun), routed_from=routed.end)
+            await self.inflight.stream([request], sequence, begun=len(begun), routed_from=experts.end if experts else 0)
             if last := parts[-1].last:
                 self.inflight.figures.refilled_tokens += last.prompt_tokens - last.cached_tokens
-            routed.add(parts[-1])
+            experts = add_experts(experts, parts[-1], shape)
         completion = joined(parts, parts[-1].finish_reason)
-        completion = routed.into(completion, len(token_ids), parts[-1])
+        if experts:
+            completion = with_experts(completion, experts, len(token_ids), parts[-1])
         self._spread.finished(len(completion.token_ids))
         session.routed = [*token_ids, *completion.token_ids] if completion.routing else []
         request.complete(completion)

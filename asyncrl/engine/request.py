@@ -1,5 +1,19 @@
 """A request of an episode, and its answer: put together from the streaming chunks of a sample, and from the
-continuations of an interrupted one."""
+continuations of an interrupted one.
+
+Experts (algo.routing_replay=R3). SGLang (0.5.21: srt/state_capturer, srt/managers/scheduler_components) stores the
+experts beside its KV cache. The last chunk of a sample contains those of the positions from routed_experts_start_len to
+the last token that the engine read, which is every token except the last one that it generated. Each part requests only
+what the earlier parts lack:
+
+    prompt p p p, answer a a a a, cut after two
+    first part    0 .. 4    p p p a        (none if its stream broke, or if it was still in the queue)
+    second part   4 .. 6    a a            requested with routed_experts_start_len=4, for a prompt of 5 tokens
+
+The experts of the tokens before a cut are those that read them when the next token was generated. The exception is a
+request that an engine retracts (memory, or weights.pause_mode=retract): it is prefilled again, and the engine reports
+the experts of that prefill.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +22,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.stream import PASSING, ChunkMeta, StreamChunk
 from asyncrl.errors import EngineError
 from asyncrl.images import image_name
-from asyncrl.schema import Completion, VersionSpan
+from asyncrl.routing import RoutingShape, compact
+from asyncrl.schema import Completion, Routing, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.engine.session import GenerationSession
@@ -216,6 +233,13 @@ class Request:
         return None if self.past else self.adapter
 
     @property
+    def known(self) -> int:
+        """Number of tokens of the context whose experts are known from an earlier turn: all but the last of those that
+        were routed, if it begins with them."""
+        routed = self.session.routed
+        return max(0, len(routed) - 1) if self.context[: len(routed)] == routed else 0
+
+    @property
     def image_names(self) -> list[str]:
         """Names of the images in the context."""
         return [image_name(png) for png in self.images]
@@ -265,3 +289,34 @@ def joined(parts: list[PartialAnswer], reason: str) -> Completion:
         return Completion(token_ids, logprobs, spans, reason)
     except ValueError as error:
         raise EngineError(f"the engine's answer is inconsistent: {error}") from None
+
+
+def add_experts(known: Routing | None, part: PartialAnswer, shape: RoutingShape | None) -> Routing | None:
+    """Return the experts that are known of an answer with those of its next part; None without a shape. Raises
+    EngineError when they do not fit the model's shape."""
+    if shape is None:
+        return None
+    known = known or Routing(part.routed_from, shape.width, b"")
+    if part.last is None or part.last.routed_experts is None:
+        return known
+    try:
+        rows = compact(part.last.routed_experts, shape)
+    except ValueError as error:
+        raise EngineError(f"the engine returned routed experts that do not fit the model: {error}") from None
+    return Routing(known.start, shape.width, known.rows + rows[(known.end - part.routed_from) * shape.width :])
+
+
+def with_experts(completion: Completion, known: Routing, prompt: int, last: PartialAnswer) -> Completion:
+    """Return the completion of a prompt of `prompt` tokens with its experts.
+
+    Raises EngineError when an engine finished the answer but reported too few rows. When the answer was interrupted
+    after its last token, rows may be missing, and the trainer routes those tokens itself.
+    """
+    read = prompt + len(completion.token_ids) - 1
+    if known.end < read and not last.ended_early:
+        raise EngineError(
+            f"the engine reported the experts of {known.end} of {read} tokens: was it started with "
+            "--enable-return-routed-experts, and does its model report them?"
+        )
+    rows = known.rows[: (read - known.start) * known.width]
+    return msgspec.structs.replace(completion, routing=Routing(known.start, known.width, rows))
