@@ -10,7 +10,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import cache
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -25,7 +25,7 @@ from pydantic import Field
 
 from asyncrl import config as configuration
 from asyncrl.config import AuxiliaryModelConfig, Config
-from asyncrl.engine.adapters import AdapterUse
+from asyncrl.engine.adapters import Adapters
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import GenerationSession
@@ -382,12 +382,12 @@ class FakeClient:
         self.delay, self.temperature = delay, 1.0
         self._answer, self._waste = answer or (lambda _: completion()), waste
         self.calls: list[object] = []
-        self.in_flight, self.held, self.holding = 0, 0.0, False
+        self.in_flight, self.version, self.held, self.holding = 0, 0, 0.0, False
         self.inflight = self
         self.tokens: Counter[str] = Counter()
         self.late_tokens = 0
         self.figures = EngineStats()
-        self.adapters = AdapterUse()
+        self.adapters = Adapters()
 
     def generate(
         self,
@@ -402,17 +402,6 @@ class FakeClient:
         return FakeSession(self, self._answer, self._waste, purpose)
 
     def closed(self, session: GenerationSession) -> None: ...
-
-    @property
-    def roles(self) -> FakeClient:
-        """Return the part that chooses adapters; there are none."""
-        return self
-
-    def past_of(self, role: str) -> None: ...
-
-    @contextmanager
-    def newest(self) -> Iterator[None]:
-        yield None
 
     def hold(self) -> None:
         self.calls.append("hold")

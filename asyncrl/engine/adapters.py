@@ -1,4 +1,4 @@
-"""The adapters that engines serve with weights.lora=versions: their names, and which of them are in use.
+"""The adapters that engines serve with weights.lora=versions: their names, which answers what, and which are in use.
 
 A completion has one adapter from its first to its last token, through retries and failover; with
 rollout.adapter_per=episode so has an episode. An adapter is in use until the last of them ends. After a version is
@@ -12,11 +12,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.config.roles import POLICY
+from asyncrl.config.roles import POLICY, AgentsConfig, PastConfig
+
+if TYPE_CHECKING:
+    from asyncrl.engine.request import Request
+    from asyncrl.engine.session import GenerationSession
 
 AdapterName = Callable[[int, str], str | None]
 """Returns the name under which engines serve a version of an adapter; None is the base without an adapter."""
@@ -60,12 +65,57 @@ def no_past(version: int) -> dict[str, list[int]]:
     return {}
 
 
-class AdapterUse:
-    """Counts who uses which version's adapters. Not thread-safe: one event loop owns it."""
+class Adapters:
+    """Chooses the adapter that answers a request: that of its role, at the newest version or a past one. Counts who
+    uses which version's. Not thread-safe: one event loop owns it."""
 
-    def __init__(self, past_versions: PastVersions = no_past) -> None:
-        self._users: Counter[int] = Counter()
+    def __init__(
+        self,
+        agents: AgentsConfig | None = None,
+        names: AdapterName | None = None,
+        per: Literal["completion", "episode"] = "completion",
+        past_versions: PastVersions = no_past,
+    ) -> None:
+        """`names` are those of the adapters in the engines, if every version is adapters of its own there; `per` says
+        what keeps one version (rollout.adapter_per)."""
+        self._agents = agents or AgentsConfig(roles={})
+        self._names = names
+        self._per_episode = per == "episode"
         self._past = past_versions
+        self._users: Counter[int] = Counter()
+
+    # -- choice --------------------------------------------------------------------------------------------
+
+    def past_of(self, role: str) -> PastConfig | None:
+        """Return the past versions that play a role; None if the newest plays it."""
+        return self._agents.roles[role].past if role in self._agents.roles else None
+
+    def assign(self, request: Request, newest: int) -> None:
+        """Set the adapter that answers a request, and its version if versions are adapters."""
+        session, past = request.session, self.past_of(request.role)
+        request.name = self._agents.adapter_of(request.role)
+        if past:
+            request.past = True
+            request.purpose = "past" if session.purpose == "training" else session.purpose
+        if self._names:
+            request.adapter = session.past_version(past, request.role) if past else self._version_for(session, newest)
+            request.lora = self._names(request.adapter, request.name)
+
+    def _version_for(self, session: GenerationSession, newest: int) -> int:
+        """Return the version of the adapters of a session's next request."""
+        if session.adapter is None and self._per_episode:
+            session.adapter = newest
+            self.acquire(newest)
+            if any(one.version not in (None, newest) for one in session.recalled if session.trains(one.role)):
+                session.recalled = []  # turns of an adapter that no engine has any more: the episode is played anew
+        return newest if session.adapter is None else session.adapter
+
+    def closed(self, session: GenerationSession) -> None:
+        """End the use of the version that a session kept."""
+        if self._per_episode and session.purpose == "training":
+            self.release(session.adapter)
+
+    # -- use -----------------------------------------------------------------------------------------------
 
     def acquire(self, version: int | None) -> None:
         """Count a new user of a version's adapter; no-op for None."""
@@ -80,13 +130,14 @@ class AdapterUse:
                 del self._users[version]
 
     @contextmanager
-    def held(self, version: int | None) -> Iterator[int | None]:
-        """Use an adapter inside the block."""
-        self.acquire(version)
+    def held(self, version: int) -> Iterator[int | None]:
+        """Yield this version, whose adapters stay loaded inside the block; None if versions are no adapters."""
+        used = version if self._names else None
+        self.acquire(used)
         try:
-            yield version
+            yield used
         finally:
-            self.release(version)
+            self.release(used)
 
     def versions(self) -> list[int]:
         """Return the versions in use."""

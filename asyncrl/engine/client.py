@@ -23,7 +23,7 @@ from asyncrl.config.roles import AgentsConfig
 from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
 from asyncrl.engine.inflight import CacheKey, InFlight
 from asyncrl.engine.request import PartialAnswer, Purpose, Request, StopStrings, add_experts, joined, with_experts
-from asyncrl.engine.session import GenerationSession, RoleAdapters, SiblingSpread, seed_of
+from asyncrl.engine.session import GenerationSession, SiblingSpread, seed_of
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import AsyncRLError, EngineError, PromptRefused
 from asyncrl.images import ImageRefused
@@ -105,7 +105,6 @@ class GenerationClient:
         self._http = http
         self._settings = settings
         self.inflight = InFlight(http, settings, headers)
-        self.roles = RoleAdapters(settings.agents, self.inflight, settings.names, settings.adapter_per)
         self.temperature = settings.temperature
         self._context = settings.context
         self._coalesce = settings.coalesce and settings.seed is None
@@ -310,7 +309,7 @@ class GenerationClient:
         """End a session's use of its adapters. No-op without adapters."""
         if self._settings.names is None:
             return
-        self.roles.release(session)
+        self.inflight.adapters.closed(session)
         for requests in list(self._tasks.values()):
             for request in requests:
                 if request.session is session and request.future:

@@ -1,24 +1,19 @@
-"""The interface of one episode to the policy, its requests with their completions, and the adapters that answer them
-(agents.roles)."""
+"""The interface of one episode to the policy, and its requests with their completions."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.config.roles import AgentsConfig, PastConfig
-from asyncrl.engine.adapters import AdapterName
+from asyncrl.config.roles import PastConfig
 from asyncrl.engine.request import Purpose, Request
 from asyncrl.observability.intervals import Activity
 from asyncrl.schema import Completion, Exchange, Message
 
 if TYPE_CHECKING:
     from asyncrl.engine.client import GenerationClient
-    from asyncrl.engine.inflight import InFlight
-
 
 SPREAD_FROM, RECENT = 4, 256
 """Ratio of the mean answer to the prompt from which siblings are spread; number of answers in the mean."""
@@ -107,7 +102,7 @@ class GenerationSession:
 
     def trains(self, role: str) -> bool:
         """Return whether the turns of a role are trained: no past version plays it."""
-        return self._client.roles.past_of(role) is None
+        return self._client.inflight.adapters.past_of(role) is None
 
     def asks(self, token_ids: list[int], limit: int, role: str, images: Sequence[bytes], added: int) -> Request:
         """Register and return the session's next request.
@@ -118,9 +113,15 @@ class GenerationSession:
         if seed is not None and number:
             seed = seed_of(f"{seed} {number}")
         request = Request(self, token_ids, limit, seed, role, self.purpose, images, added)
-        self._client.roles.assign(request)
+        self._client.inflight.adapters.assign(request, self._client.inflight.version)
         self.requests.append(request)
         return request
+
+    def past_version(self, past: PastConfig, role: str) -> int:
+        """Return the past version that plays a role in this episode, the same in every attempt and after a resume; in
+        an evaluation the newest."""
+        versions = past.drawn(self.born)
+        return versions[-1 if self.purpose == "evaluation" else seed_of(f"{self.sample} {role}") % len(versions)]
 
     def hear(self, tokens: int) -> None:
         """Count the tokens of a chunk that arrived."""
@@ -165,62 +166,3 @@ class GenerationSession:
 def seed_of(name: str) -> int:
     """Return the seed of a sample or of a request with this name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
-
-
-class RoleAdapters:
-    """Chooses the adapters of a client's requests: that of the role, at the newest version or a past one.
-
-    `names` are those of the adapters in the engines, if every version is adapters of its own there; `per` says what
-    keeps one version (rollout.adapter_per).
-    """
-
-    def __init__(
-        self, agents: AgentsConfig, inflight: InFlight, names: AdapterName | None, per: Literal["completion", "episode"]
-    ) -> None:
-        self._agents = agents
-        self._inflight = inflight
-        self._names = names
-        self._per_episode = per == "episode"
-
-    def past_of(self, role: str) -> PastConfig | None:
-        """Return the past versions that play a role; None if the newest plays it."""
-        return self._agents.roles[role].past if role in self._agents.roles else None
-
-    def assign(self, request: Request) -> None:
-        """Set the adapter that answers a request, and its version if versions are adapters."""
-        session, past = request.session, self.past_of(request.role)
-        request.name = self._agents.adapter_of(request.role)
-        if past:
-            request.past = True
-            request.purpose = "past" if session.purpose == "training" else session.purpose
-        if self._names:
-            request.adapter = _drawn(past, session, request.role) if past else self._version_for(session)
-            request.lora = self._names(request.adapter, request.name)
-
-    def _version_for(self, session: GenerationSession) -> int:
-        """Return the version of the adapters of a session's next request."""
-        newest = self._inflight.version
-        if session.adapter is None and self._per_episode:
-            session.adapter = newest
-            self._inflight.adapters.acquire(newest)
-            if any(one.version not in (None, newest) for one in session.recalled if session.trains(one.role)):
-                session.recalled = []  # turns of an adapter that no engine has any more: the episode is played anew
-        return newest if session.adapter is None else session.adapter
-
-    def release(self, session: GenerationSession) -> None:
-        """End the use of the version that a session kept."""
-        if self._per_episode and session.purpose == "training":
-            self._inflight.adapters.release(session.adapter)
-
-    @contextmanager
-    def newest(self) -> Iterator[int | None]:
-        """Yield the newest version, whose adapters stay loaded inside the block; None if versions are no adapters."""
-        with self._inflight.adapters.held(self._inflight.version if self._names else None) as version:
-            yield version
-
-
-def _drawn(past: PastConfig, session: GenerationSession, role: str) -> int:
-    """Return the past version that plays a role in an episode, the same in every attempt and after a resume; in an
-    evaluation the newest."""
-    versions = past.drawn(session.born)
-    return versions[-1 if session.purpose == "evaluation" else seed_of(f"{session.sample} {role}") % len(versions)]

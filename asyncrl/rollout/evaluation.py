@@ -135,7 +135,8 @@ class Evaluations:
     async def _evaluate(self) -> list[Line]:
         """Evaluate every set, and write all lines together."""
         started, self._skipped = time.monotonic(), 0
-        with self._client.roles.newest() as adapter:
+        inflight = self._client.inflight
+        with inflight.adapters.held(inflight.version) as adapter:
             async with asyncio.TaskGroup() as group:
                 asked = {
                     name: [group.create_task(self.ask(prompt, adapter)) for prompt in prompts]

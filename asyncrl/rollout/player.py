@@ -202,13 +202,6 @@ def _images(prompt: Prompt, played: Sequence[Trajectory], sessions: Sequence[Gen
     return {name: every[name] for name in sorted(used | {image_name(png) for png in prompt.images})}
 
 
-def add(sums: Sums, more: Sums) -> None:
-    """Add what another process counted."""
-    for name, (value, weight) in more.items():
-        before, weighed = sums.get(name, (0.0, 0.0))
-        sums[name] = before + value, weighed + weight
-
-
 def means(sums: Sums) -> dict[str, float]:
     """Return the figures, under their names in metrics.jsonl."""
     return {name: value / (weight or 1.0) for name, (value, weight) in sums.items()}

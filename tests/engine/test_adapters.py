@@ -155,7 +155,7 @@ def test_siblings_share_a_request_only_under_the_same_adapter() -> None:
 def test_an_evaluation_keeps_the_adapter_that_it_began_with() -> None:
     async def play(client: GenerationClient) -> tuple[int, list[int]]:
         client.inflight.release(1)
-        with client.roles.newest() as adapter:
+        with client.inflight.adapters.held(client.inflight.version) as adapter:
             client.inflight.release(2)
             used = client.inflight.adapters.versions()
             found = await client.generate(purpose="evaluation", adapter=adapter)(PROMPT)

@@ -167,7 +167,7 @@ def test_tokens_of_past_versions_are_counted_by_themselves() -> None:
         session = session_at(client, 4)
         for role in ("solver", "old", "old"):
             await session(PROMPT, None, role)
-        with client.roles.newest() as adapter:
+        with client.inflight.adapters.held(client.inflight.version) as adapter:
             await session_at(client, 4, purpose="evaluation", adapter=adapter)(PROMPT, None, "old")
         return session.received, dict(client.inflight.tokens), client.inflight.late_tokens
 
@@ -180,7 +180,7 @@ def test_an_evaluation_plays_against_the_newest_past_version() -> None:
     async def play(client: GenerationClient) -> None:
         client.inflight.release(5)
         for number in range(8):
-            with client.roles.newest() as adapter:
+            with client.inflight.adapters.held(client.inflight.version) as adapter:
                 asks = {"purpose": "evaluation", "adapter": adapter}
                 await session_at(client, 5, f"q {number}", **asks)(PROMPT, None, "old")  # type: ignore[arg-type]
 

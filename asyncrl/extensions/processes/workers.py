@@ -21,13 +21,12 @@ import hmac
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.engine.adapters import AdapterUse, InUse, adapter_names
+from asyncrl.engine.adapters import Adapters, InUse, adapter_names
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.request import Purpose
-from asyncrl.engine.session import RoleAdapters
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.extensions.processes import wire
 from asyncrl.extensions.processes.remote import RemoteSession, WorkerConnection
@@ -35,7 +34,7 @@ from asyncrl.extensions.processes.rendering import RenderedAhead
 from asyncrl.network.tls import signed
 from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.evaluation import Attempt
-from asyncrl.rollout.player import LOST, Sums, add, means
+from asyncrl.rollout.player import LOST, Sums, means
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import EncodedGroup, Group, Prompt, Trajectory
 
@@ -64,9 +63,7 @@ class EpisodeWorkers:
         self.version, self.held, self.holding = 0, 0.0, False
         self.figures = EngineStats()
         self.ahead = RenderedAhead(self._render, config.rollout.batch_groups)
-        self.adapters = _AllAdapters(config, self._connections)
-        names = adapter_names(config, run.addresses.run_id)
-        self.roles = RoleAdapters(config.agents, cast(Any, self), names, config.rollout.adapter_per)
+        self.adapters = _AllAdapters(config, run.addresses.run_id, self._connections)
 
     async def serve(self) -> None:
         """Take the processes that connect, until cancelled. Raises the error of a process that ends the run."""
@@ -338,7 +335,9 @@ class EpisodeWorkers:
 
     def _count_in(self, connection: WorkerConnection, counts: wire.Counts) -> None:
         """Add what a process has counted since its last report."""
-        add(self._sums, counts.sums)
+        for figure, (summed, terms) in counts.sums.items():
+            before, counted = self._sums.get(figure, (0.0, 0.0))
+            self._sums[figure] = before + summed, counted + terms
         self._needed += counts.needed
         self.figures.continued.update(counts.continued)
         connection.busy += counts.engines.pop("seconds_busy")
@@ -361,11 +360,11 @@ class EpisodeWorkers:
             self._changed.notify_all()
 
 
-class _AllAdapters(AdapterUse):
+class _AllAdapters(Adapters):
     """The adapters in use here, by evaluations, and in the processes."""
 
-    def __init__(self, config: Config, connections: dict[int, WorkerConnection]) -> None:
-        super().__init__(config.past_versions)
+    def __init__(self, config: Config, run_id: str, connections: dict[int, WorkerConnection]) -> None:
+        super().__init__(names=adapter_names(config, run_id), past_versions=config.past_versions)
         self._connections = connections
 
     def in_use(self, newest: int) -> InUse:
