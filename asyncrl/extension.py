@@ -16,6 +16,7 @@ from asyncrl.settings import Section
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rich.console import Console
     from starlette.routing import Route
     from torch import Tensor
 
@@ -67,6 +68,30 @@ class Pilot(Protocol):
 
     def end(self) -> None:
         """Undo what must not outlive the run."""
+        ...
+
+
+class Display(Protocol):
+    """Draws a run on a terminal, below what the console prints of it (metrics/console.py)."""
+
+    def step(self, record: dict[str, Any], left: float, samples_per_second: float) -> None:
+        """Take a step's record, the seconds that are left, and the throughput."""
+        ...
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        """Take a line of eval.jsonl."""
+        ...
+
+    def warned(self) -> None:
+        """Count a warning, whose text is printed."""
+        ...
+
+    def draw(self) -> None:
+        """Redraw. Called at every poll of the launcher."""
+        ...
+
+    def close(self) -> None:
+        """Stop redrawing."""
         ...
 
 
@@ -190,6 +215,11 @@ class LaunchHooks:
     ) -> Pilot | None:
         """Return the pilot of a run with cluster.elastic; None if this extension has none. Called right before the
         processes start (launch/run.py), until one answers."""
+        return None
+
+    def display(self, config: Config, run_dir: Path, out: Console) -> Display | None:
+        """Return what draws the run on this terminal, where the console prints no line for each step then; None to
+        leave it to others. Called when the run begins (metrics/console.py)."""
         return None
 
     def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,5 @@
-"""Terminal output of a run, read from its files: a live view on a terminal, otherwise one line per step, and the
-summary at the end."""
+"""Terminal output of a run, read from its files: one line per step, unless an extension draws the run on a terminal,
+and the summary at the end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.table import Table
 
 from asyncrl.config import Config
 from asyncrl.errors import visible
+from asyncrl.extension import Display
 from asyncrl.jsonl import Tail
 from asyncrl.lookup import active
-from asyncrl.metrics.live import LiveView
 from asyncrl.network.addresses import ELASTIC
 
 
@@ -29,7 +29,7 @@ class Console:
     def __init__(self, config: Config, run_dir: Path, out: rich.console.Console | None = None) -> None:
         self._config, self._run_dir = config, run_dir
         self._out = out or rich.console.Console(highlight=False)
-        self._view: LiveView | None = None
+        self._display: Display | None = None
         names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl", ELASTIC)
         tails = (Tail(run_dir / name, new=True) for name in names)
         self._evaluations, self._warnings, self._steps, self._decisions = tails
@@ -73,18 +73,20 @@ class Console:
         self._print(f"run folder {escape(str(self._run_dir))}")
         redraws = self._out.is_terminal and not self._out.is_dumb_terminal
         if redraws and self._config.metrics.console:
-            self._view = LiveView(self._config, self._run_dir, self._out)
+            hooks = [one.launch() for one in active(self._config).values()]
+            displays = (one.display(self._config, self._run_dir, self._out) for one in hooks)
+            self._display = next((one for one in displays if one), None)
 
     def follow(self) -> None:
         """Show the records written since the last call."""
         for record in self._evaluations():
             self._print(self._evaluation(record))
-            if self._view:
-                self._view.evaluated(record)
+            if self._display:
+                self._display.evaluated(record)
         for record in self._warnings():
             self._warn(record)
-            if self._view:
-                self._view.warned()
+            if self._display:
+                self._display.warned()
         for record in self._decisions():
             self._print(
                 f"[cyan]elastic[/]  step {record['step']}: {escape(record['reason'])}; {escape(record['done'])}"
@@ -92,12 +94,12 @@ class Console:
         for record in self._steps():
             self._truncated.append(float(record.get("completion/truncated") or 0.0))
             left, samples = self._seconds_left(record), self._samples_per_second(record)
-            if self._view:
-                self._view.step(record, left, samples)
+            if self._display:
+                self._display.step(record, left, samples)
             else:
                 self._print(self._line(record, left, samples))
-        if self._view:
-            self._view.draw()
+        if self._display:
+            self._display.draw()
         elif self._first is None:
             self._tell_the_wait()
 
@@ -133,9 +135,9 @@ class Console:
                     f"[yellow]warning[/]  {count} times, with other numbers or names: {escape(self._texts[kind])}"
                 )
         self._warned.clear()
-        if self._view:
-            self._view.close()
-            self._view = None
+        if self._display:
+            self._display.close()
+            self._display = None
 
     def closing(self) -> None:
         """Print the summary as a table, and where to look next."""

@@ -1,4 +1,4 @@
-"""What this folder adds: the commands that show a run, in what the console says at its end."""
+"""What this folder adds: the live view of a run, and the commands that show it, which the console names at its end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING
 from asyncrl import extension
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from asyncrl.config import Config
 
 
 class Hooks(extension.LaunchHooks):
-    """Names the commands."""
+    """Names the commands, and draws the run on a terminal."""
+
+    def display(self, config: Config, run_dir: Path, out: Console) -> extension.Display:
+        """Return the live view."""
+        from asyncrl.extensions.view.live import LiveView
+
+        return LiveView(config, run_dir, out)
 
     def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
         """Yield the page, and what shows groups if they were recorded."""
