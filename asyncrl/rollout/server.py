@@ -7,7 +7,6 @@
     POST /hold              weights are about to change: hold new requests back; 202 while a drain is in progress
     POST /version {"version": v}    every engine serves v: release requests, open admission; returns the adapters in
                             use (engine/adapters.py)
-    POST /admission {"lead": n, "max_running_groups": n}    change either (cluster.elastic)
     POST /evaluate          answer the held-out questions; returns their lines of eval.jsonl
     POST /snapshot {"version": v}   the whole rollout state for a checkpoint, as bytes; between a version and its batch
     GET  /status            the ledger, and what the next batch waits for
@@ -38,7 +37,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 import msgspec
@@ -68,13 +67,6 @@ POLL_SECONDS = 2.0
 """Between two polls a waiting trainer checks for restarted engines and routers (Fleet.reconcile)."""
 
 
-class _Admission(msgspec.Struct):
-    """Body of POST /admission."""
-
-    lead: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    max_running_groups: Annotated[int, msgspec.Meta(ge=1)] | None = None
-
-
 class RolloutServer:
     """The interface of the groups to the trainer."""
 
@@ -93,7 +85,7 @@ class RolloutServer:
         """`journal` keeps batches and snapshots for processes that start again; `drain` makes a hold wait for the
         requests in flight; `save` encodes a snapshot that includes the state, and its number; `number` is that of the
         snapshot with which this process has begun."""
-        self._groups = groups
+        self.groups = groups
         self._inflight = inflight
         self._evaluations = evaluations
         self._journal = journal
@@ -115,20 +107,20 @@ class RolloutServer:
         """Return the next batch, waiting up to POLL_SECONDS for it."""
         version = int(request.query_params["version"])
         part, parts = int(request.query_params.get("part", 0)), int(request.query_params.get("parts", 1))
-        if not 0 <= part < parts <= self._groups.batch_groups:
+        if not 0 <= part < parts <= self.groups.batch_groups:
             return PlainTextResponse(
-                f"there is no part {part} among {parts} of a batch of {self._groups.batch_groups} groups",
+                f"there is no part {part} among {parts} of a batch of {self.groups.batch_groups} groups",
                 status_code=400,
             )
         try:
             async with asyncio.timeout(POLL_SECONDS):
-                batch = await self._groups.batch(version, part, parts)
+                batch = await self.groups.batch(version, part, parts)
         except WrongBatch as wrong:
             if (kept := await asyncio.to_thread(self._journal.read, version, part)) is not None:
                 return Response(kept, media_type="application/msgpack")
             return PlainTextResponse(str(wrong), status_code=409)
         except TimeoutError:
-            return PlainTextResponse(self._groups.waiting_for(), status_code=202)
+            return PlainTextResponse(self.groups.waiting_for(), status_code=202)
         key = version, part
         if key not in self._encoded:
             data = encode(batch)
@@ -146,9 +138,9 @@ class RolloutServer:
             await self._inflight.gathered()
             began = time.thread_time()
             self._number += 1
-            data = self._save(self._groups.state(), self._number)
+            data = self._save(self.groups.state(), self._number)
             spent = time.thread_time() - began
-            await self._groups.saved(self._groups.published_version, self._number)
+            await self.groups.saved(self.groups.published_version, self._number)
             await asyncio.to_thread(self._journal.keep_state, data)
         return spent
 
@@ -161,10 +153,10 @@ class RolloutServer:
     async def hold(self, _: Request) -> Response:
         """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
         self._inflight.hold()
-        await asyncio.to_thread(self._journal.serves, self._groups.published_version, held=True)
+        await asyncio.to_thread(self._journal.serves, self.groups.published_version, held=True)
         confirmed = await self._inflight.confirmed(POLL_SECONDS)
         if not confirmed or (self._drain and not await self._inflight.drained(POLL_SECONDS)):
-            return PlainTextResponse(self._groups.waiting_for(), status_code=202)
+            return PlainTextResponse(self.groups.waiting_for(), status_code=202)
         return Response()
 
     async def version(self, request: Request) -> Response:
@@ -172,21 +164,12 @@ class RolloutServer:
         told = await request.json()
         version = int(told["version"])
         async with self._keeping:
-            if await self._groups.published(version):
+            if await self.groups.published(version):
                 self._encoded = {key: data for key, data in self._encoded.items() if key[0] >= version}
                 if self._evaluations:
                     self._evaluations.published(version)
         await asyncio.to_thread(self._journal.serves, version, held=False)
         return JSONResponse(msgspec.to_builtins(self._inflight.adapters.in_use(version)))
-
-    async def admission(self, request: Request) -> Response:
-        """Change the lead, or the fixed number of groups in flight."""
-        try:
-            wanted = msgspec.json.decode(await request.body(), type=_Admission)
-            await self._groups.adjust(wanted.lead, wanted.max_running_groups)
-        except (msgspec.MsgspecError, ValueError) as error:  # ValueError: a lead above the staleness bound
-            return PlainTextResponse(f"/admission takes lead >= 0 and max_running_groups >= 1: {error}", 400)
-        return Response()
 
     async def evaluate(self, _: Request) -> Response:
         """Run an evaluation now, after one that may be running."""
@@ -196,10 +179,10 @@ class RolloutServer:
         """Return the whole rollout state, after everything recorded so far is flushed."""
         version = int((await request.json())["version"])
         await self._inflight.gathered()
-        if self._save is None or not self._groups.between_batches(version):
+        if self._save is None or not self.groups.between_batches(version):
             return PlainTextResponse(f"version {version} is not the newest, or its batch has begun", status_code=409)
-        data = self._save(self._groups.state(), 0)
-        await self._groups.saved(version)
+        data = self._save(self.groups.state(), 0)
+        await self.groups.saved(version)
         return Response(data, media_type="application/msgpack")
 
     async def status(self, _: Request) -> Response:
@@ -209,12 +192,12 @@ class RolloutServer:
     def state(self) -> dict[str, Any]:
         """Return the ledger, and why the next batch is not ready."""
         return {
-            "version": self._groups.published_version,
+            "version": self.groups.published_version,
             "held": self._inflight.held,
             "restarts": times_restarted(),
-            "waiting_for": self.starting or self._groups.waiting_for(),
+            "waiting_for": self.starting or self.groups.waiting_for(),
             "batch": next((version for version, _ in self._encoded), None),
-            "ledger": asdict(self._groups.ledger()),
+            "ledger": asdict(self.groups.ledger()),
         }
 
     async def fail(self) -> None:
@@ -228,7 +211,6 @@ class RolloutServer:
             Route("/batch", self.batch),
             Route("/hold", self.hold, methods=["POST"]),
             Route("/version", self.version, methods=["POST"]),
-            Route("/admission", self.admission, methods=["POST"]),
             Route("/evaluate", self.evaluate, methods=["POST"]),
             Route("/snapshot", self.snapshot, methods=["POST"]),
             Route("/status", self.status),

@@ -558,21 +558,3 @@ def test_room_hears_of_every_batch_once_and_whether_the_trainer_had_to_wait(monk
         assert limiter.batches == [(2, 2, False), (0, 2, False), (0, 2, True)]
 
     at(play)
-
-
-def test_lead_and_concurrency_can_be_changed_and_more_groups_are_admitted_at_once() -> None:
-    async def play(site: Site) -> None:
-        await site.fill(2)
-        waiting = asyncio.ensure_future(site.groups.ticket())
-        await asyncio.sleep(0.01)
-        assert not waiting.done()
-        for wrong in (b'{"lead": -1}', b'{"lead": 2}', b'{"lead": "1"}', b'{"max_running_groups": 0}', b"[]", b"{"):
-            refused = await site.http.post("/admission", content=wrong)
-            assert (refused.status_code, refused.text[:24]) == (400, "/admission takes lead >=")
-        changed = await site.http.post("/admission", json={"lead": 1})
-        assert changed.status_code == 200
-        assert (await asyncio.wait_for(waiting, 30)).cohort == 1
-        batch = decode_batch((await site.http.get("/batch?version=0")).content)
-        assert batch.rollout["admission/lead"] == 1
-
-    at(play, bound=1, lead=0)

@@ -107,6 +107,12 @@ class Plans(extension.Extension):
         """Return the hooks in the launcher."""
         return PlanHooks()
 
+    def rollout(self) -> extension.RolloutHooks:
+        """Return the hooks in the rollout process."""
+        from asyncrl.extensions.plan.admission import AdmissionRoute
+
+        return AdmissionRoute()
+
     def summary(self, config: Config, run_dir: Path, figures: Mapping[str, Any]) -> dict[str, Any]:
         """Return the errors of the estimate and of the plan."""
         from asyncrl.extensions.plan.summary import estimate_figures, plan_figures
