@@ -38,17 +38,106 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
 
-from asyncrl.rollout.cohorts import BufferState, Cohort, Demand, ReadyGroup, RunningGroup, Ticket, demands, units
 from asyncrl.rollout.hooks import Select, lowest_first
 from asyncrl.rollout.ledger import EventCounts, Ledger, StateCounts, TokenCounts
 from asyncrl.schema import Group
 
 SURPLUS, OVER_AGE = "surplus", "over_age"  # the seats went to other groups; the batch was taken without it
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Permission to play one group."""
+
+    slot: int
+    born: int  # version served by the fleet when the ticket was issued
+    cohort: int = 0
+
+    @property
+    def uid(self) -> str:
+        """Group uid of fixed width: no request id may be a prefix of another, because engines abort by prefix. Seeds of
+        answers are derived from it, so that another form would change what a deterministic run generates."""
+        return f"g{self.slot:08d}a0000"
+
+
+@dataclass
+class RunningGroup:
+    """A running group."""
+
+    ticket: Ticket
+    since: float
+    prompt: str = ""  # its uid, once it is drawn
+    trajectories: int = 0
+
+
+@dataclass(frozen=True)
+class ReadyGroup:
+    """A finished group that waits for its batch or is in it."""
+
+    cohort: int
+    prompt: str
+    group: Group
+    tokens: int
+
+    @property
+    def trajectories(self) -> int:
+        return len(self.group.lengths)
+
+
+@dataclass
+class Cohort:
+    """Groups that are admitted together."""
+
+    seats: int  # number of its groups that will be trained
+    due: int  # step that takes what is left of it
+    issued: int = 0  # slots issued so far
+    playing: int = 0
+    taken: int = 0  # seats of groups that are ready, in training or trained
+
+
+@dataclass
+class BufferState:
+    """Complete state of a buffer."""
+
+    version: int
+    next_slot: int
+    filling: int
+    cohorts: dict[int, Cohort]
+    running: list[RunningGroup]
+    ready: list[ReadyGroup]
+    unwanted: list[Ticket]
+    issued: dict[str, int]
+    trained: dict[str, int]
+    tokens: dict[str, int]
+    rejected: dict[str, dict[str, int]]
+    requeued: int
+    lead: int
+    wanted_lead: int
+    training: dict[int, list[ReadyGroup]] = field(default_factory=dict)  # by step; none in a checkpoint
+    dropped: list[Group] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What the next step must take, so that every later step can take what is due then."""
+
+    cohort: int
+    must: int  # number of groups of cohorts up to this one that it must take
+    ready: int  # number of them that are ready
+
+
+def units(groups: Collection[RunningGroup | ReadyGroup]) -> Counter[str]:
+    """Count the prompts, groups and trajectories of these groups; a group that has begun plays one prompt."""
+    return Counter(
+        prompts=len({group.prompt for group in groups if group.prompt}),
+        groups=len(groups),
+        trajectories=sum(group.trajectories for group in groups),
+    )
 
 
 class CohortBuffer:
@@ -310,7 +399,17 @@ class CohortBuffer:
         return self.batch_groups - len(self._training.get(self.step, []))
 
     def _demands(self, cohorts: dict[int, Cohort] | None = None) -> list[Demand]:
-        return demands(cohorts or self._cohorts, self._ready_of, self.step, self.batch_groups)
+        """Return what the next step must take of each cohort, and of all older ones: of the buffer's, or of these."""
+        wanted = []
+        untrained = 0
+        counted = 0
+        for number, cohort in sorted((cohorts or self._cohorts).items()):
+            ready = self._ready_of[number]
+            counted += ready
+            untrained += cohort.seats - cohort.taken + ready
+            must = untrained - (cohort.due - self.step) * self.batch_groups
+            wanted.append(Demand(number, max(0, must) if untrained else 0, counted))
+        return wanted
 
     def _drop_late(self) -> None:
         """Give up what is left of the cohorts that are due, and what does not fit into the batch; the seats move."""

@@ -25,7 +25,7 @@ from asyncrl.records.reading import RECORDS
 from asyncrl.records.writer import Writer
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import close_all
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer

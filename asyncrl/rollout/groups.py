@@ -24,8 +24,7 @@ from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.records.events import Adjusted, Admitted, PartTaken, Published, Saved, Taken
 from asyncrl.rollout.audit import Audit
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.recorder import Recorder

@@ -25,7 +25,7 @@ from asyncrl.observability.intervals import RETRY
 from asyncrl.retries import pause
 from asyncrl.rewards.reward import Reward, RewardInput
 from asyncrl.rollout.agent import Agent
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.episode import Annotate, Episode, EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.hooks import Accept, accept_all

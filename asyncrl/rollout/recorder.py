@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.records.events import Committed, CompressedGroup, Event, Rejected, packed
 from asyncrl.records.writer import Writer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.schema import EncodedGroup, Group
 
 

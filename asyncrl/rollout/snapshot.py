@@ -16,7 +16,7 @@ import msgspec
 from asyncrl import schema
 from asyncrl.errors import RecordError
 from asyncrl.rollout.audit import AuditState
-from asyncrl.rollout.cohorts import BufferState, Ticket
+from asyncrl.rollout.buffer import BufferState, Ticket
 from asyncrl.rollout.curriculum import MixerState
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.schema import Exchange

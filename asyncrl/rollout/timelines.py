@@ -13,7 +13,7 @@ from asyncrl.observability.timeline import (
     PublishTimeline,
     Record,
 )
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.schema import Prompt, Trajectory
 
 COMMITTED = "committed"

@@ -16,7 +16,7 @@ from functools import partial
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EpisodeFailed
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import ConcurrencyLimiter

@@ -19,8 +19,7 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.session import GenerationSession
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import Agent
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import GroupLifecycle

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.cohorts import BufferState, Ticket
+from asyncrl.rollout.buffer import BufferState, CohortBuffer, Ticket
 from asyncrl.rollout.hooks import lowest_first
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.schema import Group

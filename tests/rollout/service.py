@@ -13,8 +13,7 @@ import msgspec
 from asyncrl.engine.loads import load_of
 from asyncrl.engine.session import GenerationSession
 from asyncrl.observability.timeline import Record
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.observer import Gpus
 from asyncrl.rollout.server import RolloutServer

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.rollout.audit import ks_p_value
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from tests.examples import examples
 from tests.fakes import group
 

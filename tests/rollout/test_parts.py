@@ -17,8 +17,8 @@ from asyncrl.models.tiny import TOKENS
 from asyncrl.network.addresses import Addresses
 from asyncrl.progress import failing, failures
 from asyncrl.rollout.agent import close_all
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.build import RolloutParts
-from asyncrl.rollout.cohorts import Ticket
 from asyncrl.rollout.parts import ModelParts, _client, allow_files
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.schema import Group

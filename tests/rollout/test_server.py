@@ -18,7 +18,7 @@ from asyncrl.observability.intervals import PUBLISH, QUEUED, REWARD, TOOL
 from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline
 from asyncrl.rollout import groups as groups_module
 from asyncrl.rollout import server as module
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.ledger import Ledger, TokenCounts
 from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.schema import decode_batch

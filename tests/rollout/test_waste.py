@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.rollout.buffer import OVER_AGE, SURPLUS, CohortBuffer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import OVER_AGE, SURPLUS, CohortBuffer, Ticket
 from asyncrl.schema import Group
 from tests.examples import examples
 from tests.fakes import group

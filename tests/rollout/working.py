@@ -8,8 +8,7 @@ from typing import Any
 
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.session import GenerationSession
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import GroupLifecycle

@@ -27,8 +27,7 @@ from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
 from asyncrl.network.addresses import Access
 from asyncrl.parallel import Parallel
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.weights import adapters
 from asyncrl.weights.adapters import AdapterFolder, AdapterPublisher, LeftAdapter, SharedAdapter, build_adapters
 from asyncrl.weights.past import PastAdapters

@@ -35,8 +35,7 @@ from asyncrl.observability.intervals import Activity
 from asyncrl.progress import failing
 from asyncrl.records.events import Adjusted, Admitted, Began, Committed, PartTaken, Published, Rejected, Taken
 from asyncrl.records.reading import Recording
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.reporters import RunReporter
 from asyncrl.rollout.server import RolloutServer, serve

@@ -15,8 +15,7 @@ from functools import partial
 from asyncrl.engine.loads import Load
 from asyncrl.extensions.congestion.window import ConcurrencyWindow
 from asyncrl.extensions.plan.engine import EngineShape, SimulatedEngine, SimulatedRequest
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.schema import Group, part_of
 
 

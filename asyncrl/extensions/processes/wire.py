@@ -24,7 +24,7 @@ from asyncrl.network.addresses import Access
 from asyncrl.network.tls import Signed
 from asyncrl.observability.intervals import Interval
 from asyncrl.records.events import CompressedGroup
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.player import Sums
 from asyncrl.schema import Exchange, Trajectory, encode
 

@@ -32,7 +32,7 @@ from asyncrl.extensions.processes import wire
 from asyncrl.extensions.processes.remote import RemoteSession, WorkerConnection
 from asyncrl.extensions.processes.rendering import RenderedAhead
 from asyncrl.network.tls import signed
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import Ticket
 from asyncrl.rollout.evaluation import Attempt
 from asyncrl.rollout.player import LOST, Sums, means
 from asyncrl.rollout.reporters import RolloutRun

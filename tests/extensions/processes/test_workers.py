@@ -23,8 +23,7 @@ from asyncrl.extensions.processes.wire import Hello, connect
 from asyncrl.extensions.processes.workers import EpisodeWorkers
 from asyncrl.network.addresses import Access
 from asyncrl.rollout import server
-from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.cohorts import Ticket
+from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.schema import Batch, EncodedGroup, Generate, Prompt, Trajectory
