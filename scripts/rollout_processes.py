@@ -38,7 +38,6 @@ from asyncrl.extensions.processes.workers import EpisodeWorkers
 from asyncrl.models.catalog import resolve
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.network.ports import free_port
-from asyncrl.observability.episodes import EpisodeFigures
 from asyncrl.observability.intervals import DECODE, PREFILL
 from asyncrl.observability.timeline import ROLLOUT, TimelineWriter
 from asyncrl.records.reading import RECORDS
@@ -136,12 +135,11 @@ async def measure(
         timeline = TimelineWriter(folder, ROLLOUT, print)
         config, built, template = questions(len(engines))
         (name,) = built
-        run = RolloutRun(config, addresses(address), folder, warn)
+        run = RolloutRun(config, addresses(address), folder, warn, built)
         hooks = [one.rollout() for one in lookup.active(config).values()]
         for one in hooks:
             one.start(run)
-        metrics = EpisodeFigures({name: lambda reward: reward > 0})
-        timelines = Timelines([timeline], [metrics, *(one.record for one in hooks)])
+        timelines = Timelines([timeline], [one.record for one in hooks])
         writer: Writer | None = Writer(folder / RECORDS) if record else None
         recorder = Recorder(writer)
         groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)

@@ -184,26 +184,6 @@ STEP_ENGINE_COUNTERS = {
     "engines/preemptions": "number of requests that engines retracted because their cache was full, since their start",
 }
 
-# The same file; over the training episodes that ended since the previous batch. <phase> is one of those of
-# observability/intervals.py, <of> is mean, p50 or p99
-STEP_EPISODES = {
-    "episode_time/<phase>/<of>": "time that an episode spent in the phase: queued (held back for a publish, or waiting "
-    "in an engine), prefill, decode, agent, tool, environment (without its tools), reward, teacher, retry, or waiting "
-    "for its siblings",
-    "tool_time/<tool>/<of>": "time of a call of the tool",
-    "tool_calls/<tool>": "number of calls of the tool",
-    "tool_failures/<tool>": "number of these calls that failed",
-    "environment_time/<environment>/<of>": "time of a call of the environment, with the tools in it",
-    "pass_rate/<task>": "fraction of the task's episodes whose reward is that of a correct answer",
-    "difficulty/<solved>": "fraction of groups in which all episodes are correct, or at least two thirds (easy), a "
-    "third (medium), one (hard), or none",
-    "straggler/time": "time that the batch waited for its last group alone",
-    "straggler/share": "the same, as a fraction of the time since the previous batch was taken",
-    "straggler/task/<task>": "the same time, under the task of the last group",
-    "straggler/tool/<tool>": "the same time, if the group's slowest episode spent most of its time in this tool",
-    "straggler/phase/<phase>": "the same time, if it spent most of its time in this phase",
-}
-
 # The same file, for each reason for which groups were rejected
 STEP_BY_REASON = {"groups/rejected/<reason>": "number of groups rejected for the reason since the start of the run"}
 

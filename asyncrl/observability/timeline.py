@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl.errors import RecordError
-from asyncrl.observability.intervals import Interval
+from asyncrl.observability.intervals import ENVIRONMENT, PHASES, TOOL, Interval
 from asyncrl.records.frames import FramePosition, Frames, files
 from asyncrl.records.index import IndexEntry, usable
 from asyncrl.records.writer import Writer
@@ -28,6 +28,7 @@ ROLLOUT, LAUNCHER, ENGINES = "rollout", "launcher", "engines"
 """Processes by the names of their folders; trainer ranks are trainer-0, trainer-1, ..."""
 LINGER = 0.5
 """Seconds that records are collected for one frame. Readers of a running run are behind by this much."""
+_NO_TIME = dict.fromkeys(PHASES, 0.0)
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -43,6 +44,14 @@ class EpisodeTimeline(msgspec.Struct, frozen=True, array_like=True):
     reward: float | None  # None if it was not scored
     tokens: int  # that engines generated for it
     intervals: list[Interval]
+
+    def durations(self) -> dict[str, float]:
+        """Return the seconds that it spent in each phase. Time in tools is not counted as their environment's."""
+        found = _NO_TIME.copy()
+        for one in self.intervals:
+            found[one.phase] += one.seconds
+        found[ENVIRONMENT] = max(0.0, found[ENVIRONMENT] - found[TOOL])
+        return found
 
 
 class GroupTimeline(msgspec.Struct, frozen=True, tag="group"):

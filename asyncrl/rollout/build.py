@@ -56,11 +56,11 @@ class RolloutParts:
         self.model = model = ModelParts.load(config, addresses)
         import_hooks.done()
         self.reporter = RunReporter(run_dir)
-        self.run = run = RolloutRun(config, addresses, run_dir, self.reporter.warn)
+        tasks = build_all(config)
+        self.run = run = RolloutRun(config, addresses, run_dir, self.reporter.warn, tasks)
         restarts = times_restarted()
         journal = Journal(run_dir, run.warn, restarted=bool(restarts)) if config.recovers else NoJournal()
         self._left = journal.left
-        tasks = build_all(config)
         self.hooks = _started_hooks(run)
         self.playing = playing = _playing(run, self.hooks, model, tasks)
         self.reporter.version = lambda: playing.client.inflight.version
@@ -70,7 +70,7 @@ class RolloutParts:
         curriculum = load(config.rollout.curriculum, "rollout.curriculum")
         self._mixer = Mixer(tasks, self._prompts.training, weights, curriculum, config.run.seed)
         self.loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
-        self.observer = Observer(run, {name: task.correct for name, task in tasks.items()}, self.hooks)
+        self.observer = Observer(run, self.hooks)
         self.evaluations = Evaluations(
             playing.groups.attempts,
             playing.client,

@@ -1,19 +1,18 @@
-"""The rollout process's part in observability: its timeline, the metrics that are made of it, what extensions make of
-it, and the GPUs of its machine."""
+"""The rollout process's part in observability: its timeline, what extensions make of it, and the GPUs of its
+machine."""
 
 from __future__ import annotations
 
 import importlib
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from statistics import fmean
 from time import time
 from typing import Any
 
 from asyncrl.extension import RolloutHooks
-from asyncrl.observability.episodes import EpisodeFigures
-from asyncrl.observability.timeline import ROLLOUT, Record, Started, TimelineWriter, sampled
+from asyncrl.observability.timeline import ROLLOUT, Started, TimelineWriter, sampled
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.rollout.timelines import Timelines
 
@@ -57,20 +56,13 @@ class Gpus:
 class Observer:
     """Everything that is observed in the rollout process."""
 
-    def __init__(
-        self,
-        run: RolloutRun,
-        correct: Mapping[str, Callable[[float], bool]],
-        hooks: Sequence[RolloutHooks] = (),
-    ) -> None:
-        """`correct` says for each task whether a reward is that of a correct answer."""
+    def __init__(self, run: RolloutRun, hooks: Sequence[RolloutHooks] = ()) -> None:
         self._hooks = hooks
         self.gpus = Gpus()
-        self._episodes = EpisodeFigures(correct)
         metrics = run.config.metrics
         self._timeline = TimelineWriter(run.run_dir, ROLLOUT, run.warn, enabled=metrics.timeline)
         self._timeline(Started(run.addresses.run_id, time()))
-        listeners: list[Callable[[Record], None]] = [self._episodes, *(one.record for one in hooks)]
+        listeners = [one.record for one in hooks]
         self.timelines = Timelines([sampled(self._timeline, metrics.timeline_share)], listeners)
         self._reported = self._measured = 0.0
 
@@ -81,8 +73,7 @@ class Observer:
         seconds = {"time/timeline": total - self._reported, "time/metrics": metrics - self._measured}
         self._reported = total
         self._measured = metrics
-        own = {**seconds, **self._episodes.take_figures(), **self.gpus.take_figures()}
-        return {**own, **dict(ChainMap(*(one.figures() for one in self._hooks)))}
+        return {**seconds, **self.gpus.take_figures(), **ChainMap(*(one.figures() for one in self._hooks))}
 
     def ready(self, since: float, phase: str) -> None:
         """Record that rollouts begin after this phase: the start of the run, or the recovery of this process."""

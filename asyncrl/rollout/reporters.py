@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from asyncrl import jsonl
 from asyncrl.config import Config
 from asyncrl.network.addresses import Addresses
+from asyncrl.tasks import Task
 
 PER_MINUTE = 10
 """Maximum number of reports per minute and reason; further failures are only counted."""
@@ -29,12 +30,13 @@ class Warn(Protocol):
 
 @dataclass(frozen=True)
 class RolloutRun:
-    """The run of a rollout process, and who receives its warnings."""
+    """The run of a rollout process, who receives its warnings, and its tasks."""
 
     config: Config
     addresses: Addresses
     run_dir: Path
     warn: Warn
+    tasks: Mapping[str, Task] = field(default_factory=dict)  # and evaluation sets, by name
 
 
 class RunReporter:

@@ -28,7 +28,6 @@ from prometheus_client.registry import Collector
 from asyncrl.jsonl import Tail
 from asyncrl.metrics import fields
 from asyncrl.network.addresses import Addresses, metrics_key
-from asyncrl.observability.episodes import durations
 from asyncrl.observability.intervals import ENVIRONMENT, TOOL
 from asyncrl.observability.timeline import BatchTimeline, GroupTimeline, PublishTimeline, Record
 
@@ -94,7 +93,7 @@ class PrometheusMetrics(Collector):
         if isinstance(record, GroupTimeline):
             self._groups[record.purpose, record.task, record.outcome] += 1
             for episode in record.episodes:
-                for phase, seconds in durations(episode).items():
+                for phase, seconds in episode.durations().items():
                     if seconds:
                         self._phases.observe(seconds, record.purpose, phase)
                 for one in episode.intervals:

@@ -1,4 +1,5 @@
-"""The rollout process's part: it receives the spans of engines and router, exports all spans, and serves /metrics."""
+"""The rollout process's part: it receives the spans of engines and router, exports all spans, computes the metrics of
+episodes, and serves /metrics."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from asyncrl.extension import RolloutHooks
+from asyncrl.extensions.observe.episodes import EpisodeFigures
 from asyncrl.extensions.observe.exposition import PrometheusMetrics
 from asyncrl.extensions.observe.otlp import MOST_BYTES, PATH, SpanExporter, SpanReceiver
 from asyncrl.network.addresses import metrics_key
@@ -34,6 +36,7 @@ class ObserveRollout(RolloutHooks):
         """Begin to receive and to export."""
         addresses = run.addresses
         self._key = addresses.api_key
+        self._episodes = EpisodeFigures({name: task.correct for name, task in run.tasks.items()})
         self.exposed = PrometheusMetrics(run.run_dir, addresses, run.config.run.name)
         if self._settings.engines:
             told, engines = addresses.extensions["observe"], TimelineWriter(run.run_dir, ENGINES, run.warn)
@@ -46,7 +49,12 @@ class ObserveRollout(RolloutHooks):
 
     def record(self, record: Record) -> None:
         """Count it."""
+        self._episodes(record)
         self.exposed(record)
+
+    def figures(self) -> dict[str, float]:
+        """Return the metrics of episodes."""
+        return self._episodes.take_figures()
 
     def routes(self, server: RolloutServer, status: Callable[[], Mapping[str, Any]]) -> Sequence[Route]:
         """Return /metrics, which has a key of its own, and /v1/traces for engines."""

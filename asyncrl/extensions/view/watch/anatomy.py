@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.observability.episodes import durations
 from asyncrl.observability.intervals import DECODE, ENVIRONMENT, PHASES, PREFILL, TOOL, WAITING
 from asyncrl.observability.timeline import (
     BatchTimeline,
@@ -70,7 +69,7 @@ def straggler(batch: BatchTimeline, groups: Sequence[GroupTimeline]) -> Straggle
     if group is None or not any(map(_worked_until, group.episodes)):
         return None
     number, episode = max(enumerate(group.episodes), key=lambda one: _worked_until(one[1]))
-    spent = durations(episode)
+    spent = episode.durations()
     phase = max((phase for phase in PHASES if phase != WAITING), key=lambda phase: spent[phase])
     named = {key: seconds for key, seconds in phase_seconds([episode]).items() if key[0] == phase}
     _, name = max(named, key=lambda key: named[key])

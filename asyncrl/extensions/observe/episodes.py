@@ -16,8 +16,6 @@ MOST_GROUPS = 100_000
 DIFFICULTY = {"all": 1.0, "easy": 2 / 3, "medium": 1 / 3, "hard": 0.0}
 """Kinds of groups by the share of their episodes that is solved: all of them, at least this much, or "none"."""
 
-_NONE = dict.fromkeys(PHASES, 0.0)
-
 
 @dataclass(frozen=True)
 class _Finished:
@@ -27,15 +25,6 @@ class _Finished:
     task: str
     cause: str
     """What its slowest episode spent most time on: tool/NAME, or phase/PHASE."""
-
-
-def durations(episode: EpisodeTimeline) -> dict[str, float]:
-    """Return the seconds that an episode spent in each phase. Time in tools is not counted as their environment's."""
-    found = _NONE.copy()
-    for one in episode.intervals:
-        found[one.phase] += one.end - one.start
-    found[ENVIRONMENT] = max(0.0, found[ENVIRONMENT] - found[TOOL])
-    return found
 
 
 class EpisodeFigures:
@@ -80,7 +69,7 @@ class EpisodeFigures:
         return found | self._straggler
 
     def _add(self, group: GroupTimeline) -> None:
-        spent = [durations(one) for one in group.episodes]
+        spent = [one.durations() for one in group.episodes]
         for phase in PHASES:
             seconds = [one[phase] for one in spent]
             if phase in self._phases or any(seconds):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from asyncrl.extensions.observe.episodes import EpisodeFigures
 from asyncrl.metrics.fields import unknown
-from asyncrl.observability.episodes import EpisodeFigures
 from asyncrl.observability.intervals import Interval
 from asyncrl.observability.timeline import BatchTimeline
 from tests.observability.timelines import DECODE, ENVIRONMENT, TOOL, WAITING, episode, group
