@@ -25,7 +25,7 @@ from pydantic import Field
 
 from asyncrl import config as configuration
 from asyncrl.config import AuxiliaryModelConfig, Config
-from asyncrl.engine.adapters import Adapters
+from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import GenerationSession
@@ -387,7 +387,7 @@ class FakeClient:
         self.tokens: Counter[str] = Counter()
         self.late_tokens = 0
         self.figures = EngineStats()
-        self.adapters = Adapters()
+        self.adapters = ServedAdapters()
 
     def generate(
         self,

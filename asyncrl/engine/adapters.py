@@ -65,7 +65,7 @@ def no_past(version: int) -> dict[str, list[int]]:
     return {}
 
 
-class Adapters:
+class ServedAdapters:
     """Chooses the adapter that answers a request: that of its role, at the newest version or a past one. Counts who
     uses which version's. Not thread-safe: one event loop owns it."""
 

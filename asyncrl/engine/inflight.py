@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.config.roles import POLICY
-from asyncrl.engine.adapters import Adapters
+from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.request import PartialAnswer, Request
 from asyncrl.engine.session import seed_of
 from asyncrl.engine.stream import GenerateEndpoint, Headers, StreamBroken
@@ -107,7 +107,7 @@ class InFlight:
         self._settings = settings
         self._headers = headers
         self._sampling = settings.sampling
-        self.adapters = Adapters(settings.agents, settings.names, settings.adapter_per, settings.past_versions)
+        self.adapters = ServedAdapters(settings.agents, settings.names, settings.adapter_per, settings.past_versions)
         self._serial = itertools.count()
         self._sent: dict[_Sent, None] = {}  # in the order in which they were sent
         self._open = asyncio.Event()

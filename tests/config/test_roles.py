@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.config import Config
 from asyncrl.config.lora import resident_adapters
 from asyncrl.config.roles import PastConfig
-from asyncrl.engine.adapters import Adapters, adapter_names
+from asyncrl.engine.adapters import ServedAdapters, adapter_names
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.model import _roles
 from asyncrl.settings import require
@@ -92,7 +92,7 @@ def test_engines_keep_whatever_a_running_episode_may_have_drawn_and_no_more_than
 
 def test_an_evaluation_keeps_the_past_version_of_the_version_that_it_began_with() -> None:
     made = config({"opponent": {"past": PAST}}, **{"rollout.max_staleness": 1})
-    use = Adapters(names=adapter_names(made, "run"), past_versions=made.past_versions)
+    use = ServedAdapters(names=adapter_names(made, "run"), past_versions=made.past_versions)
     assert use.in_use(3).past == {"policy": [0, 2]}
     with use.held(3):
         assert use.in_use(20).versions == [3]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncrl.config.lora import resident_adapters
 from asyncrl.config.roles import POLICY, PastConfig
-from asyncrl.engine.adapters import Adapters, InUse, adapter_names
+from asyncrl.engine.adapters import InUse, ServedAdapters, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import WeightsError
@@ -452,7 +452,7 @@ class Residency(RuleBasedStateMachine):
     def _begin(self) -> None:
         self.starts += 1
         self.run = f"run{self.starts}"
-        self.use = Adapters(past_versions=self._past_versions)
+        self.use = ServedAdapters(past_versions=self._past_versions)
         self.left.clear()
         self.without.clear()
         self._start_trainers()

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import read
-from asyncrl.engine.adapters import Adapters
+from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.errors import RecordError
 from asyncrl.network.addresses import READY, Addresses
@@ -65,7 +65,7 @@ class _InFlight:
     tokens: Counter[str] = field(default_factory=Counter)
     late_tokens: int = 0
     figures: EngineStats = field(default_factory=EngineStats)
-    adapters: Adapters = field(default_factory=Adapters)
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)
     held: float = 0.0
 
     def take_figures(self) -> EngineStats:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.engine.adapters import Adapters, InUse, adapter_names
+from asyncrl.engine.adapters import InUse, ServedAdapters, adapter_names
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.request import Purpose
 from asyncrl.errors import AsyncRLError, EpisodeFailed
@@ -360,7 +360,7 @@ class EpisodeWorkers:
             self._changed.notify_all()
 
 
-class _AllAdapters(Adapters):
+class _AllAdapters(ServedAdapters):
     """The adapters in use here, by evaluations, and in the processes."""
 
     def __init__(self, config: Config, run_id: str, connections: dict[int, WorkerConnection]) -> None:
