@@ -243,7 +243,7 @@ def _batch_parts(config: Config) -> Iterator[Rule]:
     yield "algo.mini_batches", algo.mini_batches > 1, f"Parts are accumulated into a single step. {WHOLE}"
     yield "algo.epochs", algo.epochs > 1, f"Parts are accumulated into a single step. {WHOLE}"
     yield "algo.shaping.normalize", algo.shaping.normalize, f"It needs the whole batch. {WHOLE}"
-    adapters = list(config.adapters)
+    adapters = list(config.agents.adapters)
     yield "agents.roles", adapters, len(adapters) > 1, f"Every adapter has its own denominator. {WHOLE}"
     why = f"What is dropped is decided when a batch is complete. {WHOLE}"
     yield "rollout.over_age", config.rollout.over_age == "drop", why
@@ -368,7 +368,7 @@ def _roles(config: Config) -> Iterator[Rule]:
     yield "weights.lora", config.weights.lora == "merged", why
     why = "An engine that releases its memory loses the adapters of roles (agents.roles): set separate."
     yield "cluster.placement", config.cluster.takes_turns, why
-    overlaps = config.trainer.overlap_grad_reduce and len(config.adapters) > 1
+    overlaps = config.trainer.overlap_grad_reduce and len(config.agents.adapters) > 1
     why = "The gradients of several adapters (agents.roles) are reduced after the passes of the last: set false."
     yield "trainer.overlap_grad_reduce", overlaps, why
 

@@ -50,7 +50,7 @@ class Policy:
         self.config = config
         self.parallel = parallel
         self.folder = folder
-        self.network = Network(config.trainer, folder, parallel, adapters=config.adapters, progress=progress)
+        self.network = Network(config.trainer, folder, parallel, adapters=config.agents.adapters, progress=progress)
         self.weights = self.network.weights
         self.hf = self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)

@@ -45,7 +45,7 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
         for problem in one.launch().check_model(config, {**hf, **family}, gpus):
             raise problem
     if config.trainer.lora.path:
-        check_start(config.trainer.lora, config.adapters)
+        check_start(config.trainer.lora, config.agents.adapters)
     longest = hf.get("max_position_embeddings", 0)
     why = f"Must leave room for a prompt within the model's {longest} positions."
     require(config, [("rollout.max_new_tokens", config.rollout.max_new_tokens >= longest, why)])
