@@ -63,13 +63,13 @@ Rule = tuple[str, bool, str] | tuple[str, Any, bool, str]
 """Field, whether its value breaks the rule, and the remedy. To show another value than the field's, it comes second."""
 
 
-def require(section: Section, rules: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
-    """Raise ConfigError for the first rule that is broken. `otherwise` is appended to its remedy, and `prefix` goes
-    before its field, which is one of `section`."""
+def require(section: Section, rules: Iterable[Rule], *, prefix: str = "") -> None:
+    """Raise ConfigError for the first rule that is broken. `prefix` goes before its field, which is one of
+    `section`."""
     for field, *shown, broken, remedy in rules:
         if broken:
             value = shown[0] if shown else value_of(section, field)
-            raise ConfigError(f"{prefix}{field}", value, f"{remedy}{otherwise}")
+            raise ConfigError(f"{prefix}{field}", value, remedy)
 
 
 def value_of(section: Any, field: str) -> Any:
