@@ -156,7 +156,7 @@ class Policy:
         the others return nothing."""
         self._seed(batch.version)
         trained = self._with_added(batch)
-        groups: Groups = build_samples(trained, self.config.adapter_of)
+        groups: Groups = build_samples(trained, self.config.agents.adapter_of)
         for prepare in self._inputs:
             groups = prepare(trained, groups)
         table = build_table(trained, batch.version)
