@@ -18,6 +18,7 @@ AboveOne = Annotated[float, Field(gt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, lt=1)]
 Bounds = Annotated[tuple[NonNegative, Positive], Field(strict=False)]  # YAML and JSON only have lists
+Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
 """A name that is safe inside config fields and metric names."""
 Dtype = Literal["auto", "bfloat16", "float32"]
