@@ -63,18 +63,6 @@ def read_object(path: Path, within: Path | None = None) -> dict[str, Any] | None
     return parsed(data, str(path), "repair the file, or delete it") if data else None
 
 
-def section(record: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Return an object inside an object, by the names that lead to it; empty if there is none. Raises RecordError if
-    something else is there."""
-    for place, name in enumerate(names, 1):
-        record = record.get(name, {})
-        if not isinstance(record, dict):
-            raise RecordError(
-                f"{'.'.join(names[:place])}: got {record!r:.40}, where an object belongs: repair the file"
-            )
-    return record
-
-
 def parsed(data: bytes, where: str, remedy: str) -> dict[str, Any]:
     """Return the object that is written there. Raises RecordError, with the place and the remedy, for anything else."""
     try:

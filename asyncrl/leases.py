@@ -23,12 +23,6 @@ from asyncrl import jsonl
 RENEW_SECONDS = 5.0
 LEASE_SECONDS = 60.0
 """Time after which a lease that was not renewed has expired."""
-COUNTED_SECONDS = 2 * RENEW_SECONDS
-"""Maximum time counted between two reads. If more has passed, the reader may have been suspended together with the
-writer."""
-MISSED = 3
-"""Number of consecutive reads that must miss a lease before it counts as ended. A single one may coincide with a
-rename."""
 SUFFIX = ".lease"
 
 
@@ -127,35 +121,3 @@ class Leases:
             self._seen[name].unchanged += passed
         else:
             self._seen[name] = _Seen(told)
-
-
-class Watched(Leases):
-    """Reader of one lease, whose owner must outlive the reader.
-
-    It reads only this file, because thousands of processes may watch it.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-        every: float = COUNTED_SECONDS,
-    ) -> None:
-        """Create a reader of a lease that expires after `seconds` without renewal. It reads every `every` seconds."""
-        super().__init__(path.parent, clock, seconds)
-        self._look_every = every
-        self._name, self._missed, self._was_there = path.name, 0, False
-
-    def _names(self) -> set[str]:
-        return {self._name} if (self._folder / self._name).exists() else set()
-
-    def ended(self) -> bool:
-        """Return whether the lease existed and has ended. Call it repeatedly; it reads the file when a read is due."""
-        if self._clock() - self._looked_at < self._look_every:
-            return False
-        if self.look():
-            self._was_there, self._missed = True, 0
-        else:
-            self._missed += 1
-        return self._was_there and self._missed >= MISSED

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,55 +21,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.algo.pack import Pack
-    from asyncrl.config import EngineConfig
+    from asyncrl.config import Config, EngineConfig
+    from asyncrl.launch.precision import DtypeChoice
 
-DTYPES = ("bfloat16", "float32")
-"""The number formats between which measured rates decide."""
 Everywhere = Callable[[list[str], float, Sequence[str]], list[str]]
 """Runs a program on each of these machines, for at most so many seconds, and returns what each printed."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Floating-point operations per second of one thread, by dtype, in products with the weights of one MLP."""
-
-    host: str
-    cpu: str
-    train: dict[str, float]
-    """Forward and both gradient products, as in a short micro-batch."""
-    generate: dict[str, float]
-    """Forward product only, as in an engine that decodes."""
-    cores: int
-    """Number of CPUs that a process may use."""
-    two: float
-    """Float32 throughput of two concurrent processes relative to one: 2, or 1 if the cores share arithmetic units."""
-
-    def faster(self, part: str) -> str:
-        """Return the faster dtype for a part of the run, "train" or "generate"."""
-        rates: dict[str, float] = getattr(self, part)
-        return max(DTYPES, key=lambda dtype: rates[dtype])
-
-    def slowdown(self, part: str, dtype: str) -> float:
-        """Return how many times as long a part takes in `dtype` as in the faster dtype."""
-        rates: dict[str, float] = getattr(self, part)
-        return max(rates.values()) / rates[dtype]
-
-    @classmethod
-    def parse(cls, text: str) -> Rates:
-        """Parse what `line` returns. Raises ValueError for anything else."""
-        try:
-            found = cls(**json.loads(text))
-            rates = [one[dtype] for one in (found.train, found.generate) for dtype in DTYPES]
-            positive = min(*rates, found.cores, found.two) > 0
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"these are not measured rates: {text[:200]!r}") from error
-        if not positive:
-            raise ValueError(f"these rates are not positive: {text[:200]!r}")
-        return found
-
-    def line(self) -> str:
-        """Return the rates as text."""
-        return json.dumps(asdict(self))
 
 
 class Platform:
@@ -93,10 +47,18 @@ class Platform:
     def check_engine(self, engine: EngineConfig) -> None:
         """Refuse what engines cannot do. Raises ConfigError."""
 
-    def measure(self, wanted: Sequence[tuple[str, str]], everywhere: Everywhere) -> dict[tuple[str, str], Rates]:
-        """Return the rates for each shape of a model's MLP, HIDDENxINNER, on each machine, with which `dtype: auto` is
-        resolved. `everywhere` runs a program there (Cluster.everywhere); "" is this machine. Raises LaunchError if one
-        cannot be measured. CUDA is never asked: it computes in bfloat16."""
+    def choose(
+        self,
+        config: Config,
+        choices: Sequence[DtypeChoice],
+        models: Mapping[str, dict[str, Any]],
+        machines: Mapping[str, Sequence[str]],
+        everywhere: Everywhere,
+    ) -> list[DtypeChoice]:
+        """Return the number formats of these parts of a run, of which those that are `auto` are still open. `models`
+        and `machines` have the config.json of each part's model and the names of its machines, where `everywhere` runs
+        a program (Cluster.everywhere); "" is this machine. Raises LaunchError. CUDA is never asked: it computes in
+        bfloat16."""
         raise NotImplementedError
 
     def prepare_engine(self) -> None:

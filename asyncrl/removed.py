@@ -10,7 +10,6 @@ LAST = "0a760499"
 
 _SPECULATION = "speculative decoding is set by SGLang's own engine.server_args.speculative_*"
 _TRACKIO = "trackio needs an older pillow than asyncrl; use tensorboard, wandb or mlflow"
-_MEGATRON = "no run ever set one of these fields; the trainer sets what it needs, and trainer.megatron.ddp remains"
 _DUTIES = "engines that only prefill or only decode were never seen to gain; every engine does both: set engine.count"
 _RECIPE = "it is the recipe sample_reuse now (recipes/sample_reuse/README.md): take experiment=sample_reuse as a model"
 REMOVED = {
@@ -31,8 +30,7 @@ REMOVED = {
     "algo.replay_groups": _RECIPE,
     "algo.reset_every": _RECIPE,
     "algo.reset_share": _RECIPE,
-    "trainer.megatron.transformer": _MEGATRON,
-    "trainer.megatron.optimizer": _MEGATRON,
+    "trainer.megatron": "only the size of a bucket was ever set: it is trainer.grad_bucket_size now",
     "trainer.mtp": "layers of multi-token prediction are no longer trained; exports contain them unchanged",
 }
 """Why a setting, a whole section, or one value of a setting (as NAME=VALUE) was removed."""

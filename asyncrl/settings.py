@@ -18,6 +18,7 @@ AboveOne = Annotated[float, Field(gt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, lt=1)]
 Bounds = Annotated[tuple[NonNegative, Positive], Field(strict=False)]  # YAML and JSON only have lists
+Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern="^[A-Za-z0-9_-]+$")]
 """A name that is safe inside config fields and metric names."""
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -63,13 +64,13 @@ Rule = tuple[str, bool, str] | tuple[str, Any, bool, str]
 """Field, whether its value breaks the rule, and the remedy. To show another value than the field's, it comes second."""
 
 
-def require(section: Section, rules: Iterable[Rule], otherwise: str = "", *, prefix: str = "") -> None:
-    """Raise ConfigError for the first rule that is broken. `otherwise` is appended to its remedy, and `prefix` goes
-    before its field, which is one of `section`."""
+def require(section: Section, rules: Iterable[Rule], *, prefix: str = "") -> None:
+    """Raise ConfigError for the first rule that is broken. `prefix` goes before its field, which is one of
+    `section`."""
     for field, *shown, broken, remedy in rules:
         if broken:
             value = shown[0] if shown else value_of(section, field)
-            raise ConfigError(f"{prefix}{field}", value, f"{remedy}{otherwise}")
+            raise ConfigError(f"{prefix}{field}", value, remedy)
 
 
 def value_of(section: Any, field: str) -> Any:

@@ -956,7 +956,7 @@ def test_settings_of_an_earlier_run_have_their_new_names() -> None:
 
 
 def test_launcher_that_no_extension_has_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"choose one of \['local', .*'machines'") as refused:
+    with pytest.raises(ConfigError, match=r"Must be one of local, .*machines") as refused:
         tiny_config(**{**JOB, "cluster.launcher": "fleet"})
     assert refused.value.field == "cluster.launcher"
     assert tiny_config(**JOB).cluster.launcher == "machines"
@@ -965,6 +965,6 @@ def test_launcher_that_no_extension_has_is_refused_with_those_there_are() -> Non
 def test_removed_setting_that_an_earlier_run_left_unset_does_not_keep_it_from_going_on() -> None:
     megatron: dict[str, Any] = {"transformer": {"apply_rope_fusion": None}, "ddp": {}}
     before: dict[str, Any] = {"trainer": {"megatron": megatron, "mtp": None}, "mode": "train"}
-    assert under_new_names(before) == {"trainer": {"megatron": {"ddp": {}}}, "mode": "train"}
+    assert under_new_names(before) == {"trainer": {}, "mode": "train"}
     megatron["transformer"]["apply_rope_fusion"] = True
     assert under_new_names(before)["trainer"]["megatron"]["transformer"] == {"apply_rope_fusion": True}

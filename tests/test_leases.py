@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.leases import COUNTED_SECONDS, LEASE_SECONDS, MISSED, RENEW_SECONDS, Lease, Leases, Watched
+from asyncrl.leases import LEASE_SECONDS, RENEW_SECONDS, Lease, Leases
 from tests.fakes import Clock
 
 
@@ -106,44 +106,3 @@ def test_writer_outlives_a_file_system_that_refuses_and_tells_of_it_once(
     (tmp_path / "file").unlink()
     lease.renew()
     assert Leases(tmp_path / "file", clock).look().keys() == {"e0"}
-
-
-@pytest.mark.parametrize("ends", ["is renewed no more", "is removed"])
-def test_watched_lease_has_ended_only_when_it_was_there_and_was_missed_again_and_again(
-    tmp_path: Path, lease: Lease, clock: Clock, ends: str
-) -> None:
-    watched = Watched(tmp_path / "e0.lease", 60.0, clock)
-
-    def asked(times: int) -> list[bool]:
-        found = []
-        for _ in range(times):
-            clock.now += COUNTED_SECONDS
-            found.append(watched.ended())
-        return found
-
-    assert not any(asked(20))  # it has not come yet
-    lease.renew()
-    assert not any(asked(5))
-    if ends == "is removed":
-        lease.end()
-        assert asked(MISSED) == [False] * (MISSED - 1) + [True]
-    else:
-        assert not any(asked(2))
-        assert asked(MISSED + 1)[-1]
-
-
-def test_watched_lease_that_is_missed_once_holds(tmp_path: Path, lease: Lease, clock: Clock) -> None:
-    watched = Watched(tmp_path / "e0.lease", 60.0, clock)
-    for _ in range(6):
-        lease.renew()
-        clock.now += COUNTED_SECONDS
-        assert not watched.ended()
-        lease.end()
-        clock.now += COUNTED_SECONDS
-        assert not watched.ended()
-
-
-def test_watcher_reads_nobody_elses_lease(tmp_path: Path, lease: Lease, clock: Clock) -> None:
-    lease.renew()
-    Lease(tmp_path / "e1.lease", {}, clock).renew()
-    assert Watched(tmp_path / "e0.lease", 60.0, clock).look().keys() == {"e0"}

@@ -210,15 +210,6 @@ class Config(Section):
         adapted = lora.rank is not None and (lora.path is not None or lora.base != "none")
         return self.mode == "train" and (adapted or lookup.needs_weights(self))
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Return the names of the trained adapters in order."""
-        return self.agents.adapters
-
-    def adapter_of(self, role: str) -> str:
-        """Return the adapter that plays and trains a role. Raises ConfigError if it has none."""
-        return self.agents.adapter_of(role)
-
     def past_versions(self, version: int) -> dict[str, list[int]]:
         """Return the past versions of each adapter that episodes may use while `version` is the newest."""
         bound = self.rollout.max_staleness

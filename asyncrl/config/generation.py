@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 from asyncrl.config.secret_values import Parameters
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import EngineParallel
-from asyncrl.settings import Count, Dtype, Million, Natural, Part, Positive, Section
+from asyncrl.settings import Count, Dtype, Million, Natural, Part, Positive, Section, Text
 
 OWN_FIELDS = {
     "sampling_params": "asyncrl sets them: see rollout.temperature, rollout.max_new_tokens and rollout.stop. Other "
@@ -236,7 +236,7 @@ class RolloutConfig(Section):
     number of questions are checked before the run. An endless task is checked as its questions are drawn, and so are
     images: refuse ends the run, skip continues with another question."""
     images: ImagesConfig
-    stop: list[str]
+    stop: list[Text]
     """Texts that end an answer, besides the model's own end-of-answer tokens. The answer ends with the token that
     completes the first of them; its text holds it. The client looks for them, because engines know only token ids, and
     samples then share no request (`coalesce`)."""
@@ -291,12 +291,6 @@ class RolloutConfig(Section):
     batch_timeout: Positive
     """Seconds that the trainer waits for a batch. After that the run ends and reports what the rollout side was
     doing."""
-
-    @model_validator(mode="after")
-    def _stops_at_something(self) -> RolloutConfig:
-        if "" in self.stop:
-            raise ConfigError("rollout.stop", self.stop, "Every text contains an empty one: remove it.")
-        return self
 
     @property
     def effective_lead(self) -> int:

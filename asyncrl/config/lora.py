@@ -70,7 +70,7 @@ def resident_adapters(config: Config) -> int:
     """
     evaluated = bool(config.eval_sets)
     past = sum(past.keep + evaluated for past in config.agents.past.values())
-    return (config.rollout.max_staleness + 2 + evaluated) * len(config.adapters) + past
+    return (config.rollout.max_staleness + 2 + evaluated) * len(config.agents.adapters) + past
 
 
 def engine_slots(config: Config) -> int:

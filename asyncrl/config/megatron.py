@@ -76,22 +76,3 @@ class PipelineSplitConfig(Section):
                 "Megatron takes the layers of first and last stage, or account_for_*, and not both: remove one.",
             )
         return self
-
-
-class DdpFields(Section):
-    """Fields of Megatron's DistributedDataParallelConfig that may be set; unset: as the trainer has them."""
-
-    bucket_size: Count | None
-    """Elements of a bucket of gradients or parameters."""
-    pad_buckets_for_high_nccl_busbw: bool | None
-    """Pad buckets to sizes at which NCCL is fast."""
-    reduce_scatter_with_fp32_accumulation: bool | None
-    """Sum gradients over replicas in float32, whatever their own format."""
-    nccl_ub: bool | None
-    """Register the buffers of gradients and parameters with NCCL."""
-
-
-class MegatronConfig(Section):
-    """Fields of megatron-core's own dataclasses that have no setting here (docs/parallelism.md)."""
-
-    ddp: DdpFields

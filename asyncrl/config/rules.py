@@ -17,16 +17,13 @@ from asyncrl.settings import Choice, Rule, require, value_of
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
-MODES = ("train", "replay")
-"""Values of `mode` beside those of extensions."""
-
 
 def check_settings(config: Config) -> None:
     """Refuse settings that exclude each other, also by the rules of extensions. Raises ConfigError."""
     for rules in (
+        _extended,
         _modes,
         _lengths,
-        _names,
         _evaluation,
         _elastic,
         _server_args,
@@ -40,7 +37,6 @@ def check_settings(config: Config) -> None:
         _adapters,
         _tasks,
         _group_sizes,
-        _extensions,
     ):
         require(config, rules(config))
     for one in lookup.active(config).values():
@@ -68,8 +64,6 @@ def _lengths(config: Config) -> Iterator[Rule]:
 
 def _modes(config: Config) -> Iterator[Rule]:
     """Yield the rules of what a run does as a whole."""
-    modes = [*MODES, *lookup.offered("modes", config.extensions)]
-    yield "mode", config.mode not in modes, f"Must be one of {', '.join(modes)}."
     why = (
         "With deterministic=true, weights must not change while engines generate: set 0, or record an asynchronous run "
         "(record=true) and replay it."
@@ -84,16 +78,23 @@ def _modes(config: Config) -> Iterator[Rule]:
     yield "checkpoint.every", bool(config.checkpoint.every) and not config.trains, why
 
 
-def _names(config: Config) -> Iterator[Rule]:
-    """Yield the rules of names that extensions add to."""
-    transports = [*TRANSPORTS, *lookup.offered("transports", config.extensions)]
-    why = f"Must be one of {', '.join(transports)}."
-    yield "weights.transport", config.weights.transport not in transports, why
-    bases = ["none", *lookup.offered("bases")]
-    yield "trainer.lora.base", config.trainer.lora.base not in bases, f"Must be one of {', '.join(bases)}."
-    launchers = ["local", *lookup.offered("clusters", config.extensions)]
-    why = f"No extension that is installed has this cluster: choose one of {launchers}."
-    yield "cluster.launcher", config.cluster.launcher not in launchers, why
+def _extended(config: Config) -> Iterator[Rule]:
+    """Yield the rules of what extensions add: names to those of the core, and what only an extension can do."""
+    active = lookup.active(config).values()
+    references = (name for one in active for name in one.references)
+    for field, own, others in (
+        ("mode", ("train", "replay"), lookup.offered("modes", config.extensions)),
+        ("weights.transport", TRANSPORTS, lookup.offered("transports", config.extensions)),
+        ("trainer.lora.base", ("none",), lookup.offered("bases")),
+        ("cluster.launcher", ("local",), lookup.offered("clusters", config.extensions)),
+        ("algo.kl.reference", ("weights",), references),
+    ):
+        names = [*own, *others]
+        why = f"Must be one of {', '.join(names)}: no extension that is installed has another."
+        yield field, value_of(config, field) not in names, why
+    served = {field for one in active for field in one.serves}
+    for field in ("replay.schedule", "replay.compare"):
+        yield field, bool(value_of(config, field)) and field not in served, lookup.NOBODY
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:
@@ -243,7 +244,7 @@ def _batch_parts(config: Config) -> Iterator[Rule]:
     yield "algo.mini_batches", algo.mini_batches > 1, f"Parts are accumulated into a single step. {WHOLE}"
     yield "algo.epochs", algo.epochs > 1, f"Parts are accumulated into a single step. {WHOLE}"
     yield "algo.shaping.normalize", algo.shaping.normalize, f"It needs the whole batch. {WHOLE}"
-    adapters = list(config.adapters)
+    adapters = list(config.agents.adapters)
     yield "agents.roles", adapters, len(adapters) > 1, f"Every adapter has its own denominator. {WHOLE}"
     why = f"What is dropped is decided when a batch is complete. {WHOLE}"
     yield "rollout.over_age", config.rollout.over_age == "drop", why
@@ -368,7 +369,7 @@ def _roles(config: Config) -> Iterator[Rule]:
     yield "weights.lora", config.weights.lora == "merged", why
     why = "An engine that releases its memory loses the adapters of roles (agents.roles): set separate."
     yield "cluster.placement", config.cluster.takes_turns, why
-    overlaps = config.trainer.overlap_grad_reduce and len(config.adapters) > 1
+    overlaps = config.trainer.overlap_grad_reduce and len(config.agents.adapters) > 1
     why = "The gradients of several adapters (agents.roles) are reduced after the passes of the last: set false."
     yield "trainer.overlap_grad_reduce", overlaps, why
 
@@ -400,7 +401,7 @@ def _adapters(config: Config) -> Iterator[Rule]:
     yield "rollout.max_staleness", resident > MOST_RESIDENT, why
 
 
-# -- tasks and extensions --------------------------------------------------------------------------------------
+# -- tasks and groups ------------------------------------------------------------------------------------------
 
 
 def _tasks(config: Config) -> Iterator[Rule]:
@@ -427,17 +428,6 @@ def _group_sizes(config: Config) -> Iterator[Rule]:
     yield "rollout.group_size", compares and config.rollout.group_size == 1, why
     for name, task in config.mixture.items():
         yield f"{config.field_of(name)}.group_size", compares and task.group_size == 1, why
-
-
-def _extensions(config: Config) -> Iterator[Rule]:
-    """Yield the rules of what only an extension can do."""
-    active = lookup.active(config).values()
-    references = ["weights", *(name for one in active for name in one.references)]
-    why = f"No extension that is installed has this reference: choose one of {references}."
-    yield "algo.kl.reference", config.algo.kl.reference not in references, why
-    served = {field for one in active for field in one.serves}
-    for field in ("replay.schedule", "replay.compare"):
-        yield field, bool(value_of(config, field)) and field not in served, lookup.NOBODY
 
 
 def _signal(config: Config) -> Iterator[Rule]:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from asyncrl.config.lora import LoraConfig
-from asyncrl.config.megatron import Fp8Config, MegatronConfig, PipelineSplitConfig, RecomputeConfig
+from asyncrl.config.megatron import Fp8Config, PipelineSplitConfig, RecomputeConfig
 from asyncrl.config.secret_values import Parameters
 from asyncrl.errors import ConfigError
 from asyncrl.parallel import PipelineSplit
@@ -139,13 +139,14 @@ class TrainerConfig(Section):
     """Run the prompt of a group once and let all its completions attend to it (exact; disable it only for
     comparison)."""
     recompute: RecomputeConfig
-    megatron: MegatronConfig
     overlap_grad_reduce: bool
     """Reduce the gradients of a bucket over replicas while backward computes the others (Megatron's
-    overlap_grad_reduce); bucket_size in trainer.megatron.ddp is the size of a bucket."""
+    overlap_grad_reduce)."""
     overlap_param_gather: bool
     """Gather the new parameters of a bucket from the distributed optimizer's shards while forward runs (Megatron's
     overlap_param_gather). After a batch's last step they are gathered at once, because they are published next."""
+    grad_bucket_size: Count | None
+    """Elements of a bucket of gradients or parameters; unset: as Megatron chooses it (its bucket_size)."""
     threads: Count
     """Number of torch threads per rank on CPU."""
     optimizer: OptimizerConfig

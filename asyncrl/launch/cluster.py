@@ -143,10 +143,3 @@ def cluster_of(config: Config) -> Cluster:
     path = offered("clusters", config.extensions).get(config.cluster.launcher)
     kind: type[Cluster] = load(path, "cluster.launcher") if path else Cluster
     return kind(config)
-
-
-def surrounding(config: Config) -> Cluster:
-    """Return the machines of the job that this process runs in, whatever the launcher of the run; outside of a job this
-    machine."""
-    kinds: list[type[Cluster]] = [load(path, "extensions") for path in offered("clusters", config.extensions).values()]
-    return next((kind for kind in kinds if kind.surrounds()), Cluster)(config)

@@ -279,6 +279,7 @@ KINDS = {
     "dict[Name, str]": "name: text",
     "list[Parameters]": "list of name: value",
     "list[str]": "list of texts",
+    "list[Text]": "list of texts",
 }
 
 

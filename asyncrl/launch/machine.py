@@ -11,9 +11,8 @@ import socket
 import subprocess
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -108,15 +107,6 @@ class MachineFacts:
     """Bytes available to its processes together: the machine's memory, or the limit of their control group."""
     nvcc: str = ""
     """The CUDA compiler that SGLang would call."""
-
-    def told(self) -> dict[str, Any]:
-        """Return the facts as values for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def heard(cls, told: dict[str, Any]) -> MachineFacts:
-        """Create a Machine from JSON values."""
-        return cls(**{**told, "gpus": tuple(Gpu(**one) for one in told["gpus"])})
 
     def visible(self, names: Iterable[str]) -> list[Gpu]:
         """Return the GPUs with these names in CUDA_VISIBLE_DEVICES: an index, or a prefix of the UUID."""

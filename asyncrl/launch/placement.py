@@ -17,7 +17,6 @@ from typing import Any
 from asyncrl import lookup
 from asyncrl.config import AuxiliaryModelConfig, ClusterConfig, Config, EngineConfig, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
-from asyncrl.network.ports import REPLICA_PORTS
 
 
 @dataclass(frozen=True)
@@ -116,12 +115,6 @@ def ports_wanted(config: Config) -> int:
     """Return the number of free ports that suffices for a node, whatever is placed on it."""
     servers = sum(section.started for section in config.fleets.values())
     return 2 * servers + 4 + sum(one.launch().ports() for one in lookup.active(config).values())
-
-
-def block_wanted(config: Config) -> int:
-    """Return the number of consecutive free ports that a node needs besides. An engine on several machines with
-    replicas meets there, and has its first machine to itself."""
-    return REPLICA_PORTS if config.engine.data_parallel > 1 else 0
 
 
 def place(config: Config, nodes: Sequence[Node]) -> Placement:

@@ -1,33 +1,28 @@
 """Resolution of what a run leaves to its machines: the format of numbers (`dtype: auto` of trainer, engines, and models
 that are not trained), and the trainer's layers.
 
-On a GPU the dtype becomes bfloat16. On a CPU it becomes the format with the faster matrix multiplication on the
-machines that will run the part (Platform.measure); the slowest machine decides, so that all ranks agree. A run that is
-resumed or replayed keeps its formats, and its layers: TransformerEngine's round differently from Megatron's own. The
-launcher writes the result to config.json, which every process reads, and the reasons to machine.json.
+On a GPU the dtype becomes bfloat16; elsewhere the platform chooses (Platform.choose). A run that is resumed or replayed
+keeps its formats, and its layers: TransformerEngine's round differently from Megatron's own. The launcher writes the
+result to config.json, which every process reads, and the reasons to machine.json.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, on_gpu
-from asyncrl.errors import LaunchError
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Placement
 from asyncrl.launch.resume import origins
-from asyncrl.platforms import DTYPES, Rates, without_gpu
+from asyncrl.platforms import without_gpu
 from asyncrl.settings import Rule, require
 
 AUTO = "auto"
-SLOW = 1.5
-"""Slowdown of an explicit dtype, relative to the other one, from which a warning is given."""
 TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
 PACKAGES = ("transformer_engine", "transformer_engine_torch")
 """TransformerEngine's Python modules, and its compiled extension."""
@@ -40,8 +35,8 @@ class DtypeChoice:
     part: str
     dtype: str
     why: str
-    rates: Rates | None = None
-    """Rates of the slowest of its machines; None on GPUs, and if nothing was measured."""
+    rates: Any = None
+    """What the platform has measured; None on GPUs, and if nothing was measured."""
     remedy: str = ""
     """What to do about an explicit dtype that is slow."""
 
@@ -68,11 +63,6 @@ def sections(config: Config) -> list[str]:
     return ["trainer", "engine", *config.frozen]
 
 
-def _kind(part: str) -> str:
-    """Return the kind of measured rate that applies to a part."""
-    return "train" if part == "trainer" else "generate"
-
-
 def resolve(
     config: Config,
     models: Mapping[str, Any],
@@ -89,33 +79,13 @@ def resolve(
     trained, started = ["trainer"] * config.trains, ["engine"] * config.generates
     frozen = [role for role, section in config.frozen.items() if section.started]
     parts = [part for part in (*trained, *started, *frozen) if part in models]
-    measured = [part for part in parts if not on_gpu(getattr(config, part), gpus)]
-    wanted = {part: (_shape(models[part]), _machines(placement, part)) for part in measured}
-    try:
-        rates = _ask(wanted.values(), cluster)
-    except LaunchError as error:
-        if any(getattr(config, part).dtype == AUTO for part in measured):
-            raise
-        print(
-            f"asyncrl: there is no time estimate and no warning about a slow dtype: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
-        wanted = {}
-    choices = []
-    for part in parts:
-        slowest = None
-        if part in wanted:
-            shape, machines = wanted[part]
-            slowest = min((rates[shape, machine] for machine in machines), key=lambda r: max(_of(r, part).values()))
-        setting = getattr(config, part).dtype
-        if part == "engine" and setting == AUTO and attached:
-            choices.append(
-                DtypeChoice(part, attached, "auto: the engines of engine.urls were started with it", slowest)
-            )
-        else:
-            choices.append(_choose(part, setting, slowest, (before or {}).get(part, {}).get("dtype")))
-    return Precision(_replaced(config, {choice.part: choice.dtype for choice in choices}, gpus), choices)
+    choices = [_settled(config, part, gpus, before or {}, attached) for part in parts]
+    if slow := [one for one in choices if not on_gpu(getattr(config, one.part), gpus)]:
+        machines = {one.part: _machines(placement, one.part) for one in slow}
+        chosen = without_gpu().choose(config, slow, models, machines, cluster.everywhere)
+        by_part = {one.part: one for one in (*choices, *chosen)}
+        choices = [by_part[part] for part in parts]
+    return Precision(assumed(config, gpus, {choice.part: choice.dtype for choice in choices}), choices)
 
 
 def resolve_layers(config: Config, gpus: int, before: dict[str, Any] | None = None) -> Config:
@@ -158,15 +128,16 @@ def _problem(gpu: bool) -> str | None:
     return None
 
 
-def measured(hf: dict[str, Any], machines: Sequence[str], cluster: Cluster) -> Rates:
-    """Return the rates of the slowest of these machines for a model. Raises LaunchError if one cannot be measured."""
-    return min(_ask([(_shape(hf), machines)], cluster).values(), key=lambda rates: max(rates.train.values()))
-
-
-def assumed(config: Config, gpus: int) -> Config:
-    """Return the configuration of a run whose machines cannot be measured yet: bfloat16 on GPUs and float32, the larger
-    format, on CPUs."""
-    return _replaced(config, {}, gpus)
+def assumed(config: Config, gpus: int, dtypes: Mapping[str, str] | None = None) -> Config:
+    """Return the configuration with these dtypes. Parts without one, which do not run, or whose machines are not known
+    yet, get the most likely: bfloat16 on GPUs and float32, the larger format, on CPUs."""
+    changes = {}
+    for part in sections(config):
+        section = getattr(config, part)
+        likely = "bfloat16" if on_gpu(section, gpus) else "float32"
+        dtype = (dtypes or {}).get(part, likely if section.dtype == AUTO else section.dtype)
+        changes[part] = section.model_copy(update={"dtype": dtype})
+    return config.model_copy(update=changes)
 
 
 def recorded(config: Config, run_dir: Path) -> dict[str, Any] | None:
@@ -180,48 +151,18 @@ def recorded(config: Config, run_dir: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _choose(part: str, setting: str, rates: Rates | None, before: str | None) -> DtypeChoice:
-    kind = _kind(part)
-    if setting != AUTO:
-        factor = rates.slowdown(kind, setting) if rates else 1.0
-        if rates is None or factor < SLOW:
-            return DtypeChoice(part, setting, "as set", rates)
-        other = rates.faster(kind)
-        why = f"as set; {other} is {factor:.1f} times as fast on {_where(rates)} (measured)"
-        return DtypeChoice(part, setting, why, rates, f"Set {part}.dtype=auto, or {other}.")
-    if before is not None and before != AUTO:
-        return DtypeChoice(part, before, "auto: as in the run that it resumes or replays", rates)
-    if rates is None:
+def _settled(config: Config, part: str, gpus: int, before: dict[str, Any], attached: str | None) -> DtypeChoice:
+    """Return the number format of a part, which is `auto` if its platform has to choose it."""
+    section = getattr(config, part)
+    if section.dtype != AUTO:
+        return DtypeChoice(part, section.dtype, "as set")
+    if part == "engine" and attached:
+        return DtypeChoice(part, attached, "auto: the engines of engine.urls were started with it")
+    if (kept := before.get(part, {}).get("dtype") or AUTO) != AUTO:
+        return DtypeChoice(part, kept, "auto: as in the run that it resumes or replays")
+    if on_gpu(section, gpus):
         return DtypeChoice(part, "bfloat16", "auto: it runs on GPUs")
-    dtype = rates.faster(kind)
-    (other,) = set(DTYPES) - {dtype}
-    factor = rates.slowdown(kind, other)
-    return DtypeChoice(part, dtype, f"auto: {factor:.1f} times as fast as {other} on {_where(rates)} (measured)", rates)
-
-
-def _where(rates: Rates) -> str:
-    return f"{rates.host} ({rates.cpu})"
-
-
-def _of(rates: Rates, part: str) -> dict[str, float]:
-    found: dict[str, float] = getattr(rates, _kind(part))
-    return found
-
-
-def _replaced(config: Config, dtypes: Mapping[str, str], gpus: int) -> Config:
-    """Return the configuration with these dtypes. Parts that do not run get their most likely dtype, which has no
-    effect."""
-    changes = {}
-    for part in sections(config):
-        section = getattr(config, part)
-        likely = "bfloat16" if on_gpu(section, gpus) else "float32"
-        dtype = dtypes.get(part, likely if section.dtype == AUTO else section.dtype)
-        changes[part] = section.model_copy(update={"dtype": dtype})
-    return config.model_copy(update=changes)
-
-
-def _shape(hf: dict[str, Any]) -> str:
-    return f"{hf['hidden_size']}x{hf.get('intermediate_size') or 4 * hf['hidden_size']}"
+    return DtypeChoice(part, AUTO, "")
 
 
 def _machines(placement: Placement, part: str) -> list[str]:
@@ -230,9 +171,3 @@ def _machines(placement: Placement, part: str) -> list[str]:
     placed = {"trainer": placement.trainers, **placement.fleets}.get(part)
     seats = placed or (placement.trainers if part == "engine" else []) or [placement.rollout]
     return list(dict.fromkeys(seat.node.name for seat in seats))
-
-
-def _ask(wanted: Iterable[tuple[str, Sequence[str]]], cluster: Cluster) -> dict[tuple[str, str], Rates]:
-    """Return the measured rates by shape and machine. Raises LaunchError if a measurement is missing."""
-    pairs = list(dict.fromkeys((shape, machine) for shape, machines in wanted for machine in machines))
-    return without_gpu().measure(pairs, cluster.everywhere) if pairs else {}

@@ -65,12 +65,15 @@ class Preparation:
 
     def all(self) -> None:
         """Take every step, and raise what the first of them refuses."""
-        for step in (self.files, self.recording, self.attached, self.plan, self.place):
-            step()
+        self.files()
+        check_recording(self.config)
+        check_attached(self.config, self.key)
+        self.plan()
+        self.place()
         for role in self.roles:
             self.find(role)
         self.models()
-        self.vocabulary()
+        check_vocabulary(self.config, self.folders["model"], self.hf["model"])
         self.choose_checkpoint()
         self.precision()
         for hooks in self.hooks:
@@ -100,14 +103,6 @@ class Preparation:
     def files(self) -> None:
         """Build the tasks, rewards and agents."""
         self.announced = check_files(self.config)
-
-    def recording(self) -> None:
-        """Check the recording that is replayed."""
-        check_recording(self.config)
-
-    def attached(self) -> None:
-        """Check the engines that run already."""
-        check_attached(self.config, self.key)
 
     def plan(self) -> None:
         """Choose the settings that cluster.plan leaves to the launcher or a file, as in the run that is resumed. A job
@@ -166,10 +161,6 @@ class Preparation:
         check_model(self.config, self.read("model"), self.gpus)
         for role in self.folders:
             self.read(role)
-
-    def vocabulary(self) -> None:
-        """Check that the recording that is replayed has the model's vocabulary."""
-        check_vocabulary(self.config, self.folders["model"], self.read("model"))
 
     def choose_checkpoint(self) -> None:
         """Choose the checkpoint to resume from."""

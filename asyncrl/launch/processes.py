@@ -130,7 +130,7 @@ class Supervisor:
             print(f"asyncrl: {one.name} makes no progress ({one.doing}); killing it", file=sys.stderr, flush=True)
             if not self._specs[one.name].step:
                 write_stack(self._children[one.name].pid, stack_file(self._run_dir / "logs", one.name))
-            self._kill(one.name)
+            self._send(one.name, signal.SIGKILL)
             self._forget_stall(one.name)
         return bool(found)
 
@@ -142,7 +142,7 @@ class Supervisor:
         """Handle all deaths since the last call. Return whether the run is over: all trainers ended well, or without
         trainers, all processes have left. Raises ProcessDied when a process ends that may not be restarted."""
         for name in [*self._policy.given_up(self._specs.values()), *self._policy.hanging()]:
-            self._kill(name)
+            self._send(name, signal.SIGKILL)
         for name in self._policy.may_stop(spec for name, spec in self._specs.items() if name not in self._gone):
             self._give_up(name, f"{name} has left the run")
             self._policy.stopped(self._specs[name])
@@ -175,9 +175,9 @@ class Supervisor:
                 raise Paused("ended as requested")
             return True
         for name, code in wrong.items():
-            self._kill(name)  # what is left of its process group
+            self._send(name, signal.SIGKILL)  # what is left of its process group
             for mate in self._mates(name) - dead.keys():
-                self._kill(mate)
+                self._send(mate, signal.SIGKILL)
             if self._policy.may_start_now(self._specs[name], f"{how(code)}; see {self._log(name)}"):
                 self._start(name)
         return False
@@ -189,7 +189,7 @@ class Supervisor:
     def _give_up(self, name: str, text: str) -> None:
         """Kill a process and those that live and die with it, and never restart them."""
         for mate in self._whole(name):
-            self._kill(mate)
+            self._send(mate, signal.SIGKILL)
         self._gone |= self._whole(name)
         print(f"asyncrl: {text}", file=sys.stderr, flush=True)
 
@@ -212,12 +212,14 @@ class Supervisor:
         """Return whether others that live and die with it were started again since it ended, and wait for it."""
         return any(self._policy.count(mate) > self._policy.count(name) for mate in self._whole(name))
 
-    def _kill(self, name: str) -> None:
-        """Kill a process immediately. An srun gets SIGTERM, because a killed srun could not kill its step."""
-        if self._specs[name].step:
-            _signal(self._children[name], signal.SIGTERM)
-        else:
-            signal_group(self._children[name].pid, signal.SIGKILL)
+    def _send(self, name: str, number: int) -> None:
+        """Send a signal to a process and its group, or to what runs it as a step alone: srun has a child that would die
+        of it. An srun that is killed could not kill its step, and gets SIGTERM instead."""
+        child = self._children[name]
+        if not self._specs[name].step:
+            signal_group(child.pid, number)
+        elif child.poll() is None:
+            child.send_signal(signal.SIGTERM if number == signal.SIGKILL else number)
 
     def _log(self, name: str) -> Path:
         return self._run_dir / "logs" / f"{name}.log"
@@ -256,11 +258,9 @@ class Supervisor:
         for file in logs.glob("*.stack"):
             file.unlink(missing_ok=True)
         deadline = time.monotonic() + STACK_SECONDS
-        steps = [
-            child for name, child in self._children.items() if self._specs[name].step and self._specs[name].reports
-        ]
-        for child in steps:
-            _signal(child, DUMP_SIGNAL)
+        steps = [name for name in self._children if self._specs[name].step and self._specs[name].reports]
+        for name in steps:
+            self._send(name, DUMP_SIGNAL)
         for name in sorted(stalls.names, key=[one.name for one in stalled].__contains__, reverse=True):
             if name in self._children and not self._specs[name].step and time.monotonic() < deadline:
                 write_stack(self._children[name].pid, stack_file(logs, name))
@@ -310,29 +310,22 @@ class Supervisor:
         killed = {name for name, spec in self._specs.items() if spec.killed_at_once} & self._children.keys()
         for names in (self._children.keys() - killed, killed):
             for name in names:
-                self._ask_to_end(name)
-            self._wait([self._children[name] for name in names], self._grace)
-        steps = [child for name, child in self._children.items() if self._specs[name].step]
-        for child in steps:
-            _signal(child, signal.SIGTERM)
+                self._send(name, self._specs[name].stop_signal)
+            self._wait(names, self._grace)
+        steps = [name for name in self._children if self._specs[name].step]
+        for name in steps:
+            self._send(name, signal.SIGTERM)
         self._wait(steps, STEP_SECONDS)
         for child in self._children.values():
             signal_group(child.pid, signal.SIGKILL)  # also what is left of a group whose leader has ended
             child.wait()
         self._scratch.remove()
 
-    def _ask_to_end(self, name: str) -> None:
-        spec, child = self._specs[name], self._children[name]
-        if spec.step:
-            _signal(child, spec.stop_signal)
-        else:
-            signal_group(child.pid, spec.stop_signal)
-
-    def _wait(self, children: Iterable[subprocess.Popen[bytes]], seconds: float) -> None:
+    def _wait(self, names: Iterable[str], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        for child in children:
+        for name in names:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(max(0.0, deadline - time.monotonic()))
+                self._children[name].wait(max(0.0, deadline - time.monotonic()))
 
 
 def _first(recorded: Sequence[dict[str, Any]]) -> str:
@@ -357,13 +350,6 @@ def _prepare(spec: ProcessSpec, cpus: set[int]) -> None:
     """Prepare the child. A step's environment names no GPUs: its task binds the process on its own machine."""
     die_with_parent(signal.SIGTERM if spec.step else signal.SIGKILL)
     bind(cpus)
-
-
-def _signal(child: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the process alone, not to its group: srun has a child that would die of it. A dead process is
-    ignored."""
-    if child.poll() is None:
-        child.send_signal(number)
 
 
 def how(code: int) -> str:

@@ -25,7 +25,6 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -64,9 +63,9 @@ LEAVE_SECONDS = 600.0
 
 class RestartPolicy:
     """The restarts of one run. `forget` makes the router forget an engine, or raises EngineError; `watches` are by
-    process name; `has_machine` tells whether a machine still belongs to the job; `restarted` is told of each restart.
-    `newcomers` is a word unique to this launcher if its engines join a run in progress, and need its weights from the
-    start."""
+    process name; `has_machine` tells whether a machine still belongs to the job. `newcomers` is a word unique to this
+    launcher if its engines join a run in progress, and need its weights from the start. With `timeline`, restarts are
+    recorded in the run's timeline."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class RestartPolicy:
         has_machine: Callable[[str], bool] = lambda node: True,
         newcomers: str = "",
         leave_seconds: float = LEAVE_SECONDS,
-        restarted: Callable[[str, str, float], None] = lambda name, how, died: None,
+        timeline: bool = False,
     ) -> None:
         self._run_dir, self._forget = run_dir, forget
         self._has_machine = has_machine
@@ -85,7 +84,7 @@ class RestartPolicy:
         self._restarts: Counter[str] = Counter()
         self._announced: dict[str, float] = {}  # deaths that were reported, and when
         self._died = defaultdict[str, float](float)
-        self._restarted = restarted
+        self._timeline = timeline
         self._notes = Tail(run_dir / LOST, new=bool(newcomers))
         self._registry, self._newcomers, self._leave_seconds = Registry(run_dir), newcomers, leave_seconds
         self._asked_at: dict[str, float] = {}
@@ -172,7 +171,8 @@ class RestartPolicy:
                 return False
             self._tried[spec.name] = time.monotonic()
         self._died[spec.name] = self._announced.pop(spec.name)
-        self._restarted(spec.name, how, self._died[spec.name])
+        if self._timeline:
+            _note(self._run_dir, spec.name, how, self._died[spec.name])
         if not spec.step or self._began(spec.name):  # otherwise nothing has died: its machine does not answer
             if spec.recovers:
                 if self._restarts[spec.name] == len(self._recoveries[spec.kind]):
@@ -255,15 +255,13 @@ def restart_policy(
     *,
     timeline: bool = False,
 ) -> RestartPolicy:
-    """Return the restart policy of these processes, with the router and the watches of a run that is about to start.
-    With `timeline`, restarts are recorded in its timeline."""
+    """Return the restart policy of these processes, with the router and the watches of a run that is about to start."""
 
     def forget(url: str) -> None:  # creates its HTTP client late, so that a run need not wait for it to start
         RouterWorkers(addresses.router, addresses.access, FORGET_SECONDS).remove(url)
 
     watches = {spec.name: HealthWatch(spec.watch, addresses.access, spec.patience) for spec in specs if spec.watch}
-    note = partial(_note, run_dir) if timeline else lambda name, how, died: None
-    return RestartPolicy(run_dir, forget, watches, has_machine, newcomers, restarted=note)
+    return RestartPolicy(run_dir, forget, watches, has_machine, newcomers, timeline=timeline)
 
 
 def _note(run_dir: Path, name: str, how: str, died: float) -> None:

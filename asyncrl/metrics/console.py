@@ -4,11 +4,13 @@ and the summary at the end."""
 from __future__ import annotations
 
 import json
+import math
 import re
+import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import rich.console
@@ -22,12 +24,25 @@ from asyncrl.jsonl import Tail
 from asyncrl.lookup import active
 from asyncrl.network.addresses import ELASTIC
 
+LONG_WAIT_SECONDS = 60.0
+LONG_WAIT_STEPS = 10
+"""A step is late after this time and this many times the usual one. Then the run says what it waits for."""
+STALE_SECONDS = 10.0
+"""Age of status.json from which on it is not shown: the rollout process hangs or has ended."""
+SILENT = "the rollout process does not write status.json; see logs/"
+
 
 class Console:
     """Follows the metric files of a run and prints new records. The launcher calls `follow` at every poll."""
 
-    def __init__(self, config: Config, run_dir: Path, out: rich.console.Console | None = None) -> None:
-        self._config, self._run_dir = config, run_dir
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        out: rich.console.Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._run_dir, self._clock = config, run_dir, clock
         self._out = out or rich.console.Console(highlight=False)
         self._display: Display | None = None
         names = ("eval.jsonl", "warnings.jsonl", "metrics.jsonl", ELASTIC)
@@ -38,7 +53,8 @@ class Console:
         self._total = 0  # number of warnings
         self._rejected: Counter[str] = Counter()  # groups until the last step, by reason
         self._truncated: list[float] = []  # share of completions, by step
-        self._waiting, self._looked_at = "", 0.0  # what was shown last, and of which file
+        self._waiting = ""  # the kind of wait before the first step that was shown last
+        self._stepped_at, self._patience = 0.0, math.inf  # the last step, and after how long the next one is late
         self._first: tuple[int, float] | None = None  # step and time from which the remaining time is extrapolated
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
 
@@ -94,14 +110,22 @@ class Console:
         for record in self._steps():
             self._truncated.append(float(record.get("completion/truncated") or 0.0))
             left, samples = self._seconds_left(record), self._samples_per_second(record)
+            usual = median(seconds for _, seconds in self._recent)
+            last = record["step"] == self._config.run.max_steps
+            self._patience = math.inf if last else max(LONG_WAIT_SECONDS, LONG_WAIT_STEPS * usual)
+            self._stepped_at = self._clock()
             if self._display:
                 self._display.step(record, left, samples)
             else:
                 self._print(self._line(record, left, samples))
         if self._display:
             self._display.draw()
-        elif self._first is None:
-            self._tell_the_wait()
+        elif self._first is None and kind_of(wait := self._wait()) != self._waiting:
+            self._waiting = kind_of(wait)
+            self._print(f"[dim]waiting[/]  {escape(wait)}")
+        if (passed := self._clock() - self._stepped_at) >= self._patience:
+            self._patience = 2 * passed
+            self._print(f"[dim]waiting[/]  {passed:.0f} s since the last step; {escape(self._wait() or SILENT)}")
 
     def _warn(self, record: dict[str, Any]) -> None:
         """Show a warning, unless one that differs only in numbers and names of groups has been shown."""
@@ -114,16 +138,9 @@ class Console:
             self._texts[kind] = first
             self._print(f"[yellow]warning[/]  version {record['version']}: {escape(first)}")
 
-    def _tell_the_wait(self) -> None:
-        """Say what the run waits for before its first step, whenever that changes."""
-        status = self._run_dir / "status.json"
-        if not status.exists() or (changed := status.stat().st_mtime) in (self._looked_at, 0.0):
-            return
-        self._looked_at = changed
-        wait = str(json.loads(status.read_text())["waiting_for"])
-        if kind_of(wait) != self._waiting:
-            self._waiting = kind_of(wait)
-            self._print(f"[dim]waiting[/]  {escape(wait)}")
+    def _wait(self) -> str:
+        """Return what the run waits for; "" while the rollout process does not tell."""
+        return str(status(self._run_dir).get("waiting_for", ""))
 
     def end(self) -> None:
         """Show the last records and how often warnings were repeated, and end the live view, however the run has
@@ -217,6 +234,14 @@ class Console:
     def _print(self, text: str) -> None:
         if self._config.metrics.console:
             self._out.print(text, soft_wrap=True)
+
+
+def status(run_dir: Path) -> dict[str, Any]:
+    """Return status.json of a run; nothing while it is missing or old."""
+    file = run_dir / "status.json"
+    if not file.exists() or time.time() - file.stat().st_mtime > STALE_SECONDS:
+        return {}
+    return dict(json.loads(file.read_text()))
 
 
 def kind_of(text: str) -> str:

@@ -261,7 +261,7 @@ class Saving:
                 self._policy.weights,
                 rank.parallel,
                 config.trainer,
-                config.adapters,
+                config.agents.adapters,
             )
 
 

@@ -45,7 +45,7 @@ class Critic:
         self._parallel = parallel
         start = Path(config.algo.critic.path).expanduser() if config.algo.critic.path else folder
         lora = config.trainer.lora
-        if len(config.adapters) > 1:  # lora.path holds several adapters, and none is the critic's
+        if len(config.agents.adapters) > 1:  # lora.path holds several adapters, and none is the critic's
             lora = lora.model_copy(update={"path": None})
         self.network = Network(
             config.trainer.model_copy(update={"lora": lora}),

@@ -137,13 +137,13 @@ class Network:
         if value_head:
             for chunk in chunks:
                 megatron.add_value_head(chunk)
-        buffers = {
-            "grad_reduce_in_fp32": True,
-            "use_distributed_optimizer": self.sharded,
-            "overlap_grad_reduce": trainer.overlap_grad_reduce,
-            "overlap_param_gather": trainer.overlap_param_gather,
-        }
-        ddp = megatron.configured(DistributedDataParallelConfig, buffers, "ddp", trainer.megatron.ddp)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.sharded,
+            overlap_grad_reduce=trainer.overlap_grad_reduce,
+            overlap_param_gather=trainer.overlap_param_gather,
+            bucket_size=trainer.grad_bucket_size,
+        )
         for chunk in chunks:
             _mark_experts(chunk)
         self._costs = costs_of(self.hf)

@@ -50,7 +50,7 @@ class Policy:
         self.config = config
         self.parallel = parallel
         self.folder = folder
-        self.network = Network(config.trainer, folder, parallel, adapters=config.adapters, progress=progress)
+        self.network = Network(config.trainer, folder, parallel, adapters=config.agents.adapters, progress=progress)
         self.weights = self.network.weights
         self.hf = self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
@@ -156,7 +156,7 @@ class Policy:
         the others return nothing."""
         self._seed(batch.version)
         trained = self._with_added(batch)
-        groups: Groups = build_samples(trained, self.config.adapter_of)
+        groups: Groups = build_samples(trained, self.config.agents.adapter_of)
         for prepare in self._inputs:
             groups = prepare(trained, groups)
         table = build_table(trained, batch.version)

@@ -114,7 +114,7 @@ class _Builder:
         publisher = AdapterPublisher(
             self.rank.parallel,
             self.fleet,
-            {name: partial(self._adapter, name) for name in config.adapters},
+            {name: partial(self._adapter, name) for name in config.agents.adapters},
             make,
             config.weights,
             names=names,
@@ -153,7 +153,7 @@ class _Builder:
             rank.parallel,
             update or Update(self.fleet, mode=config.weights.pause_mode),
             transport,
-            Outgoing(weights, expected, merged=None if base else config.adapters[0]),
+            Outgoing(weights, expected, merged=None if base else config.agents.adapters[0]),
             config.weights,
             rollout,
             host_group(rank.timeout) if config.weights.overlap else None,

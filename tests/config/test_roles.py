@@ -28,16 +28,16 @@ def config(roles: dict[str, dict[str, Any]], **changes: Any) -> Config:
 
 
 def test_the_trained_adapters_are_those_of_the_roles_and_policy_where_none_is_named() -> None:
-    assert tiny_config().adapters == ("policy",)
-    assert tiny_config().adapter_of("anything") == "policy"
+    assert tiny_config().agents.adapters == ("policy",)
+    assert tiny_config().agents.adapter_of("anything") == "policy"
     two = config({"solver": {"adapter": "b"}, "proposer": {"adapter": "a"}, "critic": {"adapter": "b"}})
-    assert two.adapters == ("a", "b")
-    assert two.adapter_of("critic") == "b"
+    assert two.agents.adapters == ("a", "b")
+    assert two.agents.adapter_of("critic") == "b"
     with pytest.raises(ConfigError, match=r"agents.roles.*'judge'.*agents.roles.NAME.adapter"):
-        two.adapter_of("judge")
+        two.agents.adapter_of("judge")
     against_past = config({"opponent": {"past": PAST}})
-    assert against_past.adapters == ("policy",)
-    assert against_past.adapter_of("anything") == "policy"
+    assert against_past.agents.adapters == ("policy",)
+    assert against_past.agents.adapter_of("anything") == "policy"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_roles_are_refused_for_models_whose_adapters_engines_do_not_serve(family
 
 
 def test_roles_of_one_adapter_that_engines_never_see_need_no_lora() -> None:
-    assert tiny_config(**{"agents.roles": {"player": {"adapter": "policy"}}}).adapters == ("policy",)
+    assert tiny_config(**{"agents.roles": {"player": {"adapter": "policy"}}}).agents.adapters == ("policy",)
 
 
 @given(every=st.integers(1, 5), keep=st.integers(1, 5), staleness=st.integers(0, 4), newest=st.integers(0, 60))

@@ -64,7 +64,7 @@ def main(name: str, source: str, folders: list[Path]) -> None:
         writer.finish()
         assert (writer.last, told) == (VERSION, []), told
         save_trained(
-            folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer, config.adapters
+            folder / f"out-{name}", folder / "model", policy.weights, parallel, config.trainer, config.agents.adapters
         )
         if parallel.is_first:
             (folder / f"figures-{name}.json").write_text(json.dumps([figures]))

@@ -66,7 +66,7 @@ def check_forms(run_dir: Path, tmp_path: Path, steps: int) -> None:
     checkpoint = CheckpointStore(run_dir).path(steps)
     assert convert(["to-peft", str(checkpoint), str(tmp_path / "peft")]) == 0
     folders = (tmp_path / "peft", run_dir / "hf")
-    for adapter in read(run_dir).adapters:
+    for adapter in read(run_dir).agents.adapters:
         same_adapter(tmp_path / "peft" / adapter, run_dir / "hf" / adapter)
         configs = [json.loads((folder / adapter / "adapter_config.json").read_text()) for folder in folders]
         assert configs[0] == configs[1]
@@ -79,7 +79,7 @@ def check_forms(run_dir: Path, tmp_path: Path, steps: int) -> None:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     found = [logits(load(model))]
-    for adapter in read(run_dir).adapters:
+    for adapter in read(run_dir).agents.adapters:
         adapted = PeftModel.from_pretrained(load(model), run_dir / "hf" / adapter)
         found.append(logits(load(run_dir / "hf-merged" / adapter)))
         torch.testing.assert_close(logits(adapted), found[-1], atol=1e-4, rtol=0)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl.extensions.cpu.probe import MARK
-from asyncrl.platforms import DTYPES, Rates
+from asyncrl.extensions.cpu.probe import DTYPES, MARK, Rates
 from tests.integration.running import output, run
 
 pytestmark = pytest.mark.integration
@@ -72,5 +71,5 @@ def test_cpu_without_bfloat16_arithmetic_takes_float32_for_both_sides(tmp_path: 
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=300)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     rates = Rates.parse(line.split(" ", 3)[-1])
-    assert rates.faster("train") == rates.faster("generate") == "float32"
-    assert rates.slowdown("train", "bfloat16") > 2
+    assert rates.faster("trainer") == rates.faster("engine") == "float32"
+    assert rates.slowdown("trainer", "bfloat16") > 2

@@ -49,7 +49,7 @@ OVERLAP: Variants = {
     "reduce": {"overlap_grad_reduce": True},
     "gather": {"overlap_grad_reduce": True, "overlap_param_gather": True},
 }
-OVERLAP = {name: {**changes, "megatron.ddp.bucket_size": 5000} for name, changes in OVERLAP.items()}
+OVERLAP = {name: {**changes, "grad_bucket_size": 5000} for name, changes in OVERLAP.items()}
 OVERLAP["recompute"] = OVERLAP["gather"] | FULL["uniform"]
 OVERLAPPED = {
     "dp2": ["llama-tied", "qwen3-untied"],

@@ -1,4 +1,4 @@
-"""The machines of a run: this one, or those of the cluster that the settings or the surroundings name."""
+"""The machines of a run: this one, or those of the cluster that the settings name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.cluster import Cluster, cluster_of, surrounding
+from asyncrl.launch.cluster import Cluster, cluster_of
 from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.run_folder import prepare
 from asyncrl.network.addresses import NODE, node_name
@@ -34,13 +34,9 @@ def test_a_program_is_run_here_and_ended_in_time() -> None:
     assert cluster.everywhere([sys.executable, "-S", "-c", "import time; time.sleep(60)"], 0.2) == [""]
 
 
-def test_a_cluster_is_named_by_the_settings_or_by_the_job_around_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_is_named_by_the_settings() -> None:
     assert type(cluster_of(tiny_config(**JOB))) is Machines
-    alone = tiny_config(extensions=JOB["extensions"])
-    assert type(cluster_of(alone)) is Cluster
-    assert type(surrounding(alone)) is Cluster
-    monkeypatch.setattr(Machines, "surrounds", lambda: True)
-    assert type(surrounding(alone)) is Machines
+    assert type(cluster_of(tiny_config(extensions=JOB["extensions"]))) is Cluster
 
 
 def test_a_program_knows_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:

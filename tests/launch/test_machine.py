@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -86,9 +85,5 @@ def test_nvcc_is_the_one_that_sglang_calls(tmp_path: Path, monkeypatch: pytest.M
     assert this_machine("", {}).nvcc == ""
 
 
-def test_a_machine_tells_the_launcher_what_it_knows_of_itself(capsys: object) -> None:
-    machine = this_machine("node3", {"torch": "2.13.0"})
-    assert machine.memory > 1 << 30
-    assert MachineFacts.heard(json.loads(json.dumps(machine.told()))) == machine
-    gpus = MachineFacts("node3", {}, tuple(parse_gpus(TWO)), 1)
-    assert MachineFacts.heard(json.loads(json.dumps(gpus.told()))) == gpus
+def test_a_machine_knows_its_memory() -> None:
+    assert this_machine("node3", {"torch": "2.13.0"}).memory > 1 << 30

@@ -27,7 +27,8 @@ class Screen:
             force_terminal=bool(terminal),
             _environ={"TERM": terminal},
         )
-        self.console = Console(tiny_config(**changes), run_dir, plain)
+        self.now = 0.0
+        self.console = Console(tiny_config(**changes), run_dir, plain, clock=lambda: self.now)
 
     def text(self) -> str:
         found = self.out.getvalue()

@@ -99,9 +99,8 @@ def test_warning_that_repeats_is_shown_once_with_its_count(tmp_path: Path) -> No
 def test_start_says_what_it_waits_for_and_again_when_that_changes(tmp_path: Path) -> None:
     screen, status = Screen(tmp_path), tmp_path / "status.json"
     waits = ["engine 0 to load weights, 1 s", "engine 0 to load weights, 2 s", "the router to find it healthy, 3 s"]
-    for number, wait in enumerate(waits, start=1):
+    for wait in waits:
         status.write_text(json.dumps({"waiting_for": wait}))
-        os.utime(status, (number, number))
         screen.console.follow()
     first, second = screen.text().splitlines()
     assert first.endswith(waits[0])
@@ -111,6 +110,32 @@ def test_start_says_what_it_waits_for_and_again_when_that_changes(tmp_path: Path
     status.write_text(json.dumps({"waiting_for": "groups"}))
     screen.console.follow()
     assert "groups\n" not in screen.text()
+
+
+@pytest.mark.parametrize("terminal", ["", "xterm"])
+def test_late_step_says_what_it_waits_for_at_doubling_intervals(terminal: str, tmp_path: Path) -> None:
+    screen, wait = Screen(tmp_path, terminal=terminal), "step 3 needs 4 ready groups, but has 11"
+    screen.console.opening()
+    status, state = tmp_path / "status.json", {"episodes": {}, "ledger": {"groups": {"running": 4, "ready": 11}}}
+    status.write_text(json.dumps({**state, "holding": False, "waiting_for": wait, "engines": []}))
+    append(tmp_path / "metrics.jsonl", record(1, **{"time/step": 600.0}) + record(2, **{"time/step": 7.0}) + record(3))
+    screen.console.follow()
+    screen.text()
+    said = []
+    for _ in range(300):
+        screen.now += 1.0
+        screen.console.follow()
+        said += re.findall(r"(\d+) s since the last step; (.*?) *\r?\n", screen.text())
+    assert said == [("70", wait), ("140", wait), ("280", wait)]  # ten times the usual step
+    os.utime(status, (0, 0))  # the rollout process hangs
+    screen.now += 600.0
+    screen.console.follow()
+    assert "does not write status.json" in screen.text()
+    append(tmp_path / "metrics.jsonl", record(200))  # the last one: what comes is the end
+    screen.console.follow()
+    screen.now += 6000.0
+    screen.console.follow()
+    assert "since the last step" not in screen.text()
 
 
 def test_bad_step_is_shown(tmp_path: Path) -> None:

@@ -194,9 +194,9 @@ def test_one_role_of_the_evaluation_set_is_an_expert() -> None:
 
 def test_experiments_give_each_player_an_adapter_or_let_past_versions_play() -> None:
     two = load(compose_values("experiment=self_play_adapters"))
-    assert two.adapters == ("first", "second")
-    assert [two.adapter_of(role) for role in ROLES[:2]] == ["first", "second"]
+    assert two.agents.adapters == ("first", "second")
+    assert [two.agents.adapter_of(role) for role in ROLES[:2]] == ["first", "second"]
     past = load(compose_values("experiment=self_play_past"))
-    assert past.adapters == ("policy",)
+    assert past.agents.adapters == ("policy",)
     assert past.agents.roles["player-1"].past
     assert past.past_versions(35) == {"policy": [0, 10, 20, 30]}

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from asyncrl.errors import ConfigError
-from asyncrl.platforms import Everywhere, Platform, Rates
+from asyncrl.platforms import Everywhere, Platform
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.algo.pack import Pack
-    from asyncrl.config import EngineConfig
+    from asyncrl.config import Config, EngineConfig
+    from asyncrl.launch.precision import DtypeChoice
 
 
 class CpuPlatform(Platform):
@@ -63,11 +64,18 @@ class CpuPlatform(Platform):
                 remedy = f"On CPUs engines have only {own}: remove it."
                 raise ConfigError(f"engine.server_args.{name}", value, remedy)
 
-    def measure(self, wanted: Sequence[tuple[str, str]], everywhere: Everywhere) -> dict[tuple[str, str], Rates]:
-        """Return the rates of these machines, measured or from their caches (probe.py)."""
-        from asyncrl.extensions.cpu import probe
+    def choose(
+        self,
+        config: Config,
+        choices: Sequence[DtypeChoice],
+        models: Mapping[str, dict[str, Any]],
+        machines: Mapping[str, Sequence[str]],
+        everywhere: Everywhere,
+    ) -> list[DtypeChoice]:
+        """Choose the formats in which these machines multiply matrices faster (dtypes.py)."""
+        from asyncrl.extensions.cpu import dtypes
 
-        return probe.ask(wanted, everywhere)
+        return dtypes.choose(config, choices, models, machines, everywhere)
 
     def prepare_engine(self) -> None:
         """Stand in for the kernel packages that SGLang imports."""

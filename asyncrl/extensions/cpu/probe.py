@@ -2,7 +2,7 @@
 
     python -m asyncrl.extensions.cpu.probe HIDDENxINNER [HIDDENxINNER ...]
 
-These rates decide `dtype: auto` (launch/precision.py), and the estimated duration of a run is based on them. A CPU
+These rates decide `dtype: auto` (dtypes.py), and the estimated duration of a run is based on them. A CPU
 without bfloat16 arithmetic (AVX2 alone, or AVX-512 before Cooper Lake) takes up to 40 times as long in bfloat16 as in
 float32; one with AVX-512 BF16 or AMX takes half as long or less.
 
@@ -23,13 +23,16 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from asyncrl.errors import LaunchError
 from asyncrl.models.catalog import cache_dir
-from asyncrl.platforms import DTYPES, Everywhere, Rates
+from asyncrl.platforms import Everywhere
 
+DTYPES = ("bfloat16", "float32")
+"""The number formats between which measured rates decide."""
 TRAIN_ROWS, GENERATE_ROWS = 64, 32
 """Tokens per product: as in a short micro-batch, and as in an engine that decodes for this many requests."""
 LARGEST = 1 << 20
@@ -45,6 +48,51 @@ PROBE_SECONDS = 120.0
 """Timeout of the probe. A cold import of torch from a shared file system takes most of it."""
 SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables that hide CPU instructions from torch and its libraries."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Floating-point operations per second of one thread, by dtype, in products with the weights of one MLP."""
+
+    host: str
+    cpu: str
+    train: dict[str, float]
+    """Forward and both gradient products, as in a short micro-batch."""
+    generate: dict[str, float]
+    """Forward product only, as in an engine that decodes."""
+    cores: int
+    """Number of CPUs that a process may use."""
+    two: float
+    """Float32 throughput of two concurrent processes relative to one: 2, or 1 if the cores share arithmetic units."""
+
+    def of(self, part: str) -> dict[str, float]:
+        """Return the rates that apply to a part of a run, which is its trainer or generates."""
+        return self.train if part == "trainer" else self.generate
+
+    def faster(self, part: str) -> str:
+        """Return the faster dtype for a part of a run."""
+        return max(DTYPES, key=self.of(part).__getitem__)
+
+    def slowdown(self, part: str, dtype: str) -> float:
+        """Return how many times as long a part takes in `dtype` as in the faster dtype."""
+        return max(self.of(part).values()) / self.of(part)[dtype]
+
+    @classmethod
+    def parse(cls, text: str) -> Rates:
+        """Parse what `line` returns. Raises ValueError for anything else."""
+        try:
+            found = cls(**json.loads(text))
+            rates = [one[dtype] for one in (found.train, found.generate) for dtype in DTYPES]
+            positive = min(*rates, found.cores, found.two) > 0
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"these are not measured rates: {text[:200]!r}") from error
+        if not positive:
+            raise ValueError(f"these rates are not positive: {text[:200]!r}")
+        return found
+
+    def line(self) -> str:
+        """Return the rates as text."""
+        return json.dumps(asdict(self))
 
 
 def cached(hidden: int, inner: int) -> Rates | None:
@@ -174,7 +222,8 @@ def _cache_file(hidden: int, inner: int) -> Path:
 
 
 def ask(wanted: Sequence[tuple[str, str]], everywhere: Everywhere) -> dict[tuple[str, str], Rates]:
-    """Return the rates by shape and machine (Platform.measure). Raises LaunchError if a measurement is missing."""
+    """Return the rates for each shape of a model's MLP, HIDDENxINNER, on each machine. Raises LaunchError if a
+    measurement is missing."""
     shapes = list(dict.fromkeys(shape for shape, _ in wanted))
     here = {(shape, ""): rates for shape in shapes if (rates := cached(*_sides(shape)))}
     if here.keys() >= {*wanted}:

@@ -29,18 +29,20 @@ from pathlib import Path
 
 import httpx
 
-from asyncrl.config import on_gpu, read
+from asyncrl.config import Config, on_gpu, read
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped, visible
 from asyncrl.launch.checks.engines import check_gpu_kinds
-from asyncrl.launch.cluster import surrounding
+from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Node, place_engines
 from asyncrl.launch.plan import engines
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import LEAVE_SECONDS, restart_policy
 from asyncrl.leases import RENEW_SECONDS
+from asyncrl.lookup import offered
 from asyncrl.network.addresses import FILE, Addresses
 from asyncrl.network.tls import Authority
+from asyncrl.user_code import load
 from asyncrl.weights.choice import LOOPBACK, choose
 
 PORTS = 32
@@ -180,6 +182,13 @@ class EngineKeeper:
             lease.end()
         for url in self.urls:
             self._run.registry.stopped(url)
+
+
+def surrounding(config: Config) -> Cluster:
+    """Return the machines of the job that this process runs in, whatever the launcher of the run; outside of a job this
+    machine."""
+    kinds: list[type[Cluster]] = [load(path, "extensions") for path in offered("clusters", config.extensions).values()]
+    return next((kind for kind in kinds if kind.surrounds()), Cluster)(config)
 
 
 def check_reach(run: _Run, node: Node) -> None:

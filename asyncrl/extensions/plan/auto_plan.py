@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl import config as configuration
 from asyncrl import jsonl
@@ -27,14 +27,15 @@ from asyncrl.extensions.plan.inputs import parse, splits
 from asyncrl.extensions.plan.model_splits import HARDWARE
 from asyncrl.extensions.plan.report import overrides, report
 from asyncrl.extensions.plan.search import NEAR, Choices, GpuSplit, in_play, search
-from asyncrl.launch import precision
 from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.resume import origins
 from asyncrl.network.addresses import PLAN
-from asyncrl.platforms import Rates
 from asyncrl.settings import require
+
+if TYPE_CHECKING:
+    from asyncrl.extensions.cpu.probe import Rates
 
 LAYOUT = tuple(f"trainer.{name}_parallel" for name in ("tensor", "pipeline", "expert", "expert_tensor", "sequence"))
 """Settings of the trainer's layout: if the command line sets one of them, all are kept."""
@@ -121,7 +122,9 @@ def _devices(preparation: Preparation, hf: dict[str, Any]) -> Devices:
     cluster = preparation.cluster
     if on_gpu(preparation.config.trainer, max(len(node.gpus) for node in cluster.nodes)):
         return devices_of(cluster.nodes, cluster.machines)
-    rates = precision.measured(hf, [node.name for node in cluster.nodes], cluster)
+    from asyncrl.extensions.cpu.dtypes import measured
+
+    rates = measured(hf, [node.name for node in cluster.nodes], cluster.everywhere)
     return Devices(len(cluster.nodes), rates=rates)
 
 

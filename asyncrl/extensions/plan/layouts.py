@@ -14,7 +14,7 @@ of `Hardware`. What overlaps with computation is what Megatron 0.16.1 overlaps u
     tensor      in the backward pass, at the first matrices of a block: the second gather of the input with the product
                 for the input's gradient, and the scatter of that gradient with the product for the weights'
                 (tensor_parallel/layers.py, LinearWithGradAccumulationAndAsyncCommunication; Transformer Engine's layers
-                do the same). Nothing else: tp_comm_overlap cannot be set (config/megatron.py). Routed experts are
+                do the same). Nothing else: tp_comm_overlap cannot be set (docs/parallelism.md). Routed experts are
                 not divided over these ranks, so that they are no such block (moe/token_dispatcher.py)
     experts     nothing: overlap_moe_expert_parallel_comm is refused
     pipeline    nothing without virtual stages: overlap_p2p_comm is off (trainer/network.py)

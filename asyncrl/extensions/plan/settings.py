@@ -41,7 +41,7 @@ def training_of(config: Config, *, gpu: bool) -> Training:
     """Return the settings that determine memory. A sample longer than a micro-batch forms its own, so a micro-batch may
     have rollout.max_new_tokens tokens."""
     trainer, algo = config.trainer, config.algo
-    adapters = adapters_of(trainer.lora, len(config.adapters))
+    adapters = adapters_of(trainer.lora, len(config.agents.adapters))
     refers = algo.kl.reference == "weights" and algo.measures_reference and adapters is None
     two_buckets = streams(config.weights, gpu=gpu) or config.sends_files
     return Training(

@@ -25,9 +25,10 @@ from asyncrl.extensions.slurm.extension import settings_of
 from asyncrl.extensions.slurm.task import SlurmTask
 from asyncrl.launch.cluster import OWN_PORTS, Cluster, EngineJobs
 from asyncrl.launch.machine import MachineFacts
-from asyncrl.launch.placement import Node, block_wanted, ports_wanted
+from asyncrl.launch.placement import Node, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.network.addresses import NODE
+from asyncrl.network.ports import REPLICA_PORTS
 from asyncrl.progress import begin_file, end_file
 
 COMMAND_SECONDS = 60.0
@@ -69,7 +70,9 @@ class SlurmJob(Cluster):
         """Ask each machine for its facts. Raises LaunchError if one reports a problem or does not answer."""
         cluster, seconds = config.cluster, self.settings.start_timeout
         gpus = "-" if cluster.gpus is None else str(cluster.gpus)
-        wanted = (ports or ports_wanted(config)) + OWN_PORTS, block_wanted(config)
+        # the ranks of an engine on several machines with replicas meet at consecutive ports of its first one
+        block = REPLICA_PORTS if config.engine.data_parallel > 1 else 0
+        wanted = (ports or ports_wanted(config)) + OWN_PORTS, block
         words = [cluster.host or "-", cluster.interface or "-", gpus, *map(str, wanted)]
         outputs = self.everywhere([sys.executable, "-m", probe.__name__, *words], 0.0)
         answered: dict[str, tuple[Node, MachineFacts]] = {}

@@ -12,6 +12,8 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
+
 from asyncrl.errors import AsyncRLError
 from asyncrl.launch.checks.versions import installed
 from asyncrl.launch.machine import MachineFacts, count_gpus, this_machine, this_node
@@ -28,7 +30,7 @@ def main(host: str, interface: str, gpus: str, ports: str, block: str) -> int:
         count = count_gpus(None if gpus == "-" else int(gpus))
         found = this_node(_named(host), _named(interface), count, int(ports), int(block))
         facts = this_machine(node_name(), installed())
-        told: dict[str, Any] = {"node": asdict(replace(found, name=node_name())), "machine": facts.told()}
+        told: dict[str, Any] = {"node": asdict(replace(found, name=node_name())), "machine": asdict(facts)}
     except AsyncRLError as error:
         told = {"problem": f"{node_name()}: {error}"}
     sys.stdout.write(MARK + json.dumps(told) + "\n")  # in a single write, since other tasks write to the same stream
@@ -46,9 +48,7 @@ def heard(output: str) -> tuple[list[tuple[Node, MachineFacts]], list[str]]:
             if "problem" in told:
                 problems.append(str(told["problem"]))
             else:
-                fields = told["node"]
-                node = Node(**{**fields, "gpus": tuple(fields["gpus"]), "ports": tuple(fields["ports"])})
-                nodes.append((node, MachineFacts.heard(told["machine"])))
+                nodes.append((msgspec.convert(told["node"], Node), msgspec.convert(told["machine"], MachineFacts)))
     return nodes, problems
 
 

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,12 +29,18 @@ from asyncrl import jsonl
 from asyncrl.launch.leftovers import Scratch, die_with_parent, signal_group
 from asyncrl.launch.numa import bind, near
 from asyncrl.launch.stalls import stack_file, write_stack
-from asyncrl.leases import COUNTED_SECONDS, Watched
+from asyncrl.leases import RENEW_SECONDS, Leases
 from asyncrl.progress import DUMP_SIGNAL, begin_file, end_file
 
 FILE_SECONDS = 120.0
 COMMAND_SECONDS = 60.0
 MARK = "ASYNCRL_TASK"
+COUNTED_SECONDS = 2 * RENEW_SECONDS
+"""Time between two reads of the launcher's lease, and the most that is counted for one: if more has passed, the reader
+may have been suspended together with the writer."""
+MISSED = 3
+"""Number of consecutive reads that must miss a lease before it counts as ended. A single one may coincide with a
+rename."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,38 @@ class SlurmTask:
             os.listdir(path.parent)  # makes NFS refresh its cache
             time.sleep(0.5)
         return cls(**json.loads(path.read_text()))
+
+
+class Watched(Leases):
+    """Reader of one lease, whose owner must outlive the reader.
+
+    It reads only this file, because thousands of processes may watch it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        every: float = COUNTED_SECONDS,
+    ) -> None:
+        """Create a reader of a lease that expires after `seconds` without renewal. It reads every `every` seconds."""
+        super().__init__(path.parent, clock, seconds)
+        self._look_every = every
+        self._name, self._missed, self._was_there = path.name, 0, False
+
+    def _names(self) -> set[str]:
+        return {self._name} if (self._folder / self._name).exists() else set()
+
+    def ended(self) -> bool:
+        """Return whether the lease existed and has ended. Call it repeatedly; it reads the file when a read is due."""
+        if self._clock() - self._looked_at < self._look_every:
+            return False
+        if self.look():
+            self._was_there, self._missed = True, 0
+        else:
+            self._missed += 1
+        return self._was_there and self._missed >= MISSED
 
 
 def main(path: Path) -> int:

@@ -3,7 +3,6 @@ are redrawn."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -18,10 +17,9 @@ from rich.text import Text
 
 from asyncrl.config import Config
 from asyncrl.errors import visible
+from asyncrl.metrics.console import status
 
 REFRESH_SECONDS = 0.25
-STALE_SECONDS = 10.0
-"""Age of status.json from which on it is not shown: the rollout process hangs or has ended."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -38,7 +36,7 @@ class LiveView:
     """Draws the view on a terminal until it is closed."""
 
     def __init__(self, config: Config, run_dir: Path, out: rich.console.Console) -> None:
-        self._config, self._status, self._out = config, run_dir / "status.json", out
+        self._config, self._run_dir, self._out = config, run_dir, out
         self._rewards: deque[float] = deque(maxlen=200)
         self._step: dict[str, Any] = {}
         self._left = self._samples = 0.0
@@ -66,18 +64,12 @@ class LiveView:
         """Redraw the view, at most every REFRESH_SECONDS."""
         if (now := time.monotonic()) - self._drawn >= REFRESH_SECONDS:
             self._drawn = now
-            self._live.update(self._table(self._state()), refresh=True)
+            self._live.update(self._table(status(self._run_dir)), refresh=True)
 
     def close(self) -> None:
         """Leave the view as it is, and stop redrawing."""
         self._live.update(self._table({}), refresh=True)
         self._live.stop()
-
-    def _state(self) -> dict[str, Any]:
-        """Return status.json; nothing while it is missing or old."""
-        if not self._status.exists() or time.time() - self._status.stat().st_mtime > STALE_SECONDS:
-            return {}
-        return dict(json.loads(self._status.read_text()))
 
     def _table(self, state: dict[str, Any]) -> Table:
         table = Table.grid(padding=(0, 2))

@@ -28,9 +28,9 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     _check_layers(config.trainer, hf["num_hidden_layers"])
     family = megatron_arguments(hf)
     experts = family.get("num_moe_experts", 0)
-    require(config, _serving(config, hf))
-    check_shape(config, hf, experts)
     for rules in (
+        _serving(config, hf),
+        _shape(config, hf, experts),
         _roles(config, hf),
         _recompute(config.trainer, hf["num_hidden_layers"], family),
         _features(config.trainer, {**hf, **family}),
@@ -45,7 +45,7 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
         for problem in one.launch().check_model(config, {**hf, **family}, gpus):
             raise problem
     if config.trainer.lora.path:
-        check_start(config.trainer.lora, config.adapters)
+        check_start(config.trainer.lora, config.agents.adapters)
     longest = hf.get("max_position_embeddings", 0)
     why = f"Must leave room for a prompt within the model's {longest} positions."
     require(config, [("rollout.max_new_tokens", config.rollout.max_new_tokens >= longest, why)])
@@ -86,13 +86,9 @@ def _serving(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
     yield "model.path", "quantization_config", bool(hf.get("quantization_config")), why
 
 
-def check_shape(config: Config, hf: dict[str, Any], experts: int) -> None:
-    """Refuse engines of a shape that SGLang cannot give this model, or in which it cannot do what the run needs."""
-    require(config, _shape(config, hf, experts))
-
-
 def _shape(config: Config, hf: dict[str, Any], experts: int) -> Iterator[Rule]:
-    """Yield the rules of an engine of several groups of experts, replicas of attention, or pipeline stages."""
+    """Yield the rules of an engine of several groups of experts, replicas of attention, or pipeline stages: SGLang
+    cannot give each model each of them, and cannot do all that a run needs in each."""
     engine, family, layers = config.engine, hf["architectures"][0], hf["num_hidden_layers"]
     tied, adapters, serving = hf.get("tie_word_embeddings", False), config.serves_adapters, family_of(hf).serving
     if engine.expert_parallel > 1:

@@ -13,7 +13,7 @@ from functools import partial
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch import precision
-from asyncrl.launch.checks.engines import check_sync
+from asyncrl.launch.checks.engines import check_attached, check_sync
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.checks.machines import check_gpus, check_idle, check_ports
 from asyncrl.launch.checks.model import check_model
@@ -29,6 +29,7 @@ from asyncrl.launch.leftovers import SHARED
 from asyncrl.launch.machine import MachineFacts, allow_files, this_machine
 from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.prepare import Preparation
+from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.weights.choice import choose_lora
@@ -50,9 +51,9 @@ def require(prepared: Preparation) -> None:
 
 def _all(prepared: Preparation) -> Iterator[Finding]:
     yield from refused(prepared.files, "task")
-    recording = refused(prepared.recording, "replay.from")
+    recording = refused(partial(check_recording, prepared.config), "replay.from")
     yield from recording
-    yield from refused(prepared.attached, "engine.urls")
+    yield from refused(partial(check_attached, prepared.config, prepared.key), "engine.urls")
     yield from refused(prepared.plan, "cluster.plan")
     yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
     yield from refused(prepared.place, "cluster")
@@ -64,7 +65,8 @@ def _all(prepared: Preparation) -> Iterator[Finding]:
     for role in prepared.roles:
         yield from _model(prepared, role)
     if "model" in prepared.weights and not recording:
-        yield from refused(prepared.vocabulary, "model.path")
+        folder, hf = prepared.folders["model"], prepared.hf["model"]
+        yield from refused(partial(check_vocabulary, config, folder, hf), "model.path")
     yield from refused(prepared.choose_checkpoint, "resume")
     assumed = precision.assumed(config, prepared.gpus)
     if config.weights.lora == "auto" and "model" in prepared.hf:

@@ -13,11 +13,10 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extensions.cpu import probe
-from asyncrl.extensions.cpu.probe import MARK
+from asyncrl.extensions.cpu.probe import MARK, Rates
 from asyncrl.launch import precision
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import imagined, place
-from asyncrl.platforms import Rates
 from tests.fakes import ALONE, JOB, Machines, tiny_config
 
 HF = {"hidden_size": 576, "intermediate_size": 1536}

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from asyncrl.extensions.cpu import probe
-from asyncrl.platforms import Rates
+from asyncrl.extensions.cpu.probe import Rates
 
 RATES = Rates("host", "cpu", {"bfloat16": 5e9, "float32": 6e10}, {"bfloat16": 9e10, "float32": 6e10}, 2, 1.9)
 
 
 def test_faster_format_may_differ_between_training_and_generating() -> None:
-    assert RATES.faster("train") == "float32"
-    assert RATES.faster("generate") == "bfloat16"
-    assert RATES.slowdown("train", "bfloat16") == pytest.approx(12)
-    assert RATES.slowdown("train", "float32") == 1
+    assert RATES.faster("trainer") == "float32"
+    assert RATES.faster("engine") == "bfloat16"
+    assert RATES.slowdown("trainer", "bfloat16") == pytest.approx(12)
+    assert RATES.slowdown("trainer", "float32") == 1
 
 
 @pytest.mark.parametrize(

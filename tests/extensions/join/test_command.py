@@ -11,11 +11,12 @@ import pytest
 
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.join.command import EngineKeeper, RunEnded, _Run, check_reach, main
+from asyncrl.extensions.join.command import EngineKeeper, RunEnded, _Run, check_reach, main, surrounding
+from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Node
 from asyncrl.launch.processes import Stopped
 from asyncrl.leases import RENEW_SECONDS
-from tests.fakes import ALONE, addresses, tiny_config
+from tests.fakes import ALONE, JOB, Machines, addresses, tiny_config
 
 HERE = socket.gethostname()
 
@@ -138,3 +139,10 @@ def test_keeper_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_numbers_of_engines_that_are_none_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["add", str(under_way(tmp_path / "run")), "--count", "0"]) == 2
     assert "--count: got 0" in capsys.readouterr().err
+
+
+def test_engines_join_on_the_machines_of_the_job_around_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = tiny_config(extensions=JOB["extensions"])
+    assert type(surrounding(alone)) is Cluster
+    monkeypatch.setattr(Machines, "surrounds", lambda: True)
+    assert type(surrounding(alone)) is Machines

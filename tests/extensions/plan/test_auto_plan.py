@@ -12,6 +12,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.cpu.probe import Rates
 from asyncrl.extensions.plan import auto_plan
 from asyncrl.extensions.plan.auto_plan import Devices, RunPlan, applied, devices_of, kept, make, recorded
 from asyncrl.extensions.plan.cli import main
@@ -20,7 +21,6 @@ from asyncrl.extensions.plan.summary import plan_figures, planned_line
 from asyncrl.launch.machine import Gpu, MachineFacts
 from asyncrl.launch.placement import Node, imagined, place
 from asyncrl.models import catalog
-from asyncrl.platforms import Rates
 from scripts import sizes
 from tests.fakes import tiny_config
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.config import Config, load
+from asyncrl.extensions.cpu.probe import Rates
 from asyncrl.extensions.plan import forecast
 from asyncrl.extensions.plan.estimate import Estimate
 from asyncrl.extensions.plan.extension import PlanHooks, Plans
@@ -20,7 +21,6 @@ from asyncrl.launch.prepare import Preparation
 from asyncrl.metrics.fields import SUMMARY_MACHINE
 from asyncrl.metrics.record import dtype_figures
 from asyncrl.models import catalog
-from asyncrl.platforms import Rates
 from tests.fakes import compose_values, tiny_config
 
 RATES = Rates("host", "cpu", {"bfloat16": 1e9, "float32": 1e10}, {"bfloat16": 1e9, "float32": 1e10}, 2, 2.0)

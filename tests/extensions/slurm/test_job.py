@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from asyncrl.extensions.slurm import probe
 from asyncrl.extensions.slurm.job import SlurmJob
 from asyncrl.extensions.slurm.probe import MARK, heard
 from asyncrl.extensions.slurm.task import SlurmTask
-from asyncrl.launch.machine import this_machine
+from asyncrl.launch.machine import Gpu, this_machine
 from asyncrl.launch.placement import imagined, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.network.addresses import NODE
@@ -79,8 +80,8 @@ def test_machines_are_those_of_the_environment_by_component() -> None:
 
 def test_what_machines_tell_is_heard_between_other_lines() -> None:
     node = {"name": "a", "address": "10.0.0.1", "gpus": ["0"], "ports": [1, 2], "interface": "ib0"}
-    facts = this_machine("a", {"torch": "2.13.0"})
-    answer, problem = json.dumps({"node": node, "machine": facts.told()}), json.dumps({"problem": "b: no ib0"})
+    facts = replace(this_machine("a", {"torch": "2.13.0"}), gpus=(Gpu(0, "H100", 80 << 30, "GPU-0"),))
+    answer, problem = json.dumps({"node": node, "machine": asdict(facts)}), json.dumps({"problem": "b: no ib0"})
     (((found, machine),), problems) = heard(f"module loaded\n{MARK}{answer}\n{MARK}{problem}\n")
     assert machine == facts
     assert (found.name, found.gpus, found.ports, found.interface) == ("a", ("0",), (1, 2), "ib0")
@@ -127,7 +128,7 @@ def test_machines_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) 
 def answered(*names: str) -> str:
     """Return what machines with these names print."""
     nodes = [{"name": name, "address": name, "gpus": [], "ports": [1], "interface": ""} for name in names]
-    told = [{"node": node, "machine": this_machine(str(node["name"]), {}).told()} for node in nodes]
+    told = [{"node": node, "machine": asdict(this_machine(str(node["name"]), {}))} for node in nodes]
     return "".join(f"{MARK}{json.dumps(one)}\n" for one in told)
 
 

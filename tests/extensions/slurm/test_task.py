@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.extensions.slurm.task import MARK, SlurmTask
+from asyncrl.extensions.slurm.task import COUNTED_SECONDS, MARK, MISSED, SlurmTask, Watched
 from asyncrl.launch.leftovers import carrying
 from asyncrl.launch.stalls import stack_file
 from asyncrl.leases import Lease
 from asyncrl.progress import DUMP_SIGNAL, begin_file, end_file
+from tests.fakes import Clock
 
 ROOT = Path(__file__).resolve().parents[3]
 WAIT = "import time; print('up', flush=True); time.sleep(60)"
@@ -163,3 +164,50 @@ def test_task_that_is_asked_writes_down_what_its_process_is_doing(tmp_path: Path
     assert run.poll() is None
     run.send_signal(signal.SIGUSR1)
     assert run.wait(50) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("ends", ["is renewed no more", "is removed"])
+def test_watched_lease_has_ended_only_when_it_was_there_and_was_missed_again_and_again(
+    tmp_path: Path, ends: str
+) -> None:
+    clock = Clock()
+    lease = Lease(tmp_path / "e0.lease", {}, clock)
+    watched = Watched(tmp_path / "e0.lease", 60.0, clock)
+
+    def asked(times: int) -> list[bool]:
+        found = []
+        for _ in range(times):
+            clock.now += COUNTED_SECONDS
+            found.append(watched.ended())
+        return found
+
+    assert not any(asked(20))  # it has not come yet
+    lease.renew()
+    assert not any(asked(5))
+    if ends == "is removed":
+        lease.end()
+        assert asked(MISSED) == [False] * (MISSED - 1) + [True]
+    else:
+        assert not any(asked(2))
+        assert asked(MISSED + 1)[-1]
+
+
+def test_watched_lease_that_is_missed_once_holds(tmp_path: Path) -> None:
+    clock = Clock()
+    lease = Lease(tmp_path / "e0.lease", {}, clock)
+    watched = Watched(tmp_path / "e0.lease", 60.0, clock)
+    for _ in range(6):
+        lease.renew()
+        clock.now += COUNTED_SECONDS
+        assert not watched.ended()
+        lease.end()
+        clock.now += COUNTED_SECONDS
+        assert not watched.ended()
+
+
+def test_watcher_reads_nobody_elses_lease(tmp_path: Path) -> None:
+    clock = Clock()
+    lease = Lease(tmp_path / "e0.lease", {}, clock)
+    lease.renew()
+    Lease(tmp_path / "e1.lease", {}, clock).renew()
+    assert Watched(tmp_path / "e0.lease", 60.0, clock).look().keys() == {"e0"}

@@ -34,10 +34,10 @@ from rich.console import Console
 
 from asyncrl.errors import AsyncRLError, RecordError, visible
 from asyncrl.extensions.view.inspection import render
-from asyncrl.extensions.view.inspection.page import estimator_of, page
+from asyncrl.extensions.view.inspection.page import estimator_of, page, section
 from asyncrl.extensions.view.inspection.rows import Bounds, GroupFilter, GroupRow, bounds, rows_of, within
 from asyncrl.extensions.view.recording import ViewedRecording
-from asyncrl.jsonl import Tail, read_object, section
+from asyncrl.jsonl import Tail, read_object
 from asyncrl.observability import timeline
 from asyncrl.schema import Trajectory
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import RecordError
 from asyncrl.extensions.view.inspection.render import Decode, heading
 from asyncrl.extensions.view.inspection.rows import GroupRow, StepRow
 from asyncrl.extensions.view.recording import ViewedRecording
-from asyncrl.jsonl import section
 from asyncrl.schema import Completion, Group, Trajectory
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -90,6 +90,18 @@ def group_content(
             for number, (one, own) in enumerate(_with_scores(group, scores))
         ],
     }
+
+
+def section(record: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return an object inside an object, by the names that lead to it; empty if there is none. Raises RecordError if
+    something else is there."""
+    for place, name in enumerate(names, 1):
+        record = record.get(name, {})
+        if not isinstance(record, dict):
+            raise RecordError(
+                f"{'.'.join(names[:place])}: got {record!r:.40}, where an object belongs: repair the file"
+            )
+    return record
 
 
 def estimator_of(config: dict[str, Any]) -> str:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RecordError
+from asyncrl.extensions.view.inspection.page import section
 from asyncrl.extensions.view.watch.anatomy import BatchFacts
 from asyncrl.extensions.view.watch.ending import Ending, ending
 from asyncrl.extensions.view.watch.episodes import EpisodeIndex
 from asyncrl.extensions.view.watch.timelines import TimelineIndex
-from asyncrl.jsonl import Tail, opened, parsed, read_object, section
+from asyncrl.jsonl import Tail, opened, parsed, read_object
 from asyncrl.network.addresses import END
 from asyncrl.observability.timeline import FOLDER as TIMELINE
 from asyncrl.progress import FOLDER as PROGRESS
