@@ -12,13 +12,10 @@ from asyncrl.algo.loss import LOSSES, LossTraits
 from asyncrl.config.lora import LINEARS, adapter_targets, resident_adapters
 from asyncrl.config.roles import POLICY
 from asyncrl.config.running import TRANSPORTS, USABLE
-from asyncrl.settings import Choice, Rule, require, value_of
+from asyncrl.settings import Choice, Rule, require
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
-
-MODES = ("train", "replay")
-"""Values of `mode` beside those of extensions."""
 
 
 def check_settings(config: Config) -> None:
@@ -68,18 +65,13 @@ def _lengths(config: Config) -> Iterator[Rule]:
 
 def _modes(config: Config) -> Iterator[Rule]:
     """Yield the rules of what a run does as a whole."""
-    modes = [*MODES, *lookup.offered("modes", config.extensions)]
+    modes = ["train", *lookup.offered("modes", config.extensions)]
     yield "mode", config.mode not in modes, f"Must be one of {', '.join(modes)}."
     why = (
         "With deterministic=true, weights must not change while engines generate: set 0, or record an asynchronous run "
         "(record=true) and replay it."
     )
     yield "rollout.max_staleness", config.deterministic and bool(config.rollout.max_staleness) and config.generates, why
-    source, replays = config.replay.source, config.mode == "replay"
-    why = "replay.from names the run to replay: set mode=replay and replay.from=FOLDER together."
-    yield "replay.from", source, replays != (source is not None), why
-    why = "replay.schedule always starts from the beginning: remove this setting."
-    yield "resume", config.resume is not None and config.replay.schedule, why
     why = f"mode={config.mode} trains nothing: remove it."
     yield "checkpoint.every", bool(config.checkpoint.every) and not config.trains, why
 
@@ -435,9 +427,6 @@ def _extensions(config: Config) -> Iterator[Rule]:
     references = ["weights", *(name for one in active for name in one.references)]
     why = f"No extension that is installed has this reference: choose one of {references}."
     yield "algo.kl.reference", config.algo.kl.reference not in references, why
-    served = {field for one in active for field in one.serves}
-    for field in ("replay.schedule", "replay.compare"):
-        yield field, bool(value_of(config, field)) and field not in served, lookup.NOBODY
 
 
 def _signal(config: Config) -> Iterator[Rule]:

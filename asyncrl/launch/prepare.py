@@ -24,7 +24,6 @@ from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.placement import Node, Placement, imagined, job_size, place
 from asyncrl.launch.precision import Precision
-from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.resume import Resume
 from asyncrl.lookup import active, first
 from asyncrl.models import catalog
@@ -65,12 +64,11 @@ class Preparation:
 
     def all(self) -> None:
         """Take every step, and raise what the first of them refuses."""
-        for step in (self.files, self.recording, self.attached, self.plan, self.place):
+        for step in (self.files, self.attached, self.plan, self.place):
             step()
         for role in self.roles:
             self.find(role)
         self.models()
-        self.vocabulary()
         self.choose_checkpoint()
         self.precision()
         for hooks in self.hooks:
@@ -100,10 +98,6 @@ class Preparation:
     def files(self) -> None:
         """Build the tasks, rewards and agents."""
         self.announced = check_files(self.config)
-
-    def recording(self) -> None:
-        """Check the recording that is replayed."""
-        check_recording(self.config)
 
     def attached(self) -> None:
         """Check the engines that run already."""
@@ -166,10 +160,6 @@ class Preparation:
         check_model(self.config, self.read("model"), self.gpus)
         for role in self.folders:
             self.read(role)
-
-    def vocabulary(self) -> None:
-        """Check that the recording that is replayed has the model's vocabulary."""
-        check_vocabulary(self.config, self.folders["model"], self.read("model"))
 
     def choose_checkpoint(self) -> None:
         """Choose the checkpoint to resume from."""

@@ -50,8 +50,6 @@ def require(prepared: Preparation) -> None:
 
 def _all(prepared: Preparation) -> Iterator[Finding]:
     yield from refused(prepared.files, "task")
-    recording = refused(prepared.recording, "replay.from")
-    yield from recording
     yield from refused(prepared.attached, "engine.urls")
     yield from refused(prepared.plan, "cluster.plan")
     yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
@@ -63,8 +61,6 @@ def _all(prepared: Preparation) -> Iterator[Finding]:
     yield from check_versions(prepared.machines or [this_machine("", installed())], pinned())
     for role in prepared.roles:
         yield from _model(prepared, role)
-    if "model" in prepared.weights and not recording:
-        yield from refused(prepared.vocabulary, "model.path")
     yield from refused(prepared.choose_checkpoint, "resume")
     assumed = precision.assumed(config, prepared.gpus)
     if config.weights.lora == "auto" and "model" in prepared.hf:
