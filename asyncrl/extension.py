@@ -176,6 +176,11 @@ class LaunchHooks:
         engine. Called by whoever estimates memory."""
         return {}
 
+    def follows(self, config: Config) -> Path | None:
+        """Return the folder of an earlier run whose number formats and layers this one takes where its own are auto.
+        The console names the settings that differ. Called more than once."""
+        return None
+
     def refuse(self, prepared: Preparation) -> None:
         """Raise ConfigError for a run that must not start. Called after the core's own checks: the preflight, at each
         start and with --check, reports it; without one (cluster.preflight=false) it ends the start."""
@@ -267,9 +272,10 @@ class TrainerHooks:
         """Go on from the state of a checkpoint. Called before the first batch of a run that resumes. Raises ValueError
         if it cannot be read."""
 
-    def batches(self) -> tuple[BatchSource, int | None] | None:
-        """Return the batches of a run in a mode of this extension that trains without engines, and the version after
-        the last, if there is one; None in other modes. Called once, before the first batch."""
+    def batches(self, client: Callable[[], BatchSource]) -> BatchSource | None:
+        """Return the batches of a run in a mode of this extension that trains without engines; None in other modes.
+        `client` returns the batches of a process of this extension that is a server in place of the rollout process.
+        Called once, before the first batch."""
         return None
 
     def before_update(self, batch: Batch) -> Sequence[Group]:
@@ -403,8 +409,8 @@ class Extension:
     summary_metrics: ClassVar[Mapping[str, str]] = {}
     """Fields that it adds to summary.json."""
     trains: ClassVar[bool] = True
-    """Whether its settings can change what is trained. Those that cannot are not taken from a recorded run by a replay,
-    and may differ when a run is resumed."""
+    """Whether its settings can change what is trained. Those that cannot may differ when a run is resumed, and are not
+    taken from an earlier run by `composed`."""
     wrappers: ClassVar[Mapping[str, str]] = {}
     """Import paths of what wraps the task of a section (TaskConfig) that sets a field, by that field; called with the
     task and the section."""
@@ -421,8 +427,14 @@ class Extension:
     platform: ClassVar[str] = ""
     """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
 
-    serves: ClassVar[Sequence[str]] = ()
-    """Settings of the core that are refused without an extension that names them here."""
+    @classmethod
+    def composed(
+        cls, values: dict[str, Any], arguments: Sequence[str], defaults: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the settings of a run in place of these, which Hydra composed and nobody has validated. `arguments`
+        are those of the command line, and `defaults` returns what is composed without any. Called in the launcher
+        (launch/compose.py), before an instance is created. Raises ConfigError."""
+        return values
 
     def __init__(self, settings: Any) -> None:
         """Create the extension in one process, with its validated settings."""

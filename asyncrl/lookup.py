@@ -70,6 +70,12 @@ def active(config: Config) -> dict[str, Extension]:
     return {name: kind(settings.get(name, Section())) for name, kind in classes(config.extensions).items()}
 
 
+def followed(config: Config) -> list[Path]:
+    """Return the folders of the earlier runs that this one follows."""
+    every = (one.launch().follows(config) for one in active(config).values())
+    return [folder for folder in every if folder is not None]
+
+
 def engine_arguments(config: Config) -> dict[str, Any]:
     """Return the arguments that all extensions add to those of the policy's engines."""
     return {name: value for one in active(config).values() for name, value in one.engine().arguments(config).items()}

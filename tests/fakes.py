@@ -175,6 +175,15 @@ class Alone(Extension):
 ALONE = {"mode": "alone", "extensions.alone": f"{__name__}:Alone"}
 
 
+class Given(Extension):
+    """Has a mode in which trainers run without engines."""
+
+    modes = {"given": OfferedMode(trains=True)}  # noqa: RUF012
+
+
+GIVEN = {"mode": "given", "extensions.given": f"{__name__}:Given"}
+
+
 class Scorers(Extension):
     """Has the section `scorer`."""
 

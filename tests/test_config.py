@@ -30,7 +30,7 @@ from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF
 from asyncrl.removed import LAST, MOVED_SETTINGS, REMOVED
 from asyncrl.settings import Choice, Section
-from tests.fakes import ALONE, JOB, OPTIONS, compose_values, missing, tiny_config, tiny_values
+from tests.fakes import ALONE, GIVEN, JOB, OPTIONS, compose_values, missing, tiny_config, tiny_values
 from tests.models.published import FP8
 
 EXPERIMENTS = sorted(name for group, name in OPTIONS if group == "experiment")
@@ -100,7 +100,7 @@ def test_stop_strings_and_variables_of_the_template_have_settings() -> None:
 def test_what_cannot_be_repeated_is_not_called_deterministic() -> None:
     assert refusal(deterministic=True).field == "rollout.max_staleness"
     tiny_config(deterministic=True, **{"rollout.max_staleness": 0})
-    tiny_config(deterministic=True, mode="replay", **{"replay.from": "/runs/a"})  # batches are given
+    tiny_config(deterministic=True, **GIVEN)  # batches are given
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,7 @@ def test_what_does_not_fit_adapters_in_the_engines_is_refused(field: str, value:
 
 def test_only_what_trains_has_checkpoints() -> None:
     assert refusal(**ALONE, **{"checkpoint.every": 2}).field == "checkpoint.every"
-    again = {"mode": "replay", "replay.from": "/runs/a"}
-    assert refusal(resume="auto", **again, **{"replay.schedule": True}).field == "resume"
-    tiny_config(resume="auto", **again)
+    tiny_config(resume="auto", **GIVEN, **{"checkpoint.every": 2})
 
 
 # --- what is shipped ----------------------------------------------------------------------------------------
@@ -709,14 +707,14 @@ def test_engines_of_weights_in_fp8_are_refused() -> None:
 
 
 def test_without_engines_the_limits_of_engines_do_not_hold_but_that_of_positions_does() -> None:
-    replays = tiny_config(mode="replay", **{"replay.from": "A"})
-    check_model(replays, {**LLAMA, "quantization_config": FP8})
+    given = tiny_config(**GIVEN)
+    check_model(given, {**LLAMA, "quantization_config": FP8})
     dense = {**MOE, "mlp_only_layers": [0]}
-    check_model(replays, dense)
+    check_model(given, dense)
     with pytest.raises(ConfigError, match="use another model"):
         check_model(tiny_config(), dense)
     with pytest.raises(ConfigError, match="context_length=16384"):
-        check_model(replays, MINISTRAL)
+        check_model(given, MINISTRAL)
 
 
 def test_adapters_of_fused_layers_are_refused() -> None:

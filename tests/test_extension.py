@@ -36,7 +36,7 @@ from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.tasks import Task, build, build_all
 from asyncrl.weights.choice import choose_lora
 from asyncrl.weights.publish import build_transport
-from tests.fakes import FakeTemplate, addresses, compose_values, tiny_config, tiny_values
+from tests.fakes import GIVEN, FakeTemplate, addresses, compose_values, tiny_config, tiny_values
 from tests.launch.checks.worlds import machine, nodes, placed
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extensions.md").read_text()
@@ -375,7 +375,7 @@ def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_engines_that_hold_other_weights_than_the_folder_get_the_trainers_first(narrow: Any) -> None:
     assert [narrow(narrow={"bytes": size}).changes_base for size in (None, 1)] == [False, True]
-    assert not narrow(narrow={"bytes": 1}, mode="replay", **{"replay.from": "/run"}).changes_base
+    assert not narrow(narrow={"bytes": 1}, **GIVEN).changes_base
 
 
 def test_models_and_gpus_are_shown_to_extensions_before_a_start(narrow: Any) -> None:
@@ -435,14 +435,12 @@ ASKING = {"extensions": {"asking": f"{__name__}:Asking"}}
         ("ask", ["engine-0", "router", "rollout"], False, True),
         ("drill", ["trainer-0"], True, False),
         ("train", ["engine-0", "router", "rollout", "trainer-0"], True, True),
-        ("replay", ["trainer-0"], True, False),
     ],
 )
 def test_mode_decides_which_processes_run_and_which_of_them_ends_the_run(
     mode: str, names: list[str], trains: bool, generates: bool
 ) -> None:
-    own = {"replay.from": "/runs/a"} if mode == "replay" else {}
-    config = tiny_config(mode=mode, **ASKING, **own)
+    config = tiny_config(mode=mode, **ASKING)
     placement = place(config, imagined(config, 1, 0))
     specs = plan(config, addresses(), placement, Path("/runs/r"))
     assert [spec.name for spec in specs] == names
@@ -452,7 +450,7 @@ def test_mode_decides_which_processes_run_and_which_of_them_ends_the_run(
 
 
 def test_mode_is_refused_where_no_extension_has_it_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"mode: .*'ask'.*train, replay") as refused:
+    with pytest.raises(ConfigError, match=r"mode: .*'ask'.*one of train") as refused:
         tiny_config(mode="ask")
     assert "drill" not in str(refused.value)
     with pytest.raises(ConfigError, match=r"mode: .*one of .*ask, drill"):

@@ -30,7 +30,6 @@ from asyncrl.config.running import (
     CheckpointConfig,
     ClusterConfig,
     MetricsConfig,
-    ReplayConfig,
     RunConfig,
     WeightsConfig,
 )
@@ -50,7 +49,6 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "PastConfig",
-    "ReplayConfig",
     "RolloutConfig",
     "RunConfig",
     "ShapingConfig",
@@ -72,9 +70,8 @@ class Config(Section):
     model_config = ConfigDict(extra="allow")
 
     mode: str
-    """train: engines generate and trainers train. replay: only trainers run and train the batches of a recording in its
-    order. The same batches give bitwise identical weights; a different algorithm can be tested on the same data.
-    Extensions have further modes (docs/runs.md)."""
+    """train: engines generate and trainers train. Extensions have further modes (docs/runs.md); those without engines
+    train batches that are given, and those without trainers leave a recording, or evaluate."""
     record: bool
     """Record all groups, and every event that determines the order of the run, in records/ of the run folder."""
     deterministic: bool
@@ -82,7 +79,6 @@ class Config(Section):
     engines process one request at a time on a CPU and use batch-invariant kernels on a GPU. Slow. Requires
     rollout.max_staleness=0, since otherwise timing would decide which weights generate a token
     (docs/runs.md)."""
-    replay: ReplayConfig
     resume: str | None
     """auto: resume from the newest complete checkpoint in the run folder, or start fresh if there is none. Otherwise
     the folder of a checkpoint, or of a run whose newest checkpoint is used; the resumed run then writes to a run folder

@@ -69,11 +69,6 @@ def _modes(config: Config) -> Iterator[Rule]:
         "(record=true) and replay it."
     )
     yield "rollout.max_staleness", config.deterministic and bool(config.rollout.max_staleness) and config.generates, why
-    source, replays = config.replay.source, config.mode == "replay"
-    why = "replay.from names the run to replay: set mode=replay and replay.from=FOLDER together."
-    yield "replay.from", source, replays != (source is not None), why
-    why = "replay.schedule always starts from the beginning: remove this setting."
-    yield "resume", config.resume is not None and config.replay.schedule, why
     why = f"mode={config.mode} trains nothing: remove it."
     yield "checkpoint.every", bool(config.checkpoint.every) and not config.trains, why
 
@@ -83,7 +78,7 @@ def _extended(config: Config) -> Iterator[Rule]:
     active = lookup.active(config).values()
     references = (name for one in active for name in one.references)
     for field, own, others in (
-        ("mode", ("train", "replay"), lookup.offered("modes", config.extensions)),
+        ("mode", ("train",), lookup.offered("modes", config.extensions)),
         ("weights.transport", TRANSPORTS, lookup.offered("transports", config.extensions)),
         ("trainer.lora.base", ("none",), lookup.offered("bases")),
         ("cluster.launcher", ("local",), lookup.offered("clusters", config.extensions)),
@@ -92,9 +87,6 @@ def _extended(config: Config) -> Iterator[Rule]:
         names = [*own, *others]
         why = f"Must be one of {', '.join(names)}: no extension that is installed has another."
         yield field, value_of(config, field) not in names, why
-    served = {field for one in active for field in one.serves}
-    for field in ("replay.schedule", "replay.compare"):
-        yield field, bool(value_of(config, field)) and field not in served, lookup.NOBODY
 
 
 def _evaluation(config: Config) -> Iterator[Rule]:

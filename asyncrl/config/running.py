@@ -1,11 +1,10 @@
-"""Configuration of the run itself: stop conditions, checkpoints, replay, weight transport, cluster and metrics."""
+"""Configuration of the run itself: stop conditions, checkpoints, weight transport, cluster and metrics."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Natural, Positive, Section, Share
@@ -52,46 +51,6 @@ class CheckpointConfig(Section):
     """Keep checkpoints of versions divisible by this permanently; unset: none."""
     timeout: Positive
     """Timeout for writing one checkpoint in the background, in seconds."""
-
-
-class ReplayConfig(Section):
-    """Recorded batches that mode=replay trains without engines, and the recording that a run is compared with."""
-
-    source: str | None = Field(alias="from")
-    """Folder of the run whose recording (record=true) is replayed."""
-    first: Natural | None
-    """Number of the first batch; unset: the first available. Training always starts from the weights of model.path."""
-    last: Natural | None
-    """Number of the last batch; unset: the last available."""
-    schedule: bool
-    """Repeat the whole schedule, with recorded answers instead of engines: buffer, admission, staleness and ledger run
-    for real and must produce the same batches and the same ledger."""
-    loop: Count
-    """Number of passes over these batches, each time with their recorded staleness; with first=last, the same batch is
-    trained every time."""
-    compare: str | None
-    """With mode=train: folder of a recorded run. Generated groups are compared with the recorded group of the same
-    slot, and compare.jsonl reports where tokens and log-probabilities first differ."""
-    keep: str | None
-    """Filter like rollout.accept, as my_module:my_function: groups for which it returns true are trained; unset: all
-    groups are."""
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the run to replay."""
-        assert self.source is not None, "mode=replay without replay.from is refused"
-        return Path(self.source).expanduser()
-
-    @model_validator(mode="after")
-    def _in_order(self) -> ReplayConfig:
-        if self.first is not None and self.last is not None and self.first > self.last:
-            raise ConfigError("replay.last", self.last, f"Must not be before replay.first ({self.first}).")
-        for field, value, plain in (("first", self.first, None), ("last", self.last, None), ("keep", self.keep, None)):
-            if self.schedule and value is not plain:
-                raise ConfigError(f"replay.{field}", value, "replay.schedule repeats the whole run: remove it.")
-        if self.schedule and self.loop > 1:
-            raise ConfigError("replay.loop", self.loop, "replay.schedule repeats the whole run once: remove it.")
-        return self
 
 
 TRANSPORTS = ("auto", "tensor", "distributed", "disk")

@@ -33,14 +33,14 @@ class TaskConfig(Section):
     """Source of prompts and scoring of answers."""
 
     kind: str
-    """reasoning_gym (generated problems), copy (toy task of copying digits), squares (toy task with images), file (your
-    own questions), hf (a dataset of the Hugging Face Hub, or a folder that holds one), benchmark (public test sets,
-    only in eval.sets), or the import path module:name of your own class, which provides questions and scores or plays
+    """reasoning_gym (generated problems), copy (toy task of copying digits), file (your own questions), hf (a dataset
+    of the Hugging Face Hub, or a folder that holds one), benchmark (public test sets, only in eval.sets), one of
+    another extension, or the import path module:name of your own class, which provides questions and scores or plays
     them (asyncrl/tasks/custom.py)."""
     name: str
     """reasoning_gym, benchmark: name of the dataset; otherwise a label."""
     params: Parameters
-    """reasoning_gym: arguments of the dataset; copy: digits; squares: ask; your own class: its arguments."""
+    """reasoning_gym: arguments of the dataset; copy: digits; your own class: its arguments."""
     agent: str | None
     """Agent that plays this task, instead of the run's agent; unset: the one that the task itself provides, or the
     run's."""

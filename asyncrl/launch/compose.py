@@ -84,10 +84,15 @@ def defaults() -> dict[str, Any]:
 
 def load(composed: Sequence[Composed]) -> list[tuple[Config, list[str]]]:
     """Validate the settings of each run, and return them with its arguments. Raises ConfigError."""
-    from asyncrl import config  # imports pydantic, so only when there are settings to validate
-    from asyncrl.launch import replay
+    from asyncrl import config, lookup  # import pydantic, so only when there are settings to validate
 
-    return [(config.load(replay.settings(one.values, one.overrides, defaults)), one.overrides) for one in composed]
+    found = []
+    for one in composed:
+        values = one.values
+        for kind in lookup.classes(values.get("extensions") or {}).values():
+            values = kind.composed(values, one.overrides, defaults)
+        found.append((config.load(values), one.overrides))
+    return found
 
 
 def algorithm_overrides(words: Sequence[str]) -> list[str]:

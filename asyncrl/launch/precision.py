@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from asyncrl import lookup
 from asyncrl.config import Config, on_gpu
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Placement
@@ -141,8 +142,8 @@ def assumed(config: Config, gpus: int, dtypes: Mapping[str, str] | None = None) 
 
 
 def recorded(config: Config, run_dir: Path) -> dict[str, Any] | None:
-    """Return config.json of the run that is replayed or resumed; None if there is none."""
-    folders = [config.replay.folder] if config.mode == "replay" else origins(config, run_dir)
+    """Return config.json of the run that this one follows or resumes; None if there is none."""
+    folders = [*lookup.followed(config), *origins(config, run_dir)]
     file = next((one / "config.json" for one in folders if (one / "config.json").is_file()), None)
     try:
         found = json.loads(file.read_text()) if file else None

@@ -24,7 +24,6 @@ from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.placement import Node, Placement, imagined, job_size, place
 from asyncrl.launch.precision import Precision
-from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.resume import Resume
 from asyncrl.lookup import active, first
 from asyncrl.models import catalog
@@ -66,14 +65,12 @@ class Preparation:
     def all(self) -> None:
         """Take every step, and raise what the first of them refuses."""
         self.files()
-        check_recording(self.config)
         check_attached(self.config, self.key)
         self.plan()
         self.place()
         for role in self.roles:
             self.find(role)
         self.models()
-        check_vocabulary(self.config, self.folders["model"], self.hf["model"])
         self.choose_checkpoint()
         self.precision()
         for hooks in self.hooks:

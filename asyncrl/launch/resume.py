@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from asyncrl import lookup
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.store import FOLDER, CheckpointStore
@@ -21,7 +22,6 @@ from asyncrl.config import AgentsConfig, Config, under_new_names
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.jsonl import Tail, replace_text
 from asyncrl.launch.leftovers import sweep
-from asyncrl.launch.replay import differing
 from asyncrl.network.addresses import FILE, LOST, READY
 
 ROLLED_BACK, LOCK, AUTO = "rolled_back", "lock", "auto"
@@ -29,6 +29,19 @@ FOLLOWED = {"metrics.jsonl": "version", "eval.jsonl": "version_max"}
 """Files whose lines belong to versions, and the field that holds the version."""
 MUST_STAY = ("run.seed", "rollout.batch_groups", "rollout.max_staleness", "rollout.effective_lead", "eval.questions")
 """Settings that must not change, because the groups in flight were admitted, and their prompts drawn, under them."""
+OTHER_ANYWAY = (
+    "mode",
+    "record",
+    "resume",
+    "checkpoint",
+    "run.dir",
+    "run.name",
+    "run.overwrite",
+    "metrics",
+    "cluster",
+    "engine",
+)
+"""Settings that say nothing about what is trained."""
 ADAPTERS = ("rank", "alpha", "targets", "rslora", "base")
 """Settings of trainer.lora that say what the adapters of a checkpoint compute."""
 
@@ -92,7 +105,8 @@ def _check(config: Config, resume: Resume) -> None:
     if not config.generates:
         return
     if manifest.ROLLOUT not in resume.manifest.files:
-        raise RecordError(f"{resume.folder} has no rollout state, because no engines ran: use it with mode=replay")
+        mode = resume.manifest.config["mode"]
+        raise RecordError(f"{resume.folder} has no rollout state, because no engines ran: resume it with mode={mode}")
     then = Config.model_validate(under_new_names(resume.manifest.config))
     for field in MUST_STAY:
         section, name = field.split(".")
@@ -161,8 +175,34 @@ def check_apart(run_dir: Path, resume: Resume | None) -> None:
 
 
 def changes(config: Config, resume: Resume | None) -> list[str]:
-    """Return a line "field: before -> now" for each setting that differs from the checkpoint's."""
-    return differing(resume.manifest.config, config) if resume else []
+    """Return a line "field: before -> now" for each setting that differs from the checkpoint's, or from those of a run
+    that this one follows."""
+    files = [folder / "config.json" for folder in lookup.followed(config)]
+    before = [json.loads(file.read_text()) for file in files if file.is_file()]
+    before += [resume.manifest.config] if resume else []
+    return [line for one in before for line in differing(one, config)]
+
+
+def differing(before: dict[str, Any], config: Config) -> list[str]:
+    """Return a line "field: before -> now" for each different setting that matters to training."""
+    then, now = _flat(under_new_names(before)), _flat(json.loads(config.model_dump_json()))
+    others = (*OTHER_ANYWAY, *lookup.apart(config.extensions))
+    return [
+        f"{name}: {then.get(name)} -> {now.get(name)}"
+        for name in sorted(then.keys() | now.keys())
+        if then.get(name) != now.get(name)
+        and not any(name == other or name.startswith(f"{other}.") for other in others)
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
 
 
 def roll_back(run_dir: Path, resume: Resume | None) -> None:

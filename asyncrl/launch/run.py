@@ -27,7 +27,6 @@ from asyncrl.launch.machine import allow_files
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.processes import Supervisor
-from asyncrl.launch.replay import differences
 from asyncrl.launch.restarts import restart_policy
 from asyncrl.launch.stalls import Stalls
 from asyncrl.lookup import first
@@ -137,7 +136,7 @@ def launch(config: Config, run_dir: Path, began: float, arguments: Sequence[str]
         specs = _on_machines(prepared, addresses, specs)
         console = Console(config, run_dir)
         resumed = str(origin.folder) if origin else None
-        console.opening([*differences(config), *resume.changes(config, origin)], resumed, notes=notes)
+        console.opening(resume.changes(config, origin), resumed, notes=notes)
         try:
             supervise(prepared, addresses, specs, console, stalls)
         except (Exception, KeyboardInterrupt, Paused, Stopped) as error:  # every one is raised again

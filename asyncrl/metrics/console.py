@@ -68,9 +68,7 @@ class Console:
         )
         if not c.trains:
             layout = "nothing is trained"
-        if c.mode == "replay":
-            what = f"replays {escape(str(c.replay.source))}; {layout}"
-        elif not c.generates:
+        if not c.generates:
             what = f"mode {escape(c.mode)}; {layout}"
         else:
             others = "".join(f"{role} {escape(one.model)}, " for role, one in c.frozen.items() if one.model)

@@ -61,7 +61,6 @@ class Task(Protocol):
 KINDS = {
     "reasoning_gym": "asyncrl.tasks.reasoning_gym:ReasoningGym",
     "copy": "asyncrl.tasks.copy_digits:CopyDigits",
-    "squares": "asyncrl.tasks.squares:Squares",
     "file": "asyncrl.tasks.files:FileTask",
 }
 """Task classes by task.kind, beside those of extensions; each is created with the task's configuration."""

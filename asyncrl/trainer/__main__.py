@@ -45,7 +45,7 @@ from asyncrl.trainer.parallel import host_group  # noqa: E402
 from asyncrl.trainer.policy import Policy  # noqa: E402
 from asyncrl.trainer.publishers import build_publisher  # noqa: E402
 from asyncrl.trainer.rank import Rank, join  # noqa: E402
-from asyncrl.trainer.recordings import ReplaySource, ScoreWriter  # noqa: E402
+from asyncrl.trainer.recordings import ScoreWriter  # noqa: E402
 from asyncrl.trainer.recovery import Start, find_start  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
 from asyncrl.weights.publisher import VersionPublisher  # noqa: E402
@@ -61,10 +61,11 @@ def main(run_dir: Path) -> None:
     policy = Policy(config, addresses.model, parallel, rank.progress.part)
     if config.checkpoint.every:
         policy.keep_base(run_dir, addresses.resume)
-    source, first, end = _source(rank, policy)
-    start = find_start(rank, source, fleet, first)
+    client = partial(RolloutClient, addresses.rollout, addresses.access, config.rollout.batch_timeout)
+    source = policy.batches(client) or client()
+    start = find_start(rank, source, fleet)
     log = _log(rank, start)
-    stop = StopRule(config.run, end)
+    stop = StopRule(config.run, source.end)
     publisher, transport = build_publisher(rank, policy, fleet, source, hand_over, log, start)
     checkpoints = Checkpoints(
         rank,
@@ -94,19 +95,6 @@ def main(run_dir: Path) -> None:
     if parallel.is_first:
         _tell_the_end(rank, source, log, {"reason": reason, "transport": transport, **checkpoints.figures()})
     _leave(log, rank.progress)
-
-
-def _source(rank: Rank, policy: Policy) -> tuple[BatchSource, int, int | None]:
-    """Return the source of batches, the version that a run begins with, and, of recorded batches, the version after the
-    last. The source is the rollout process, unless recorded batches are trained without one."""
-    config, addresses = rank.config, rank.addresses
-    client = partial(RolloutClient, addresses.rollout, addresses.access, config.rollout.batch_timeout)
-    if given := policy.batches():
-        return given[0], 0, given[1]
-    if config.mode != "replay":
-        return client(), 0, None
-    recorded = ReplaySource(config.replay)
-    return client() if config.replay.schedule else recorded, recorded.first, recorded.end
 
 
 def _log(rank: Rank, start: Start) -> StepLog:

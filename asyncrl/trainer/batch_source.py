@@ -30,6 +30,11 @@ class BatchSource(RolloutSide, ABC):
     """Source of batches, which is also told which versions are served. It has no rollout side, unless a subclass
     does."""
 
+    first: int = 0
+    """Version that a run begins with."""
+    end: int | None = None
+    """Version after the last batch; None if there is no last one."""
+
     @abstractmethod
     def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
         """Return the encoded batch that turns `version` into the next, or its part number `part` of `parts`; nothing if

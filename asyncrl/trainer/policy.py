@@ -81,10 +81,10 @@ class Policy:
             weights = hooks.sent(weights)
         return weights
 
-    def batches(self) -> tuple[BatchSource, int | None] | None:
-        """Return the batches of a mode of an extension and the version after the last; None if this run generates its
-        own, or replays others."""
-        return next((found for hooks in self._hooks.values() if (found := hooks.batches())), None)
+    def batches(self, client: Callable[[], BatchSource]) -> BatchSource | None:
+        """Return the batches of a mode of an extension; None if this run generates its own. `client` returns those of
+        the server in the place of the rollout process."""
+        return next((found for hooks in self._hooks.values() if (found := hooks.batches(client))), None)
 
     @property
     def started(self) -> Tensor:

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,14 +30,20 @@ from asyncrl.trainer.colocated import Colocated, free
 from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
-from asyncrl.trainer.recordings import NoEngines
 from asyncrl.trainer.recovery import CatchingUp, Start
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
 from asyncrl.weights.files import folder_in
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.publish import Outgoing, Publisher, build_transport
-from asyncrl.weights.publisher import Background, RolloutSide, StagedPublisher, VersionPublisher
+from asyncrl.weights.publisher import (
+    UNSENT,
+    Background,
+    RolloutSide,
+    Staged,
+    StagedPublisher,
+    VersionPublisher,
+)
 
 
 def build_publisher(
@@ -70,6 +76,25 @@ def build_publisher(
         release = partial(_release, source, hand_over) if hand_over else lambda: None
         return Colocated(sender, policy.memory, log, release), why
     return in_background(sender, rank.timeline, rank.parallel) if config.weights.overlap else sender, why
+
+
+class NoEngines(StagedPublisher):
+    """Publisher for a run in which nothing generates."""
+
+    def __init__(self, announce: Callable[[int], object], *, first: bool) -> None:
+        """`first` is True on rank 0, which alone announces versions."""
+        self._announce = announce
+        self._first = first
+
+    def stage(self, version: int) -> Staged:
+        """Copy no weights."""
+        return Staged(version, UNSENT)
+
+    def complete(self, staged: Staged) -> dict[str, float]:
+        """Announce the version."""
+        if self._first:
+            self._announce(staged.version)
+        return staged.metrics
 
 
 def in_background(publisher: StagedPublisher, timeline: TimelineWriter, parallel: Parallel) -> Background:

@@ -63,9 +63,9 @@ class Recovery:
     """When they died, in seconds since the epoch."""
 
 
-def find_start(rank: Rank, source: BatchSource, fleet: Fleet, first: int) -> Start:
-    """Return where the trainers begin: after a checkpoint, of this run or of the one that it resumes, or at `first`.
-    Those that were started again take the fleet over. Collective."""
+def find_start(rank: Rank, source: BatchSource, fleet: Fleet) -> Start:
+    """Return where the trainers begin: after a checkpoint, of this run or of the one that it resumes, or at the
+    source's first batch. Those that were started again take the fleet over. Collective."""
     checkpoint, recovered = rank.addresses.resume, None
     if times_restarted():
         if rank.parallel.is_first:
@@ -73,7 +73,7 @@ def find_start(rank: Rank, source: BatchSource, fleet: Fleet, first: int) -> Sta
             checkpoint = newest[0] if newest else checkpoint
             recovered = _recovery(rank, source, fleet)
         checkpoint, recovered = from_first((checkpoint, recovered))
-    return Start(manifest.read(checkpoint).version if checkpoint else first, checkpoint, recovered)
+    return Start(manifest.read(checkpoint).version if checkpoint else source.first, checkpoint, recovered)
 
 
 def _recovery(rank: Rank, source: BatchSource, fleet: Fleet) -> Recovery:

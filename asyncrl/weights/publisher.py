@@ -1,7 +1,7 @@
 """Publishers bring versions to every engine. All have one protocol. Those that send do so in two parts, and others may
 work around them:
 
-    Publisher (publish.py), AdapterPublisher (adapters.py), NoEngines (trainer/recordings.py)      send
+    Publisher (publish.py), AdapterPublisher (adapters.py), NoEngines (trainer/publishers.py)      send
     CatchingUp (trainer/recovery.py)                                                               leaves versions out
     Background (here), Colocated (trainer/colocated.py)                                            say when, and where
 

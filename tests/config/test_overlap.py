@@ -9,7 +9,7 @@ import pytest
 from asyncrl.config import streams
 from asyncrl.errors import ConfigError
 from asyncrl.weights.choice import choose_lora
-from tests.fakes import ALONE, tiny_config
+from tests.fakes import ALONE, GIVEN, tiny_config
 
 OVERLAP = {"weights.overlap": True, "rollout.max_staleness": 2, "rollout.lead": None}
 
@@ -41,7 +41,7 @@ def test_settings_without_room_for_an_overlap_are_refused(changes: dict[str, Any
         {"weights.transport": "disk"},
         {"rollout.max_staleness": 1},
         {"rollout.over_age": "drop"},
-        {"mode": "replay", "replay.from": "run", "deterministic": True},
+        {**GIVEN, "deterministic": True},
     ],
 )
 def test_other_settings_fit_an_overlap(changes: dict[str, Any]) -> None:

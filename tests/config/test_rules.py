@@ -18,7 +18,7 @@ from asyncrl.config.running import TRANSPORTS
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks import model
 from asyncrl.settings import Rule, require
-from tests.fakes import ALONE, JOB, tiny_config
+from tests.fakes import ALONE, GIVEN, JOB, tiny_config
 
 LORA: dict[str, Any] = {"trainer.lora.rank": 4, "weights.lora": "versions"}
 ROLE: dict[str, Any] = {"adapter": "judge", "past": None}
@@ -30,7 +30,7 @@ FILE: dict[str, Any] = {"task.kind": "file", "task.reward": "exact"}
 EVALUATED = {"eval.questions": 2, "eval.sets": {"digits": {**tiny_config().task.model_dump(), "name": "digits"}}}
 BASES: dict[str, list[dict[str, Any]]] = {
     "_lengths": [{}, {"algo.shaping.overlong_buffer": 1}, {"trainer.optimizer.schedule": "linear"}],
-    "_modes": [{}, {"replay.schedule": True}, ALONE],
+    "_modes": [{}, ALONE],
     "_extended": [{}],
     "_evaluation": [EVALUATED],
     "_elastic": [{"cluster.elastic": "act", "metrics.timeline": True, "cluster.max_engines": 4}],
@@ -97,11 +97,9 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
     "auto_plan": [{**JOB, "cluster.trainer_nodes": 1}],
 }
 """Settings by subject that break rules whose cause is in other fields than the one that they name."""
-SERVED = {"replay.schedule", "replay.compare"} if (ROOT / "extensions/debug").exists() else set()
-"""Settings that are refused without an extension, which is installed here."""
 EVERYWHERE: list[dict[str, Any]] = [
     ALONE,
-    {"mode": "replay", "replay.from": "/runs/a"},
+    GIVEN,
     {"deterministic": True, "rollout.max_staleness": 0},
 ]
 
@@ -234,8 +232,7 @@ def test_each_rule_has_a_case_that_breaks_it(monkeypatch: pytest.MonkeyPatch) ->
                     outside(subject, tried(case))
     assert {subject for subject, *_ in found.broken} == BASES.keys()
     assert {module.rpartition(".")[2] for module in with_rules()} == {"rules", "model"} | BASES.keys() & {"auto_plan"}
-    served = {place for place in found.seen if place[2] in SERVED}
-    assert found.seen - found.broken == served
+    assert found.seen == found.broken
 
 
 def test_rules_are_refused_in_order_with_field_value_and_remedy() -> None:

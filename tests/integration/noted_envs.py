@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl.envs.env import Question, Step
-from asyncrl.envs.toys import FindSquare
+from asyncrl.extensions.squares.game import FindSquare
 
 TURNS = 3
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.agents.chat import Chat
-from asyncrl.images.drawing import squares
+from asyncrl.extensions.squares.drawing import squares
 from asyncrl.schema import Generate, Prompt
 
 TRAINED = ("writer", "checker")

@@ -32,7 +32,7 @@ import sys, time
 from types import SimpleNamespace as Fake
 import asyncrl.trainer.__main__
 from asyncrl.trainer.publishers import in_background
-from asyncrl.trainer.recordings import NoEngines
+from asyncrl.trainer.publishers import NoEngines
 
 class Failing(NoEngines):
     def complete(self, staged):

@@ -99,7 +99,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ("word", "near"),
     [
         ("experiment=tinny", "experiment=tiny?"),
-        ("task=squars", "task=squares?"),
+        ("task=prodcts", "task=products?"),
         ("rollout.stp=1", "rollout.stop?"),
         ("trainer.lr=1e-5", "trainer.optimizer.lr?"),
     ],

@@ -21,7 +21,7 @@ from tests.forks import forked
 
 OWN = """\
 experiment: tiny
-task: squares
+task: higher_lower
 run: {name: mine, max_steps: 3}
 trainer.optimizer.lr: 2e-3
 rollout:
@@ -49,7 +49,7 @@ def composed(*words: str) -> dict[str, Any]:
 def test_settings_of_an_own_file_are_those_of_the_run(own: Path) -> None:
     values = composed("--config", str(own))
     assert values["model"]["path"] == "builtin:tiny"  # of the experiment that it names
-    assert values["task"]["kind"] == "squares"
+    assert values["task"]["name"] == "higher_lower"
     assert (values["run"]["name"], values["run"]["max_steps"]) == ("mine", 3)
     assert values["trainer"]["optimizer"]["lr"] == 2e-3
     assert values["rollout"]["stop"] == ["it's", "back\\", "mine"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.launch.placement import Placement, Seat, imagined, nodes_wanted, place, place_engines
-from tests.fakes import ALONE, JOB, tiny_config, with_scorer
+from tests.fakes import ALONE, GIVEN, JOB, tiny_config, with_scorer
 
 
 def placed(nodes: int, gpus: int, **changes: Any) -> Placement:
@@ -83,9 +83,9 @@ def test_without_gpus_trainers_get_the_first_half_and_engines_take_turns() -> No
 def test_modes_without_trainers_or_engines_leave_their_places_out() -> None:
     generating = placed(1, 2, **{**ALONE, "engine.count": 2})
     assert (generating.trainers, len(generating.engines)) == ([], 2)
-    replayed = placed(1, 2, **{"mode": "replay", "replay.from": "x", "trainer.data_parallel": 2})
-    assert (len(replayed.trainers), replayed.engines) == (2, [])
-    without_gpus = placed(2, 0, **{"mode": "replay", "replay.from": "x", "trainer.data_parallel": 2})
+    training = placed(1, 2, **{**GIVEN, "trainer.data_parallel": 2})
+    assert (len(training.trainers), training.engines) == (2, [])
+    without_gpus = placed(2, 0, **{**GIVEN, "trainer.data_parallel": 2})
     assert [seat.node.name for seat in without_gpus.trainers] == ["node0", "node1"]  # no half is kept for engines
 
 

@@ -16,10 +16,9 @@ from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.checkpoints.store import CheckpointStore
 from asyncrl.errors import ConfigError, RecordError
 from asyncrl.launch import resume
-from asyncrl.launch.replay import differing
-from asyncrl.launch.resume import Resume, advice, choose, lock, roll_back
+from asyncrl.launch.resume import Resume, advice, choose, differing, lock, roll_back
 from asyncrl.network.addresses import FILE, READY
-from tests.fakes import tiny_config
+from tests.fakes import GIVEN, tiny_config
 
 
 def save(run_dir: Path, version: int, *, rollout: bool = True, **changes: Any) -> Path:
@@ -72,10 +71,9 @@ def test_adapters_of_a_checkpoint_are_those_of_the_settings(tmp_path: Path) -> N
     for field, value, run_dir in (("rank", 8, full), ("rank", 4, adapted), ("rank", None, adapted)):
         with pytest.raises(ConfigError, match=rf"trainer\.lora\.{field}: got {value}\. .*resume with that value"):
             chosen(run_dir, "auto", **{f"trainer.lora.{field}": value})
-    replay = {"mode": "replay", "replay.from": str(full)}
     for name, other in (("alpha", 3), ("rslora", True), ("targets", ["q_proj"])):
         with pytest.raises(ConfigError, match=rf"trainer\.lora\.{name}: got"):
-            chosen(adapted, "auto", **replay, **{"trainer.lora.rank": 8, f"trainer.lora.{name}": other})
+            chosen(adapted, "auto", **GIVEN, **{"trainer.lora.rank": 8, f"trainer.lora.{name}": other})
     for roles in ({"solver": {"adapter": "b"}}, {"old": {"past": {"every": 2, "keep": 1}}}):
         with pytest.raises(ConfigError, match=r"agents.roles: got .* The checkpoint holds policy: resume with"):
             chosen(adapted, "auto", **{"trainer.lora.rank": 8, "agents.roles": roles})
@@ -153,9 +151,9 @@ def test_checkpoint_that_was_moved_has_no_steps_before_it(tmp_path: Path) -> Non
     assert not (tmp_path / "b/metrics.jsonl").exists()
 
 
-def test_what_a_replay_wrote_holds_no_rollouts_to_go_on_with(tmp_path: Path) -> None:
-    save(tmp_path, 4, rollout=False)
-    with pytest.raises(RecordError, match="has no rollout state"):
+def test_what_trainers_wrote_alone_holds_no_rollouts_to_go_on_with(tmp_path: Path) -> None:
+    save(tmp_path, 4, rollout=False, **GIVEN)
+    with pytest.raises(RecordError, match=r"has no rollout state.* with mode=given"):
         chosen(tmp_path, "auto")
 
 
@@ -245,11 +243,10 @@ def test_two_launchers_do_not_share_a_folder(tmp_path: Path) -> None:
 
 
 def test_changes_that_matter_to_training_are_listed_and_no_others() -> None:
-    before = json.loads(tiny_config().model_dump_json())
+    before = json.loads(tiny_config(**{**GIVEN, "mode": "train"}).model_dump_json())
     changed = {
         "model.path": "/other",
-        "mode": "replay",
-        "replay.from": "/runs/a",
+        **GIVEN,
         "engine.count": 2,
         "run.max_steps": 7,
         "record": True,

@@ -40,8 +40,8 @@ def model() -> Path:
 
 
 def config_of(**changes: Any) -> Config:
-    values = compose_values("experiment=tiny", "model=tiny_vision", "task=squares", "eval.questions=8")
-    return load(changed(values, changes))
+    values = compose_values("experiment=tiny", "model=tiny_vision", "task=own", f"task.kind={__name__}:Coloured")
+    return load(changed(values, {"task.name": "squares", "eval.questions": 8, **changes}))
 
 
 def hf_of(model: Path) -> dict[str, Any]:
@@ -63,8 +63,19 @@ def prompts_of(model: Path, vision: Vision | None, length: int = 512, **changes:
 
 def png(colour: int, size: tuple[int, int] = (56, 56)) -> bytes:
     file = io.BytesIO()
-    Image.new("RGB", size, (colour, 0, 0)).save(file, "PNG")
+    Image.new("RGB", size, (colour % 256, colour // 256 % 256, colour // 65536 % 256)).save(file, "PNG")
     return file.getvalue()
+
+
+class Coloured:
+    """Asks the same about an image of another colour each time."""
+
+    def question(self, index: int) -> dict[str, Any]:
+        image = {"type": "image", "image": png(index)}
+        return {"messages": [{"role": "user", "content": [image, {"type": "text", "text": "c"}]}]}
+
+    def score(self, answer: str, question: dict[str, Any]) -> float:
+        return float(answer == "r")
 
 
 def test_questions_with_one_text_are_told_apart_by_their_images(model: Path, vision: Vision) -> None:

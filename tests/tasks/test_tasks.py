@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import reasoning_gym
-from PIL import Image
 
 from asyncrl import tasks
 from asyncrl.errors import ConfigError
@@ -22,7 +20,6 @@ from asyncrl.tasks import build_all
 from asyncrl.tasks.files import FileTask
 from asyncrl.tasks.reasoning_gym import BLOCK, LISTING
 from asyncrl.tasks.scores import rewards
-from asyncrl.tasks.squares import COLOURS
 from tests.fakes import tiny_config
 
 ROWS = [{"prompt": f"{i} + 1 =", "answer": i + 1, "level": i % 2} for i in range(4)]
@@ -272,26 +269,3 @@ def test_every_task_and_set_is_built_and_a_wrong_one_is_named_by_its_field() -> 
         with pytest.raises(ConfigError) as caught:
             tasks.build_all(tiny_config(**changes))
         assert caught.value.field == field
-
-
-# --- squares ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ask", ["colour", "number"])
-def test_answers_about_squares_are_what_the_image_shows(ask: str) -> None:
-    task = build(kind="squares", params={"ask": ask})
-    for index in range(50):
-        question = task.question(index)
-        assert task.question(index) == question
-        image = Image.open(io.BytesIO(question["messages"][0]["content"][0]["image"]))
-        shown = [image.getpixel((14 * x + 7, 14 * y + 7)) for x in range(4) for y in range(4)]
-        colours = [colour for colour in shown if colour != (255, 255, 255)]
-        letter = next(name for name, colour in COLOURS.items() if colour == colours[0])
-        assert question["answer"] == (letter if ask == "colour" else str(len(colours)))
-        assert (task.score(question["answer"], question), task.score("x", question)) == (1.0, 0.0)
-        assert task.correct(1.0)
-
-
-def test_squares_are_asked_for_their_colour_or_number() -> None:
-    with pytest.raises(ConfigError, match=r"task.params.ask: got 'size'. Must be one of \['colour', 'number'\]"):
-        build(kind="squares", params={"ask": "size"})

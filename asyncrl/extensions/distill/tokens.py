@@ -9,8 +9,8 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.distill.extension import teacher_of
+from asyncrl.launch.checks.model_files import check_same_tokens
 from asyncrl.launch.prepare import Preparation
-from asyncrl.launch.replay import check_same_tokens
 from asyncrl.models.vision import flat
 
 FIELD = "teacher.model"

@@ -13,8 +13,8 @@ from asyncrl.launch.prepare import Preparation
 
 def used(prepared: Preparation) -> list[LocalSandboxes]:
     """Return the sandboxes in which a run's code would be executed, not yet started."""
-    replayed = prepared.config.mode == "replay"
-    return [] if replayed else [one for one in prepared.announced if isinstance(one, LocalSandboxes)]
+    idle = not prepared.config.generates
+    return [] if idle else [one for one in prepared.announced if isinstance(one, LocalSandboxes)]
 
 
 def check_sandboxes(sandboxes: Sequence[LocalSandboxes]) -> list[Protections]:

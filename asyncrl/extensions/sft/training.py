@@ -114,10 +114,11 @@ class Conversations:
 
 
 class SftBatches(BatchSource):
-    """The batches of mode=sft. `groups` makes groups of the rows of a version."""
+    """The batches of mode=sft, up to the version `end`. `groups` makes groups of the rows of a version."""
 
-    def __init__(self, order: RowOrder, groups: Callable[[list[int], int], list[Group]]) -> None:
+    def __init__(self, order: RowOrder, groups: Callable[[list[int], int], list[Group]], end: int) -> None:
         self._order, self._groups = order, groups
+        self.end = end
 
     def batch(self, version: int, part: int = 0, parts: int = 1, *, interrupt: Callable[[], bool]) -> bytes:
         """Return the batch of this version, or a part of it."""
@@ -156,9 +157,9 @@ class Supervised(TrainerHooks):
         if policy.parallel.is_first:  # which alone makes batches
             self._conversations.read(range(first, size))
 
-    def batches(self) -> tuple[BatchSource, int | None]:
-        """Return the batches, and the version after the last."""
-        return SftBatches(self._order, self._conversations.groups), self._end
+    def batches(self, client: Callable[[], BatchSource]) -> BatchSource:
+        """Return the batches."""
+        return SftBatches(self._order, self._conversations.groups, self._end)
 
     def loss(self, losses: Tensor, logprobs: Tensor, rows: LossRows) -> Tensor:
         """Return the negative log-likelihood of each token, in place of the losses."""

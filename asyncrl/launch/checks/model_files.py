@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.findings import Finding, error, ok
 from asyncrl.models import vision
 from asyncrl.models.families import CHOOSES
@@ -22,6 +23,8 @@ INDEX = "model.safetensors.index.json"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 """Each of these sets of files is a complete tokenizer."""
 COPY = "Copy or download the folder again."
+SHOWN = 3
+"""Number of tokens that differ to show in the error."""
 BYTES = {"bfloat16": 2, "float32": 4}
 """Bytes of a number, by dtype."""
 WHOLE = (
@@ -165,3 +168,31 @@ def _read_shard(path: Path, name: str, files: ModelFiles) -> set[str]:
     files.weights += weights
     files.nbytes += path.stat().st_size
     return {weight.name for weight in weights}
+
+
+def check_same_tokens(field: str, named: str, model: Path, other: Path, remedy: str) -> None:
+    """Refuse the folder `other`, which the setting names, unless its token ids are those of `model`."""
+    mine, its = (_tokens(folder) for folder in (model, other))
+    if mine is None or its is None:
+        folder = model if mine is None else other
+        raise ConfigError(
+            field, named, f"{folder} has no tokenizer.json, which is needed to compare the vocabularies: add it."
+        )
+    differing = sorted(number for number in mine.keys() | its.keys() if mine.get(number) != its.get(number))
+    if differing:
+        some = "; ".join(f"{n} is {mine.get(n)!r} and {its.get(n)!r}" for n in differing[:SHOWN])
+        problem = f"Its tokenizer.json must have the vocabulary of {model}, but {len(differing)} token ids differ"
+        raise ConfigError(field, named, f"{problem} ({some}): {remedy}.")
+
+
+def _tokens(folder: Path) -> dict[int, str] | None:
+    """Return the token of every id in tokenizer.json, including special tokens; None if there is no such file."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    pairs = vocabulary.items() if isinstance(vocabulary, dict) else [(one[0], i) for i, one in enumerate(vocabulary)]
+    return {number: token for token, number in pairs} | {
+        one["id"]: one["content"] for one in tokenizer.get("added_tokens", [])
+    }

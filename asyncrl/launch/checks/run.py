@@ -29,7 +29,6 @@ from asyncrl.launch.leftovers import SHARED
 from asyncrl.launch.machine import MachineFacts, allow_files, this_machine
 from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.prepare import Preparation
-from asyncrl.launch.replay import check_recording, check_vocabulary
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.weights.choice import choose_lora
@@ -51,8 +50,6 @@ def require(prepared: Preparation) -> None:
 
 def _all(prepared: Preparation) -> Iterator[Finding]:
     yield from refused(prepared.files, "task")
-    recording = refused(partial(check_recording, prepared.config), "replay.from")
-    yield from recording
     yield from refused(partial(check_attached, prepared.config, prepared.key), "engine.urls")
     yield from refused(prepared.plan, "cluster.plan")
     yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
@@ -64,9 +61,6 @@ def _all(prepared: Preparation) -> Iterator[Finding]:
     yield from check_versions(prepared.machines or [this_machine("", installed())], pinned())
     for role in prepared.roles:
         yield from _model(prepared, role)
-    if "model" in prepared.weights and not recording:
-        folder, hf = prepared.folders["model"], prepared.hf["model"]
-        yield from refused(partial(check_vocabulary, config, folder, hf), "model.path")
     yield from refused(prepared.choose_checkpoint, "resume")
     assumed = precision.assumed(config, prepared.gpus)
     if config.weights.lora == "auto" and "model" in prepared.hf:

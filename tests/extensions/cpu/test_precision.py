@@ -17,7 +17,7 @@ from asyncrl.extensions.cpu.probe import MARK, Rates
 from asyncrl.launch import precision
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import imagined, place
-from tests.fakes import ALONE, JOB, Machines, tiny_config
+from tests.fakes import ALONE, GIVEN, JOB, Machines, tiny_config
 
 HF = {"hidden_size": 576, "intermediate_size": 1536}
 MODELS = {"trainer": HF, "engine": HF}
@@ -75,7 +75,7 @@ def test_cpu_takes_what_it_multiplies_faster_each_side_for_itself(
 
 
 def test_nothing_stays_auto_for_a_process_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for mode in ({}, ALONE, {"mode": "replay", "replay.from": "x"}):
+    for mode in ({}, ALONE, GIVEN):
         found = resolved(AVX2, monkeypatch, **mode).config
         assert {getattr(found, part).dtype for part in precision.sections(found)} == {"float32"}
 
@@ -170,11 +170,7 @@ def test_resolved_configuration_of_the_run_before_is_found(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps({"trainer": {"dtype": "bfloat16"}}))
     checkpoint = tmp_path / "checkpoints" / "00000002"
     checkpoint.mkdir(parents=True)
-    for changes in (
-        {"mode": "replay", "replay.from": str(tmp_path)},
-        {"resume": str(checkpoint)},
-        {"resume": str(tmp_path)},
-    ):
+    for changes in ({"resume": str(checkpoint)}, {"resume": str(tmp_path)}):
         assert precision.recorded(tiny_config(**changes), tmp_path / "new") == {"trainer": {"dtype": "bfloat16"}}
     assert precision.recorded(tiny_config(resume="auto"), tmp_path) == {"trainer": {"dtype": "bfloat16"}}
     assert precision.recorded(tiny_config(), tmp_path) is None

@@ -21,7 +21,7 @@ from asyncrl.launch.prepare import Preparation
 from asyncrl.metrics.fields import SUMMARY_MACHINE
 from asyncrl.metrics.record import dtype_figures
 from asyncrl.models import catalog
-from tests.fakes import compose_values, tiny_config
+from tests.fakes import GIVEN, compose_values, tiny_config
 
 RATES = Rates("host", "cpu", {"bfloat16": 1e9, "float32": 1e10}, {"bfloat16": 1e9, "float32": 1e10}, 2, 2.0)
 CHOICES = [DtypeChoice(part, "float32", "auto: faster", RATES) for part in ("trainer", "engine")]
@@ -45,8 +45,8 @@ def test_sides_that_do_not_run_on_a_measured_cpu_are_not_estimated() -> None:
     config = tiny_config()
     on_gpus = [DtypeChoice("trainer", "bfloat16", "auto: it runs on GPUs"), CHOICES[1]]
     assert forecast.forecast(config, folder, hf, Precision(config, on_gpus)) is None
-    replay = tiny_config(mode="replay", **{"replay.from": "x"})
-    assert forecast.forecast(replay, folder, hf, Precision(replay, CHOICES[:1])) is None
+    given = tiny_config(**GIVEN)
+    assert forecast.forecast(given, folder, hf, Precision(given, CHOICES[:1])) is None
 
 
 def prepared(config: Config, run_dir: Path) -> Preparation:

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl.extensions.plan.settings import layout_of, training_of
 from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, shape_of
-from tests.fakes import tiny_config
+from tests.fakes import GIVEN, tiny_config
 from tests.models.published import DEEPSEEK_V3, QWEN3_MOE
 
 REFERENCE = {"algo.kl.reference": "weights", "algo.kl.coefficient": 0.1, "algo.kl.reference_offload": False}
@@ -69,7 +69,7 @@ def test_experts_are_split_as_all_else_unless_their_own_degree_is_set() -> None:
         ({"algo.advantage": "gae"}, {"critic": True}),
         ({"weights.staging": "stream", "weights.bucket_mb": 3}, {"bucket": 3 << 20}),
         ({"weights.transport": "disk", "weights.bucket_mb": 3}, {"bucket": 3 << 20}),
-        ({"mode": "replay", "replay.from": "x"}, {"publishes": False}),
+        (GIVEN, {"publishes": False}),
         ({"algo.kl.reference": "weights"}, {"frozen": 0}),  # nobody asks for it
         (REFERENCE, {"frozen": 1}),
         ({**REFERENCE, "algo.kl.reference_offload": True}, {"frozen": 0}),

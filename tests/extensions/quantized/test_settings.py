@@ -13,7 +13,7 @@ from asyncrl.config import Config, load, under_new_names
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.quantized.fits import FIELD
 from asyncrl.launch.checks.model import check_model
-from asyncrl.launch.replay import differing
+from asyncrl.launch.resume import differing
 from asyncrl.removed import removal
 from asyncrl.weights.choice import choose_lora
 from tests.fakes import ALONE, tiny_config

@@ -44,7 +44,7 @@ def test_parts_of_a_batch_have_its_rows_and_figures_once() -> None:
     def groups(rows: list[int], version: int) -> list[Group]:
         return [Group(str(row), row, [row], [Trajectory([], 0.0)], "chat") for row in rows]
 
-    source = SftBatches(RowOrder(0, 9, 5, seed=0, epochs=None), groups)
+    source = SftBatches(RowOrder(0, 9, 5, seed=0, epochs=None), groups, end=2)
 
     def batch(*place: int) -> Batch:
         return decode_batch(source.batch(1, *place, interrupt=lambda: False))

@@ -16,6 +16,7 @@ from asyncrl.launch.checks.machines import check_gpus, check_idle, check_ports
 from asyncrl.launch.checks.model_files import Weight, check_model_files, read_model
 from asyncrl.launch.checks.versions import check_gpu_engines, check_gpu_trainers, check_versions, pinned
 from asyncrl.launch.placement import place
+from tests.fakes import GIVEN
 from tests.launch.checks.worlds import job, machine, nodes, placed, weights, write_model
 
 MODEL = "model.path"
@@ -314,7 +315,7 @@ def test_trainers_on_several_machines_send_weights_over_the_network() -> None:
     shape = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}
     assert sync("auto", 2, **shape)[0].value.startswith("distributed")
     assert sync("auto", 1)[0].value.startswith("tensor")
-    assert sync("auto", 1, mode="replay", **{"replay.from": "x"}) == []
+    assert sync("auto", 1, **GIVEN) == []
 
 
 def test_how_adapters_travel_is_told() -> None:

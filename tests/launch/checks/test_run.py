@@ -218,7 +218,6 @@ def test_a_run_that_would_fail_is_not_started_and_its_folder_not_touched(tmp_pat
         ({"trainer.device": "cuda"}, "trainer.device", "use cpu or auto"),
         ({"cluster.interface": "nosuch0", "cluster.host": None}, "cluster.interface", "choose one"),
         ({"model.chat_template": "/nowhere"}, "model.chat_template", "path of a jinja file"),
-        ({"mode": "replay", "replay.from": "/nowhere"}, "replay.from", "record=true"),
         ({"agent": "asyncrl.agents.single_turn:Missing"}, "agent", "module:name"),
         ({"task.agent": "no_such_module:Agent"}, "task.agent", "No module named"),
         ({"agent": "asyncrl.agents.single_turn:SingleTurn.run"}, "agent", "module:name"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import RecordError
-from asyncrl.extensions.debug.schedule_replay import ScheduleReplay
+from asyncrl.extensions.replay.schedule_replay import ScheduleReplay
 from asyncrl.records.events import Adjusted, Admitted
 from asyncrl.rollout.buffer import CohortBuffer
 

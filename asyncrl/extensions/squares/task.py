@@ -6,7 +6,7 @@ import random
 
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.images.drawing import squares
+from asyncrl.extensions.squares.drawing import squares
 from asyncrl.tasks import Question, Task
 
 COLOURS = {"r": (220, 30, 30), "g": (30, 180, 30), "b": (40, 60, 220), "y": (230, 220, 40)}
@@ -16,7 +16,7 @@ CELLS, MOST = 4, 4
 """Cells in a row, each of which is a patch of Qwen's vision towers; squares in an image."""
 
 
-class Squares(Task):
+class ImagesOfSquares(Task):
     """Questions about an image of 1 to 4 squares of one colour in a grid. The answer is the first letter of the colour,
     or the number; the reward is 1 for exactly that."""
 

@@ -13,11 +13,14 @@ import pytest
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Extension
+from asyncrl.extensions.replay.extension import settings_of
+from asyncrl.extensions.replay.recorded import check_recording, check_vocabulary
 from asyncrl.launch.compose import compose, load
 from asyncrl.launch.main import CONF, main
-from asyncrl.launch.replay import check_vocabulary, differences
+from asyncrl.launch.resume import changes
 from asyncrl.models import catalog
 from asyncrl.records.events import Committed, Taken, packed
+from asyncrl.records.frames import path_of
 from asyncrl.records.reading import RECORDS
 from asyncrl.records.writer import Writer
 from asyncrl.settings import Section
@@ -48,7 +51,7 @@ def test_settings_are_those_of_the_recorded_run(tmp_path: Path, monkeypatch: pyt
     config = replayed(monkeypatch, source)
     assert (config.model.path, config.trainer.optimizer.lr, config.run.seed) == ("builtin:tiny", 0.25, 7)
     assert config.algo.loss.settings["clip_low"] == 0.125
-    assert (config.mode, config.replay.source) == ("replay", str(source))
+    assert (config.mode, settings_of(config).source) == ("replay", str(source))
     assert (config.record, config.checkpoint.every, config.cluster.max_restarts) == (False, None, 5)
     assert config.metrics.timeline
     assert config.run.dir != "a"
@@ -98,7 +101,7 @@ def test_settings_of_an_extension_that_does_not_train_are_this_runs(
     arguments = [f"+extensions.elsewhere={__name__}:Elsewhere"]
     config = replayed(monkeypatch, source, *arguments)
     assert config.elsewhere.seconds == 1.0
-    assert differences(config) == []
+    assert changes(config, None) == []
     assert replayed(monkeypatch, source, *arguments, "+elsewhere.seconds=3.0").elsewhere.seconds == 3.0
 
 
@@ -107,6 +110,22 @@ def test_damaged_settings_of_the_recorded_run_are_named(tmp_path: Path, monkeypa
     (source / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"replay.from: got .*config.json cannot be read"):
         replayed(monkeypatch, source)
+
+
+def test_recording_without_the_batches_is_refused(tmp_path: Path) -> None:
+    writer: Writer[Any] = Writer(tmp_path / "none" / RECORDS)
+    writer.write(Committed(0, packed(group(0)), 0))
+    writer.close()
+    damaged = recorded(tmp_path / "damaged")
+    path_of(damaged / RECORDS, 0).write_bytes(b"something else" * 9)
+    for source, remedy in (
+        (tmp_path / "none", r"replay\.from: .*holds no batch"),
+        (damaged, r"replay\.from: .*cannot be read: .*is not a recording"),
+        (recorded(tmp_path / "one"), r"replay\.last: got 3\..*holds batches 0 to 0"),
+    ):
+        config = tiny_config(mode="replay", **{"replay.from": str(source), "replay.last": 3})
+        with pytest.raises(ConfigError, match=remedy):
+            check_recording(settings_of(config), replays=True)
 
 
 def test_recording_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -128,7 +147,7 @@ def test_recording_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     assert "2 token ids differ" in told
 
     gone = recorded(tmp_path / "b", [12, 999, 11], **{"model.path": "/nowhere"})
-    config = tiny_config(mode="replay", **{"replay.from": str(gone)})
+    replay = settings_of(tiny_config(mode="replay", **{"replay.from": str(gone)}))
     with pytest.raises(ConfigError, match=r"has token 999, but this model's vocabulary has 24 tokens"):
-        check_vocabulary(config, model, {"vocab_size": 24})
-    check_vocabulary(config, model, {"vocab_size": 1000})
+        check_vocabulary(replay, "/model", model, {"vocab_size": 24})
+    check_vocabulary(replay, "/model", model, {"vocab_size": 1000})

@@ -26,10 +26,14 @@ class GroupComparison(RolloutHooks):
 
     _recording: Recording | None = None  # none in a run without replay.compare
 
+    def __init__(self, compared: str | None) -> None:
+        """`compared` is the folder of the recorded run; None to compare nothing."""
+        self._folder = compared
+
     def start(self, run: RolloutRun) -> None:
         """Open the recording."""
-        if compared := run.config.replay.compare:
-            self._recording, self._file = Recording(Path(compared).expanduser()), run.run_dir / FILE
+        if self._folder:
+            self._recording, self._file = Recording(Path(self._folder).expanduser()), run.run_dir / FILE
         self._same = self._compared = self._others = 0
         self._gap = 0.0
 

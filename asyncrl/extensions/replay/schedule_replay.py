@@ -1,4 +1,4 @@
-"""Replay of a recorded schedule (replay.schedule): python -m asyncrl.extensions.debug.schedule_replay RUN_DIR.
+"""Replay of a recorded schedule (replay.schedule): python -m asyncrl.extensions.replay.schedule_replay RUN_DIR.
 
 This process replaces the rollout process and repeats the whole schedule of a recorded run, with the recorded answers
 instead of engines. Buffer, server, staleness bound and ledger are the real ones: each recorded event is repeated when
@@ -29,6 +29,7 @@ from asyncrl.config import read
 from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.errors import RecordError
+from asyncrl.extensions.replay.extension import settings_of
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
 from asyncrl.observability.intervals import Activity
@@ -209,7 +210,7 @@ class ScheduleReplay(GroupLifecycle):
 async def main(run_dir: Path) -> None:
     """Serve until the launcher sends SIGTERM or the replay diverges."""
     config, addresses = read(run_dir), Addresses.read(run_dir)
-    recording = Recording(config.replay.folder)
+    recording = Recording(settings_of(config).folder)
     buffer = build_buffer(config.rollout, overlap=config.weights.overlap)
     groups = ScheduleReplay(recording, buffer, publish=RunReporter(run_dir).publish)
     inflight: Any = groups.inflight

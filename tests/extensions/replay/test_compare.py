@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncrl.extensions.debug.compare import GroupComparison, difference
+from asyncrl.extensions.replay.compare import GroupComparison, difference
 from asyncrl.jsonl import Tail
 from asyncrl.records.events import Committed, packed
 from asyncrl.records.writer import Writer
@@ -36,9 +36,8 @@ def test_first_other_token_and_the_gap_before_it(now: Completion, then: Completi
 
 def begun(folder: Path) -> GroupComparison:
     """Compare with the recording in a folder `then`."""
-    comparison = GroupComparison()
-    config = tiny_config(**{"replay.compare": str(folder / "then")})
-    comparison.start(RolloutRun(config, addresses(), folder, print))
+    comparison = GroupComparison(str(folder / "then"))
+    comparison.start(RolloutRun(tiny_config(), addresses(), folder, print))
     return comparison
 
 
@@ -60,7 +59,7 @@ def test_groups_are_told_apart_and_counted(tmp_path: Path) -> None:
 
 
 def test_run_without_the_setting_is_not_compared(tmp_path: Path) -> None:
-    idle = GroupComparison()
+    idle = GroupComparison(None)
     idle.start(RolloutRun(tiny_config(), addresses(), tmp_path, print))
     idle.group(group(0))
     assert idle.figures() == {}

@@ -1,1 +1,0 @@
-"""Repeats the schedule of a recorded run, and compares a run with a recorded one."""
