@@ -16,7 +16,11 @@ class GatedMLP(MLP):
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, Any]:
         """Compute [..., H] -> [..., H], scaled by the router's weight of each token if one is given."""
         inner, _bias = self.linear_fc1(hidden_states)
-        inner = swiglu(inner)
+        if self.config.activation_func is F.silu:
+            inner = swiglu(inner)
+        else:
+            gate, up = inner.chunk(2, -1)
+            inner = self.config.activation_func(gate) * up
         if per_token_scale is not None:
             inner = (inner * per_token_scale.unsqueeze(-1)).to(inner.dtype)
         out: tuple[Tensor, Any] = self.linear_fc2(inner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,8 +34,9 @@ from torch import Tensor
 from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes, unscaled
+from asyncrl.models.architectures import check_architecture, megatron_arguments, rope_axes, unscaled
 from asyncrl.models.families import family_of
+from asyncrl.models.parts import rotary
 from asyncrl.models.vision import deepstack, flat, image_shape
 from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import (
@@ -52,7 +54,7 @@ from asyncrl.trainer.vision import ImageEmbedding
 moe_utils.__dict__.setdefault("te_general_gemm", None)
 
 T = TypeVar("T")
-ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 """Activations of the gate by the name that a family's record gives to Megatron's activation_func."""
 
 
@@ -118,7 +120,7 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         gradient_accumulation_fusion=False,  # layers.py turns it on where it needs no Apex
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        bias_activation_fusion=te,
+        bias_activation_fusion=te and "num_moe_experts" in family,
         bias_dropout_fusion=False,
         apply_rope_fusion=te and not latent,  # the fused kernel of latent attention takes no positions
         batch_p2p_comm=False,
@@ -128,7 +130,7 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         **family,
     )
     config = of_family(**arguments)
-    turned = rope(hf)
+    turned = rotary(hf)
     if "attention_factor" in family_of(hf).allows and turned["rope_type"] == "yarn" and not unscaled(turned):
         config.yarn_rotary_scaling_factor = turned["factor"]  # Megatron then scales sines and cosines
     return config
@@ -146,25 +148,32 @@ def configured(of: type[T], arguments: dict[str, Any], section: str, fields: Bas
         raise ConfigError(f"trainer.megatron.{section}", given, f"Megatron refuses it: {error}") from error
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's norm with Megatron's constructor, marked for sequence parallelism (WrappedTorchNorm does not support
-    it)."""
+class HeadNorm(torch.nn.RMSNorm):
+    """torch's norm with Megatron's constructor, as queries and keys have it. Megatron finds it by name, not by the mark
+    of other norms, when it sums its gradient over TP."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x. Weights that are centered on zero are what their factors, in float32, have beyond one."""
+        if not self.centered:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float() + 1.0, self.eps).to(x.dtype)
+
+
+class RMSNorm(HeadNorm):
+    """The same norm for hidden states, marked for sequence parallelism (WrappedTorchNorm does not support it)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x. The view makes autograd add the two gradients of x, where norms are not fused, before that of
         the residual, as it does where the norm is recomputed: otherwise sums would differ in the last bit."""
         return super().forward(x.view_as(x))
-
-
-class HeadNorm(torch.nn.RMSNorm):
-    """The norm of queries and keys. Megatron finds it by name, not by the mark, when it sums its gradient over TP."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 class WideNorm(HeadNorm):
@@ -230,14 +239,15 @@ def build_model(
     """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining. `adapted`
     says that adapters will be added to its linear layers."""
     te, family = config.transformer_impl == "transformer_engine", family_of(hf)
+    norms_after = family.has(".post_layernorm.weight")
     if te:
-        spec = transformer_engine_spec(config, vp_stage, separate=adapted or family.norms_after)
+        spec = transformer_engine_spec(config, vp_stage, separate=adapted or norms_after)
     else:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
         spec.layer_norm = RMSNorm
-    if not te or family.norms_after:
+    if not te or norms_after:
         for layer in spec.layer_specs:
             _use_own_modules(layer, config, hf)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -251,8 +261,8 @@ def build_model(
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
-        rotary_base=rope(hf)["rope_theta"],
-        rotary_percent=rope(hf)["partial_rotary_factor"],
+        rotary_base=rotary(hf)["rope_theta"],
+        rotary_percent=rotary(hf)["partial_rotary_factor"],
         vp_stage=vp_stage,
     )
     axes = rope_axes(hf)
@@ -270,7 +280,7 @@ def build_model(
                 module.linear_fc2.bias.sequence_parallel = False  # Megatron would add those of other experts
         elif isinstance(module, MLASelfAttention) and not te:
             sum_rotary_gradients(module)
-    if family.norms_after:
+    if norms_after:
         for layer in model.decoder.layers:
             _norm_output(layer.self_attention.linear_proj, config)
             _norm_output(layer.mlp.linear_fc2, config)
@@ -278,6 +288,9 @@ def build_model(
         rotate_locally(model, theta)
     if model.post_process:
         model.output_layer.__class__ = PredictingRows
+    if model.pre_process and (scale := family.embedding_scale(hf)) != 1.0:
+        factor = torch.tensor(scale, dtype=config.params_dtype).item()  # transformers rounds it, too
+        model.embedding.word_embeddings.register_forward_hook(lambda _, __, words: words * factor)
     if model.pre_process and image_shape(hf):
         model.embedding.__class__ = ImageEmbedding
         for layer in model.decoder.layers[: deepstack(hf)]:
@@ -291,7 +304,7 @@ def _use_own_modules(layer: ModuleSpec, config: TransformerConfig, hf: dict[str,
     """Use attention over packs, and norms that work with sequence parallelism."""
     family, parts, attention = family_of(hf), layer.submodules, layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp if family.norms_after else RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if family.has(".input_layernorm.weight") else IdentityOp
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm  # of the whole latent vector, not of a rank's heads
     elif family.wide_norms:
@@ -318,8 +331,8 @@ def forward(
     `images` are those of ImageEmbedding."""
 
     def prepare() -> None:
-        for rotary in model.ropes:
-            rotary.positions = pack.own_positions if pack.rope is None else pack.rope
+        for one in model.ropes:
+            one.positions = pack.own_positions if pack.rope is None else pack.rope
         if model.post_process:
             model.output_layer.rows = pack.logit_rows
         if model.pre_process:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
+from asyncrl.models.architectures import check_architecture, megatron_arguments
 from asyncrl.models.families import FAMILIES
+from asyncrl.models.parts import rotary
 from asyncrl.models.tiny import write_random_model
+from asyncrl.models.vision import flat
 from tests.models.page import cells
 from tests.models.published import (
     DEEPSEEK_V3,
@@ -44,7 +46,7 @@ def test_deepseek_v3_as_published() -> None:
     assert (found["moe_router_num_groups"], found["moe_router_group_topk"]) == (8, 4)
     assert found["moe_shared_expert_intermediate_size"] == 2048
     assert (found["rotary_scaling_factor"], found["mscale_all_dim"]) == (40, 1.0)
-    assert rope(DEEPSEEK_V3)["rope_type"] == "yarn"
+    assert rotary(DEEPSEEK_V3)["rope_type"] == "yarn"
     assert found["moe_router_bias_update_rate"] == 0.0
 
 
@@ -56,7 +58,7 @@ def test_deepseek_v3_1_and_kimi_k2_as_published() -> None:
     found = megatron_arguments(KIMI_K2)
     assert (found["num_moe_experts"], found["moe_router_num_groups"]) == (384, None)
     assert found["moe_layer_freq"] == [0] + [1] * 60
-    assert (rope(KIMI_K2)["rope_theta"], rope(KIMI_K2)["factor"]) == (50000.0, 32.0)
+    assert (rotary(KIMI_K2)["rope_theta"], rotary(KIMI_K2)["factor"]) == (50000.0, 32.0)
 
 
 def test_gpt_oss_as_published() -> None:
@@ -75,7 +77,7 @@ def test_glm_4_6_4_7_and_flash_as_published() -> None:
     found = megatron_arguments(GLM_4_6)
     assert (found["qk_layernorm"], found["add_qkv_bias"], found["num_moe_experts"]) == (True, True, 160)
     assert found["moe_layer_freq"] == [0] * 3 + [1] * 89
-    assert rope(GLM_4_6)["partial_rotary_factor"] == 0.5
+    assert rotary(GLM_4_6)["partial_rotary_factor"] == 0.5
     check_architecture(GLM_4_7_FLASH)
     found = megatron_arguments(GLM_4_7_FLASH)
     assert (found["q_lora_rank"], found["v_head_dim"], found["moe_router_topk_scaling_factor"]) == (768, 256, 1.8)
@@ -127,10 +129,10 @@ def test_qwen_says_which_layers_have_experts(fields: dict[str, Any], layers: lis
 def test_new_and_old_spelling_of_rotary_embeddings_say_the_same() -> None:
     old = {**LLAMA, "rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0}
-    found = rope(old)
-    assert {key: found[key] for key in new} == rope({**LLAMA, "rope_parameters": new})
-    assert rope(LLAMA) == {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_type": "default"}
-    assert rope({"architectures": ["Glm4MoeForCausalLM"]})["partial_rotary_factor"] == 0.5
+    found = rotary(old)
+    assert {key: found[key] for key in new} == rotary({**LLAMA, "rope_parameters": new})
+    assert rotary(LLAMA) == {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_type": "default"}
+    assert rotary(flat({"architectures": ["Glm4MoeForCausalLM"]}))["partial_rotary_factor"] == 0.5
 
 
 @pytest.mark.parametrize("kind", [family.model_type for family in FAMILIES.values() if not family.tower])
