@@ -49,6 +49,7 @@ from asyncrl.trainer.attention import (
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
 from asyncrl.trainer.mlp import ClampedMLP, GatedMLP
 from asyncrl.trainer.vision import ImageEmbedding
+from asyncrl.weights.layouts import dims_of
 
 # Without TransformerEngine, megatron-core 0.16.1 leaves this name undefined, and its routers read it.
 moe_utils.__dict__.setdefault("te_general_gemm", None)
@@ -66,11 +67,6 @@ def read_hf_config(model: Path) -> dict[str, Any]:
     return hf
 
 
-def head_dim(hf: dict[str, Any]) -> int:
-    """Return the width of one attention head."""
-    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
-
-
 def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> TransformerConfig:
     """Return Megatron's configuration. The features disabled here are CUDA-only fusions or need TransformerEngine."""
     dtype, alltoall = getattr(torch, trainer.dtype), trainer.token_dispatcher == "alltoall"
@@ -84,8 +80,8 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
         num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf.get("num_key_value_heads", hf["num_attention_heads"]),
-        kv_channels=head_dim(hf),
+        num_query_groups=dims_of(hf).kv_heads,
+        kv_channels=dims_of(hf).head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf["rms_norm_eps"],
         gated_linear_unit=True,

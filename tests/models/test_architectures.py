@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments
@@ -36,6 +37,8 @@ HY3 = {
     "moe_intermediate_size": 1536,
     "router_scaling_factor": 2.826,
 }
+GEMMA_3 = DENSE["Gemma-3 1B"]
+LINEAR = {"rope_type": "linear", "factor": 8.0}
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
 
 
@@ -88,6 +91,27 @@ def test_glm_4_6_4_7_and_flash_as_published() -> None:
 def test_dense_models_as_published(name: str) -> None:
     check_architecture(DENSE[name])
     megatron_arguments(DENSE[name])
+
+
+def test_gemma_3_has_windows_in_five_layers_of_six_and_what_its_publisher_leaves_out() -> None:
+    found = megatron_arguments(GEMMA_3)
+    assert (found["window_size"], found["window_attn_skip_freq"]) == ((511, 0), ([1] * 5 + [0]) * 4 + [1, 1])
+    assert found["softmax_scale"] == 1 / 16
+    assert flat(GEMMA_3)["tie_word_embeddings"]
+    assert not flat({**GEMMA_3, "tie_word_embeddings": False})["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("scaling", [None, LINEAR])
+def test_gemma_3_rotates_by_kinds_of_layers_in_either_spelling(scaling: dict[str, Any] | None) -> None:
+    """transformers 5 makes the new one of the old one."""
+    old = {**GEMMA_3, "rope_scaling": scaling}
+    new = AutoConfig.for_model("gemma3_text", **old).to_dict()
+    local = FAMILIES["Gemma3ForCausalLM"].local_theta
+    for hf in (old, {**new, "architectures": old["architectures"]}):
+        check_architecture(hf)
+        expected = {"rope_theta": 1e6, "rope_type": "default", **(scaling or {})}
+        assert {key: rotary(hf)[key] for key in expected} == expected
+        assert local(hf) == 1e4
 
 
 def test_smollm3_rotates_three_layers_of_four() -> None:
@@ -168,6 +192,12 @@ def test_what_transformers_writes_for_a_family_is_accepted(kind: str, tmp_path: 
         ({"architectures": ["Ernie4_5ForCausalLM"], "use_bias": True}, "use_bias=true"),
         ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "rope_type=longrope"),
         ({"architectures": ["SmolLM3ForCausalLM"]}, "no no_rope_layers"),
+        ({**GEMMA_3, "final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({**GEMMA_3, "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({**GEMMA_3, "hidden_activation": "gelu"}, "hidden_activation=gelu.*gelu_pytorch_tanh"),
+        ({**GEMMA_3, "tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ({**GEMMA_3, "rope_parameters": {"sliding_attention": LINEAR}}, "rope_type=linear of sliding_attention"),
+        ({**GEMMA_3, "architectures": ["Gemma3ForConditionalGeneration"]}, "in both directions"),
         ({**QWEN3_MOE, "use_sliding_window": True}, "sliding_window=4096"),
         ({**QWEN3_MOE, "num_experts_per_tok": 1}, "num_experts_per_tok=1.*normalized"),
         ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave=false"),

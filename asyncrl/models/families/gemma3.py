@@ -10,14 +10,19 @@ from asyncrl.models import parts
 from asyncrl.models.family import HF, Arguments, Family, Layout, Serving
 from asyncrl.models.parts import layer
 
-GELU = "gelu_pytorch_tanh"
+PUBLISHED = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "use_bidirectional_attention": False,
+}
+"""What config.json may set otherwise. SGLang has always most of it."""
 
 
 def _arguments(hf: HF) -> Arguments:
-    every = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern", 6)
-    kinds = [
-        ("sliding" if number % every else "full") + "_attention" for number in range(1, hf["num_hidden_layers"] + 1)
-    ]
+    every, layers = hf.get("sliding_window_pattern", 6), range(1, hf["num_hidden_layers"] + 1)
+    kinds = ["sliding_attention" if number % every else "full_attention" for number in layers]
     return {
         "qk_layernorm": True,
         "layernorm_zero_centered_gamma": True,
@@ -34,18 +39,11 @@ def _local(hf: HF) -> HF:
 
 
 def _unsupported(hf: HF) -> Iterator[tuple[str, str]]:
-    for field in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if hf.get(field):
-            yield f"{field}={hf[field]}", "Gemma-3 is supported without it alone, as it was published."
-    if hf.get("hidden_activation", GELU) != GELU:
-        yield f"hidden_activation={hf['hidden_activation']}", f"Supported: {GELU}."
+    for field, supported in PUBLISHED.items():
+        if hf.get(field, supported) not in (supported, None):
+            yield f"{field}={hf[field]}", f"Supported: {supported}, as Gemma-3 was published."
     if (kind := _local(hf)["rope_type"]) != "default":
         yield f"rope_type={kind} of sliding_attention", "Layers with windows are supported without scaling alone."
-
-
-def _not_served(hf: HF) -> Iterator[tuple[str, str]]:
-    if not hf.get("tie_word_embeddings", True):
-        yield "tie_word_embeddings=false", "SGLang computes Gemma-3's logits with the embedding: tie them."
 
 
 FAMILY = Family(
@@ -67,7 +65,7 @@ FAMILY = Family(
     defaults={"tie_word_embeddings": True, "rope_theta": 1e6, "head_dim": 256, "query_pre_attn_scalar": 256},
     embedding_scale=lambda hf: float(hf["hidden_size"] ** 0.5),
     local_theta=lambda hf: float(_local(hf)["rope_theta"]),
-    serving=Serving(stages=False, unsupported=_not_served),
+    serving=Serving(stages=False),
     tiny={
         "tie_word_embeddings": True,
         "sliding_window": 5,
@@ -78,5 +76,4 @@ FAMILY = Family(
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
     },
-    variants=({"tie_word_embeddings": False},),
 )
