@@ -132,8 +132,7 @@ def save_random(
 def _fill(model: object, seed: int, spread: float) -> None:
     """Draw every weight from one generator in the order of names, because a constructor's order may change.
 
-    Norms get the same noise around what the constructor gave them, 1 or 0, so that a mapping that swaps two of them is
-    detected.
+    Norms get the same noise around the constructor's values, so that a mapping that swaps two of them is detected.
     """
     import torch
 

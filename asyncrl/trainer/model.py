@@ -47,7 +47,7 @@ from asyncrl.trainer.attention import (
     sum_rotary_gradients,
 )
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
-from asyncrl.trainer.mlp import ClampedMLP, GatedMLP
+from asyncrl.trainer.mlp import GatedMLP
 from asyncrl.trainer.vision import ImageEmbedding
 from asyncrl.weights.layouts import dims_of
 
@@ -271,7 +271,7 @@ def build_model(
         elif isinstance(module, TopKRouter):
             module.__class__ = ExactBiasRouter
         elif type(module) is MLP:
-            module.__class__ = GatedMLP if config.activation_func_clamp_value is None else ClampedMLP
+            module.__class__ = GatedMLP
             if config.add_bias_linear and module.linear_fc2.is_expert:
                 module.linear_fc2.bias.sequence_parallel = False  # Megatron would add those of other experts
         elif isinstance(module, MLASelfAttention) and not te:
