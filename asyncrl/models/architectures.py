@@ -50,8 +50,8 @@ CHUNKS = (
 LACKS = {
     "Ernie4_5_MoeForCausalLM": "a bias chooses experts beside a softmax, and Megatron-core 0.16.1 has such a bias "
     "beside sigmoids alone",
-    "MiniMaxM2ForCausalLM": "it normalizes queries, and keys, over all heads together, and SGLang 0.5.21 computes that "
-    "norm on GPUs alone, so that no engine was tried",
+    "MiniMaxM2ForCausalLM": "SGLang 0.5.21 computes its norm over all heads together on GPUs alone, and transformers "
+    "5.12.1 ignores its rotary_dim, so that there was nothing to compare a trainer with",
     **dict.fromkeys(
         ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"),
         "it normalizes queries and keys after their rotation, and Megatron's layers do it before",
