@@ -53,7 +53,7 @@ FAMILY = Family(
         *parts.changed(parts.EDGES[:1], layout=Layout.WHOLE_EMBEDDING),
         layer("input_layernorm.weight", Layout.WHOLE, "input_layernorm.weight"),
         layer("pre_mlp_layernorm.weight", Layout.WHOLE, "pre_feedforward_layernorm.weight"),
-        parts.EDGES[1],  # the embedding is the output layer
+        *parts.EDGES[1:],
         *parts.ATTENTION,
         *parts.MLP,
         *parts.QK_NORM,
