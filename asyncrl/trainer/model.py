@@ -145,8 +145,7 @@ def configured(of: type[T], arguments: dict[str, Any], section: str, fields: Bas
 
 
 class HeadNorm(torch.nn.RMSNorm):
-    """torch's norm with Megatron's constructor, as queries and keys have it. Megatron finds it by name, not by the mark
-    of other norms, when it sums its gradient over TP."""
+    """The norm of queries and keys. Megatron finds it by name, not by a mark, when it sums its gradient over TP."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -160,7 +159,7 @@ class HeadNorm(torch.nn.RMSNorm):
 
 
 class RMSNorm(HeadNorm):
-    """The same norm for hidden states, marked for sequence parallelism (WrappedTorchNorm does not support it)."""
+    """The norm of hidden states, marked for sequence parallelism (WrappedTorchNorm does not support it)."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -68,8 +68,7 @@ def check_space(folder: Path, nbytes: int) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of an HF folder, with the fields of the text model at the top. Raises WeightsError if it is
-    missing or is not JSON."""
+    """Read config.json of an HF folder, as `flat`. Raises WeightsError if it is missing or is not JSON."""
     try:
         return flat(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError) as error:

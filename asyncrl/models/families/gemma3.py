@@ -17,7 +17,7 @@ PUBLISHED = {
     "tie_word_embeddings": True,
     "use_bidirectional_attention": False,
 }
-"""What config.json may set otherwise. SGLang has always most of it."""
+"""Fields of config.json that are supported with these values alone."""
 
 
 def _arguments(hf: HF) -> Arguments:
