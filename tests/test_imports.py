@@ -92,7 +92,7 @@ ONLY = {
     ("launch", "observability"): {"observability.timeline"},
     ("envs", "observability"): {"observability.intervals"},
     ("trainer", "observability"): {"observability.timeline"},
-    ("trainer", "models"): {"models.architectures", "models.families", "models.vision"},
+    ("trainer", "models"): {"models.architectures", "models.families", "models.parts", "models.vision"},
     ("weights", "models"): {"models.vision", "models.families", "models.family", "models.parts", "models"},
     ("trainer", "engine"): {"engine.adapters", "engine.fleet", "engine.hand_over", "engine.update"},
 }

@@ -34,17 +34,11 @@ def routing_shape(hf: HF) -> RoutingShape | None:
     return RoutingShape(hf["num_hidden_layers"], sparse, family["moe_router_topk"], family["num_moe_experts"])
 
 
-def rope(hf: HF) -> dict[str, Any]:
-    """Return the rotary embedding's rope_theta, rope_type, partial_rotary_factor and scaling parameters, in any of the
-    spellings of config.json."""
-    return rotary(hf, family_of(hf).rotated)
-
-
 def rope_axes(hf: HF) -> list[int] | None:
     """Return which position (0 time, 1 height, 2 width) turns each rotated pair of a head; None for text models, whose
     tokens have one position."""
-    section = rope(hf).get("mrope_section")
-    if not section or not rope(hf).get("mrope_interleaved"):
+    section = rotary(hf).get("mrope_section")
+    if not section or not rotary(hf).get("mrope_interleaved"):
         return [axis for axis, pairs in enumerate(section) for _ in range(pairs)] if section else None
     return [pair % 3 if pair < 3 * section[pair % 3] else 0 for pair in range(sum(section))]
 
@@ -56,8 +50,8 @@ CHUNKS = (
 LACKS = {
     "Ernie4_5_MoeForCausalLM": "a bias chooses experts beside a softmax, and Megatron-core 0.16.1 has such a bias "
     "beside sigmoids alone",
-    "MiniMaxM2ForCausalLM": "it normalizes queries, and keys, over all heads together, and SGLang 0.5.21 computes that "
-    "norm on GPUs alone, so that no engine was tried",
+    "MiniMaxM2ForCausalLM": "SGLang 0.5.21 computes its norm over all heads together on GPUs alone, and transformers "
+    "5.12.1 ignores its rotary_dim, so that there was nothing to compare a trainer with",
     **dict.fromkeys(
         ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"),
         "it normalizes queries and keys after their rotation, and Megatron's layers do it before",
@@ -101,7 +95,7 @@ def _unsupported(family: Family, hf: HF) -> Iterator[tuple[str, str]]:
     if not hf.get("rope_interleave", True):
         yield "rope_interleave=false", "Latent attention is supported with interleaved rotary dimensions only."
     yield from family.unsupported(hf)
-    yield from _unsupported_rope(rope(hf), family)
+    yield from _unsupported_rope(rotary(hf), family)
     yield from _unsupported_routing(hf, megatron_arguments(hf))
 
 

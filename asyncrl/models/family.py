@@ -24,6 +24,8 @@ class Layout(Enum):
     """Equal on all ranks of both."""
     COLUMN = auto()
     """Trainers divide the output features; each rank of an engine has all."""
+    WHOLE_EMBEDDING = auto()
+    """Rows of tokens, which trainers divide; each rank of an engine has all."""
     EMBEDDING = auto()
     """Rows of tokens; an engine divides them as its attention."""
     HEAD = auto()
@@ -135,12 +137,12 @@ class Family:
     """Fields of config.json that may be set, though other families refuse them."""
     adapters: bool = True
     """Whether its linear layers can have adapters, and engines codes of them: not where HF fuses layers."""
-    rotated: float = 1.0
-    """Part of each head that is rotated, unless config.json says it."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that transformers sets where config.json does not, if other families set them otherwise."""
+    embedding_scale: Callable[[HF], float] = lambda hf: 1.0
+    """Factor of the embeddings of tokens, but not of a tied output layer."""
     local_theta: Callable[[HF], float | None] = lambda hf: None
     """rope_theta of layers with windows, which scale nothing; None if all layers rotate alike."""
-    norms_after: bool = False
-    """Its norms stand after attention and after the MLP, before the sum with what went in, instead of before each."""
     wide_norms: bool = False
     """Norms of queries and keys take all heads as one vector, instead of each head."""
     tower: Tower | None = None
@@ -149,3 +151,7 @@ class Family:
     """Small values of the config fields that only this family has, with every optional part."""
     variants: tuple[Mapping[str, Any], ...] = ()
     """Changes of `tiny` that the tests try in addition. Together they hold every tensor that the family may have."""
+
+    def has(self, weight: str) -> bool:
+        """Return whether it has a weight whose Megatron name ends so."""
+        return any(one.megatron.endswith(weight) for one in self.weights)

@@ -220,17 +220,16 @@ def windows(hf: HF) -> Arguments:
     }
 
 
-def rotary(hf: HF, rotated: float = 1.0) -> dict[str, Any]:
+def rotary(hf: HF) -> dict[str, Any]:
     """Return the rotary embedding's rope_theta, rope_type, partial_rotary_factor and scaling parameters.
 
-    transformers 5 writes rope_parameters; earlier versions wrote separate fields and rope_scaling, with its kind as
-    `type`. The kind mrope scales nothing: models that see have the default frequencies.
+    transformers 5 writes rope_parameters, for each kind of layers if they differ: these are those of layers without
+    windows. Earlier versions wrote separate fields and rope_scaling, with its kind as `type`. The kind mrope scales
+    nothing: models that see have the default frequencies.
     """
-    defaults = {
-        "rope_theta": hf.get("rope_theta", 10000.0),
-        "partial_rotary_factor": hf.get("partial_rotary_factor", rotated),
-    }
-    found = {**defaults, **(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    defaults = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    given = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    found = {name: hf.get(name, value) for name, value in defaults.items()} | given.get("full_attention", given)
     kind = found.get("rope_type", found.get("type", "default"))
     return {**found, "rope_type": "default" if kind == "mrope" else kind}
 

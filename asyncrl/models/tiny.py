@@ -132,7 +132,7 @@ def save_random(
 def _fill(model: object, seed: int, spread: float) -> None:
     """Draw every weight from one generator in the order of names, because a constructor's order may change.
 
-    Norms get the same noise around 1, so that a mapping that swaps two of them is detected.
+    Norms get the same noise around the constructor's values, so that a mapping that swaps two of them is detected.
     """
     import torch
 
@@ -141,7 +141,8 @@ def _fill(model: object, seed: int, spread: float) -> None:
     biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("_bias")]  # of routers
     with torch.no_grad():
         for name, weight in sorted([*model.named_parameters(), *biases], key=lambda item: item[0]):
-            weight.normal_(1.0 if NORM.search(name) else 0.0, spread, generator=generator)
+            mean = weight.flatten()[0].item() if NORM.search(name) else 0.0
+            weight.normal_(mean, spread, generator=generator)
 
 
 def write_tokenizer(

@@ -34,10 +34,12 @@ REFUSED = {
 
 def flat(hf: HF) -> HF:
     """Return a config with the fields of the text model at the top, in either layout: transformers 5 writes them into
-    `text_config`, and the published folders of Qwen2.5-VL have them at the top already."""
+    `text_config`, and the published folders of Qwen2.5-VL have them at the top already. Fields that it leaves out have
+    the family's defaults."""
     text = hf.get("text_config") or {}
     own = {name: value for name, value in hf.items() if name != "text_config" and (name in WHOLE or name not in text)}
-    return {**text, **own}
+    family = FAMILIES.get((hf.get("architectures") or [""])[0])
+    return {**(family.defaults if family else {}), **text, **own}
 
 
 def image_shape(hf: HF) -> ImageShape | None:

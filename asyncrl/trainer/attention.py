@@ -21,8 +21,8 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
-from asyncrl.models.architectures import rope
 from asyncrl.models.families import family_of
+from asyncrl.models.parts import rotary
 from asyncrl.trainer.context import gather_rows
 from asyncrl.trainer.tree_attention import attend
 
@@ -105,14 +105,16 @@ class PositionRope(RotaryEmbedding):
 def frequencies(hf: dict[str, Any], plain: Tensor) -> Tensor:
     """Return the angle per position of each rotated pair, as transformers computes it. `plain` holds the unscaled
     angles."""
-    kind = rope(hf)["rope_type"]
+    kind = rotary(hf)["rope_type"]
     if kind == "default":
         return plain
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     known = {**hf, "model_type": family_of(hf).model_type}  # transformers does not know every publisher's own name
-    scaled, factor = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**known), plain.device)
+    config = AutoConfig.for_model(**known)
+    config.rope_parameters = rotary(hf)  # those of layers without windows
+    scaled, factor = ROPE_INIT_FUNCTIONS[kind](config, plain.device)
     assert factor == 1.0 or "attention_factor" in family_of(hf).allows, "check_architecture rejects all others"
     assert scaled.shape == plain.shape
     return scaled

@@ -11,20 +11,7 @@ from torch import Tensor
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP weights with another forward, for a dense layer or one routed expert."""
-
-    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, Any]:
-        """Compute [..., H] -> [..., H], scaled by the router's weight of each token if one is given."""
-        inner, _bias = self.linear_fc1(hidden_states)
-        inner = swiglu(inner)
-        if per_token_scale is not None:
-            inner = (inner * per_token_scale.unsqueeze(-1)).to(inner.dtype)
-        out: tuple[Tensor, Any] = self.linear_fc2(inner)
-        return out
-
-
-class ClampedMLP(MLP):
-    """A routed expert with biases, in which the gate is limited from above, and up on both sides.
+    """Megatron's MLP weights with another forward, for a dense layer or one routed expert, which may have biases.
 
     megatron-core 0.16.1 adds the second bias in place to a view, which autograd refuses.
     """
@@ -32,12 +19,25 @@ class ClampedMLP(MLP):
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> tuple[Tensor, Any]:
         """Compute [..., H] -> [..., H], scaled by the router's weight of each token if one is given."""
         inner, bias = self.linear_fc1(hidden_states)
-        gate, up = (inner + bias).chunk(2, -1)
-        limit, config = self.config.activation_func_clamp_value, self.config
-        inner = config.activation_func(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + config.glu_linear_offset)
-        scale = 1.0 if per_token_scale is None else per_token_scale.unsqueeze(-1)
-        out, bias = self.linear_fc2((inner * scale).to(inner.dtype))
-        return out + (bias * scale).to(out.dtype), None
+        inner = self._activated(inner if bias is None else inner + bias)
+        scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
+        if scale is not None:
+            inner = (inner * scale).to(inner.dtype)
+        out, bias = self.linear_fc2(inner)
+        if bias is not None:
+            out = out + (bias if scale is None else bias * scale).to(out.dtype)
+        return out, None
+
+    def _activated(self, both: Tensor) -> Tensor:
+        """Compute [..., gate and up] -> [..., inner]. A limit holds from above for the gate, on both sides for up."""
+        config, limit = self.config, self.config.activation_func_clamp_value
+        if config.activation_func is F.silu:
+            return swiglu(both)
+        gate, up = both.chunk(2, -1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + config.glu_linear_offset
+        found: Tensor = config.activation_func(gate) * up
+        return found
 
 
 CACHED_ROWS = 128

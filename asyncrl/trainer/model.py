@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
-from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes, unscaled
+from asyncrl.models.architectures import check_architecture, megatron_arguments, rope_axes, unscaled
 from asyncrl.models.families import family_of
+from asyncrl.models.parts import rotary
 from asyncrl.models.vision import deepstack, flat, image_shape
 from asyncrl.trainer import recompute
 from asyncrl.trainer.attention import (
@@ -43,13 +45,14 @@ from asyncrl.trainer.attention import (
     sum_rotary_gradients,
 )
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
-from asyncrl.trainer.mlp import ClampedMLP, GatedMLP
+from asyncrl.trainer.mlp import GatedMLP
 from asyncrl.trainer.vision import ImageEmbedding
+from asyncrl.weights.layouts import dims_of
 
 # Without TransformerEngine, megatron-core 0.16.1 leaves this name undefined, and its routers read it.
 moe_utils.__dict__.setdefault("te_general_gemm", None)
 
-ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 """Activations of the gate by the name that a family's record gives to Megatron's activation_func."""
 
 
@@ -59,11 +62,6 @@ def read_hf_config(model: Path) -> dict[str, Any]:
     hf = flat(json.loads((model / "config.json").read_text()))
     check_architecture(hf)
     return hf
-
-
-def head_dim(hf: dict[str, Any]) -> int:
-    """Return the width of one attention head."""
-    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
 
 
 def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> TransformerConfig:
@@ -79,8 +77,8 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
         num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf.get("num_key_value_heads", hf["num_attention_heads"]),
-        kv_channels=head_dim(hf),
+        num_query_groups=dims_of(hf).kv_heads,
+        kv_channels=dims_of(hf).head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf["rms_norm_eps"],
         gated_linear_unit=True,
@@ -115,7 +113,7 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         gradient_accumulation_fusion=False,  # layers.py turns it on where it needs no Apex
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        bias_activation_fusion=te,
+        bias_activation_fusion=te and "num_moe_experts" in family,
         bias_dropout_fusion=False,
         apply_rope_fusion=te and not latent,  # the fused kernel of latent attention takes no positions
         batch_p2p_comm=False,
@@ -125,31 +123,37 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         **family,
     )
     config = of_family(**arguments)
-    turned = rope(hf)
+    turned = rotary(hf)
     if "attention_factor" in family_of(hf).allows and turned["rope_type"] == "yarn" and not unscaled(turned):
         config.yarn_rotary_scaling_factor = turned["factor"]  # Megatron then scales sines and cosines
     return config
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's norm with Megatron's constructor, marked for sequence parallelism (WrappedTorchNorm does not support
-    it)."""
+class HeadNorm(torch.nn.RMSNorm):
+    """The norm of queries and keys. Megatron finds it by name, not by a mark, when it sums its gradient over TP."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.centered = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize x. Weights that are centered on zero are what their factors, in float32, have beyond one."""
+        if not self.centered:
+            return super().forward(x)
+        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float() + 1.0, self.eps).to(x.dtype)
+
+
+class RMSNorm(HeadNorm):
+    """The norm of hidden states, marked for sequence parallelism (WrappedTorchNorm does not support it)."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x. The view makes autograd add the two gradients of x, where norms are not fused, before that of
         the residual, as it does where the norm is recomputed: otherwise sums would differ in the last bit."""
         return super().forward(x.view_as(x))
-
-
-class HeadNorm(torch.nn.RMSNorm):
-    """The norm of queries and keys. Megatron finds it by name, not by the mark, when it sums its gradient over TP."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
 
 
 class WideNorm(HeadNorm):
@@ -215,14 +219,15 @@ def build_model(
     """Build this rank's pipeline stage with random weights, or its chunk `vp_stage` under virtual pipelining. `adapted`
     says that adapters will be added to its linear layers."""
     te, family = config.transformer_impl == "transformer_engine", family_of(hf)
+    norms_after = family.has(".post_layernorm.weight")
     if te:
-        spec = transformer_engine_spec(config, vp_stage, separate=adapted or family.norms_after)
+        spec = transformer_engine_spec(config, vp_stage, separate=adapted or norms_after)
     else:
         spec = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
         spec.layer_norm = RMSNorm
-    if not te or family.norms_after:
+    if not te or norms_after:
         for layer in spec.layer_specs:
             _use_own_modules(layer, config, hf)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
@@ -236,8 +241,8 @@ def build_model(
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
         position_embedding_type="rope",
-        rotary_base=rope(hf)["rope_theta"],
-        rotary_percent=rope(hf)["partial_rotary_factor"],
+        rotary_base=rotary(hf)["rope_theta"],
+        rotary_percent=rotary(hf)["partial_rotary_factor"],
         vp_stage=vp_stage,
     )
     axes = rope_axes(hf)
@@ -250,12 +255,12 @@ def build_model(
         elif isinstance(module, TopKRouter):
             module.__class__ = ExactBiasRouter
         elif type(module) is MLP:
-            module.__class__ = GatedMLP if config.activation_func_clamp_value is None else ClampedMLP
+            module.__class__ = GatedMLP
             if config.add_bias_linear and module.linear_fc2.is_expert:
                 module.linear_fc2.bias.sequence_parallel = False  # Megatron would add those of other experts
         elif isinstance(module, MLASelfAttention) and not te:
             sum_rotary_gradients(module)
-    if family.norms_after:
+    if norms_after:
         for layer in model.decoder.layers:
             _norm_output(layer.self_attention.linear_proj, config)
             _norm_output(layer.mlp.linear_fc2, config)
@@ -263,6 +268,9 @@ def build_model(
         rotate_locally(model, theta)
     if model.post_process:
         model.output_layer.__class__ = PredictingRows
+    if model.pre_process and (scale := family.embedding_scale(hf)) != 1.0:
+        factor = torch.tensor(scale, dtype=config.params_dtype).item()  # transformers rounds it, too
+        model.embedding.word_embeddings.register_forward_hook(lambda _, __, words: words * factor)
     if model.pre_process and image_shape(hf):
         model.embedding.__class__ = ImageEmbedding
         for layer in model.decoder.layers[: deepstack(hf)]:
@@ -276,7 +284,7 @@ def _use_own_modules(layer: ModuleSpec, config: TransformerConfig, hf: dict[str,
     """Use attention over packs, and norms that work with sequence parallelism."""
     family, parts, attention = family_of(hf), layer.submodules, layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp if family.norms_after else RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm if family.has(".input_layernorm.weight") else IdentityOp
     if config.multi_latent_attention:
         attention.q_layernorm = attention.kv_layernorm = RMSNorm  # of the whole latent vector, not of a rank's heads
     elif family.wide_norms:
@@ -303,8 +311,8 @@ def forward(
     `images` are those of ImageEmbedding."""
 
     def prepare() -> None:
-        for rotary in model.ropes:
-            rotary.positions = pack.own_positions if pack.rope is None else pack.rope
+        for one in model.ropes:
+            one.positions = pack.own_positions if pack.rope is None else pack.rope
         if model.post_process:
             model.output_layer.rows = pack.logit_rows
         if model.pre_process:

@@ -196,6 +196,7 @@ Table = tuple[EngineParameter, ...]
 CUTS: dict[Layout, tuple[Cut, ...]] = {
     Layout.WHOLE: (_whole,),
     Layout.COLUMN: (_whole,),
+    Layout.WHOLE_EMBEDDING: (_whole,),
     Layout.EMBEDDING: (_embedding,),
     Layout.HEAD: (_vocab,),
     Layout.QKV: (_query, _key, _key),

@@ -160,6 +160,7 @@ STACKED_DOWN = TensorLayout(
 LAYOUTS = {
     Layout.WHOLE: WHOLE,
     Layout.COLUMN: COLUMN,
+    Layout.WHOLE_EMBEDDING: VOCAB,
     Layout.EMBEDDING: VOCAB,
     Layout.HEAD: VOCAB,
     Layout.QKV: QKV,

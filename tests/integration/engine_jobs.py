@@ -82,6 +82,7 @@ OF_ONE_KIND = (
     "ernie4_5",
     "phi3",
     "gpt_oss",
+    "gemma3_text",
 )  # as their records make them
 MODELS |= {name: (name, dict(OF_TYPE[name].tiny)) for name in OF_ONE_KIND}
 MODELS["hy_v3"] = ("hy_v3", {**OF_TYPE["hy_v3"].tiny, "moe_intermediate_size": 64})

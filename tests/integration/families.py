@@ -55,6 +55,7 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "deepseek-v3-yarn": ("deepseek_v3", False, {"rope_parameters": YARN}),
     "kimi-k2": ("deepseek_v3", False, {"rope_parameters": YARN, "n_group": 1, "topk_group": 1}),
     "olmo3-yarn": ("olmo3", False, {"rope_parameters": SCALED}),
+    "gemma3-published": ("gemma3_text", True, {}),
 }
 """Each family as its record makes it, and with each of its variants, whose embeddings are tied."""
 EXPERTS = [
@@ -136,6 +137,7 @@ def written(made: Path) -> Path:
         )
     for name, model_type in PUBLISHED_AS.items():
         retyped(made / name, model_type)
+    as_published(made / "gemma3-published")
     return made
 
 
@@ -143,6 +145,17 @@ def retyped(model: Path, model_type: str) -> None:
     """Write another model type into config.json."""
     hf = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**hf, "model_type": model_type}))
+
+
+def as_published(gemma: Path) -> None:
+    """Write the config.json of a Gemma-3 in the spelling of its publisher, who leaves out what transformers sets."""
+    hf = json.loads((gemma / "config.json").read_text())
+    for name in ("layer_types", "_sliding_window_pattern", "tie_word_embeddings"):
+        del hf[name]
+    ropes = hf.pop("rope_parameters")
+    hf |= {"rope_theta": ropes["full_attention"].pop("rope_theta"), "rope_scaling": ropes["full_attention"]}
+    hf |= {"rope_local_base_freq": ropes["sliding_attention"]["rope_theta"]}
+    (gemma / "config.json").write_text(json.dumps(hf))
 
 
 def launch(folder: Path, layout: str, further: dict[str, Any]) -> None:

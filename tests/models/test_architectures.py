@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from asyncrl.errors import ConfigError
-from asyncrl.models.architectures import check_architecture, megatron_arguments, rope
+from asyncrl.models.architectures import check_architecture, megatron_arguments
 from asyncrl.models.families import FAMILIES
+from asyncrl.models.parts import rotary
 from asyncrl.models.tiny import write_random_model
+from asyncrl.models.vision import flat
 from tests.models.page import cells
 from tests.models.published import (
     DEEPSEEK_V3,
@@ -34,6 +37,8 @@ HY3 = {
     "moe_intermediate_size": 1536,
     "router_scaling_factor": 2.826,
 }
+GEMMA_3 = DENSE["Gemma-3 1B"]
+LINEAR = {"rope_type": "linear", "factor": 8.0}
 LLAMA: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2}
 
 
@@ -44,7 +49,7 @@ def test_deepseek_v3_as_published() -> None:
     assert (found["moe_router_num_groups"], found["moe_router_group_topk"]) == (8, 4)
     assert found["moe_shared_expert_intermediate_size"] == 2048
     assert (found["rotary_scaling_factor"], found["mscale_all_dim"]) == (40, 1.0)
-    assert rope(DEEPSEEK_V3)["rope_type"] == "yarn"
+    assert rotary(DEEPSEEK_V3)["rope_type"] == "yarn"
     assert found["moe_router_bias_update_rate"] == 0.0
 
 
@@ -56,7 +61,7 @@ def test_deepseek_v3_1_and_kimi_k2_as_published() -> None:
     found = megatron_arguments(KIMI_K2)
     assert (found["num_moe_experts"], found["moe_router_num_groups"]) == (384, None)
     assert found["moe_layer_freq"] == [0] + [1] * 60
-    assert (rope(KIMI_K2)["rope_theta"], rope(KIMI_K2)["factor"]) == (50000.0, 32.0)
+    assert (rotary(KIMI_K2)["rope_theta"], rotary(KIMI_K2)["factor"]) == (50000.0, 32.0)
 
 
 def test_gpt_oss_as_published() -> None:
@@ -75,7 +80,7 @@ def test_glm_4_6_4_7_and_flash_as_published() -> None:
     found = megatron_arguments(GLM_4_6)
     assert (found["qk_layernorm"], found["add_qkv_bias"], found["num_moe_experts"]) == (True, True, 160)
     assert found["moe_layer_freq"] == [0] * 3 + [1] * 89
-    assert rope(GLM_4_6)["partial_rotary_factor"] == 0.5
+    assert rotary(GLM_4_6)["partial_rotary_factor"] == 0.5
     check_architecture(GLM_4_7_FLASH)
     found = megatron_arguments(GLM_4_7_FLASH)
     assert (found["q_lora_rank"], found["v_head_dim"], found["moe_router_topk_scaling_factor"]) == (768, 256, 1.8)
@@ -86,6 +91,27 @@ def test_glm_4_6_4_7_and_flash_as_published() -> None:
 def test_dense_models_as_published(name: str) -> None:
     check_architecture(DENSE[name])
     megatron_arguments(DENSE[name])
+
+
+def test_gemma_3_has_windows_in_five_layers_of_six_and_what_its_publisher_leaves_out() -> None:
+    found = megatron_arguments(GEMMA_3)
+    assert (found["window_size"], found["window_attn_skip_freq"]) == ((511, 0), ([1] * 5 + [0]) * 4 + [1, 1])
+    assert found["softmax_scale"] == 1 / 16
+    assert flat(GEMMA_3)["tie_word_embeddings"]
+    assert not flat({**GEMMA_3, "tie_word_embeddings": False})["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("scaling", [None, LINEAR])
+def test_gemma_3_rotates_by_kinds_of_layers_in_either_spelling(scaling: dict[str, Any] | None) -> None:
+    """transformers 5 makes the new one of the old one."""
+    old = {**GEMMA_3, "rope_scaling": scaling}
+    new = AutoConfig.for_model("gemma3_text", **old).to_dict()
+    local = FAMILIES["Gemma3ForCausalLM"].local_theta
+    for hf in (old, {**new, "architectures": old["architectures"]}):
+        check_architecture(hf)
+        expected = {"rope_theta": 1e6, "rope_type": "default", **(scaling or {})}
+        assert {key: rotary(hf)[key] for key in expected} == expected
+        assert local(hf) == 1e4
 
 
 def test_smollm3_rotates_three_layers_of_four() -> None:
@@ -127,10 +153,10 @@ def test_qwen_says_which_layers_have_experts(fields: dict[str, Any], layers: lis
 def test_new_and_old_spelling_of_rotary_embeddings_say_the_same() -> None:
     old = {**LLAMA, "rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     new = {"rope_theta": 5e5, "partial_rotary_factor": 0.5, "rope_type": "linear", "factor": 2.0}
-    found = rope(old)
-    assert {key: found[key] for key in new} == rope({**LLAMA, "rope_parameters": new})
-    assert rope(LLAMA) == {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_type": "default"}
-    assert rope({"architectures": ["Glm4MoeForCausalLM"]})["partial_rotary_factor"] == 0.5
+    found = rotary(old)
+    assert {key: found[key] for key in new} == rotary({**LLAMA, "rope_parameters": new})
+    assert rotary(LLAMA) == {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, "rope_type": "default"}
+    assert rotary(flat({"architectures": ["Glm4MoeForCausalLM"]}))["partial_rotary_factor"] == 0.5
 
 
 @pytest.mark.parametrize("kind", [family.model_type for family in FAMILIES.values() if not family.tower])
@@ -166,6 +192,12 @@ def test_what_transformers_writes_for_a_family_is_accepted(kind: str, tmp_path: 
         ({"architectures": ["Ernie4_5ForCausalLM"], "use_bias": True}, "use_bias=true"),
         ({"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "longrope"}}, "rope_type=longrope"),
         ({"architectures": ["SmolLM3ForCausalLM"]}, "no no_rope_layers"),
+        ({**GEMMA_3, "final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ({**GEMMA_3, "use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ({**GEMMA_3, "hidden_activation": "gelu"}, "hidden_activation=gelu.*gelu_pytorch_tanh"),
+        ({**GEMMA_3, "tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        ({**GEMMA_3, "rope_parameters": {"sliding_attention": LINEAR}}, "rope_type=linear of sliding_attention"),
+        ({**GEMMA_3, "architectures": ["Gemma3ForConditionalGeneration"]}, "in both directions"),
         ({**QWEN3_MOE, "use_sliding_window": True}, "sliding_window=4096"),
         ({**QWEN3_MOE, "num_experts_per_tok": 1}, "num_experts_per_tok=1.*normalized"),
         ({**DEEPSEEK_V3, "rope_interleave": False}, "rope_interleave=false"),

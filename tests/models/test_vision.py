@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from asyncrl.images import ImageShape
 from asyncrl.models import tiny_vision
-from asyncrl.models.architectures import rope, rope_axes
+from asyncrl.models.architectures import rope_axes
+from asyncrl.models.parts import rotary
 from asyncrl.models.vision import flat, forbidden_ids, image_shape, mrope
 
 TEXT = {"vocab_size": 47, "hidden_size": 64, "tie_word_embeddings": False, "model_type": "qwen2_5_vl_text"}
@@ -100,5 +101,5 @@ def test_rotated_pairs_follow_time_height_and_width_in_blocks_or_in_turn() -> No
     assert rope_axes({**sees, "rope_parameters": {**sections, "mrope_interleaved": True}}) == [0, 1, 2, 0, 1, 2, 0]
     published = {**sees, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", **sections}}
     assert rope_axes(published) == rope_axes({**sees, "rope_parameters": sections})
-    assert (rope(published)["rope_type"], rope(published)["rope_theta"]) == ("default", 1e6)
+    assert (rotary(published)["rope_type"], rotary(published)["rope_theta"]) == ("default", 1e6)
     assert rope_axes(sees) is None

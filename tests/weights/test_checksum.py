@@ -307,7 +307,8 @@ def test_one_flipped_bit_shows_in_its_engine_parameter_on_the_ranks_that_hold_it
             changed = {(r, key) for r in (0, 1) for key in before[r] if before[r][key] != after[r][key]}
             keys = ("k_proj", "v_proj", "qkv_proj") if element else ("k_proj", "v_proj")  # the last of all are values
             shared_key = kv_heads == 1 and name.split(".")[-2] in keys
-            everywhere = shared_key or any(word in name for word in EVERYWHERE)
+            whole = EVERYWHERE + (("embed_tokens.",) if architecture == "Gemma3ForCausalLM" else ())
+            everywhere = shared_key or any(word in name for word in whole)
             ranks = (0, 1) if everywhere else (0,) if name.endswith(ON_THE_FIRST_RANK) else (rank,)
             assert changed == {(r, engine_name(name, architecture)) for r in ranks}, name
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError, WeightsError
+from asyncrl.models.vision import flat
 from asyncrl.weights.export import WEIGHTS
 
 MARKS = ("config.json", "metadata.json", "adapter_config.json")  # every converted folder has one of them
@@ -67,12 +68,11 @@ def check_space(folder: Path, nbytes: int) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of an HF folder. Raises WeightsError if it is missing or is not JSON."""
+    """Read config.json of an HF folder, as `flat`. Raises WeightsError if it is missing or is not JSON."""
     try:
-        hf: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        return flat(json.loads((folder / "config.json").read_text()))
     except (OSError, ValueError) as error:
         raise WeightsError(f"{folder / 'config.json'} cannot be read: {error}") from None
-    return hf
 
 
 def copy_companions(source: Path, target: Path, changes: dict[str, Any]) -> None:
@@ -83,8 +83,8 @@ def copy_companions(source: Path, target: Path, changes: dict[str, Any]) -> None
     Modes are not copied, because a source may be read-only.
     """
     _copy_companions(source, target, _roots(source))
-    if changes or "quantization_config" in read_config(target):
-        hf = read_config(target)
+    hf = json.loads((target / "config.json").read_text())
+    if changes or "quantization_config" in hf:
         hf.pop("quantization_config", None)
         if "dtype" in changes:
             hf.pop("torch_dtype", None)  # the name before transformers 5

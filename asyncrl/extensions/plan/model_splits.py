@@ -29,6 +29,7 @@ from asyncrl.extensions.plan.sizing import FleetSpec, Hardware
 from asyncrl.extensions.plan.tensors import tensors
 from asyncrl.launch.checks.model_files import Weight
 from asyncrl.models import catalog
+from asyncrl.models.vision import flat
 
 if TYPE_CHECKING:
     from asyncrl.extensions.plan.inputs import PlanInput
@@ -94,7 +95,7 @@ def read_model(name: str) -> tuple[dict[str, Any], Shape]:
     """Return config.json and the shape of the model that `model` names. Raises ConfigError."""
     folder = catalog.resolve(name, "model") if name.startswith(catalog.PREFIX) else Path(name).expanduser()
     try:
-        hf = json.loads((folder / "config.json" if folder.is_dir() else folder).read_text())
+        hf = flat(json.loads((folder / "config.json" if folder.is_dir() else folder).read_text()))
         return hf, shape_of(hf)
     except OSError as error:
         remedy = f"Name a config.json or the folder that holds it, or a built-in model ({error.strerror})."

@@ -18,6 +18,7 @@ from asyncrl.extensions.plan.settings import layout_of, served_adapters, told_of
 from asyncrl.extensions.plan.shapes import Shape, counted, shape_of
 from asyncrl.extensions.plan.tensors import tensors
 from asyncrl.launch.checks.model_files import Weight
+from asyncrl.models.vision import flat
 
 PEAK = "memory/peak"
 
@@ -73,7 +74,7 @@ def _model(settings: Config) -> tuple[list[Weight], Shape] | None:
     if "auto" in (settings.trainer.dtype, settings.engine.dtype):
         return None
     try:
-        hf = json.loads((Path(settings.model.path).expanduser() / "config.json").read_text())
+        hf = flat(json.loads((Path(settings.model.path).expanduser() / "config.json").read_text()))
         shape = shape_of(hf)
         return counted([Weight(name, size) for name, size in tensors(hf)], shape), shape
     except (OSError, ValueError, KeyError, TypeError, ConfigError):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from asyncrl.launch.checks.model_files import TOWERS, Weight, loaded
-from asyncrl.models.architectures import megatron_arguments, rope
+from asyncrl.models.architectures import megatron_arguments
+from asyncrl.models.parts import rotary
 from asyncrl.models.vision import deepstack
 from asyncrl.parallel import PipelineSplit
 
@@ -81,8 +82,8 @@ def shape_of(hf: dict[str, Any]) -> Shape:
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     width = hf.get("head_dim") or hidden // heads
     queries, values = heads * width, hf.get("num_key_value_heads", heads) * width
-    keys, cached, parts, rotated = values, 2 * values, values // width, round(width * rope(hf)["partial_rotary_factor"])
-    latent = 0
+    keys, cached, parts = values, 2 * values, values // width
+    rotated, latent = round(width * rotary(hf)["partial_rotary_factor"]), 0
     if family.get("multi_latent_attention"):
         queries = keys = heads * (hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"])
         values = heads * hf["v_head_dim"]

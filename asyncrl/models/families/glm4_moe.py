@@ -22,7 +22,7 @@ FAMILY = Family(
         **parts.deepseek_experts(hf),
     },
     allows=("attention_bias",),
-    rotated=0.5,
+    defaults={"partial_rotary_factor": 0.5},
     serving=Serving(replicates=True, head_everywhere=True, fuses_shared_expert=lambda hf: True),
     tiny={**parts.TINY_DEEPSEEK_EXPERTS, "attention_bias": True, "use_qk_norm": True},
     variants=({"use_qk_norm": False, "attention_bias": False, "n_shared_experts": 1},),

@@ -8,7 +8,6 @@ FAMILY = Family(
     model_type="olmo2",
     weights=olmo3.FAMILY.weights,
     arguments=lambda hf: {"qk_layernorm": True},
-    norms_after=True,
     wide_norms=True,
     serving=Serving(stages=False),
 )

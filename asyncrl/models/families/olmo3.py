@@ -31,7 +31,6 @@ FAMILY = Family(
     arguments=lambda hf: {"qk_layernorm": True, **parts.windows(hf)},
     allows=("sliding_window", "attention_factor"),
     local_theta=_local_theta,
-    norms_after=True,
     wide_norms=True,
     serving=Serving(stages=False, unsupported=_not_served),
     tiny={"sliding_window": 5},

@@ -145,6 +145,17 @@ def test_a_tied_models_second_embedding_is_not_stored(tmp_path: Path) -> None:
     assert "lm_head.weight" not in tensors(back)
 
 
+def test_a_model_is_tied_that_is_so_by_its_familys_default(tmp_path: Path) -> None:
+    """Gemma-3's publisher does not say it in config.json, which stays as it is."""
+    source = written(tmp_path / "hf", "gemma3_text")
+    hf = json.loads((source / "config.json").read_text())
+    del hf["tie_word_embeddings"]
+    (source / "config.json").write_text(json.dumps(hf))
+    _, back = converted(source)
+    assert described(back) == described(source)
+    assert json.loads((back / "config.json").read_text()) == hf
+
+
 @pytest.mark.parametrize("direction", ["to-megatron", "to-hf"])
 def test_memory_never_holds_more_than_a_few_parameters(tmp_path: Path, direction: str) -> None:
     source = tmp_path / "hf"
