@@ -134,7 +134,7 @@ class Family:
     allows: tuple[str, ...] = ()
     """Fields of config.json that may be set, though other families refuse them."""
     adapters: bool = True
-    """Whether its linear layers can have adapters, and engines codes of them: not where HF fuses layers."""
+    """Whether its linear layers can have adapters: not where HF fuses them."""
     rotated: float = 1.0
     """Part of each head that is rotated, unless config.json says it."""
     local_theta: Callable[[HF], float | None] = lambda hf: None
@@ -149,3 +149,8 @@ class Family:
     """Small values of the config fields that only this family has, with every optional part."""
     variants: tuple[Mapping[str, Any], ...] = ()
     """Changes of `tiny` that the tests try in addition. Together they hold every tensor that the family may have."""
+
+    @property
+    def stacks(self) -> bool:
+        """Return whether its files hold the experts of a layer in one tensor."""
+        return any("{expert}" in one.megatron and "{expert}" not in one.hf[0] for one in self.weights)

@@ -15,10 +15,31 @@ from asyncrl.errors import WeightsError
 from asyncrl.models import families, parts
 from asyncrl.models.family import WeightRow
 from asyncrl.models.vision import TOWERS
-from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, LAYOUTS, QKV, ROW, WHOLE, TensorLayout
+from asyncrl.weights.layouts import (
+    COLUMN,
+    FUSED_GATE_UP,
+    GATE_UP,
+    INTERLEAVED,
+    INTERLEAVED_GATE_UP,
+    LAYOUTS,
+    QKV,
+    ROW,
+    STACKED_DOWN,
+    STACKED_GATE_UP,
+    WHOLE,
+    TensorLayout,
+)
 
-LINEAR = (COLUMN, ROW, QKV, GATE_UP)
-"""Layouts of linear layers."""
+LINEAR = {
+    COLUMN: COLUMN,
+    QKV: COLUMN,
+    GATE_UP: COLUMN,
+    ROW: WHOLE,
+    STACKED_GATE_UP: FUSED_GATE_UP,
+    INTERLEAVED_GATE_UP: INTERLEAVED,
+    STACKED_DOWN: WHOLE,
+}
+"""Layouts of linear layers, and those of their adapters' matrices B [out, rank]."""
 ADAPTER = re.compile(r"(?P<linear>.+)\.(?P<module>lora(_[\w-]+)?)\.(?P<projection>\w+)\.(?P<matrix>[AB])")
 """Name of an adapter's matrix: that of its linear layer, of the adapter's module there, of the HF projection that it
 adapts, and of the matrix."""
@@ -61,11 +82,16 @@ class NameRule:
         projection of multi-token prediction."""
         return self.layout in LINEAR and self.megatron.endswith(".weight") and "eh_proj" not in self.megatron
 
+    @property
+    def divides_inputs(self) -> bool:
+        """True for a linear layer whose input features ranks divide."""
+        return self.layout in (ROW, STACKED_DOWN)
+
     def projections(self) -> dict[str, str]:
         """Return PEFT's modules of a linear layer's adapters by their last names. Routed experts have the form of
         PEFT's `target_parameters`: transformers stacks their weights, with gate and up in one."""
         if self.expert:
-            name = "gate_up_proj" if self.layout is GATE_UP else "down_proj"
+            name = "down_proj" if self.divides_inputs else "gate_up_proj"
             return {name: f"model.layers.{{layer}}.mlp.experts.{name}"}
         modules = (name.removesuffix(".weight") for name in self.hf)
         return {module.rpartition(".")[2]: module for module in modules}
@@ -73,9 +99,10 @@ class NameRule:
     def adapter(self, projection: str, matrix: str, *, module: str = "lora", whole: bool = False) -> NameRule:
         """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections, in a module
         of `module_of`. `whole` says that every rank holds all of B."""
-        columns = FUSED_GATE_UP if self.expert else COLUMN
-        columns = WHOLE if whole or self.layout in (ROW, WHOLE) else columns
-        layout = columns if matrix == "B" else ROW if self.layout is ROW else WHOLE
+        layout = ROW if self.divides_inputs else WHOLE
+        if matrix == "B":
+            outputs = FUSED_GATE_UP if self.expert and self.layout is GATE_UP else LINEAR.get(self.layout, WHOLE)
+            layout = WHOLE if whole else outputs
         linear = self.megatron.removesuffix(".weight")
         name = f"{self.projections()[projection]}.lora_{matrix}.weight"
         return NameRule(f"{linear}.{module}.{projection}.{matrix}", layout, (name,))

@@ -63,11 +63,6 @@ class Structure:
                 "the HF folder (trainer.save_hf_every), or merge its PEFT folder"
             )
         self._table: Table = FAMILIES[architecture]
-        if any(rule.stacked for rule in self._table):
-            raise WeightsError(
-                f"{architecture} cannot be converted: its folders stack the experts, which checkpoints hold one by "
-                "one. Let a run write the HF folder (trainer.save_hf_every)"
-            )
         self._weights = {one.megatron: one for one in families.FAMILIES[architecture].weights}
         try:
             self._arguments = megatron_arguments(hf)
