@@ -31,6 +31,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms of queries and keys": ("qwen3", {}),
     "routed experts": ("qwen3_moe", {}),
     "latent attention": ("deepseek_v3", {}),
+    "norms after": ("olmo2", {}),
+    "norms after, tensor parallel": ("olmo2", TWO),
+    "norms after, adapters": ("olmo3", LORA),
     "tensor parallel": ("qwen3", TWO),
     "replicas": ("llama", {"trainer.data_parallel": 2}),
     "expert parallel": ("qwen3_moe", {"trainer.data_parallel": 2, "trainer.expert_parallel": 2}),
@@ -57,6 +60,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "recompute MLPs": (
         "llama",
+        {"trainer.recompute.granularity": "selective", "trainer.recompute.modules": ["mlp", "layernorm"]},
+    ),
+    "recompute MLPs between norms after them": (
+        "olmo2",
         {"trainer.recompute.granularity": "selective", "trainer.recompute.modules": ["mlp", "layernorm"]},
     ),
     "recompute experts": (
