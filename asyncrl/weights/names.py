@@ -93,7 +93,8 @@ class NameRule:
         if self.expert:
             name = "down_proj" if self.divides_inputs else "gate_up_proj"
             return {name: f"model.layers.{{layer}}.mlp.experts.{name}"}
-        modules = (name.removesuffix(".weight") for name in self.hf)
+        # transformers' name of shared experts, which files of Hunyuan 3 call otherwise
+        modules = (re.sub(r"\.shared_\w+\.", ".shared_experts.", name.removesuffix(".weight")) for name in self.hf)
         return {module.rpartition(".")[2]: module for module in modules}
 
     def adapter(self, projection: str, matrix: str, *, module: str = "lora", whole: bool = False) -> NameRule:

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters of values": ("llama", {**LORA, "trainer.lora.targets": ["q_proj", "v_proj"]}),
     "adapters, tensor parallel": ("qwen3", {**LORA, **TWO}),
     "adapters of experts": ("qwen3_moe", LORA),
+    "adapters of stacked experts": ("gpt_oss", LORA),
     "adapters of latent attention": ("deepseek_v3", LORA),
     "adapters on a quantized base": ("qwen3", {**LORA, "trainer.lora.base": "nf4"}),
     "recompute": ("qwen3", {"trainer.recompute.granularity": "full"}),

@@ -28,10 +28,10 @@ def lora(**changes: Any) -> LoraConfig:
 
 
 def module_of_weight(weight: str) -> str:
-    """PEFT's module of a weight; the experts of a layer have one."""
+    """PEFT's module of a weight; the experts of a layer have one, and its shared experts have transformers' name."""
     if expert := EXPERT.fullmatch(weight):
         return f"{expert[1]}.mlp.experts.{'gate_up' if expert[3] else 'down'}_proj"
-    return weight.removesuffix(".weight")
+    return weight.removesuffix(".weight").replace(".shared_mlp.", ".shared_experts.")
 
 
 def adapters(model: Path, rank: int = RANK, only: str = "") -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ def test_what_an_engine_fuses_from_one_call_is_one_unit() -> None:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architecture: str) -> None:
-    """Those of stacked experts are named after transformers' parameters, whatever the files call the experts."""
+    """Those of experts, also shared ones, are named after transformers' modules, whatever the files call them."""
     mapping = Mapping(architecture)
     for rule in FAMILIES[architecture]:
         if not rule.linear:
@@ -97,6 +97,7 @@ def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architectur
             for name in mapping.find(f"{linear}.lora.{projection}.{matrix}").hf_names()
         ]
         modules = [name.format(layer=3, expert=5).removesuffix(".weight") for name in rule.hf]
+        modules = [module.replace(".shared_mlp.", ".shared_experts.") for module in modules]
         if rule.expert:
             stack = "gate_up_proj" if ".linear_fc1." in rule.megatron else "down_proj"
             modules = [f"model.layers.3.mlp.experts.{stack}"]

@@ -72,7 +72,8 @@ def _module_of_weight(adapters: PeftFolder, weight: str) -> str | None:
     stacked = expert["layer"] + (DOWN if expert["down"] else GATE_UP) if expert else None
     module = weight.removesuffix(".weight")
     inside = module.replace("model.", f"model{INSIDE}", 1)  # files of Qwen2.5-VL do not name the model inside
-    return next((name for name in (module, stacked, inside) if name in adapters.modules), None)
+    shared = module.replace(".shared_mlp.", ".shared_experts.")  # files of Hunyuan 3
+    return next((name for name in (module, stacked, inside, shared) if name in adapters.modules), None)
 
 
 def _delta(adapters: PeftFolder, weight: str, shape: Sequence[int]) -> Tensor:

@@ -124,7 +124,7 @@ def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, rou
     """
     item, keeps = BYTES[training.dtype], training.keeps_input
     inner = (*EXPERT_IN, *MLP_IN) if routed else MLP_IN
-    kept = sum(_norms_bytes(shape, layout, training, keeps(*names)) for names in (ATTENTION_IN, inner))
+    kept = sum(_norms_bytes(shape, layout, training, *of) for of in ((ATTENTION_IN, "attention"), (inner, "mlp")))
     kept += item * _attention(shape, layout, training) + _of_adapters(shape, layout, training, routed=routed)
     kept += _norm_bytes(shape.latent, layout, replace(training, recompute=Recompute()), keeps(*LATENT_IN))
     if shape.normed and (shape.wide or not training.fused_norms):
@@ -149,14 +149,18 @@ def _norm_bytes(width: int, layout: ParallelLayout, training: Training, output: 
     return (_norm_input(training) + item * output) * width / rows
 
 
-def _norms_bytes(shape: Shape, layout: ParallelLayout, training: Training, output: bool) -> float:
-    """Return the bytes per token that the norms of attention or of an MLP keep, with the input of its first layer: what
-    a norm before it gives, or else the hidden states themselves. What a norm after it gives is only added to them."""
-    rows = layout.tensor if layout.sequence else 1
+def _norms_bytes(
+    shape: Shape, layout: ParallelLayout, training: Training, first: tuple[str, ...], module: str
+) -> float:
+    """Return the bytes per token that the norms of attention or of an MLP keep, with the input of its `first` layers:
+    what a norm before it gives, or else the hidden states themselves. What a norm after it gives is only added to them,
+    and is recomputed with the module."""
+    rows, output = layout.tensor if layout.sequence else 1, training.keeps_input(*first)
     kept = BYTES[training.dtype] * output * shape.hidden / rows
     if shape.norm_before:
         kept = _norm_bytes(shape.hidden, layout, training, output)
-    return kept + _norm_input(training) * shape.norm_after * shape.hidden / rows
+    after = shape.norm_after and not training.recompute.drops(module)
+    return kept + _norm_input(training) * after * shape.hidden / rows
 
 
 def _attention(shape: Shape, layout: ParallelLayout, training: Training) -> float:

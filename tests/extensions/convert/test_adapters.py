@@ -34,7 +34,7 @@ def adapter_of(model: Path, only: str = "", **settings: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "mixtral", "deepseek-v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama-tied", "mixtral", "deepseek-v3", "gpt_oss", "hy_v3"])
 def test_merged_weights_compute_what_peft_computes_and_all_others_keep_their_bytes(family: str, tmp_path: Path) -> None:
     model, out = written(tmp_path / "hf", family), tmp_path / "merged"
     changed(model, **{name: tensor.float() for name, tensor in tensors(model).items()})
