@@ -110,5 +110,5 @@ def test_a_rank_holds_what_the_planner_says(case: str, tmp_path: Path) -> None:
         assert activations < 0.95 * kept
     if case == "context parallel":  # ranks share the work, and so not the tokens, equally
         activations = sum(rank["activations"] for rank in told) / len(told)
-    if case != "expert parallel":  # where the load of a micro-batch is not equal
+    if case not in ("expert parallel", "adapters of stacked experts"):  # unequal loads; limits and biases keep more
         assert activations == pytest.approx(expected["activations"], rel=CLOSE)

@@ -22,7 +22,18 @@ from asyncrl.weights.peft_config import check_start, parsed, user_config
 from tests.weights.adapters import adapters, loaded, logits, lora, merged
 from tests.weights.models import written
 
-FAMILIES = ["llama", "qwen3-moe", "qwen3-moe-dense-layer", "mixtral", "glm4-moe", "deepseek-v3", "gpt_oss", "hy_v3", "olmo2", "olmo3"]
+FAMILIES = [
+    "llama",
+    "qwen3-moe",
+    "qwen3-moe-dense-layer",
+    "mixtral",
+    "glm4-moe",
+    "deepseek-v3",
+    "gpt_oss",
+    "hy_v3",
+    "olmo2",
+    "olmo3",
+]
 
 
 def saved(model: Path, folder: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:

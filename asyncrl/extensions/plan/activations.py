@@ -128,7 +128,9 @@ def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, rou
     kept += item * _attention(shape, layout, training) + _of_adapters(shape, layout, training, routed=routed)
     kept += _norm_bytes(shape.latent, layout, replace(training, recompute=Recompute()), keeps(*LATENT_IN))
     if shape.normed and (shape.wide or not training.fused_norms):
-        kept += _norm_input(replace(training, fused_norms=False)) * (shape.queries / layout.tensor + shape.keys / shape.key_shards(layout))
+        kept += _norm_input(replace(training, fused_norms=False)) * (
+            shape.queries / layout.tensor + shape.keys / shape.key_shards(layout)
+        )
     if routed and not training.recompute.drops("moe"):
         kept += (ROUTER * shape.experts + CHOICE * shape.chosen) / (layout.tensor if layout.sequence else 1)
     return kept + item * _mlp(shape, layout, training, routed=routed)

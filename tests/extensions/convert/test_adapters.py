@@ -23,7 +23,6 @@ from tests.fakes import tiny_config
 from tests.weights.adapters import RANK, adapters, loaded, logits, lora, merged
 from tests.weights.models import MODELS, tensors, written
 
-
 ADAPTED = [name for name, (kind, *_) in MODELS.items() if OF_TYPE[kind].adapters]
 
 
