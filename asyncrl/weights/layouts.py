@@ -129,15 +129,11 @@ FUSED_QKV = TensorLayout(
 """Queries, keys and values, one above the other in the full tensor too."""
 
 
-def _join_interleaved(parts: list[Tensor], dims: Dims) -> list[Pieces]:
-    """Join gate and up, each row of gate followed by that of up."""
-    return [Pieces([torch.stack([half.tensor() for half in _join_gate_up(parts, dims)], 1).flatten(0, 1)])]
-
-
 INTERLEAVED = TensorLayout(
-    lambda full, degree, rank, dims: GATE_UP.shard([full[0][::2], full[0][1::2]], degree, rank, dims), _join_interleaved
+    lambda full, degree, rank, dims: GATE_UP.shard([full[0][::2], full[0][1::2]], degree, rank, dims),
+    lambda parts, dims: [Pieces([torch.stack([one.tensor() for one in _join_gate_up(parts, dims)], 1).flatten(0, 1)])],
 )
-"""The same two in alternating rows."""
+"""The same two in alternating rows, of gate and of up."""
 
 
 def _transposed(layout: TensorLayout) -> TensorLayout:
@@ -171,6 +167,9 @@ LAYOUTS = {
     Layout.INTERLEAVED_GATE_UP: INTERLEAVED_GATE_UP,
     Layout.STACKED_DOWN: STACKED_DOWN,
 }
+LINEAR = dict.fromkeys((COLUMN, QKV, GATE_UP), COLUMN) | dict.fromkeys((ROW, STACKED_DOWN), WHOLE)
+LINEAR |= {STACKED_GATE_UP: FUSED_GATE_UP, INTERLEAVED_GATE_UP: INTERLEAVED}
+"""Layouts of linear layers, and those of their adapters' matrices B [out, rank]."""
 
 
 def of_rank(dims: Dims, degree: int) -> Dims:

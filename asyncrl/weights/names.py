@@ -15,31 +15,8 @@ from asyncrl.errors import WeightsError
 from asyncrl.models import families, parts
 from asyncrl.models.family import WeightRow
 from asyncrl.models.vision import TOWERS
-from asyncrl.weights.layouts import (
-    COLUMN,
-    FUSED_GATE_UP,
-    GATE_UP,
-    INTERLEAVED,
-    INTERLEAVED_GATE_UP,
-    LAYOUTS,
-    QKV,
-    ROW,
-    STACKED_DOWN,
-    STACKED_GATE_UP,
-    WHOLE,
-    TensorLayout,
-)
+from asyncrl.weights.layouts import FUSED_GATE_UP, GATE_UP, LAYOUTS, LINEAR, QKV, ROW, WHOLE, TensorLayout
 
-LINEAR = {
-    COLUMN: COLUMN,
-    QKV: COLUMN,
-    GATE_UP: COLUMN,
-    ROW: WHOLE,
-    STACKED_GATE_UP: FUSED_GATE_UP,
-    INTERLEAVED_GATE_UP: INTERLEAVED,
-    STACKED_DOWN: WHOLE,
-}
-"""Layouts of linear layers, and those of their adapters' matrices B [out, rank]."""
 ADAPTER = re.compile(r"(?P<linear>.+)\.(?P<module>lora(_[\w-]+)?)\.(?P<projection>\w+)\.(?P<matrix>[AB])")
 """Name of an adapter's matrix: that of its linear layer, of the adapter's module there, of the HF projection that it
 adapts, and of the matrix."""
@@ -58,8 +35,7 @@ def adapter_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class NameRule:
-    """One Megatron parameter and its HF tensors. `{layer}` and `{expert}` are numbers in the whole model, whatever rank
-    holds them."""
+    """One Megatron parameter and its HF tensors, as in a WeightRow."""
 
     megatron: str
     layout: TensorLayout
@@ -85,7 +61,7 @@ class NameRule:
     @property
     def divides_inputs(self) -> bool:
         """True for a linear layer whose input features ranks divide."""
-        return self.layout in (ROW, STACKED_DOWN)
+        return LINEAR.get(self.layout) is WHOLE
 
     def projections(self) -> dict[str, str]:
         """Return PEFT's modules of a linear layer's adapters by their last names. Routed experts have the form of
@@ -159,7 +135,7 @@ class Found:
     """One Megatron parameter's rule, and the numbers in its name."""
 
     rule: NameRule
-    layer: str | None
+    layer: int | None
     expert: int | None
 
     def hf_names(self, *, expert_offset: int = 0) -> tuple[str, ...]:
@@ -192,23 +168,23 @@ class Mapping:
         if self.tower and megatron_name.startswith("visual."):  # transformers' own module, equal on all ranks
             name = self.tower + megatron_name.removeprefix("visual.")
             return Found(NameRule(megatron_name, WHOLE, (name,)), None, None)
-        general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
-        if general not in self._rules:
+        pattern, numbers = general(megatron_name)
+        if pattern not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")
-        rule = self._rules[general]
-        if self._transformer_engine and WHOLE_WITH_TRANSFORMER_ENGINE.search(general):
+        rule = self._rules[pattern]
+        if self._transformer_engine and WHOLE_WITH_TRANSFORMER_ENGINE.search(pattern):
             rule = replace(rule, layout=WHOLE)
-        return Found(rule, layer, None if expert is None else int(expert))
+        return Found(rule, numbers.get("layer"), numbers.get("expert"))
 
     def knows(self, hf_name: str) -> bool:
         """Return whether some Megatron parameter or the vision tower holds this HF tensor."""
         if self.tower and hf_name.startswith(self.tower):
             return True
-        return _general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0] in self._hf
+        return general(hf_name)[0] in self._hf
 
     def is_linear(self, hf_name: str) -> bool:
         """Return whether an HF tensor is the weight of a linear layer that can have adapters, or be quantized."""
-        rule = self._hf.get(_general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0])
+        rule = self._hf.get(general(hf_name)[0])
         return rule is not None and rule.linear
 
     def adapts(self, module: str) -> bool:
@@ -222,11 +198,13 @@ class Mapping:
         return re.sub(r"^model\.layers\.", "model.language_model.layers.", name) if self.tower else name
 
 
-def _general(name: str, expert_pattern: str) -> tuple[str, str | None, str | None]:
-    """Return a name with placeholders for its numbers, and the numbers."""
-    layer = re.search(r"(?<=\.layers\.)(\d+)(?=\.)", name)
-    expert = re.search(expert_pattern, name)
-    for found, place in ((expert, "{expert}"), (layer, "{layer}")):  # from right to left, so that positions stay valid
-        if found:
-            name = name[: found.start()] + place + name[found.end() :]
-    return name, layer and layer[0], expert and expert[0]
+def general(name: str) -> tuple[str, dict[str, int]]:
+    """Return a name with placeholders for its numbers, and the numbers of layer, block (of a tower) and expert."""
+    numbers: dict[str, int] = {}
+
+    def replaced(found: re.Match[str]) -> str:
+        kind = found[1].removeprefix("local_")
+        numbers[kind] = int(found[2])
+        return f".{found[1]}s.{{{kind}}}."
+
+    return re.sub(r"\.(layer|block|(?:local_)?expert)s\.(\d+)\.", replaced, name), numbers
