@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.models import tiny_vision
+from asyncrl.models.families import FAMILIES
 from asyncrl.weights.folder import HFFolder
 from tests.fakes import changed, reusing, tiny_config, tiny_values
 from tests.integration.ranks import run_ranks
@@ -69,6 +70,10 @@ CASES = [
     for layout, (_, models) in LAYOUTS.items()
     for model in models
 ]
+
+
+def test_every_family_that_sees_is_compared_here() -> None:
+    assert {fields["arch"] for fields in MODELS.values()} == {one.model_type for one in FAMILIES.values() if one.tower}
 
 
 def towers(layout: str, name: str) -> list[str]:
