@@ -634,6 +634,14 @@ def test_routing_replay_needs_experts_and_engines_that_tell_them(
     assert caught.value.field == field
 
 
+def test_routing_of_images_is_replayed_as_trainers_recorded_it_and_not_as_engines_report_it() -> None:
+    sees = {**MOE, "architectures": ["Qwen3VLMoeForConditionalGeneration"], "vision_config": SEES["vision_config"]}
+    check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), sees)
+    with pytest.raises(ConfigError, match="each token of an image, and answers count an image once: set R2") as caught:
+        check_model(tiny_config(**{"algo.routing_replay": "R3"}), sees)
+    assert caught.value.field == "algo.routing_replay"
+
+
 def test_routing_replay_that_the_engines_can_give_passes() -> None:
     check_model(tiny_config(**{"algo.routing_replay": "R3"}), MOE)
     check_model(tiny_config(**{"algo.routing_replay": "R2", "algo.epochs": 2}), MIXTRAL)

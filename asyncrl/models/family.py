@@ -136,7 +136,7 @@ class Family:
     allows: tuple[str, ...] = ()
     """Fields of config.json that may be set, though other families refuse them."""
     adapters: bool = True
-    """Whether its linear layers can have adapters, and engines codes of them: not where HF fuses layers."""
+    """Whether its linear layers can have adapters: not where HF fuses them."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Fields that transformers sets where config.json does not, if other families set them otherwise."""
     embedding_scale: Callable[[HF], float] = lambda hf: 1.0
@@ -155,3 +155,8 @@ class Family:
     def has(self, weight: str) -> bool:
         """Return whether it has a weight whose Megatron name ends so."""
         return any(one.megatron.endswith(weight) for one in self.weights)
+
+    @property
+    def stacks(self) -> bool:
+        """Return whether its files hold the experts of a layer in one tensor."""
+        return any("{expert}" in one.megatron and "{expert}" not in one.hf[0] for one in self.weights)

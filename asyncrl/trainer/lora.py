@@ -99,7 +99,7 @@ class LinearAdapters(nn.ModuleDict):
         self._layout = rule.layout
         self._dims = dims if self._shared else of_rank(dims, shard.degree)
         self._part = (shard.degree, shard.rank) if self._shared else (1, 0)
-        self._rows = rule.layout is ROW
+        self._rows = rule.divides_inputs
         self._expert = rule.expert
         self._degree = shard.degree
         self._group = getattr(linear, "_tp_group", None) or linear.tp_group  # TransformerEngine's layers have both

@@ -13,7 +13,6 @@ packs for AMX, are not known here. On CPU, several shared experts must have an i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from asyncrl.models.family import Family, Layout, WeightRow
 from asyncrl.models.parts import EMBEDDING, HEAD
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.names import general
 
 VOCAB_MULTIPLE = 64
 CPU_INNER_MULTIPLE = 32  # multiplied by the ranks of a stage
@@ -211,8 +211,6 @@ CUTS: dict[Layout, tuple[Cut, ...]] = {
 CUTS_OF_EXPERTS: dict[Layout, tuple[Cut, ...]] = {
     Layout.GATE_UP: (_expert_rows, _expert_rows),
     Layout.DOWN: (_expert_columns,),
-}
-CUTS_OF_STACKS: dict[Layout, tuple[Cut, ...]] = {
     Layout.STACKED_GATE_UP: (_of_stack(1, matrices=2),),
     Layout.INTERLEAVED_GATE_UP: (_of_stack(1),),
     Layout.STACKED_DOWN: (_of_stack(2),),
@@ -239,9 +237,7 @@ def table(family: Family, hf: dict[str, Any]) -> Table:
 
 
 def _cuts(weight: WeightRow) -> tuple[Cut, ...]:
-    if "{expert}" not in weight.megatron:
-        return CUTS[weight.layout]
-    return (CUTS_OF_EXPERTS if "{expert}" in weight.hf[0] else CUTS_OF_STACKS)[weight.layout]
+    return (CUTS_OF_EXPERTS if "{expert}" in weight.megatron else CUTS)[weight.layout]
 
 
 @dataclass(frozen=True)
@@ -277,13 +273,14 @@ class EngineLayout:
     def find(self, name: str) -> ParameterTarget:
         """Return the place of an HF tensor. Raises WeightsError if the engine has none."""
         renamed = name.replace(".shared_experts.", f".experts.{self._routed}.") if self._shared_is_routed else name
-        general, layer, block, expert = _general(renamed)
-        if general not in self._rules or (expert or 0) >= max(self._experts, 1):
+        pattern, numbers = general(renamed)
+        layer, expert = numbers.get("layer"), numbers.get("expert", 0)
+        if pattern not in self._rules or expert >= max(self._experts, 1):
             raise WeightsError(f"{name}: an SGLang engine of {self._family.architecture} has no place for this tensor")
-        rule, index = self._rules[general]
-        parameter, each = rule.engine.format(layer=layer, block=block), len(rule.parts)
+        rule, index = self._rules[pattern]
+        parameter, each = rule.engine.format(layer=layer, block=numbers.get("block")), len(rule.parts)
         count = each * (self._experts if rule.per_expert else 1)
-        return ParameterTarget(parameter, rule, index + each * (expert or 0), count, self._ranks(name, layer))
+        return ParameterTarget(parameter, rule, index + each * expert, count, self._ranks(name, layer))
 
     def part(self, target: ParameterTarget, number: int, tensor: Tensor, rank: int) -> Tensor | None:
         """Return what a rank has of one of the parameter's parts; None if it has none of this expert. Raises
@@ -308,15 +305,3 @@ class EngineLayout:
         elif name != HEAD or not self._family.serving.head_everywhere:
             stages = stages[-1:]
         return range(stages.start * shape.tp, stages.stop * shape.tp)
-
-
-def _general(name: str) -> tuple[str, int | None, int | None, int | None]:
-    """Return a name with placeholders for its numbers, and the numbers of layer, block and expert."""
-    numbers: dict[str, int] = {}
-
-    def replaced(found: re.Match[str]) -> str:
-        numbers[found[1]] = int(found[2])
-        return f".{found[1]}s.{{{found[1]}}}."
-
-    general = re.sub(r"\.(layer|block|expert)s\.(\d+)\.", replaced, name)
-    return general, numbers.get("layer"), numbers.get("block"), numbers.get("expert")

@@ -129,32 +129,26 @@ FUSED_QKV = TensorLayout(
 """Queries, keys and values, one above the other in the full tensor too."""
 
 
-def _join_stacked(parts: list[Tensor], dims: Dims) -> list[Pieces]:
-    """Join gate and up, and transpose them."""
-    return [Pieces([half.tensor().t() for half in _join_gate_up(parts, dims)], 1)]
-
-
-STACKED_GATE_UP = TensorLayout(
-    lambda full, degree, rank, dims: GATE_UP.shard(list(full[0].t().chunk(2)), degree, rank, dims), _join_stacked
+INTERLEAVED = TensorLayout(
+    lambda full, degree, rank, dims: GATE_UP.shard([full[0][::2], full[0][1::2]], degree, rank, dims),
+    lambda parts, dims: [Pieces([torch.stack([one.tensor() for one in _join_gate_up(parts, dims)], 1).flatten(0, 1)])],
 )
+"""The same two in alternating rows, of gate and of up."""
+
+
+def _transposed(layout: TensorLayout) -> TensorLayout:
+    """Return the layout of a full tensor whose matrix is transposed."""
+    return TensorLayout(
+        lambda full, degree, rank, dims: layout.shard([full[0].t()], degree, rank, dims),
+        lambda parts, dims: [Pieces([pieces.tensor().t()]) for pieces in layout.join(parts, dims)],
+    )
+
+
+STACKED_GATE_UP = _transposed(FUSED_GATE_UP)
 """Gate and up of one expert of a stack: [H, 2 * inner]."""
-
-
-def _join_interleaved(parts: list[Tensor], dims: Dims) -> list[Pieces]:
-    """Join gate and up, each row of gate followed by that of up, and transpose them."""
-    halves = [half.tensor() for half in _join_gate_up(parts, dims)]
-    return [Pieces([torch.stack(halves, 1).flatten(0, 1).t()])]
-
-
-INTERLEAVED_GATE_UP = TensorLayout(
-    lambda full, degree, rank, dims: GATE_UP.shard([full[0].t()[::2], full[0].t()[1::2]], degree, rank, dims),
-    _join_interleaved,
-)
+INTERLEAVED_GATE_UP = _transposed(INTERLEAVED)
 """The same in alternating columns, or [2 * inner] for a bias."""
-STACKED_DOWN = TensorLayout(
-    lambda full, degree, rank, dims: ROW.shard([full[0].t()], degree, rank, dims),
-    lambda parts, dims: [Pieces([part.t() for part in parts])],
-)
+STACKED_DOWN = _transposed(ROW)
 """Input features of an expert of a stack, which holds them as rows: [inner, H]."""
 
 LAYOUTS = {
@@ -174,6 +168,9 @@ LAYOUTS = {
     Layout.INTERLEAVED_GATE_UP: INTERLEAVED_GATE_UP,
     Layout.STACKED_DOWN: STACKED_DOWN,
 }
+LINEAR = dict.fromkeys((COLUMN, QKV, GATE_UP), COLUMN) | dict.fromkeys((ROW, STACKED_DOWN), WHOLE)
+LINEAR |= {STACKED_GATE_UP: FUSED_GATE_UP, INTERLEAVED_GATE_UP: INTERLEAVED}
+"""Layouts of linear layers, and those of their adapters' matrices B [out, rank]."""
 
 
 def of_rank(dims: Dims, degree: int) -> Dims:

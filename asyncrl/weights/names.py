@@ -15,10 +15,8 @@ from asyncrl.errors import WeightsError
 from asyncrl.models import families, parts
 from asyncrl.models.family import WeightRow
 from asyncrl.models.vision import TOWERS
-from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, LAYOUTS, QKV, ROW, WHOLE, TensorLayout
+from asyncrl.weights.layouts import FUSED_GATE_UP, GATE_UP, LAYOUTS, LINEAR, QKV, ROW, WHOLE, TensorLayout
 
-LINEAR = (COLUMN, ROW, QKV, GATE_UP)
-"""Layouts of linear layers."""
 ADAPTER = re.compile(r"(?P<linear>.+)\.(?P<module>lora(_[\w-]+)?)\.(?P<projection>\w+)\.(?P<matrix>[AB])")
 """Name of an adapter's matrix: that of its linear layer, of the adapter's module there, of the HF projection that it
 adapts, and of the matrix."""
@@ -37,8 +35,7 @@ def adapter_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class NameRule:
-    """One Megatron parameter and its HF tensors. `{layer}` and `{expert}` are numbers in the whole model, whatever rank
-    holds them."""
+    """One Megatron parameter and its HF tensors, as in a WeightRow."""
 
     megatron: str
     layout: TensorLayout
@@ -61,21 +58,28 @@ class NameRule:
         projection of multi-token prediction."""
         return self.layout in LINEAR and self.megatron.endswith(".weight") and "eh_proj" not in self.megatron
 
+    @property
+    def divides_inputs(self) -> bool:
+        """True for a linear layer whose input features ranks divide."""
+        return LINEAR.get(self.layout) is WHOLE
+
     def projections(self) -> dict[str, str]:
         """Return PEFT's modules of a linear layer's adapters by their last names. Routed experts have the form of
         PEFT's `target_parameters`: transformers stacks their weights, with gate and up in one."""
         if self.expert:
-            name = "gate_up_proj" if self.layout is GATE_UP else "down_proj"
+            name = "down_proj" if self.divides_inputs else "gate_up_proj"
             return {name: f"model.layers.{{layer}}.mlp.experts.{name}"}
-        modules = (name.removesuffix(".weight") for name in self.hf)
+        # transformers' name of shared experts, which files of Hunyuan 3 call otherwise
+        modules = (re.sub(r"\.shared_\w+\.", ".shared_experts.", name.removesuffix(".weight")) for name in self.hf)
         return {module.rpartition(".")[2]: module for module in modules}
 
     def adapter(self, projection: str, matrix: str, *, module: str = "lora", whole: bool = False) -> NameRule:
         """Return the rule of matrix A [rank, in] or B [out, rank] of one of a linear layer's projections, in a module
         of `module_of`. `whole` says that every rank holds all of B."""
-        columns = FUSED_GATE_UP if self.expert else COLUMN
-        columns = WHOLE if whole or self.layout in (ROW, WHOLE) else columns
-        layout = columns if matrix == "B" else ROW if self.layout is ROW else WHOLE
+        layout = ROW if self.divides_inputs else WHOLE
+        if matrix == "B":
+            outputs = FUSED_GATE_UP if self.expert and self.layout is GATE_UP else LINEAR.get(self.layout, WHOLE)
+            layout = WHOLE if whole else outputs
         linear = self.megatron.removesuffix(".weight")
         name = f"{self.projections()[projection]}.lora_{matrix}.weight"
         return NameRule(f"{linear}.{module}.{projection}.{matrix}", layout, (name,))
@@ -131,7 +135,7 @@ class Found:
     """One Megatron parameter's rule, and the numbers in its name."""
 
     rule: NameRule
-    layer: str | None
+    layer: int | None
     expert: int | None
 
     def hf_names(self, *, expert_offset: int = 0) -> tuple[str, ...]:
@@ -164,23 +168,23 @@ class Mapping:
         if self.tower and megatron_name.startswith("visual."):  # transformers' own module, equal on all ranks
             name = self.tower + megatron_name.removeprefix("visual.")
             return Found(NameRule(megatron_name, WHOLE, (name,)), None, None)
-        general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
-        if general not in self._rules:
+        pattern, numbers = general(megatron_name)
+        if pattern not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")
-        rule = self._rules[general]
-        if self._transformer_engine and WHOLE_WITH_TRANSFORMER_ENGINE.search(general):
+        rule = self._rules[pattern]
+        if self._transformer_engine and WHOLE_WITH_TRANSFORMER_ENGINE.search(pattern):
             rule = replace(rule, layout=WHOLE)
-        return Found(rule, layer, None if expert is None else int(expert))
+        return Found(rule, numbers.get("layer"), numbers.get("expert"))
 
     def knows(self, hf_name: str) -> bool:
         """Return whether some Megatron parameter or the vision tower holds this HF tensor."""
         if self.tower and hf_name.startswith(self.tower):
             return True
-        return _general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0] in self._hf
+        return general(hf_name)[0] in self._hf
 
     def is_linear(self, hf_name: str) -> bool:
         """Return whether an HF tensor is the weight of a linear layer that can have adapters, or be quantized."""
-        rule = self._hf.get(_general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0])
+        rule = self._hf.get(general(hf_name)[0])
         return rule is not None and rule.linear
 
     def adapts(self, module: str) -> bool:
@@ -194,11 +198,13 @@ class Mapping:
         return re.sub(r"^model\.layers\.", "model.language_model.layers.", name) if self.tower else name
 
 
-def _general(name: str, expert_pattern: str) -> tuple[str, str | None, str | None]:
-    """Return a name with placeholders for its numbers, and the numbers."""
-    layer = re.search(r"(?<=\.layers\.)(\d+)(?=\.)", name)
-    expert = re.search(expert_pattern, name)
-    for found, place in ((expert, "{expert}"), (layer, "{layer}")):  # from right to left, so that positions stay valid
-        if found:
-            name = name[: found.start()] + place + name[found.end() :]
-    return name, layer and layer[0], expert and expert[0]
+def general(name: str) -> tuple[str, dict[str, int]]:
+    """Return a name with placeholders for its numbers, and the numbers of layer, block (of a tower) and expert."""
+    numbers: dict[str, int] = {}
+
+    def replaced(found: re.Match[str]) -> str:
+        kind = found[1].removeprefix("local_")
+        numbers[kind] = int(found[2])
+        return f".{found[1]}s.{{{kind}}}."
+
+    return re.sub(r"\.(layer|block|(?:local_)?expert)s\.(\d+)\.", replaced, name), numbers

@@ -63,11 +63,15 @@ def own_routing_changes_nothing(config: Config, groups: list[Group], folder: Pat
     """Record routing in small micro-batches of the whole batch, and replay it in large ones in another order."""
     network = Network(config.trainer, folder / "model", parallel)
     routing = network.replay_routing("R2")
-    samples = routing.begin(groups, build_samples(groups))
+    samples = build_samples(groups)
+    samples = routing.begin(groups, network.vision.begin(groups, samples) if network.vision else samples)
+    placed = (network.vision.placed,) if network.vision else ()
     small = with_settings(config, trainer={"micro_batch_tokens": 40}).trainer
     with torch.no_grad(), routing.of_policy(whole_batch=True):
-        network.score(packs_of_rank(samples, small, parallel, costs_of(network.hf)), lambda head, _: head.hidden.sum())
+        packs = packs_of_rank(samples, small, parallel, costs_of(network.hf), *placed)
+        network.score(packs, lambda head, _: head.hidden.sum())
     assert bool(routing._routes.known.all())
+    assert not network.vision or routing._routes.known.numel() > sum(len(group.prompt_ids) for group in groups)
     packs = network.packs(samples[::-1])
     loss, gradients = gradient(network, packs, parallel)
     with routing.of_policy():
@@ -139,7 +143,7 @@ def main(name: str, folder: Path) -> None:
     else:
         found["own"] = own_routing_changes_nothing(config, groups, folder, parallel)
         two_steps = with_settings(config, algo={"mini_batches": 2, "epochs": 2})
-        for kind in ("none", "R2", "R3"):
+        for kind in ("none", "R2") if any(group.images for group in groups) else ("none", "R2", "R3"):
             found[kind] = updates(two_steps, groups, folder, parallel, kind)
     if parallel.is_first:
         (folder / f"{name}.json").write_text(json.dumps(found))

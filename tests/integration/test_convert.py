@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from asyncrl.extensions.convert.cli import main
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import tiny_config
+from tests.integration.families import TEXT
 from tests.integration.ranks import run_ranks
 
 pytestmark = pytest.mark.integration
@@ -36,17 +37,24 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", False, {}),
     "deepseek-v3-one-query-matrix": ("deepseek_v3", False, {"q_lora_rank": None}),
 }
-ALL, EXPERTS = list(MODELS), list(MODELS)[4:]
+DIVIDED, EXPERTS = list(MODELS), list(MODELS)[4:]
+MODELS |= {
+    family.model_type: (family.model_type, False, {})
+    for family in TEXT
+    if family.model_type not in {kind for kind, *_ in MODELS.values()}
+}
+"""Models for layouts with tensor parallelism, and one of each other family."""
+ALL = list(MODELS)
 CASES: dict[int, dict[str, tuple[dict[str, Any], list[str]]]] = {
     1: {"single": ({}, ALL)},
     2: {
-        "tp2": ({"tensor_parallel": 2}, ALL),
+        "tp2": ({"tensor_parallel": 2}, [*DIVIDED, "olmo2"]),
         "pp2": ({"pipeline_parallel": 2}, ALL),
         "pp2-vpp2": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, ["llama-tied", "qwen3-moe"]),
-        "ep2": ({"expert_parallel": 2, "data_parallel": 2}, EXPERTS),
+        "ep2": ({"expert_parallel": 2, "data_parallel": 2}, [*EXPERTS, "gpt_oss"]),
         "tp2-etp1-ep2": (
             {"tensor_parallel": 2, "expert_tensor_parallel": 1, "expert_parallel": 2},
-            ["qwen3-moe", "glm4-moe"],
+            ["qwen3-moe", "glm4-moe", "gpt_oss"],
         ),
     },
 }

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from asyncrl.models.families import OF_TYPE
 from asyncrl.models.tiny import write_random_model
 from tests.fakes import changed, reusing, tiny_values
-from tests.integration.families import CHOOSES
+from tests.integration.families import CHOOSES, TEXT
 from tests.integration.ranks import run_ranks
 from tests.integration.updates import VOCAB, drawn_samples, token_weights
 from tests.integration.variants import FULL, prepare, run, selective
@@ -29,24 +30,34 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "latent": ("deepseek_v3", False, {}),
     "some": ("llama", False, {}),
     "after": ("olmo3", False, {}),
+    "stacked": ("gpt_oss", False, {}),
 }
+RECORDS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    family.model_type: (family.model_type, False, {})
+    for family in TEXT
+    if family.adapters and family.model_type not in {kind for kind, *_ in MODELS.values()}
+}
+"""All other families that have adapters. (Those of models that see are those of their text models.)"""
+DIVIDED = [name for name in MODELS if name != "stacked"]
+"""Models whose experts have no biases, which Megatron does not divide."""
 TARGETS: dict[str, list[str]] = {"some": ["q_proj", "v_proj", "up_proj"]}
 EXPERTS = ["experts", "latent"]
+STACKED = [*EXPERTS, "stacked"]
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "single": ({"optimizer.offload": True}, list(MODELS)),
+    "single": ({"optimizer.offload": True}, [*MODELS, *RECORDS]),
     "full": ({"recompute.granularity": "full"}, list(MODELS)),
     "selective": ({"recompute.granularity": "selective", "recompute.modules": RECOMPUTED}, list(MODELS)),
     "tp2": ({"tensor_parallel": 2, "lora.rslora": True, "lora.alpha": ALPHA / RANK**0.5}, ["dense", "some"]),
-    "sp2": (SEQUENCE, list(MODELS)),
+    "sp2": (SEQUENCE, DIVIDED),
     "tp4": ({"tensor_parallel": 4}, ["dense", "some"]),
     "sp4": ({**SEQUENCE, "tensor_parallel": 4}, ["dense", "some", "experts"]),
     "pp2": ({"pipeline_parallel": 2, "virtual_pipeline": 2}, list(MODELS)),
     "cp2": ({"context_parallel": 2, "lora.init": "gaussian"}, ["dense", "latent", "after"]),
     "dp2": ({"data_parallel": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}, ["dense", "experts"]),
-    "ep2": ({"data_parallel": 2, "expert_parallel": 2}, EXPERTS),
+    "ep2": ({"data_parallel": 2, "expert_parallel": 2}, STACKED),
     "etp2": ({"data_parallel": 2, "expert_tensor_parallel": 2}, EXPERTS),
-    "etp1": ({**SEQUENCE, "expert_parallel": 2, "expert_tensor_parallel": 1}, EXPERTS),
+    "etp1": ({**SEQUENCE, "expert_parallel": 2, "expert_tensor_parallel": 1}, STACKED),
     "dropout": ({"lora.dropout": 0.5}, ["dense"]),
     "bfloat16": ({"dtype": "bfloat16"}, list(MODELS)),
     "four": ({**SEQUENCE, "data_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 2}, EXPERTS),
@@ -73,8 +84,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the models, and adapters of PEFT's shapes with random values for each."""
     made = tmp_path_factory.mktemp("lora")
     sizes = {"hidden": 32, "layers": 4, "heads": 4, "intermediate": 48, "max_positions": 64, "spread": 0.15}
-    for seed, (name, (kind, tied, fields)) in enumerate(MODELS.items()):
-        kv_heads = 4 if kind == "deepseek_v3" else 2
+    for seed, (name, (kind, tied, fields)) in enumerate({**MODELS, **RECORDS}.items()):
+        kv_heads = 4 if "kv_lora_rank" in OF_TYPE[kind].tiny else 2
         write_random_model(
             made / name,
             kind,

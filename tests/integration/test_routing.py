@@ -20,13 +20,17 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.main import CONF
+from asyncrl.models import tiny_vision
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.tiny import write_random_model
+from asyncrl.models.vision import flat
 from asyncrl.routing import RoutingShape, share_prompt
 from asyncrl.schema import Completion, Group, Trajectory, Turn
 from tests.integration.fleet import engines
 from tests.integration.ranks import run_ranks
 from tests.integration.updates import VOCAB, foreign
+from tests.integration.vision import vision_groups
+from tests.weights.models import as_published
 
 pytestmark = pytest.mark.integration
 
@@ -60,7 +64,7 @@ def train(folder: Path, name: str, groups: list[Group], **settings: Any) -> dict
     raw["trainer"].update(settings)
     raw["trainer"]["optimizer"].update({"eps": 1e-3})  # a smooth update: see test_trainer.py
     config = load(raw)
-    check_model(config, json.loads((folder / "model" / "config.json").read_text()))
+    check_model(config, flat(json.loads((folder / "model" / "config.json").read_text())))
     (folder / "config.json").write_text(config.model_dump_json())
     (folder / "groups.msgpack").write_bytes(msgspec.msgpack.encode(groups))
     run_ranks("rank_routing.py", name, str(folder), world=config.trainer.world_size)
@@ -94,6 +98,19 @@ def test_replay_is_the_same_in_every_layout(layout: str, kind: str, layouts: dic
             assert mine[name] == pytest.approx(single[name], rel=1e-3, abs=2e-6), name
         for name in ("router/differs", "router/overlap"):  # a token that packs share counts once in each
             assert mine[name] == pytest.approx(single[name], rel=0.05), name
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2-sp-ep2"])
+def test_tokens_of_images_are_recorded_and_replayed(layout: str, tmp_path: Path) -> None:
+    """A pass over the whole batch records them, and steps replay them. (Engines cannot report them: R3 is refused.)"""
+    sizes = {"num_hidden_layers": 4, "moe_intermediate_size": 24}
+    tiny_vision.write(tmp_path / "model", "qwen3_vl_moe", spread=0.15, **sizes)
+    as_published(tmp_path / "model", "qwen3_vl_moe")
+    found = train(tmp_path, layout, vision_groups(), **LAYOUTS[layout])
+    assert found["own"] == {"router/differs": 0.0, "router/overlap": 1.0}
+    for recorded in found["R2"]["figures"]:
+        assert recorded["router/differs"] < 0.2
+        assert recorded["router/overlap"] > 0.9
 
 
 def test_drawn_experts_are_used_and_matter(layouts: dict[str, Any]) -> None:

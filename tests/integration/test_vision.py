@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.models import tiny_vision
+from asyncrl.models.families import FAMILIES
 from asyncrl.weights.folder import HFFolder
 from tests.fakes import changed, reusing, tiny_config, tiny_values
 from tests.integration.ranks import run_ranks
@@ -71,6 +72,10 @@ CASES = [
 ]
 
 
+def test_every_family_that_sees_is_compared_here() -> None:
+    assert {fields["arch"] for fields in MODELS.values()} == {one.model_type for one in FAMILIES.values() if one.tower}
+
+
 def towers(layout: str, name: str) -> list[str]:
     """Return how the vision tower is run: a trained one does not work with recomputed layers that add its features."""
     return ["frozen"] if layout == "single" and name in ("deepstack", "experts") else ["frozen", "trained"]
@@ -113,7 +118,7 @@ def megatron(folder: Path) -> Any:
         trainer = changed(tiny_values()["trainer"], settings)
         options = {name: tiny_values(**one) for name, one in OPTIONS.items()}
         some = {name: options[name] for name in ("tower", "adapters")}
-        of_model = {"tied": options, "deepstack": some, "experts": {"tower": options["tower"]}}
+        of_model = {"tied": options, "deepstack": some, "experts": some}
         of_model = of_model if layout == "single" else {}
         settings = {"trainer": trainer, "models": models, "options": of_model}
         settings["towers"] = {name: towers(layout, name) for name in models}
@@ -144,7 +149,7 @@ def test_saved_policies_have_the_vision_tower_that_they_started_from_or_trained(
         assert option != "tower" or min(tower) > 0
 
 
-@pytest.mark.parametrize("name", ["tied", "deepstack"])
+@pytest.mark.parametrize("name", ["tied", "deepstack", "experts"])
 def test_saved_adapters_give_the_saved_weights_with_peft(name: str, folder: Path, megatron: Any) -> None:
     import peft
     from transformers import AutoModelForImageTextToText
@@ -158,7 +163,8 @@ def test_saved_adapters_give_the_saved_weights_with_peft(name: str, folder: Path
     for key, tensor in saved.state_dict().items():
         torch.testing.assert_close(tensor, merged[key], rtol=0, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
         changed |= set() if tensor.equal(given[key]) else {key}
-    linear = {key for key in given if key.endswith("_proj.weight") and ".language_model.layers." in key}
+    ends = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
+    linear = {key for key in given if key.endswith(ends) and ".language_model.layers." in key}
     assert changed == linear
 
 

@@ -11,7 +11,7 @@ def cells(family: Family) -> list[str]:
     merged = "merged only" if family.adapters else "no"
     experts = any("{expert}" in weight.megatron for weight in family.weights)
     reported = "yes" if serving.reports_experts else "no: SGLang's layers do not report their numbers"
-    reported = "no: not tried with images" if sees else reported
+    reported = "no: answers count an image once" if sees else reported
     own = "own" if serving.fuses else "transformers'"
     coded = "simulated" if sees or not serving.fuses else "yes"
     return [
@@ -20,5 +20,5 @@ def cells(family: Family) -> list[str]:
         "yes" if serving.adapters else merged,
         reported if experts else "–",
         own if serving.on_cpu else f"{own} (weights)",
-        coded if family.adapters else "no",
+        coded if family.adapters and not family.stacks else "no",
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +219,16 @@ def test_what_would_give_other_logits_is_refused(hf: dict[str, Any], said: str) 
 
 def test_yarn_without_a_factor_on_sines_and_cosines_is_accepted() -> None:
     check_architecture({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.0}})
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.serving.reports_experts])
+def test_engines_report_experts_where_sglangs_layers_know_their_numbers(name: str) -> None:
+    """Without a number, what a layer chose has no place in a report."""
+    (sglang,) = find_spec("sglang").submodule_search_locations or ()
+    sources = [file.read_text() for file in Path(sglang, "srt/models").glob("*.py")]
+    (source,) = [one for one in sources if f"class {name}(" in one] or [""]  # or transformers' modules
+    calls = re.findall(r"\bTopK\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)", source)
+    assert all("layer_id=" in call or "**topk_kwargs" in call for call in calls)
 
 
 def test_the_page_of_models_has_a_row_for_each_family_that_says_what_its_record_says() -> None:

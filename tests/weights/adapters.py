@@ -17,7 +17,8 @@ RANK = 4
 EXPERT = re.compile(
     r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(?:(gate_proj|up_proj|w1|w3)|down_proj|w2)\.weight"
 )
-LINEAR = re.compile(r"model\.layers\..*(_proj|_proj_with_mqa|\.w[123])\.weight")
+STACK = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj")
+LINEAR = re.compile(rf"model\.layers\..*(_proj|_proj_with_mqa|\.w[123])\.weight|{STACK.pattern}")
 
 
 def lora(**changes: Any) -> LoraConfig:
@@ -27,10 +28,10 @@ def lora(**changes: Any) -> LoraConfig:
 
 
 def module_of_weight(weight: str) -> str:
-    """PEFT's module of a weight; the experts of a layer have one."""
+    """PEFT's module of a weight; the experts of a layer have one, and its shared experts have transformers' name."""
     if expert := EXPERT.fullmatch(weight):
         return f"{expert[1]}.mlp.experts.{'gate_up' if expert[3] else 'down'}_proj"
-    return weight.removesuffix(".weight")
+    return weight.removesuffix(".weight").replace(".shared_mlp.", ".shared_experts.")
 
 
 def adapters(model: Path, rank: int = RANK, only: str = "") -> dict[str, Tensor]:
@@ -41,7 +42,11 @@ def adapters(model: Path, rank: int = RANK, only: str = "") -> dict[str, Tensor]
     experts: defaultdict[str, set[int]] = defaultdict(set)
     for name, weight in load_file(model / "model.safetensors").items():
         module, expert = module_of_weight(name), EXPERT.fullmatch(name)
-        if LINEAR.fullmatch(name) and re.search(f"({only})$", module):
+        if not LINEAR.fullmatch(name) or not re.search(f"({only})$", module):
+            continue
+        if STACK.fullmatch(name):  # [experts, in, out]
+            experts[module], columns[module], rows[module] = {*range(len(weight))}, *weight.shape[1:]
+        else:
             rows[module] += len(weight) if not expert or expert[2] == "0" else 0
             columns[module] = weight.shape[1]
             experts[module].add(int(expert[2]) if expert else 0)
@@ -64,7 +69,9 @@ def merged(model: Path, out: Path, tensors: dict[str, Tensor], scale: float, ran
             continue
         a, b = (tensors[f"{module}.lora_{letter}.weight"] for letter in "AB")
         update = b @ a
-        if expert:
+        if STACK.fullmatch(name):
+            update = torch.einsum("ore,eri->eio", b.unflatten(1, (rank, -1)), a.unflatten(0, (-1, rank)))
+        elif expert:
             update = torch.einsum("ore,eri->eoi", b.unflatten(1, (rank, -1)), a.unflatten(0, (-1, rank)))[
                 int(expert[2])
             ]

@@ -22,6 +22,7 @@ from asyncrl.weights.layouts import (
     FUSED_GATE_UP,
     FUSED_QKV,
     GATE_UP,
+    INTERLEAVED,
     INTERLEAVED_GATE_UP,
     QKV,
     ROW,
@@ -66,6 +67,7 @@ def shapes(layout: TensorLayout, d: Dims) -> list[tuple[int, ...]]:
         QKV: [(d.heads * d.head_dim, HIDDEN), keys, keys],
         GATE_UP: [(12, HIDDEN), (12, HIDDEN)],
         FUSED_GATE_UP: [(24, HIDDEN)],
+        INTERLEAVED: [(24, HIDDEN)],
         STACKED_GATE_UP: [(HIDDEN, 24)],
         INTERLEAVED_GATE_UP: [(HIDDEN, 24)],
         STACKED_DOWN: [(12, HIDDEN)],
@@ -82,7 +84,7 @@ def test_what_an_engine_fuses_from_one_call_is_one_unit() -> None:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architecture: str) -> None:
-    """Those of stacked experts are named after transformers' parameters, whatever the files call the experts."""
+    """Those of experts, also shared ones, are named after transformers' modules, whatever the files call them."""
     mapping = Mapping(architecture)
     for rule in FAMILIES[architecture]:
         if not rule.linear:
@@ -95,8 +97,9 @@ def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architectur
             for name in mapping.find(f"{linear}.lora.{projection}.{matrix}").hf_names()
         ]
         modules = [name.format(layer=3, expert=5).removesuffix(".weight") for name in rule.hf]
+        modules = [module.replace(".shared_mlp.", ".shared_experts.") for module in modules]
         if rule.expert:
-            stack = "gate_up_proj" if rule.layout is GATE_UP else "down_proj"
+            stack = "gate_up_proj" if ".linear_fc1." in rule.megatron else "down_proj"
             modules = [f"model.layers.3.mlp.experts.{stack}"]
         if architecture in TOWERS:
             modules = [f"model.language_model.layers.{module.partition('layers.')[2]}" for module in modules]
@@ -107,11 +110,11 @@ def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architectur
 def test_every_layout_is_tested_here() -> None:
     assert {value for value in vars(layouts).values() if isinstance(value, TensorLayout)} == {
         WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV, STACKED_GATE_UP, INTERLEAVED_GATE_UP,
-        STACKED_DOWN,
+        INTERLEAVED, STACKED_DOWN,
     }  # fmt: skip
 
 
-STACKED = [STACKED_GATE_UP, INTERLEAVED_GATE_UP, STACKED_DOWN]
+STACKED = [STACKED_GATE_UP, INTERLEAVED, INTERLEAVED_GATE_UP, STACKED_DOWN]
 
 
 @pytest.mark.parametrize("layout", [WHOLE, COLUMN, ROW, VOCAB, QKV, GATE_UP, FUSED_GATE_UP, FUSED_QKV, *STACKED])

@@ -22,7 +22,18 @@ from asyncrl.weights.peft_config import check_start, parsed, user_config
 from tests.weights.adapters import adapters, loaded, logits, lora, merged
 from tests.weights.models import written
 
-FAMILIES = ["llama", "qwen3-moe", "qwen3-moe-dense-layer", "mixtral", "glm4-moe", "deepseek-v3"]
+FAMILIES = [
+    "llama",
+    "qwen3-moe",
+    "qwen3-moe-dense-layer",
+    "mixtral",
+    "glm4-moe",
+    "deepseek-v3",
+    "gpt_oss",
+    "hy_v3",
+    "olmo2",
+    "olmo3",
+]
 
 
 def saved(model: Path, folder: Path, tensors: dict[str, Tensor], **settings: Any) -> Path:
@@ -77,6 +88,7 @@ def test_a_written_folder_is_read_back_bit_for_bit_with_its_scale(family: str, t
         ("qwen3-moe", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
         ("mixtral", {"target_parameters": ["experts.gate_up_proj"]}),
         ("qwen3-moe", {"target_parameters": ["experts.down_proj"]}),
+        ("gpt_oss", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
     ],
 )
 def test_a_folder_of_peft_is_read_as_peft_computes_it(family: str, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from asyncrl.extensions.convert.parameters import Structure
 from asyncrl.models import catalog
 from asyncrl.models.families import CHOOSES
 from asyncrl.weights.folder import HFFolder
-from asyncrl.weights.layouts import of_expert, stack_experts
+from asyncrl.weights.layouts import dims_of, of_expert, stack_experts
 from asyncrl.weights.names import ADAPTER, adapter_of
 from asyncrl.weights.peft import PeftFolder, write_peft
 from asyncrl.weights.peft_config import CONFIG, DOWN, GATE_UP, INSIDE, adapter_folders, parsed, user_config
@@ -72,7 +72,8 @@ def _module_of_weight(adapters: PeftFolder, weight: str) -> str | None:
     stacked = expert["layer"] + (DOWN if expert["down"] else GATE_UP) if expert else None
     module = weight.removesuffix(".weight")
     inside = module.replace("model.", f"model{INSIDE}", 1)  # files of Qwen2.5-VL do not name the model inside
-    return next((name for name in (module, stacked, inside) if name in adapters.modules), None)
+    shared = module.replace(".shared_mlp.", ".shared_experts.")  # files of Hunyuan 3
+    return next((name for name in (module, stacked, inside, shared) if name in adapters.modules), None)
 
 
 def _delta(adapters: PeftFolder, weight: str, shape: Sequence[int]) -> Tensor:
@@ -81,17 +82,21 @@ def _delta(adapters: PeftFolder, weight: str, shape: Sequence[int]) -> Tensor:
     module = _module_of_weight(adapters, weight)
     assert module is not None
     a, b = (adapters.read(f"{module}.lora_{letter}.weight") for letter in "AB")
-    expert = EXPERT_WEIGHT.fullmatch(weight)
+    expert, count = EXPERT_WEIGHT.fullmatch(weight), len(a) // adapters.config.rank_of(module)
     if expert and module.endswith((GATE_UP, DOWN)):
-        number, count = int(expert["number"]), len(a) // adapters.config.rank_of(module)
-        a, b = of_expert(a, "A", number, count), of_expert(b, "B", number, count)
+        a, b = (of_expert(one, letter, int(expert["number"]), count) for one, letter in ((a, "A"), (b, "B")))
         b = b if expert["down"] else b.chunk(2)[0 if expert["gate"] else 1]
-    if (len(b), a.shape[1]) != tuple(shape):
+    stacked = weight.endswith((GATE_UP, DOWN))
+    fits = (count, a.shape[1], len(b)) if stacked else (len(b), a.shape[1])  # stacks hold matrices transposed
+    if fits != tuple(shape):
         raise WeightsError(
-            f"the adapter of {module} in {adapters.folder} is for a weight of shape {(len(b), a.shape[1])}, but "
-            f"{weight} is {tuple(shape)}. Give the model that the adapter was trained on."
+            f"the adapter of {module} in {adapters.folder} is for a weight of shape {fits}, but {weight} is "
+            f"{tuple(shape)}. Give the model that the adapter was trained on."
         )
-    return adapters.config.scale_of(module) * (b.float() @ a.float())
+    a, b, scale = a.float(), b.float(), adapters.config.scale_of(module)
+    if not stacked:
+        return scale * (b @ a)
+    return scale * torch.stack([(of_expert(b, "B", n, count) @ of_expert(a, "A", n, count)).t() for n in range(count)])
 
 
 def holds_adapters(source: Path) -> bool:
@@ -148,7 +153,8 @@ def from_peft(source: Path, out: Path, *, model: Path, limit: int) -> None:
 
     Raises WeightsError or ConfigError if the adapters are not of this model, or not plain LoRA.
     """
-    structure = Structure(read_config(model))
+    hf = read_config(model)
+    structure, dims = Structure(hf), dims_of(hf)
     with PeftFolder(source) as adapters, building(out) as folder, CheckpointWriter(folder, limit, progress()) as writer:
         projections = {module.rpartition(".")[2] for module in adapters.modules}
         left = set(adapters.modules)
@@ -160,7 +166,7 @@ def from_peft(source: Path, out: Path, *, model: Path, limit: int) -> None:
             tensor, expert = adapters.read(name), parameter.found.expert
             if expert is not None:
                 tensor = of_expert(tensor, letter, expert, parameter.addresses[0].counts[-1])
-            writer.add(parameter, tensor)
+            writer.add(parameter, parameter.found.rule.layout.shard([tensor], 1, 0, dims))
             left.discard(module)
         if left:
             raise WeightsError(f"{source} adapts {min(left)}, which is no linear layer that is trained in {model}")
@@ -199,14 +205,16 @@ def _names(folder: Path) -> list[str]:
 
 def _adapters(folder: Path, model: Path) -> dict[str, dict[str, Tensor]]:
     """Read each adapter of a checkpoint by HF names, with the matrices of a layer's experts in one."""
-    checkpoint, structure = CheckpointReader(folder), Structure(read_config(model))
+    hf = read_config(model)
+    checkpoint, structure, dims = CheckpointReader(folder), Structure(hf), dims_of(hf)
     found, used = {}, set[str]()
     for adapter in _names(folder):
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for parameter in structure.adapters(adapter):
             if any(address.key in checkpoint.model_keys for address in parameter.addresses):
                 address = checkpoint.locate(parameter)
-                parts[parameter.found.hf_names()[0]].append(checkpoint.read(address))
+                (whole,) = parameter.found.rule.layout.join([checkpoint.read(address)], dims)
+                parts[parameter.found.hf_names()[0]].append(whole.tensor())
                 used.add(address.key)
         found[adapter] = {
             name: tensors[0] if len(tensors) == 1 else stack_experts(parsed(name)[1], tensors)

@@ -1,5 +1,5 @@
 """The two conversions between HF folders and Megatron checkpoints. Each holds only the tensors of one Megatron
-parameter at a time."""
+parameter at a time, or one stack of experts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,11 @@ def to_megatron(source: Path, out: Path, *, dtype: torch.dtype | None, limit: in
         changes = {**_dtype_change(dtype), **_check_leftover(tensors, structure, hf, source)}
         if dtype is None:
             check_space(folder, sum(file.stat().st_size for file in source.glob("*.safetensors")))
-        for parameter in structure:
-            full = [_cast(tensors.read(name), parameter, dtype) for name in parameter.found.hf_names()]
-            writer.add(parameter, _whole(parameter, full, dims))
+        for names, found in groupby(structure, key=lambda parameter: parameter.found.hf_names()):
+            same = list(found)
+            full = [_cast(tensors.read(name), same[0], dtype) for name in names]
+            for parameter, parts in zip(same, _by_expert(same, full), strict=True):
+                writer.add(parameter, _whole(parameter, parts, dims))
         copy_companions(source, folder / COMPANIONS, changes)
         writer.finish()
 
@@ -60,9 +63,11 @@ def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | N
     _check_keys(checkpoint, [address for _, address in located], source)
 
     def stream(read: Callable[[Address], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for parameter, address in located:
-            whole = _cast(read(address), parameter, dtype)
-            yield from zip(parameter.found.hf_names(), _parts(parameter, whole, dims), strict=True)
+        for names, found in groupby(located, key=lambda one: one[0].found.hf_names()):
+            same = list(found)
+            each = [_parts(parameter, _cast(read(address), parameter, dtype), dims) for parameter, address in same]
+            stacked = same[0][0].found.rule.stacked
+            yield from zip(names, [torch.stack([one for (one,) in each])] if stacked else each[0], strict=True)
 
     changes = {} if structure.drafts or not hf.get("num_nextn_predict_layers") else {"num_nextn_predict_layers": 0}
     write_hf(out, companions, dtype, stream(checkpoint.described), stream(checkpoint.read), limit, changes)
@@ -135,6 +140,17 @@ def _listed(names: list[str]) -> str:
 
 
 # --- one parameter ------------------------------------------------------------------------------------------
+
+
+def _by_expert(same: list[Parameter], full: list[Tensor]) -> list[list[Tensor]]:
+    """Return the HF tensors of each of the parameters that have them in common: all, or of a stack one expert's. Raises
+    WeightsError for a stack of other experts than config.json says."""
+    if not same[0].found.rule.stacked:
+        return [full]
+    if len(full[0]) != len(same):
+        (name,) = same[0].found.hf_names()
+        raise WeightsError(f"{name} stacks {len(full[0])} experts, but config.json requires {len(same)}")
+    return [[expert] for expert in full[0]]
 
 
 def _whole(parameter: Parameter, full: list[Tensor], dims: Dims) -> Tensor:

@@ -119,16 +119,18 @@ def _mean_layer(shape: Shape, layout: ParallelLayout, training: Training) -> flo
 def layer_bytes(shape: Shape, layout: ParallelLayout, training: Training, *, routed: bool) -> float:
     """Return the bytes per token that a layer keeps on a rank, except of the modules that are recomputed by themselves.
 
-    Counted are its two norms, attention, the router, its MLP, and adapters. The rows of a routed expert count once per
+    Counted are its norms, attention, the router, its MLP, and adapters. The rows of a routed expert count once per
     expert of a token, assuming equal loads. Attention that is recomputed drops only what context parallelism gathers.
     """
     item, keeps = BYTES[training.dtype], training.keeps_input
     inner = (*EXPERT_IN, *MLP_IN) if routed else MLP_IN
-    kept = sum(_norm_bytes(shape.hidden, layout, training, keeps(*names)) for names in (ATTENTION_IN, inner))
+    kept = sum(_norms_bytes(shape, layout, training, *of) for of in ((ATTENTION_IN, "attention"), (inner, "mlp")))
     kept += item * _attention(shape, layout, training) + _of_adapters(shape, layout, training, routed=routed)
     kept += _norm_bytes(shape.latent, layout, replace(training, recompute=Recompute()), keeps(*LATENT_IN))
-    if shape.normed and not training.fused_norms:
-        kept += _norm_input(training) * (shape.queries / layout.tensor + shape.keys / shape.key_shards(layout))
+    if shape.normed and (shape.wide or not training.fused_norms):
+        kept += _norm_input(replace(training, fused_norms=False)) * (
+            shape.queries / layout.tensor + shape.keys / shape.key_shards(layout)
+        )
     if routed and not training.recompute.drops("moe"):
         kept += (ROUTER * shape.experts + CHOICE * shape.chosen) / (layout.tensor if layout.sequence else 1)
     return kept + item * _mlp(shape, layout, training, routed=routed)
@@ -147,6 +149,20 @@ def _norm_bytes(width: int, layout: ParallelLayout, training: Training, output: 
     if training.recompute.drops("layernorm"):
         return item * width / rows
     return (_norm_input(training) + item * output) * width / rows
+
+
+def _norms_bytes(
+    shape: Shape, layout: ParallelLayout, training: Training, first: tuple[str, ...], module: str
+) -> float:
+    """Return the bytes per token that the norms of attention or of an MLP keep, with the input of its `first` layers:
+    what a norm before it gives, or else the hidden states themselves. What a norm after it gives is only added to them,
+    and is recomputed with the module."""
+    rows, output = layout.tensor if layout.sequence else 1, training.keeps_input(*first)
+    kept = BYTES[training.dtype] * output * shape.hidden / rows
+    if shape.norm_before:
+        kept = _norm_bytes(shape.hidden, layout, training, output)
+    after = shape.norm_after and not training.recompute.drops(module)
+    return kept + _norm_input(training) * after * shape.hidden / rows
 
 
 def _attention(shape: Shape, layout: ParallelLayout, training: Training) -> float:

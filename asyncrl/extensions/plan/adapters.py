@@ -35,8 +35,8 @@ class Adapters:
 
     def adapts(self, weight: Weight) -> bool:
         """Return whether a weight has an adapter."""
-        linear = weight.layer is not None and len(weight.shape) == 2 and not weight.whole
-        return linear and self.on(_projection(weight))
+        linear = weight.layer is not None and len(weight.shape) > 1 and not weight.whole
+        return linear and not weight.name.endswith("_bias") and self.on(_projection(weight))
 
     def matrices(self, weights: Iterable[Weight], whole: Sequence[str] = ()) -> list[Weight]:
         """Return the matrices of the adapters. Tensor-parallel ranks share their first dimension, except
@@ -44,12 +44,14 @@ class Adapters:
         return [matrix for weight in weights if self.adapts(weight) for matrix in self._pair(weight, whole)]
 
     def _pair(self, weight: Weight, whole: Sequence[str]) -> Iterable[Weight]:
-        out, inside = weight.shape
+        *experts, out, inside = weight.shape
+        if experts:  # a stack holds its matrices transposed
+            out, inside = inside, out
         last, rows = _last(weight), _last(weight) in ROWS
         if not (weight.routed and last in UPPER):
             a = (inside, self.rank) if rows else (self.rank, inside)
-            yield Weight(f"lora_A.{weight.name}", a, replicated=not rows)
-        yield Weight(f"lora_B.{weight.name}", (out, self.rank), replicated=rows or last in whole)
+            yield Weight(f"lora_A.{weight.name}", (*a, *experts), replicated=not rows)
+        yield Weight(f"lora_B.{weight.name}", (out, self.rank, *experts), replicated=rows or last in whole)
 
     def split(self, weights: Sequence[Weight]) -> tuple[list[Weight], list[Weight]]:
         """Return the weights of the base that stay as they are, and those in another format."""

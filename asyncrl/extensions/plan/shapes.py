@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from asyncrl.launch.checks.model_files import TOWERS, Weight, loaded
 from asyncrl.models.architectures import megatron_arguments
+from asyncrl.models.families import family_of
 from asyncrl.models.parts import rotary
 from asyncrl.models.vision import deepstack
 from asyncrl.parallel import PipelineSplit
@@ -61,6 +62,9 @@ class Shape:
     rotated: int = 0  # rotary dimensions per head
     latent: int = 0  # width of the normalized vectors of latent attention, queries' and keys'; 0: plain attention
     normed: bool = False  # whether queries and keys are normalized
+    wide: bool = False  # whether that norm takes all heads as one vector, which no kernel fuses
+    norm_before: bool = True  # whether attention and MLP have a norm before them
+    norm_after: bool = False  # whether they have one after them
     sparse: int = 0  # number of layers with routed experts
     experts: int = 0  # routed experts of a layer
     chosen: int = 0  # experts per token
@@ -78,7 +82,7 @@ class Shape:
 def shape_of(hf: dict[str, Any]) -> Shape:
     """Return the shape of a model of a family that the trainer knows; `hf` is config.json. Raises ConfigError or
     KeyError for other families."""
-    family = megatron_arguments(hf)
+    family, names = megatron_arguments(hf), [row.megatron for row in family_of(hf).weights]
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     width = hf.get("head_dim") or hidden // heads
     queries, values = heads * width, hf.get("num_key_value_heads", heads) * width
@@ -102,6 +106,9 @@ def shape_of(hf: dict[str, Any]) -> Shape:
         rotated=rotated,
         latent=latent,
         normed=bool(family.get("qk_layernorm")),
+        wide=family_of(hf).wide_norms,
+        norm_before=any(name.endswith(".input_layernorm.weight") for name in names),
+        norm_after=any(name.endswith(".post_layernorm.weight") for name in names),
         sparse=sum(family.get("moe_layer_freq", [])),
         experts=family.get("num_moe_experts") or 0,
         chosen=family.get("moe_router_topk", 0),

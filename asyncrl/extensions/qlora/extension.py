@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Extension, LaunchHooks, OfferedBase
+from asyncrl.models.families import family_of
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -26,6 +27,9 @@ class QloraLaunch(LaunchHooks):
         trainer, lora = config.trainer, config.trainer.lora
         if lora.base not in Qlora.bases:
             return
+        if family_of(model).stacks:
+            remedy = "The model's files stack the experts, which a stored base has one by one: set none."
+            yield ConfigError("trainer.lora.base", lora.base, remedy)
         hidden, heads = model["hidden_size"], model["num_attention_heads"]
         tensor, expert_tensor = trainer.tensor_parallel, trainer.expert_tensor_parallel or trainer.tensor_parallel
         value = model["v_head_dim"] if "kv_lora_rank" in model else model.get("head_dim") or hidden // heads

@@ -46,8 +46,10 @@ class QuantizedLaunch(LaunchHooks):
 
     def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
         """Refuse models of which an engine cannot hold codes."""
-        if self._format != "none" and not family_of(model).adapters:
-            yield ConfigError("quantized.format", self._format, "The model's files have fused layers: set none.")
+        family = family_of(model)
+        if self._format != "none" and (family.stacks or not family.adapters):
+            what = "stacked experts" if family.stacks else "fused layers"
+            yield ConfigError("quantized.format", self._format, f"The model's files have {what}: set none.")
         if self._kind and config.mode == "train":
             yield from fits.model(self._kind, model, config.engine.parallel, gpu=on_gpu(config.engine, gpus))
 

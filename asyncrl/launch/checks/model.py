@@ -242,8 +242,8 @@ def _vision(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
     ):
         why = f"{who} sees with the policy's vision tower: unset it, or choose a text model."
         yield field, bool(value), why
-    why = "Routing of tokens of images was not tried: set none."
-    yield "algo.routing_replay", config.algo.routing_replay, config.algo.routing_replay != "none", why
+    why = "Engines report the experts of each token of an image, and answers count an image once: set R2 or none."
+    yield "algo.routing_replay", config.algo.routing_replay, config.algo.routing_replay == "R3", why
     levels, first = deepstack(hf), trainer.split.chunk_layers(hf["num_hidden_layers"])[0][0]
     field = "virtual_pipeline" if trainer.virtual_pipeline > 1 else "pipeline_parallel"
     why = f"The first {levels} layers add features of images, and must be on the first stage: set fewer stages."

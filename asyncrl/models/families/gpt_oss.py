@@ -68,7 +68,6 @@ FAMILY = Family(
     arguments=_arguments,
     unsupported=_unsupported,
     allows=("attention_bias", "sliding_window", "attention_factor"),
-    adapters=False,
     serving=Serving(stages=False, reports_experts=False),
     tiny={
         "num_local_experts": 4,

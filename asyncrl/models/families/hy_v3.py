@@ -55,7 +55,7 @@ FAMILY = Family(
     ),
     arguments=_arguments,
     unsupported=_unsupported,
-    serving=Serving(head_everywhere=True, stages=False, unsupported=_not_served),
+    serving=Serving(head_everywhere=True, stages=False, reports_experts=False, unsupported=_not_served),
     tiny={
         "num_experts": 8,
         "num_experts_per_tok": 4,

@@ -12,7 +12,6 @@ FAMILY = Family(
     weights=parts.inside((*WEIGHTS, *parts.stacked(Layout.STACKED_GATE_UP)), "language_model"),
     # transformers always normalizes the shares of the chosen experts
     arguments=lambda hf: qwen3_moe.FAMILY.arguments({**hf, "norm_topk_prob": True}),
-    adapters=False,
     tower=Tower("Qwen3VLMoeVisionModel", "model.visual.", tiny=qwen3_vl.TINY_TOWER),
     serving=qwen3_moe.FAMILY.serving,
     tiny={**qwen3_vl.TINY, **qwen3_moe.FAMILY.tiny},

@@ -14,13 +14,16 @@ from safetensors.torch import load_file, save_file
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.extensions.convert.cli import main
+from asyncrl.models.families import OF_TYPE
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import user_config
 from tests.extensions.convert.models import changed, described, refused, rewritten
 from tests.fakes import tiny_config
 from tests.weights.adapters import RANK, adapters, loaded, logits, lora, merged
-from tests.weights.models import tensors, written
+from tests.weights.models import MODELS, tensors, written
+
+ADAPTED = [name for name, (kind, *_) in MODELS.items() if OF_TYPE[kind].adapters]
 
 
 def adapter_of(model: Path, only: str = "", **settings: object) -> Path:
@@ -30,7 +33,7 @@ def adapter_of(model: Path, only: str = "", **settings: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "mixtral", "deepseek-v3"])
+@pytest.mark.parametrize("family", ["llama-tied", "mixtral", "deepseek-v3", "gpt_oss", "hy_v3"])
 def test_merged_weights_compute_what_peft_computes_and_all_others_keep_their_bytes(family: str, tmp_path: Path) -> None:
     model, out = written(tmp_path / "hf", family), tmp_path / "merged"
     changed(model, **{name: tensor.float() for name, tensor in tensors(model).items()})
@@ -94,7 +97,7 @@ def test_what_cannot_be_merged_is_named(trouble: str, tmp_path: Path, capsys: py
     assert name in refused(capsys, code, ["merge", str(model), str(adapter), str(tmp_path / "out")])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe-dense-layer", "mixtral", "glm4-moe", "deepseek-v3"])
+@pytest.mark.parametrize("family", ADAPTED)
 def test_a_peft_folder_comes_back_from_a_checkpoint_bit_for_bit(family: str, tmp_path: Path) -> None:
     model = written(tmp_path / "hf", family)
     adapter, between, back = adapter_of(model), tmp_path / "megatron", tmp_path / "back"

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from asyncrl.extensions.convert.cli import main
+from asyncrl.models.families import FAMILIES, OF_TYPE
 from tests.extensions.convert.models import changed, converted, described, refused, rewritten
+from tests.weights.models import written
 
 
 @pytest.mark.parametrize(
@@ -46,8 +48,6 @@ def test_a_config_that_cannot_be_used_is_named(llama: Path, capsys: pytest.Captu
     arguments = ["to-megatron", str(llama), str(llama.with_name("out"))]
     rewritten(llama, architectures=["GPT2LMHeadModel"])
     assert "GPT2LMHeadModel" in refused(capsys, 1, arguments)
-    rewritten(llama, architectures=["GptOssForCausalLM"])
-    assert "stack the experts" in refused(capsys, 1, arguments)
     rewritten(llama, architectures=["MixtralForCausalLM"])
     assert "num_experts" in refused(capsys, 1, arguments)
     (llama / "config.json").write_text("{")
@@ -255,9 +255,24 @@ def test_progress_names_each_file_with_its_size(llama: Path, capsys: pytest.Capt
     assert re.fullmatch(r"asyncrl-convert: __0_0\.distcp  0\.\d+ GB  \d+\.\d s  \d+\.\d+ GB/s\n", said.err)
 
 
-def test_a_model_that_sees_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", [family.model_type for family in FAMILIES.values() if family.tower])
+def test_a_model_that_sees_is_not_converted(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from asyncrl.models import tiny_vision
 
-    tiny_vision.write(tmp_path / "model")
-    told = refused(capsys, 1, ["to-megatron", str(tmp_path / "model"), str(tmp_path / "out")])
-    assert "Qwen2_5_VLForConditionalGeneration cannot be converted" in told
+    model, out = str(tmp_path / "model"), str(tmp_path / "out")
+    tiny_vision.write(tmp_path / "model", kind)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    for arguments in (["to-megatron", model, out], ["from-peft", str(tmp_path / "adapter"), out, "--model", model]):
+        told = refused(capsys, 1, arguments)
+        assert f"{OF_TYPE[kind].architecture} cannot be converted: checkpoints do not hold a frozen vision" in told
+        assert "Let a run write the HF folder (trainer.save_hf_every), or merge its PEFT folder" in told
+
+
+def test_a_stack_of_other_experts_than_config_says_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = written(tmp_path / "hf", "gpt_oss")
+    rewritten(model, num_local_experts=3)
+    said = refused(capsys, 1, ["to-megatron", str(model), str(tmp_path / "out")])
+    assert "model.layers.0.mlp.experts.gate_up_proj stacks 4 experts, but config.json requires 3" in said

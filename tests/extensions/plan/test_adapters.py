@@ -95,6 +95,10 @@ def test_experts_have_one_input_matrix_for_gate_and_up_and_routers_have_no_adapt
     mine = held(LORA.matrices(sparse), SHAPE, ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=2), 0)
     assert mine.routed == 2 * RANK * ((8 + 16) + (8 + 8))
     assert not Adapters(RANK, ("gate_proj",)).matrices(expert)  # whose name is gate_up_proj
+    stacks = {"gate_up_proj": (4, 8, 32), "gate_up_proj_bias": (4, 32), "down_proj": (4, 16, 8)}
+    stacked = [Weight(f"model.layers.0.mlp.experts.{name}", size) for name, size in stacks.items()]
+    assert parameters(LORA.matrices(stacked)) == parameters(LORA.matrices(expert))
+    assert held(LORA.matrices(stacked), SHAPE, ParallelLayout(tensor=2, data=2, expert=2, expert_tensor=2), 0) == mine
 
 
 def test_a_frozen_layer_keeps_no_input_and_an_adapted_one_also_what_is_between_its_matrices() -> None:

@@ -18,6 +18,7 @@ from asyncrl.extensions.qlora.stored import QuantizedBase  # noqa: E402
 from asyncrl.launch import precision  # noqa: E402
 from asyncrl.launch.checks.model import check_model  # noqa: E402
 from asyncrl.lookup import offered  # noqa: E402
+from asyncrl.models.families import FAMILIES  # noqa: E402
 from asyncrl.trainer.lora import base_format  # noqa: E402
 from tests.fakes import tiny_config  # noqa: E402
 
@@ -48,6 +49,17 @@ def test_layer_that_would_cut_blocks_is_refused(changes: dict[str, Any], remedy:
     hf = {**BLOCKS, **{name: value for name, value in changes.items() if name in BLOCKS}}
     with pytest.raises(ConfigError, match=remedy) if remedy else nullcontext():
         check_model(tiny_config(**BASE, **settings), hf)
+
+
+@pytest.mark.parametrize("architecture", [name for name, family in FAMILIES.items() if family.stacks])
+def test_a_base_whose_files_stack_the_experts_is_refused(architecture: str) -> None:
+    stacked = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    windows = {"sliding_window": 4, "layer_types": ["full_attention"] * 4}
+    hf = {**BLOCKS, **stacked, **windows, "architectures": [architecture], "use_sliding_window": False}
+    check_model(tiny_config(**{**BASE, "trainer.lora.base": "none"}), hf)
+    with pytest.raises(ConfigError, match="stack the experts, which a stored base has one by one: set none") as caught:
+        check_model(tiny_config(**BASE), hf)
+    assert caught.value.field == "trainer.lora.base"
 
 
 def test_only_megatrons_own_layers_compute_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

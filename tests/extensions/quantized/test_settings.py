@@ -122,10 +122,11 @@ def test_engines_that_cannot_hold_codes_are_told_what_can(gpus: int, more: dict[
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8_simulated"])
-def test_models_whose_files_have_fused_layers_are_refused(kind: str) -> None:
+@pytest.mark.parametrize(("model", "what"), [("Phi3", "fused layers"), ("GptOss", "stacked experts")])
+def test_models_whose_files_hold_several_matrices_in_one_are_refused(kind: str, model: str, what: str) -> None:
     config = tiny_config(**{FIELD: kind, "engine.dtype": "bfloat16"})
-    (found,) = problems(config, {**MODEL, "architectures": ["Phi3ForCausalLM"]})
-    assert "fused layers: set none" in found.remedy
+    (found,) = problems(config, {**MODEL, "architectures": [f"{model}ForCausalLM"]})
+    assert f"{what}: set none" in found.remedy
 
 
 def test_engines_that_hold_codes_start_with_random_ones_in_the_format_of_the_publishes() -> None:
