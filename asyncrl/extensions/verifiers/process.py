@@ -12,9 +12,10 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,8 @@ class Launch:
     """Seconds until the worker must be ready."""
     tool_format: str = "hermes"
     """How the model writes tool calls (extensions/proxy/parsing.py)."""
+    environment: Sequence[str] = ()
+    """Environment variables that the worker has beside harmless ones (envs.py), such as keys of judges."""
 
     def argv(self) -> list[str]:
         """Return the command. Raises ConfigError if the virtual environment is not there."""
@@ -62,10 +65,17 @@ class Launch:
         told = {"env": env, "select": dict(self.select or {}), "most": self.most, "url": url}
         return json.dumps(told).encode() + b"\n"
 
-    def environment(self, secret: str = "") -> dict[str, str]:
-        """Return the worker's environment, with no secrets but that of the proxy and those that the settings name, and
-        the run's id, by which the launcher finds what is left."""
-        found = envs.public(os.environ, json.dumps(dict(self.args or {})))
+    def variables(self, secret: str = "") -> dict[str, str]:
+        """Return the worker's environment, with the proxy's secret. Raises ConfigError for a name that is not set, or
+        that the settings of the environment have, but `environment` has not."""
+        if missing := [name for name in self.environment if name not in os.environ]:
+            remedy = f"It must be a list of environment variables that are set, but {missing[0]} is not."
+            raise ConfigError("task.params.environment", self.environment, remedy)
+        found = envs.public(os.environ, self.environment)
+        texts = set(re.findall(r'"(\w+)"(?!:)', json.dumps(self.args)))
+        if hidden := sorted(texts & os.environ.keys() - found.keys()):
+            remedy = f"task.params.args names the variable {hidden[0]}, which does not reach the worker: add it."
+            raise ConfigError("task.params.environment", self.environment, remedy)
         found |= reaching("127.0.0.1", Path(self.argv()[0])) | {"CUDA_VISIBLE_DEVICES": ""}
         return found | {"PYTHONPATH": str(HERE / "harness"), "ASYNCRL_PROXY_API_KEY": secret}
 
@@ -90,7 +100,7 @@ class Launch:
     def tasks(self) -> dict[str, Any]:
         """Ask a worker of its own for the agents and tasks of the environment. Raises ConfigError."""
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        with subprocess.Popen(self.argv(), env=self.environment(), start_new_session=True, **pipes) as worker:
+        with subprocess.Popen(self.argv(), env=self.variables(), start_new_session=True, **pipes) as worker:
             try:
                 line, errors = worker.communicate(self.first_line(None), timeout=self.start_timeout)
             except subprocess.TimeoutExpired:
@@ -116,7 +126,7 @@ class Running:
     async def start(cls, launch: Launch, url: str, secret: str, keys: list[str]) -> Running:
         """Start a worker, and wait until it can play. Raises ConfigError, also if its tasks have other keys."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        child = ChildProcess(launch.argv(), env=launch.environment(secret), **pipes)
+        child = ChildProcess(launch.argv(), env=launch.variables(secret), **pipes)
         async with child.ended_on_error():
             worker = cls(child, await child.writer(), await child.tail("stderr"))
             worker._stdin.write(launch.first_line(url))
