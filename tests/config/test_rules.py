@@ -16,7 +16,7 @@ import asyncrl
 from asyncrl.config import Config
 from asyncrl.config.running import TRANSPORTS
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks.model import check_shape
+from asyncrl.launch.checks import model
 from asyncrl.settings import Rule, require
 from tests.fakes import ALONE, JOB, tiny_config
 
@@ -216,7 +216,7 @@ def outside(module: str, config: Config | None) -> None:
     if module == "_shape":
         for hf, experts in ((LLAMA, 0), (SEEING, 3), (OF_TRANSFORMERS, 0)):
             with suppress(Recorded):
-                check_shape(config, hf, experts)
+                model.require(config, model._shape(config, hf, experts))
     if module == "auto_plan":
         planner = importlib.import_module("asyncrl.extensions.plan.auto_plan")
         with suppress(Recorded):
