@@ -14,7 +14,6 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.verifiers import envs
 from asyncrl.extensions.verifiers.extension import FILE, VerifiersLaunch
-from asyncrl.extensions.verifiers.process import Launch
 from asyncrl.extensions.verifiers.task import Verifiers
 from tests.extensions.verifiers.playing import fake, faked, made_of
 from tests.fakes import compose_values, tiny_config
@@ -80,9 +79,11 @@ def test_variable_that_cannot_reach_the_worker_is_named_before_the_run(monkeypat
     faked(monkeypatch)
     monkeypatch.setenv("JUDGE", "secret")
     monkeypatch.delenv("ABSENT", raising=False)
-    with pytest.raises(ConfigError, match=r"task\.params\.environment: got \['ABSENT'\].*ABSENT is not"):
+    with pytest.raises(
+        ConfigError, match=r"task\.params\.environment: got \['ABSENT'\].*the variable ABSENT must be set"
+    ):
         made_of(environment=["ABSENT"])
-    with pytest.raises(ConfigError, match=r"task\.params\.environment: got \(\).*names the variable JUDGE.*add it"):
+    with pytest.raises(ConfigError, match=r"task\.params\.environment: got \(\).*the variable JUDGE .*listed here"):
         made_of(judges=[{"api_key_var": "JUDGE"}])
     made_of(judges=[{"api_key_var": "JUDGE"}], environment=["JUDGE"])
     made_of(harness={"env": {"JUDGE": "a value of its own"}})
@@ -138,7 +139,7 @@ class Commands:
         self.fails, self.asked = fails, list[list[str]]()
         self.variables: list[dict[str, str]] = []
 
-    def __call__(self, command: list[str], **options: Any) -> Any:
+    def __call__(self, command: list[str], **options: Any) -> None:
         self.asked.append(command)
         self.variables.append(options["env"])
         if "venv" in command:
@@ -147,8 +148,9 @@ class Commands:
             (Path(command[-1]) / "bin").mkdir()
             (Path(command[-1]) / "bin" / "python").touch()
         status = int(any(self.fails in word for word in command))
-        written = "ModuleNotFoundError: no such taskset" if options.get("stderr") else None
-        return subprocess.CompletedProcess(command, status, None, written)
+        if status:
+            written = "ModuleNotFoundError: no such taskset" if options.get("stderr") else None
+            raise subprocess.CalledProcessError(status, command, None, written)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,7 @@ def test_install_makes_a_virtual_environment_with_pinned_verifiers(
     assert capsys.readouterr().out == f"my_env {tmp_path / 'cache/envs/my_env'}\n"
 
 
-@pytest.mark.parametrize(("fails", "told"), [("verifiers==", "status 1 of"), ("taskset_class", "does not load: Mod")])
+@pytest.mark.parametrize(("fails", "told"), [("verifiers==", "exit status 1"), ("taskset_class", "does not load: Mod")])
 def test_install_that_fails_says_why(
     fails: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
