@@ -164,6 +164,11 @@ class LaunchHooks:
         each kind of GPU, and for engines that join (launch/checks/engines.py)."""
         return iter(())
 
+    def model(self, config: Config) -> str | None:
+        """Return the model with the config and tokenizer of model.path, if that is something of which `begins` makes a
+        model folder; None otherwise. Called when the folder is looked for (launch/prepare.py)."""
+        return None
+
     def check_model(self, config: Config, model: dict[str, Any], gpus: int) -> Iterator[ConfigError]:
         """Yield every problem of this extension with the model. `model` holds the fields of its config.json and of
         Megatron's arguments, `gpus` is the number of each machine. Called once the model's folder has been found

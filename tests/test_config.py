@@ -711,7 +711,16 @@ def test_olmo3_with_yarn_is_served_in_the_spelling_of_its_publisher_alone() -> N
 
 def test_engines_of_weights_in_fp8_are_refused() -> None:
     with pytest.raises(ConfigError, match="asyncrl-convert dequantize"):
-        check_model(tiny_config(), {**LLAMA, "quantization_config": FP8})
+        check_model(tiny_config(), {**LLAMA, "quantization_config": FP8}, gpus=8)
+
+
+def test_engines_on_gpus_serve_weights_in_fp8_where_nothing_is_trained_and_those_on_cpus_cannot() -> None:
+    pytest.importorskip("asyncrl.extensions.evaluate")
+    hf, elsewhere = {**LLAMA, "quantization_config": FP8}, {"engine.urls": ["http://h:1"]}
+    check_model(tiny_config(mode="evaluate"), hf, gpus=8)
+    check_model(tiny_config(mode="evaluate", **elsewhere), hf)
+    with pytest.raises(ConfigError, match="no engine on a CPU computes with them: asyncrl-convert dequantize"):
+        check_model(tiny_config(mode="evaluate"), hf)
 
 
 def test_without_engines_the_limits_of_engines_do_not_hold_but_that_of_positions_does() -> None:

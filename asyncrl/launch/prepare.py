@@ -139,6 +139,8 @@ class Preparation:
     def find(self, role: str) -> None:
         """Find the folder of a model; a built-in one is created first. Nothing happens if the role has no model."""
         name = self.config.model.path if role == "model" else getattr(self.config, role).model
+        for hooks in self.hooks if role == "model" else ():
+            name = hooks.model(self.config) or name
         if name:
             self.folders[role] = catalog.resolve(name, "model.path" if role == "model" else f"{role}.model")
 

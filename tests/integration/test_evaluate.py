@@ -91,28 +91,38 @@ def test_most_probable_token_alone_is_what_greedy_decoding_takes(tmp_path: Path)
     nothing_is_left(run_dir)
 
 
-def test_adapter_answers_as_it_was_trained(tmp_path: Path) -> None:
-    """Its export is merged into the model that the engines load."""
+@pytest.mark.parametrize("given", ["adapter", "checkpoint"])
+def test_what_was_trained_answers_as_it_was_trained(given: str, tmp_path: Path) -> None:
+    """An adapter's export is merged into the model that the engines load, and a checkpoint becomes one as by
+    asyncrl-convert to-hf."""
     pytest.importorskip("asyncrl.extensions.convert")
     pytest.importorskip("asyncrl.extensions.sft")
     row = '{{"messages": "{number:03}", "completion": "777"}}\n'
     (tmp_path / "rows.jsonl").write_text("".join(row.format(number=number) for number in range(64)))
+    how = ["trainer.lora.rank=8", "trainer.optimizer.lr=1e-2"]
     trained = [
+        *(how if given == "adapter" else ["checkpoint.every=60", "trainer.optimizer.lr=1e-3"]),
         "model=tiny",
         f"task.train_file={tmp_path / 'rows.jsonl'}",
         "rollout.batch_groups=16",
         "eval.questions=0",
         "trainer.dtype=float32",
-        "trainer.lora.rank=8",
-        "trainer.optimizer.lr=1e-2",
         "run.max_steps=60",
     ]
     with start(tmp_path / "trained", *trained, experiment="warmup") as launcher:
         assert finish(launcher, tmp_path / "trained")[0] == 0, evidence(tmp_path / "trained")
     run_dir = tmp_path / "run"
-    adapter = f"evaluate.adapter={tmp_path / 'trained' / 'hf'}"
-    with start(run_dir, *EVALUATE, "engine.count=1", "rollout.max_new_tokens=3", adapter) as launcher:
+    checkpoint = tmp_path / "trained" / "checkpoints" / "00000060"
+    model = f"evaluate.adapter={tmp_path / 'trained' / 'hf'}" if given == "adapter" else f"model.path={checkpoint}"
+    with start(run_dir, *EVALUATE, "engine.count=1", "rollout.max_new_tokens=3", model) as launcher:
         assert finish(launcher, run_dir)[0] == 0, evidence(run_dir)
     assert {one["greedy"]["answer"] for one in answers(run_dir)} == {"777"}
-    assert json.loads((run_dir / "addresses.json").read_text())["model"] == str(run_dir / "merged-model")
+    made = run_dir / "merged-model"
+    assert json.loads((run_dir / "addresses.json").read_text())["model"] == str(made)
+    if given == "checkpoint":
+        from asyncrl.extensions.convert.cli import main
+
+        assert main(["to-hf", str(checkpoint), str(tmp_path / "converted")]) == 0
+        files = {file.name: file.read_bytes() for file in (tmp_path / "converted").iterdir()}
+        assert {file.name: file.read_bytes() for file in made.iterdir()} == files
     nothing_is_left(run_dir)

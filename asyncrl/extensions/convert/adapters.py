@@ -16,6 +16,7 @@ from torch import Tensor
 from asyncrl.checkpoints import manifest
 from asyncrl.config.lora import LoraConfig
 from asyncrl.errors import WeightsError
+from asyncrl.extensions.convert import bridge
 from asyncrl.extensions.convert.bridge import COMPANIONS, progress, write_hf
 from asyncrl.extensions.convert.checkpoint import CheckpointReader, CheckpointWriter
 from asyncrl.extensions.convert.folders import building, copy_companions, read_config
@@ -99,9 +100,13 @@ def _delta(adapters: PeftFolder, weight: str, shape: Sequence[int]) -> Tensor:
     return scale * torch.stack([(of_expert(b, "B", n, count) @ of_expert(a, "A", n, count)).t() for n in range(count)])
 
 
-def holds_adapters(source: Path) -> bool:
-    """Return whether a checkpoint holds adapters in place of all weights."""
-    return any(ADAPTER.fullmatch(key) for key in CheckpointReader(chunks(source)).model_keys)
+def checkpoint_to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | None, limit: int) -> None:
+    """Write the HF folder of a checkpoint, which may hold adapters in place of all weights. `model` replaces the model
+    folder that it names."""
+    if any(ADAPTER.fullmatch(key) for key in CheckpointReader(chunks(source)).model_keys):
+        to_hf(source, out, model=model, dtype=dtype, limit=limit)
+    else:
+        bridge.to_hf(chunks(source), out, model=model or model_of_run(source), dtype=dtype, limit=limit)
 
 
 def to_peft(source: Path, out: Path, *, model: Path | None) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.errors import AsyncRLError, ConfigError, visible
@@ -49,12 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             case "to-megatron":
                 bridge.to_megatron(arguments.source, arguments.out, dtype=dtype, limit=limit)
             case "to-hf":
-                source, model = arguments.source, arguments.model
-                convert: Callable[..., None] = adapters.to_hf
-                if not adapters.holds_adapters(source):
-                    convert, model = bridge.to_hf, model or adapters.model_of_run(source)
-                    source = adapters.chunks(source)
-                convert(source, arguments.out, model=model, dtype=dtype, limit=limit)
+                adapters.checkpoint_to_hf(
+                    arguments.source, arguments.out, model=arguments.model, dtype=dtype, limit=limit
+                )
             case "dequantize":
                 bridge.dequantize(arguments.source, arguments.out, limit=limit)
             case "merge":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from asyncrl.errors import RecordError
@@ -26,7 +27,8 @@ def compared(first: Path, second: Path, *, as_json: bool) -> Iterator[str]:
         yield f"B  {second}"
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name):
-                yield f"other {name}: {_short(before.get(name))} -> {_short(now.get(name))}"
+                texts = (shorten(json.dumps(one.get(name)), 80, placeholder=" ...") for one in (before, now))
+                yield f"other {name}: {' -> '.join(texts)}"
     shared = [name for name in results[0]["sets"] if name in results[1]["sets"]]
     found = {name: differences(*(one["sets"][name]["questions"] for one in results)) for name in shared}
     found = {name: figures for name, figures in found.items() if figures}
@@ -51,8 +53,3 @@ def _read(folder: Path) -> dict[str, Any]:
     if not found or not {"settings", "sets"} <= found.keys():
         raise RecordError(f"{file} has no results of an evaluation: run asyncrl-train mode=evaluate to its end")
     return found
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

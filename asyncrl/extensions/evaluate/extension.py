@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl import extension
+from asyncrl import extension, jsonl
+from asyncrl.checkpoints import manifest
 from asyncrl.errors import ConfigError
 from asyncrl.settings import Count, Part, Section
 
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 MODE = "evaluate"
 ANSWERS, RESULTS = "answers.jsonl", "results.json"
 """Files of the run folder: what was answered so far, which a resumed run goes on from, and what came of it."""
-MERGED = "merged-model"
-"""Folder of the model with the adapter in its weights."""
+MADE = "merged-model"
+"""Folder of the model that the engines load, if it was made of a checkpoint or an adapter."""
+MOST_BYTES = 5 << 30
+"""Size of a file of it."""
 
 
 class EvaluateSettings(Section):
@@ -33,7 +36,7 @@ class EvaluateSettings(Section):
     """Sample from this many tokens, the most probable ones; unset: from all."""
     adapter: str | None = None
     """PEFT folder of an adapter of model.path, as the hf/ of a run with trainer.lora; it is merged into a copy of the
-    model in the run folder."""
+    model in the run folder. (A checkpoint of a run may be named as model.path itself.)"""
 
 
 def settings_of(config: Config) -> EvaluateSettings:
@@ -53,47 +56,58 @@ def asked(config: Config) -> dict[str, Any]:
     return {**same, "eval": evaluation, "sets": sets, "rollout": answers, "run": {"seed": every["run"]["seed"]}}
 
 
-def goes_on(prepared: Preparation) -> bool:
-    """Return whether the run goes on from the answers of an earlier one."""
+def earlier(prepared: Preparation) -> list[dict[str, Any]]:
+    """Return the lines of answers.jsonl that the run goes on from, of which the first has the settings."""
     config = prepared.config
-    return config.mode == MODE and config.resume is not None and (prepared.run_dir / ANSWERS).exists()
+    return jsonl.Tail(prepared.run_dir / ANSWERS)() if config.mode == MODE and config.resume is not None else []
+
+
+def checkpoint(config: Config) -> Path | None:
+    """Return the checkpoint of a run that model.path names; None if it names something else."""
+    folder = Path(config.model.path).expanduser().absolute()
+    return folder if config.mode == MODE and (folder / manifest.NAME).is_file() else None
 
 
 class EvaluateLaunch(extension.LaunchHooks):
-    """The adapter, the answers of a resumed run, and where to look."""
+    """The model of a checkpoint or adapter, the answers of a resumed run, and where to look."""
+
+    def model(self, config: Config) -> str | None:
+        """Return the model of the run that wrote the checkpoint."""
+        folder = checkpoint(config)
+        return str(manifest.read(folder).config["model"]["path"]) if folder else None
 
     def refuse(self, prepared: Preparation) -> None:
         """Refuse to go on with answers that were given under other settings."""
-        config, file = prepared.config, prepared.run_dir / ANSWERS
-        if not goes_on(prepared):
-            return
-        then, now = json.loads(file.read_text().partition("\n")[0])["settings"], asked(config)
+        lines, now = earlier(prepared), asked(prepared.config)
+        then = lines[0]["settings"] if lines else now
         for name in then.keys() | now.keys():
             if then.get(name) != now.get(name):
-                remedy = f"The answers in {file} were given with {then.get(name)}: set that, or another run.dir."
+                remedy = f"{ANSWERS} in run.dir was written with {then.get(name)}: set that, or another run.dir."
                 raise ConfigError(name, now.get(name), remedy)
 
     def notes(self, prepared: Preparation) -> list[str]:
         """Return the number of answers that there are."""
-        if not goes_on(prepared):
-            return []
-        count = (prepared.run_dir / ANSWERS).read_text().count("\n") - 1  # the first line has the settings
-        return [f"{count} questions are answered already"]
+        lines = earlier(prepared)
+        return [f"{len(lines) - 1} questions are answered already"] if lines else []
 
     def begins(self, prepared: Preparation) -> None:
-        """Merge the adapter. The engines load the result."""
+        """Make the model of a checkpoint or an adapter. The engines load the result."""
         config = prepared.config
-        if config.mode != MODE or not (adapter := settings_of(config).adapter):
+        source, adapter = checkpoint(config), settings_of(config).adapter
+        if config.mode != MODE or not (source or adapter):
             return
         try:
-            from asyncrl.extensions.convert.adapters import merge  # imports torch
+            from asyncrl.extensions.convert.adapters import checkpoint_to_hf, merge  # imports torch
         except ModuleNotFoundError:
             remedy = "It needs the extension `convert`, which is not installed: give a model folder."
-            raise ConfigError("evaluate.adapter", adapter, remedy) from None
-        merged = prepared.run_dir / MERGED
-        if not merged.exists():
-            merge(prepared.folders["model"], Path(adapter).expanduser(), merged, limit=5 << 30)
-        prepared.folders["model"] = merged
+            field = "model.path" if source else "evaluate.adapter"
+            raise ConfigError(field, str(source or adapter), remedy) from None
+        made, base = prepared.run_dir / MADE, prepared.folders["model"]
+        if source and not made.exists():  # a resumed run has it
+            checkpoint_to_hf(source, made, model=base, dtype=None, limit=MOST_BYTES)
+        if adapter and not made.exists():
+            merge(base, Path(adapter).expanduser(), made, limit=MOST_BYTES)
+        prepared.folders["model"] = made
 
     def offers(self, config: Config, run_dir: Path) -> Iterator[tuple[str, str]]:
         """Yield the results."""
@@ -107,10 +121,8 @@ class EvaluatePlayer(extension.PlayerHooks):
 
     def sampling(self, config: Config) -> Mapping[str, Any]:
         """Return what is set."""
-        if config.mode != MODE:
-            return {}
-        settings = settings_of(config)
-        return {name: value for name in ("top_p", "top_k") if (value := getattr(settings, name)) is not None}
+        own = config.mode == MODE
+        return settings_of(config).model_dump(include={"top_p", "top_k"}, exclude_none=True) if own else {}
 
 
 class Evaluate(extension.Extension):
@@ -123,20 +135,24 @@ class Evaluate(extension.Extension):
     def check(self, config: Config) -> Iterator[ConfigError]:
         """Refuse settings without an effect, and a run that asks nothing."""
         settings: EvaluateSettings = self.settings
-        if config.mode == MODE and not config.eval.questions:
-            yield ConfigError("eval.questions", 0, "Nothing would be asked: raise it.")
-        for name, value in settings.model_dump().items():
-            if value is None:
-                continue
+        for name, value in settings.model_dump(exclude_none=True).items():
             if config.mode != MODE:
                 yield ConfigError(f"evaluate.{name}", value, "It applies to mode=evaluate only: remove it.")
             elif name != "adapter" and not config.eval.samples:
                 yield ConfigError(f"evaluate.{name}", value, "Greedy answers ignore it: raise eval.samples.")
-        if config.mode == MODE and config.resume not in (None, "auto"):
+        if config.mode != MODE:
+            return
+        if not config.eval.questions:
+            yield ConfigError("eval.questions", 0, "Nothing would be asked: raise it.")
+        if config.resume not in (None, "auto"):
             yield ConfigError("resume", config.resume, "An evaluation goes on in its own folder: set auto.")
-        if config.mode == MODE and settings.adapter and config.engine.urls:
-            remedy = "Engines that run elsewhere have their own model: start them with the merged one."
+        source = checkpoint(config)
+        if source and settings.adapter:
+            remedy = "model.path is a checkpoint, which has all that was trained: remove it, or name the base there."
             yield ConfigError("evaluate.adapter", settings.adapter, remedy)
+        if config.engine.urls and (source or settings.adapter):
+            remedy = "Engines that run elsewhere have their own model: start them with the merged one."
+            yield ConfigError("model.path" if source else "evaluate.adapter", str(source or settings.adapter), remedy)
 
     def launch(self) -> extension.LaunchHooks:
         """Return the hooks in the launcher."""

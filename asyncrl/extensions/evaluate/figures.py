@@ -39,14 +39,11 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Figure):
     """The second model minus the first, at the questions that both were asked."""
 
     first: float
     second: float
-    low: float
-    high: float
-    questions: int
 
     @property
     def verdict(self) -> str:
@@ -56,7 +53,7 @@ class Difference:
         return "no difference shown"
 
     def __str__(self) -> str:
-        told = f"{self.first:.4g} -> {self.second:.4g}, {self.second - self.first:+.4g}"
+        told = f"{self.first:.4g} -> {self.second:.4g}, {self.value:+.4g}"
         return f"{told} [{self.low:+.4g}, {self.high:+.4g}] of {self.questions}: {self.verdict}"
 
 
@@ -133,5 +130,5 @@ def differences(first: Sequence[Record], second: Sequence[Record]) -> dict[str, 
     for name, both in pairs.items():
         mine, other = (fmean(column) for column in zip(*both, strict=True))
         low, high = interval([after - before for before, after in both])
-        found[name] = Difference(mine, other, low, high, len(both))
+        found[name] = Difference(other - mine, low, high, len(both), mine, other)
     return found

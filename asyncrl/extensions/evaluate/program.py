@@ -14,7 +14,6 @@ import hashlib
 import json
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import msgspec
 
 from asyncrl import jsonl
-from asyncrl.engine.fleet import Fleet, build_fleet
+from asyncrl.engine.fleet import build_fleet
 from asyncrl.engine.update import Update
 from asyncrl.errors import AsyncRLError
 from asyncrl.extensions.evaluate.extension import ANSWERS, RESULTS, asked
@@ -33,6 +32,7 @@ from asyncrl.progress import failing
 from asyncrl.rollout.__main__ import main
 from asyncrl.rollout.build import RolloutParts
 from asyncrl.rollout.evaluation import Attempt
+from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.schema import Prompt, Trajectory
 
 RECONCILE_SECONDS = 2.0
@@ -80,9 +80,23 @@ class Evaluator:
         return not running
 
     async def _ask(self, name: str, prompt: Prompt) -> None:
-        record = told(name, prompt, await self._parts.evaluations.ask(prompt), self._parts)
-        self._answered[key(name, prompt)] = record
+        greedy, *samples = [self._told(name, one) for one in await self._parts.evaluations.ask(prompt)]
+        record = {"set": name, "index": prompt.index, "question": identity(prompt)}
+        self._answered[key(name, prompt)] = record = {**record, "greedy": greedy, "samples": samples}
         jsonl.append(self._file, record)
+
+    def _told(self, name: str, attempt: Attempt) -> dict[str, Any]:
+        """Return what is kept of an attempt at a question of this set."""
+        if not isinstance(attempt, Trajectory):
+            return {"failed": str(attempt)}
+        last = attempt.turns[-1].completion
+        return {
+            "reward": attempt.total,
+            "correct": self._parts.evaluations.tasks[name].correct(attempt.total),
+            "tokens": attempt.num_tokens,
+            "truncated": last.finish_reason == "length",
+            "answer": final_answer(self._parts.model.template.decode(last.token_ids)),
+        }
 
     def results(self) -> dict[str, Any]:
         """Return the content of results.json. Raises AsyncRLError for a set without any answer."""
@@ -123,25 +137,6 @@ def key(name: str, prompt: Prompt) -> Key:
     return name, prompt.index, identity(prompt)
 
 
-def told(name: str, prompt: Prompt, attempts: Sequence[Attempt], parts: RolloutParts) -> dict[str, Any]:
-    """Return what is kept of one question."""
-    greedy, *samples = (_told(one, name, parts) for one in attempts)
-    return {"set": name, "index": prompt.index, "question": identity(prompt), "greedy": greedy, "samples": samples}
-
-
-def _told(attempt: Attempt, name: str, parts: RolloutParts) -> dict[str, Any]:
-    if not isinstance(attempt, Trajectory):
-        return {"failed": str(attempt)}
-    last = attempt.turns[-1].completion
-    return {
-        "reward": attempt.total,
-        "correct": parts.evaluations.tasks[name].correct(attempt.total),
-        "tokens": attempt.num_tokens,
-        "truncated": last.finish_reason == "length",
-        "answer": final_answer(parts.model.template.decode(last.token_ids)),
-    }
-
-
 def failed(question: dict[str, Any]) -> list[str]:
     """Return the errors of a question's attempts."""
     return [one["failed"] for one in (question["greedy"], *question["samples"]) if "failed" in one]
@@ -154,44 +149,45 @@ def _line(name: str, one: dict[str, Any]) -> dict[str, Any]:
         "set": name,
         "version_min": 0,
         "version_max": 0,
+        "skipped": 0,
         "questions": len(one["questions"]),
         "failed": one["failed"],
         "accuracy": means.get("accuracy", means.get("mean")),
         "reward/mean": means.get("reward", means.get("reward/mean")),
         **{figure: value for figure, value in means.items() if figure.startswith("pass@")},
-        "skipped": 0,
     }
 
 
-def renew(fleet: Fleet, update: Update) -> None:
-    """Let engines that were started again serve: they hold the model's weights, which nobody changes."""
-    fleet.reconcile()
-    if fleet.joining:
-        with update.paused():
-            update.label(0)
+async def follow(run: RolloutRun) -> None:
+    """Let engines that are started again serve: they hold the model's weights, which nobody changes."""
+    fleet = build_fleet(run.config, run.addresses, run.run_dir, decides=True)
+    update = Update(fleet, mode=run.config.weights.pause_mode)
+
+    def renew() -> None:
+        fleet.reconcile()
+        if fleet.joining:
+            with update.paused():
+                update.label(0)
+
+    try:
+        while True:
+            await asyncio.to_thread(renew)
+            await asyncio.sleep(RECONCILE_SECONDS)
+    finally:
+        fleet.close()
 
 
 async def evaluate(parts: RolloutParts) -> None:
     """Ask all questions, write what came of them, and end this process."""
-    run = parts.run
     async with asyncio.TaskGroup() as working:
         evaluator = Evaluator(parts)
         await parts.begin(working)
-        fleet = build_fleet(run.config, run.addresses, run.run_dir, decides=True)
-        update = Update(fleet, mode=run.config.weights.pause_mode)
-
-        async def follow() -> None:
-            while True:
-                await asyncio.to_thread(renew, fleet, update)
-                await asyncio.sleep(RECONCILE_SECONDS)
-
-        following = working.create_task(follow())
+        following = working.create_task(follow(parts.run))
         if await evaluator.ask_all():
             evaluator.finish()
         else:
-            (run.run_dir / STOP).rename(run.run_dir / STOPPED)
+            (parts.run.run_dir / STOP).rename(parts.run.run_dir / STOPPED)
         following.cancel()
-        fleet.close()
         signal.raise_signal(signal.SIGTERM)  # as the launcher ends this process: the server closes, then the parts
 
 

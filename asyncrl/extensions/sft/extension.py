@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl import extension
 from asyncrl.errors import ConfigError
-from asyncrl.settings import Count, Section
+from asyncrl.settings import Count, Rule, Section, value_of
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -37,32 +37,27 @@ class Sft(extension.Extension):
 
     def check(self, config: Config) -> Iterator[ConfigError]:
         """Check the settings that mean something else, or nothing, to supervised training."""
-        algo, settings = config.algo, self.settings
+        algo, epochs = config.algo, self.settings.epochs
+        if config.mode != MODE and epochs is not None:
+            yield ConfigError("sft.epochs", epochs, "It applies to mode=sft only: remove it.")
         if config.mode != MODE:
-            if settings.epochs is not None:
-                yield ConfigError("sft.epochs", settings.epochs, "It applies to mode=sft only: remove it.")
             return
-        kinds = [task.kind for task in config.mixture.values()]
-        rules: list[tuple[str, Any, bool, str]] = [
+        kinds, sets = [task.kind for task in config.mixture.values()], sorted(config.eval.sets)
+        no_part, of_model = (
+            "It is no part of the loss: set 0.",
+            "The loss is that of the model's own distribution: set 1.0.",
+        )
+        no_engine = "No engine runs: hold out rows with task.eval_file, and ask questions with mode=evaluate."
+        rules: list[Rule] = [
             ("task.kind", kinds, kinds != [KIND], "Supervised training needs conversations: set task=chat."),
-            ("algo.advantage", algo.advantage.name, algo.has_critic, "There are no rewards: leave it unset."),
-            (
-                "rollout.temperature",
-                config.rollout.temperature,
-                config.rollout.temperature != 1.0,
-                "The loss is that of the model's own distribution: set 1.0.",
-            ),
+            ("algo.advantage", algo.has_critic, "There are no rewards: leave it unset."),
+            ("rollout.temperature", config.rollout.temperature != 1.0, of_model),
             ("algo.epochs × algo.mini_batches", algo.steps, algo.steps != 1, "One step is taken on a batch: set 1."),
-            ("algo.kl.coefficient", algo.kl.coefficient, algo.kl.coefficient != 0, "It is no part of the loss: set 0."),
-            ("algo.entropy_bonus", algo.entropy_bonus, algo.entropy_bonus != 0, "It is no part of the loss: set 0."),
-            ("algo.aggregation", algo.aggregation, algo.aggregation == "constant", "Set token or sequence."),
-            ("algo.routing_replay", algo.routing_replay, algo.routing_replay != "none", "No engine routes: set none."),
-            (
-                "eval.sets",
-                sorted(config.eval.sets),
-                bool(config.eval.sets),
-                "No engine runs: hold out rows with task.eval_file, and ask questions with mode=evaluate.",
-            ),
+            ("algo.kl.coefficient", algo.kl.coefficient != 0, no_part),
+            ("algo.entropy_bonus", algo.entropy_bonus != 0, no_part),
+            ("algo.aggregation", algo.aggregation == "constant", "Set token or sequence."),
+            ("algo.routing_replay", algo.routing_replay != "none", "No engine routes: set none."),
+            ("eval.sets", sets, bool(sets), no_engine),
             (
                 "agents.roles",
                 sorted(config.agents.roles),
@@ -70,7 +65,9 @@ class Sft(extension.Extension):
                 "Rows have no roles: remove them.",
             ),
         ]
-        yield from (ConfigError(field, value, remedy) for field, value, wrong, remedy in rules if wrong)
+        for field, *shown, broken, remedy in rules:
+            if broken:
+                yield ConfigError(field, shown[0] if shown else value_of(config, field), remedy)
 
     def trainer(self, policy: Policy) -> extension.TrainerHooks:
         """Return the hooks on a trainer rank."""

@@ -15,7 +15,7 @@ turns (Qwen3's removes their thinking), the context begins anew, as it would in 
 what is generated (`{% generation %}`) is taken at its word instead.
 
 A row with the field `rendered` has context and trained text, alternately, as a model has seen and written them
-(recorded.py). No template is applied to it.
+(asyncrl-inspect RUN --rows). No template is applied to it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +28,14 @@ if TYPE_CHECKING:
     from asyncrl.config import Config
     from asyncrl.trainer.policy import Policy
 
+MEANING = {
+    "rows": "the digest of the rows of task.train_file and task.eval_file",
+    "batch": "rollout.batch_groups",
+    "seed": "run.seed",
+}
+"""What gives versions their meaning, which a resumed run must have in common with the one that wrote the checkpoint."""
 NOTHING_GENERATED = {"time/engine_busy": 0.0, "tokens/generated": 0.0}
 """Figures of a rollout process that a step has."""
-
-
-class State(msgspec.Struct):
-    """What a resumed run must have in common with the one that wrote the checkpoint: the meaning of a version."""
-
-    rows: str
-    batch: int
-    seed: int
 
 
 class RowOrder:
@@ -149,7 +147,7 @@ class Supervised(TrainerHooks):
             raise ConfigError("eval.questions", config.eval.questions, remedy)
         batch, seed = config.rollout.batch_groups, config.run.seed
         self._order = RowOrder(first, size, batch, seed, settings.epochs)
-        self._state = State(hashlib.sha256(self._rows.digest()).hexdigest(), batch, seed)
+        self._state = {"rows": hashlib.sha256(self._rows.digest()).hexdigest(), "batch": batch, "seed": seed}
         self._end = min(self._order.steps or config.run.max_steps, config.run.max_steps)
         self._before: dict[str, float] = {}
         self._conversations = Conversations(config, policy, self._rows)
@@ -190,16 +188,8 @@ class Supervised(TrainerHooks):
 
     def restore(self, state: bytes) -> None:
         """Check that a resumed run trains the same batches. Raises ValueError."""
-        then = msgspec.json.decode(state, type=State)
-        if problem := next(self._changed(then), None):
-            raise ValueError(f"its next batch would not be the next one any more, because {problem}")
-
-    def _changed(self, then: State) -> Iterator[str]:
-        if then.rows != self._state.rows:
-            yield "the rows of task.train_file or task.eval_file are others"
-        for field, before, now in (
-            ("rollout.batch_groups", then.batch, self._state.batch),
-            ("run.seed", then.seed, self._state.seed),
-        ):
-            if before != now:
-                yield f"{field} was {before}, and is {now}"
+        then = msgspec.json.decode(state, type=dict[str, str | int])
+        for name, what in MEANING.items():
+            if then.get(name) != (now := self._state[name]):
+                problem = f"{what} was {then.get(name)}, and is {now}"
+                raise ValueError(f"its next batch would not be the next one any more, because {problem}")

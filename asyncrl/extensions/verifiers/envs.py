@@ -12,34 +12,37 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from asyncrl.errors import ConfigError
 from asyncrl.models.catalog import cache_dir
 
 INSTALL_SECONDS = 3600.0
-LOAD_SECONDS = 300.0
 PINNED = ("verifiers==0.4.0", "renderers==0.1.12")
-RUN_ID = "ASYNCRL_RUN_ID"
-PAID = ("PRIME_", "MODAL_", "E2B_")
-SECRETS = ("_API_KEY", "_TOKEN", "_SECRET", "_SECRET_ACCESS_KEY", "_PASSWORD")
-"""Beginnings and ends of the variables with keys and secrets, which a worker has only if its settings name them."""
+HARMLESS = re.compile(
+    "PATH|HOME|USER|LOGNAME|SHELL|TERM|LANG|LANGUAGE|LC_[A-Z]+|TZ|TMPDIR|LD_LIBRARY_PATH|OMP_[A-Z_]+|ASYNCRL_RUN_ID"
+    "|XDG_(CACHE|CONFIG|DATA)_HOME|XDG_RUNTIME_DIR|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|PIP_(CERT|CACHE_DIR)"
+    "|UV_CACHE_DIR|HF_(HOME|HUB_CACHE|DATASETS_CACHE|HUB_OFFLINE|ENDPOINT)"
+)
+"""Variables that say where things are and how texts are written; the run's id is that by which the launcher finds what
+is left of it."""
+ADDRESS = re.compile("(HTTP|HTTPS|ALL|NO)_PROXY|PIP_INDEX_URL|UV_DEFAULT_INDEX", re.IGNORECASE)
+"""Variables that are as harmless, unless their values hold a user or a password."""
 LOADS = "import sys; from verifiers.v1.utils.loaders import taskset_class; taskset_class(sys.argv[1])"
 
 
-def public(variables: Mapping[str, str], named: str = "") -> dict[str, str]:
-    """Return the variables that a stranger's code may have: no keys and secrets but those in `named`."""
-    hidden = ("ASYNCRL_", "PYTHON", *(begin for begin in PAID if begin not in named))
-
-    def shown(name: str) -> bool:
-        return not name.startswith(hidden) and (not name.endswith(SECRETS) or name in named)
-
-    return {name: value for name, value in variables.items() if name == RUN_ID or shown(name)}
+def public(variables: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
+    """Return the variables that a stranger's code may have: harmless ones, and those that the user has `named`. All
+    others may be secrets, however they are called."""
+    harmless = {name for name in variables if HARMLESS.fullmatch(name)}
+    addresses = {name for name, value in variables.items() if ADDRESS.fullmatch(name) and "@" not in value}
+    return {name: variables[name] for name in variables.keys() & (harmless | addresses | set(named))}
 
 
 def module(name: str) -> str:
@@ -68,28 +71,25 @@ def install(name: str, source: str | None) -> int:
     path = Path(source).expanduser().absolute() if source else None
     bare = path is not None and path.is_dir() and not (path / "pyproject.toml").exists()
     further = [str(path) if path and path.exists() else source] if source and not bare else []
-    problem = _problem([sys.executable, "-m", "venv", str(place)])
-    problem = problem or _problem([interpreter, "-m", "pip", "install", "--quiet", *PINNED, *further])
-    if bare and not problem:
-        base = {"base": str(place), "platbase": str(place)}
-        site = Path(sysconfig.get_path("purelib", "venv", base))
-        (site / f"{module(name)}.pth").write_text(f"{path}\n")
-    how: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "env": public(os.environ)}
-    if not problem and (why := _problem([interpreter, "-c", LOADS, module(name)], LOAD_SECONDS, **how)):
-        problem = f"{module(name)} does not load: {why}. Set --from to its package."
-    told = problem or f"{place} is ready: asyncrl-train task=verifiers task.name={module(name)}"
-    print(f"asyncrl-envs: {told}", file=sys.stderr if problem else sys.stdout)
-    return int(bool(problem))
-
-
-def _problem(command: Sequence[str], seconds: float = INSTALL_SECONDS, **how: Any) -> str:
-    """Run a command. Return why it failed, by the last line of its stderr if that is a pipe; empty if it did not."""
+    named = [name for name in os.environ if name.startswith("PIP_")]  # how pip reaches an index is the user's to say
+    own, pips = public(os.environ), public(os.environ, named)
+    run = partial(subprocess.run, stdin=subprocess.DEVNULL, timeout=INSTALL_SECONDS, check=True)
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=seconds, check=False, **how)
-    except subprocess.TimeoutExpired:
-        return f"not done after {seconds:.0f} s: {' '.join(command)}"
-    written = (done.stderr or "").strip() or f"status {done.returncode} of: {' '.join(command)}"
-    return written.splitlines()[-1] if done.returncode else ""
+        run([sys.executable, "-m", "venv", str(place)], env=pips)
+        run([interpreter, "-m", "pip", "install", "--quiet", *PINNED, *further], env=pips)
+        if bare:
+            site = sysconfig.get_path("purelib", "venv", {"base": str(place), "platbase": str(place)})
+            Path(site, f"{module(name)}.pth").write_text(f"{path}\n")
+        run([interpreter, "-c", LOADS, module(name)], env=own, stderr=subprocess.PIPE, text=True)
+    except subprocess.SubprocessError as error:
+        said = str(getattr(error, "stderr", None) or "").strip()
+        problem = (
+            f"{module(name)} does not load: {said.splitlines()[-1]}. Set --from to its package." if said else error
+        )
+        print(f"asyncrl-envs: {problem}", file=sys.stderr)
+        return 1
+    print(f"asyncrl-envs: {place} is ready: asyncrl-train task=verifiers task.name={module(name)}")
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

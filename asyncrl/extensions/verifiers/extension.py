@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from math import fsum
+from typing import TYPE_CHECKING, Any
 
 from asyncrl import extension, jsonl
 from asyncrl.errors import ConfigError
@@ -14,16 +16,30 @@ if TYPE_CHECKING:
     from asyncrl.launch.prepare import Preparation
     from asyncrl.network.addresses import Addresses
 
+KIND = "verifiers"
 FILE = "verifiers.json"
 """File of the run folder with the keys of the tasks, by the name of the task or evaluation set."""
+FIGURES: defaultdict[str, list[float]] = defaultdict(list)
+"""What the episodes of this process were rewarded for, and what else was measured in them, by the metric's name."""
+DECIDED: dict[str, Any] = {"agent": None, "agent_params": {}, "system": None, "shots": 0, "tools": [], "reward": None}
+"""Settings of a task that the environment decides itself, as they are where nobody sets them."""
 
 
 class VerifiersLaunch(extension.LaunchHooks):
-    """Compares the tasks of a resumed run with those that it began with."""
+    """Compares the tasks of a resumed run with those that it began with, by their keys."""
 
     def refuse(self, prepared: Preparation) -> None:
-        """Refuse other tasks."""
-        compare(prepared)
+        """Refuse other tasks than those of the run that is resumed, and name the first."""
+        then = before(prepared) or {}
+        for name, now in keys(prepared).items():
+            old, field = then.get(name, now), f"{prepared.config.field_of(name)}.name"
+            for number, (one, other) in enumerate(zip(old, now, strict=False)):
+                if one != other:
+                    remedy = f"Task {number} of {name} had the key {one}: resume with that version, or start a new run."
+                    raise ConfigError(field, other, remedy)
+            if len(old) != len(now):
+                remedy = f"{name} had {len(old)} tasks: resume with those (task.params), or start a new run."
+                raise ConfigError(field, len(now), remedy)
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Warn if nothing can be compared."""
@@ -51,50 +67,34 @@ def keys(prepared: Preparation) -> dict[str, list[str]]:
 def before(prepared: Preparation) -> dict[str, list[str]] | None:
     """Return the keys of the run that is resumed; None if they are not to be found."""
     folder = prepared.origin.run_dir if prepared.origin else None
-    if folder is None or not (folder / FILE).exists():
-        return None
-    return jsonl.read_object(folder / FILE)
-
-
-def compare(prepared: Preparation) -> None:
-    """Raise ConfigError if a task of the run that is resumed has another key now, which names the first."""
-    then = before(prepared) or {}
-    for name, now in keys(prepared).items():
-        for number, (old, new) in enumerate(zip(then.get(name, now), now, strict=False)):
-            if old != new:
-                remedy = f"Task {number} of {name} had the key {old}: resume with that version, or start a new run."
-                raise ConfigError(f"{prepared.config.field_of(name)}.name", new, remedy)
-        if len(then.get(name, now)) != len(now):
-            remedy = f"{name} had {len(then[name])} tasks: resume with those (task.params), or start a new run."
-            raise ConfigError(f"{prepared.config.field_of(name)}.name", len(now), remedy)
+    return jsonl.read_object(folder / FILE) if folder else None
 
 
 class VerifiersPlayer(extension.PlayerHooks):
     """Metrics of the episodes that this process plays."""
 
     def take_sums(self) -> dict[str, tuple[float, float]]:
-        """Return what was counted since the last call."""
-        from asyncrl.extensions.verifiers.task import FIGURES
-
-        return FIGURES.take()
+        """Return sums and counts since the last call."""
+        found: dict[str, tuple[float, float]]
+        found = {name: (fsum(values), len(values)) for name, values in sorted(FIGURES.items())}
+        FIGURES.clear()
+        return found
 
 
 class VerifiersTasks(extension.Extension):
     """Environments of verifiers."""
 
-    tasks = {"verifiers": "asyncrl.extensions.verifiers.task:Verifiers"}  # noqa: RUF012
+    tasks = {KIND: "asyncrl.extensions.verifiers.task:Verifiers"}  # noqa: RUF012
 
     metrics = {"episodes/metric/<metric>": "mean of the rubric's metric over the episodes since the previous step"}  # noqa: RUF012
 
     def check(self, config: Config) -> Iterator[ConfigError]:
         """Yield what is set although the environment decides it."""
-        sections = config.mixture | config.eval_sets
-        if any(section.kind == "verifiers" for section in sections.values()):
-            from asyncrl.extensions.verifiers.task import decided_elsewhere
-
-            for name, section in sections.items():
-                if section.kind == "verifiers":
-                    yield from decided_elsewhere(config.field_of(name), section)
+        for name, section in (config.mixture | config.eval_sets).items():
+            for setting, unset in DECIDED.items() if section.kind == KIND else ():
+                if (value := getattr(section, setting)) != unset:
+                    remedy = "Remove it: the environment decides it itself (task.params.args)."
+                    yield ConfigError(f"{config.field_of(name)}.{setting}", value, remedy)
 
     def launch(self) -> extension.LaunchHooks:
         """Return the hooks in the launcher."""
@@ -102,8 +102,7 @@ class VerifiersTasks(extension.Extension):
 
     def player(self, config: Config, addresses: Addresses) -> extension.PlayerHooks:
         """Return the hooks in a process that plays episodes."""
-        used = any(section.kind == "verifiers" for section in (config.mixture | config.eval_sets).values())
-        return VerifiersPlayer() if used else extension.PlayerHooks()
+        return VerifiersPlayer()
 
 
 Own = VerifiersTasks

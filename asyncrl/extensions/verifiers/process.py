@@ -12,9 +12,10 @@ import asyncio
 import itertools
 import json
 import os
-import signal
+import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,12 @@ from typing import Any
 
 from asyncrl.child import ChildProcess, OutputTail, describe
 from asyncrl.errors import AsyncRLError, ConfigError, EpisodeFailed
-from asyncrl.extensions.proxy.programs import reaching
+from asyncrl.extensions.proxy.programs import LAST_CHARACTERS, LAST_LINES, reaching
 from asyncrl.extensions.verifiers import envs
 
 HERE = Path(__file__).parent
 MOST_BYTES = 64 << 20
 """Most bytes of a line."""
-LAST_LINES, LAST_CHARACTERS = 10, 2000
 END_SECONDS = 5.0
 """Time that the worker has to end its tools and sandboxes."""
 
@@ -50,6 +50,8 @@ class Launch:
     """Seconds until the worker must be ready."""
     tool_format: str = "hermes"
     """How the model writes tool calls (extensions/proxy/parsing.py)."""
+    environment: Sequence[str] = ()
+    """Environment variables that the worker has beside harmless ones (envs.py), such as keys of judges."""
 
     def argv(self) -> list[str]:
         """Return the command. Raises ConfigError if the virtual environment is not there."""
@@ -62,10 +64,14 @@ class Launch:
         told = {"env": env, "select": dict(self.select or {}), "most": self.most, "url": url}
         return json.dumps(told).encode() + b"\n"
 
-    def environment(self, secret: str = "") -> dict[str, str]:
-        """Return the worker's environment, with no secrets but that of the proxy and those that the settings name, and
-        the run's id, by which the launcher finds what is left."""
-        found = envs.public(os.environ, json.dumps(dict(self.args or {})))
+    def variables(self, secret: str = "") -> dict[str, str]:
+        """Return the worker's environment, with the proxy's secret. Raises ConfigError for a name that is not set, or
+        that only `args` have."""
+        found = envs.public(os.environ, self.environment)
+        texts = set(re.findall(r'"(\w+)"(?!:)', json.dumps(self.args)))
+        if absent := sorted({*self.environment, *(texts & os.environ.keys())} - found.keys()):
+            remedy = f"To reach the worker, the variable {absent[0]} must be set, and listed here."
+            raise ConfigError("task.params.environment", self.environment, remedy)
         found |= reaching("127.0.0.1", Path(self.argv()[0])) | {"CUDA_VISIBLE_DEVICES": ""}
         return found | {"PYTHONPATH": str(HERE / "harness"), "ASYNCRL_PROXY_API_KEY": secret}
 
@@ -83,23 +89,16 @@ class Launch:
             raise ConfigError("task.params.select", self.select, f"It leaves no task of {self.env}.")
         return found
 
-    def late(self) -> ConfigError:
-        """Return the error of a worker that is not ready in time."""
-        return ConfigError("task.params.start_timeout", self.start_timeout, "Its worker was not ready by then.")
-
     def tasks(self) -> dict[str, Any]:
         """Ask a worker of its own for the agents and tasks of the environment. Raises ConfigError."""
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        with subprocess.Popen(self.argv(), env=self.environment(), start_new_session=True, **pipes) as worker:
-            try:
-                line, errors = worker.communicate(self.first_line(None), timeout=self.start_timeout)
-            except subprocess.TimeoutExpired:
-                raise self.late() from None
-            finally:
-                with suppress(ProcessLookupError):  # also what the environment started while it was loaded
-                    os.killpg(worker.pid, signal.SIGKILL)
-        said = "\n".join(errors.decode(errors="replace").splitlines()[-LAST_LINES:])
-        return self.ready(line, said[-LAST_CHARACTERS:])
+
+        async def told() -> dict[str, Any]:
+            worker, found = await Running.start(self, None, "")
+            await worker.close()
+            return found
+
+        with ThreadPoolExecutor(1) as beside:  # this thread may have an event loop, which waits for the answer
+            return beside.submit(asyncio.run, told()).result()
 
 
 class Running:
@@ -113,10 +112,11 @@ class Running:
         self._listening: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, launch: Launch, url: str, secret: str, keys: list[str]) -> Running:
-        """Start a worker, and wait until it can play. Raises ConfigError, also if its tasks have other keys."""
+    async def start(cls, launch: Launch, url: str | None, secret: str) -> tuple[Running, dict[str, Any]]:
+        """Start a worker, and wait until it is ready. Returns also what it tells of the environment. Without a url it
+        ends then. Raises ConfigError."""
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        child = ChildProcess(launch.argv(), env=launch.environment(secret), **pipes)
+        child = ChildProcess(launch.argv(), env=launch.variables(secret), **pipes)
         async with child.ended_on_error():
             worker = cls(child, await child.writer(), await child.tail("stderr"))
             worker._stdin.write(launch.first_line(url))
@@ -127,13 +127,11 @@ class Running:
                     if not first:
                         await worker._printed.ended
             except TimeoutError:
-                raise launch.late() from None
+                remedy = "Its worker was not ready by then."
+                raise ConfigError("task.params.start_timeout", launch.start_timeout, remedy) from None
             told = launch.ready(first, worker._said())
-            if [task["key"] for task in told["tasks"]] != keys:
-                remedy = "Its tasks are others each time that it is loaded: give its taskset a seed."
-                raise ConfigError("task.name", launch.env, remedy)
             worker._listening = asyncio.create_task(worker._listen(lines))
-            return worker
+            return worker, told
 
     @property
     def alive(self) -> bool:
@@ -208,7 +206,12 @@ class RestartedWorker:
         async with self._starting:
             if not (self._running and self._running.alive):
                 try:
-                    self._running = await Running.start(self._launch, url, secret, self._keys)
+                    running, told = await Running.start(self._launch, url, secret)
+                    if [task["key"] for task in told["tasks"]] != self._keys:
+                        await running.close()
+                        remedy = "Its tasks are others each time that it is loaded: give its taskset a seed."
+                        raise ConfigError("task.name", self._launch.env, remedy)
+                    self._running = running
                 except (AsyncRLError, OSError) as error:
                     if not self._running:
                         raise

@@ -9,46 +9,20 @@ on an error   EpisodeFailed with a reason of verdict.py, or the engine's error i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from math import fsum
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from asyncrl.config import TaskConfig
-from asyncrl.errors import ConfigError, EpisodeFailed
+from asyncrl.errors import EpisodeFailed
 from asyncrl.extensions.proxy.agents import ThroughTheProxy
+from asyncrl.extensions.verifiers.extension import FIGURES
 from asyncrl.extensions.verifiers.process import Launch, RestartedWorker
-from asyncrl.extensions.verifiers.verdict import Verdict, judged
+from asyncrl.extensions.verifiers.verdict import judged
 from asyncrl.schema import Generate, Prompt, Trajectory
 from asyncrl.tasks import Question, Task
 from asyncrl.user_code import announce, check_arguments
-
-UNSET: dict[str, Any] = {"agent": None, "agent_params": {}, "system": None, "shots": 0, "tools": [], "reward": None}
-"""Settings of a task that the environment decides itself."""
-
-
-class Figures:
-    """What the episodes of this process were rewarded for, and what else was measured in them."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[float]] = {}
-
-    def note(self, verdict: Verdict) -> None:
-        """Add one episode."""
-        named = {f"reward/part/{name}": part for name, part in verdict.parts.items()}
-        named |= {f"episodes/metric/{name}": value for name, value in verdict.metrics.items()}
-        for name, value in named.items():
-            self._values.setdefault(name, []).append(value)
-
-    def take(self) -> dict[str, tuple[float, float]]:
-        """Return sums and counts since the last call."""
-        values, self._values = self._values, {}
-        return {name: (fsum(found), len(found)) for name, found in sorted(values.items())}
-
-
-FIGURES = Figures()
-"""Those of this process, which the hooks of the extension report."""
 
 
 class Verifiers(Task):
@@ -104,7 +78,9 @@ class EpisodesElsewhere(ThroughTheProxy):
         verdict = judged(told)
         played = session.trajectory(prompt.token_ids, None, prompt.images, verdict.of_roles)
         trajectory = rewarded(played, verdict.of_roles)
-        FIGURES.note(verdict)
+        for kind, measured in (("reward/part", verdict.parts), ("episodes/metric", verdict.metrics)):
+            for name, value in measured.items():
+                FIGURES[f"{kind}/{name}"].append(value)
         return trajectory
 
 
@@ -120,11 +96,3 @@ def rewarded(played: Trajectory, of_roles: Mapping[str, float]) -> Trajectory:
     for role, reward in of_roles.items():
         turns[lasts[role]] = msgspec.structs.replace(turns[lasts[role]], reward=reward)
     return Trajectory(turns, 0.0)
-
-
-def decided_elsewhere(field: str, section: TaskConfig) -> Iterator[ConfigError]:
-    """Yield what is set in a section although the environment decides it."""
-    for name, unset in UNSET.items():
-        if (value := getattr(section, name)) != unset:
-            remedy = "Remove it: the environment decides it itself (task.params.args)."
-            yield ConfigError(f"{field}.{name}", value, remedy)

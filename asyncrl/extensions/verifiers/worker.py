@@ -59,8 +59,12 @@ def configured(given: dict[str, Any]) -> Any:
     config = resolve_env_config(given["env"])
     agents = agent_config_fields(config).items()
     config = config.model_copy(update={name: _agent(name, one, config.taskset.id, named) for name, one in agents})
-    _without_retries("args", config)
     for field, part in _parts("args", config):
+        if isinstance(part, vf.RetryConfig) and (part.max_retries or part.rules):
+            remedy = (
+                "Remove it: asyncrl plays a failed episode again itself (rollout.retries), and counts what is lost."
+            )
+            raise RefusedSetting(field, part.model_dump(), remedy)
         if isinstance(part, BaseClientConfig) and part.api_key_var == PAID_KEY and PAID_KEY not in named:
             remedy = "This is prime's paid endpoint: set base_url and api_key_var, or name PRIME_API_KEY to pay for it."
             raise RefusedSetting(f"{field}.api_key_var", PAID_KEY, remedy)
@@ -71,7 +75,6 @@ def configured(given: dict[str, Any]) -> Any:
 
 
 def _agent(name: str, agent: Any, taskset: str, named: set[str]) -> Any:
-    _without_retries(f"args.{name}", agent)
     if agent.sampling and (drawn := agent.sampling.model_dump(exclude_unset=True)):
         remedy = "Remove it: answers are drawn with rollout.temperature, since the trainer could not repeat another."
         raise RefusedSetting(f"args.{name}.sampling", drawn, remedy)
@@ -81,12 +84,6 @@ def _agent(name: str, agent: Any, taskset: str, named: set[str]) -> Any:
     if agent.harness is None and default_harness_id(taskset) == "bash":
         changes["harness"] = type(agent).model_validate({"harness": {"id": OWN_HARNESS}}).harness
     return agent.model_copy(update=changes)
-
-
-def _without_retries(field: str, config: Any) -> None:
-    if config.retries.max_retries or config.retries.rules:
-        remedy = "Remove it: asyncrl plays a failed episode again itself (rollout.retries), and counts what is lost."
-        raise RefusedSetting(f"{field}.retries", config.retries.model_dump(), remedy)
 
 
 def _parts(field: str, value: object) -> Iterator[tuple[str, object]]:
@@ -167,8 +164,11 @@ class HubPlayer:
             send({"played": number, "ok": False, "errors": [raised], "traces": []})
 
 
-async def serve(lines: asyncio.StreamReader) -> None:
+async def main() -> None:
     """Load the environment, tell its tasks, and play until stdin ends."""
+    lines = asyncio.StreamReader(limit=1 << 26)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     given = json.loads(await lines.readline())
     try:
         config = configured(given)
@@ -189,14 +189,6 @@ async def serve(lines: asyncio.StreamReader) -> None:
         player = HubPlayer(env, agents, tasks, given["url"])
         while line := await lines.readline():
             player.take(line)
-
-
-async def main() -> None:
-    """Read stdin without blocking, and serve."""
-    lines = asyncio.StreamReader(limit=1 << 26)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    await serve(lines)
 
 
 if __name__ == "__main__":

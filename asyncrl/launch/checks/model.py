@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from asyncrl.config import Config, TrainerConfig
+from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
 from asyncrl.lookup import active
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
@@ -29,7 +29,7 @@ def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
     family = megatron_arguments(hf)
     experts = family.get("num_moe_experts", 0)
     for rules in (
-        _serving(config, hf),
+        _serving(config, hf, gpus),
         _shape(config, hf, experts),
         _roles(config, hf),
         _recompute(config.trainer, hf["num_hidden_layers"], family),
@@ -66,7 +66,7 @@ def _heads(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
         yield f"{field}.tensor_parallel", degree, degree not in allowed, why
 
 
-def _serving(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
+def _serving(config: Config, hf: dict[str, Any], gpus: int) -> Iterator[Rule]:
     """Yield the rules of what adapters, and engines where there are some, cannot do with models of this family."""
     of = family_of(hf)
     why = f"Adapters of {of.architecture} are not supported, because its files hold fused layers: set null."
@@ -82,13 +82,16 @@ def _serving(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
         return
     for unsupported, why in of.serving.unsupported(hf):
         yield "model.path", unsupported, True, why
-    why = "Trainers read such weights, but engines would keep it: asyncrl-convert dequantize FOLDER OUT, and set OUT."
-    yield "model.path", "quantization_config", bool(hf.get("quantization_config")), why
+    served = on_gpu(config.engine, gpus) or bool(config.engine.urls)
+    why = "engines would keep it" if config.trains else "no engine on a CPU computes with them"
+    why = f"Trainers read such weights, but {why}: asyncrl-convert dequantize FOLDER OUT, and set OUT."
+    refused = bool(hf.get("quantization_config")) and (config.trains or not served)
+    yield "model.path", "quantization_config", refused, why
 
 
 def _shape(config: Config, hf: dict[str, Any], experts: int) -> Iterator[Rule]:
-    """Yield the rules of an engine of several groups of experts, replicas of attention, or pipeline stages: SGLang
-    cannot give each model each of them, and cannot do all that a run needs in each."""
+    """Yield the rules of an engine of several groups of experts, replicas of attention, or pipeline stages: what SGLang
+    cannot give this model, or what it cannot do in that shape."""
     engine, family, layers = config.engine, hf["architectures"][0], hf["num_hidden_layers"]
     tied, adapters, serving = hf.get("tie_word_embeddings", False), config.serves_adapters, family_of(hf).serving
     if engine.expert_parallel > 1:

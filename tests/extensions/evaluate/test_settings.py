@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 
 from asyncrl import lookup
+from asyncrl.checkpoints import manifest
+from asyncrl.checkpoints.manifest import Manifest
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.evaluate.extension import ANSWERS, EvaluateLaunch, asked
 from asyncrl.extensions.evaluate.program import Evaluator
+from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.plan import plan
+from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.resume import advice
 from asyncrl.models.catalog import resolve
 from asyncrl.rollout.parts import ModelParts, PlayingParts
@@ -90,7 +94,7 @@ def test_answers_under_other_settings_are_not_gone_on_with(tmp_path: Path) -> No
 
     assert notes(then) == ["2 questions are answered already"]
     other = tiny_config(**EVALUATE, resume="auto", **{"eval.samples": 8})
-    with pytest.raises(ConfigError, match=r"eval: .*answers\.jsonl were given with .*'samples': 4"):
+    with pytest.raises(ConfigError, match=r"eval: .*answers\.jsonl in run\.dir was written with .*'samples': 4"):
         notes(other)
     assert notes(tiny_config(**EVALUATE, **{"eval.samples": 8})) == []  # a fresh run, whose folder is emptied
 
@@ -115,6 +119,43 @@ def test_engines_load_the_model_with_the_adapter_in_its_weights(
     monkeypatch.setitem(sys.modules, "asyncrl.extensions.convert.adapters", None)
     with pytest.raises(ConfigError, match=r"evaluate\.adapter: .*needs the extension `convert`"):
         EvaluateLaunch().begins(prepared)
+
+
+def test_engines_load_the_checkpoint_that_is_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its run names the model with the config and the tokenizer. Other modes know no checkpoints as models."""
+    convert = pytest.importorskip("asyncrl.extensions.convert.adapters")
+    made: list[tuple[Path, Path | None]] = []
+
+    def to_hf(source: Path, out: Path, *, model: Path, dtype: None, limit: int) -> None:
+        made.append((source, model))
+        out.mkdir()
+
+    monkeypatch.setattr(convert, "checkpoint_to_hf", to_hf)
+    folder = tmp_path / "trained" / "checkpoints" / "00000040"
+    folder.mkdir(parents=True)
+    base = resolve("builtin:tiny")
+    then = {"model": {"path": "builtin:tiny"}}
+    manifest.commit(folder, Manifest(manifest.FORMAT, 40, "trained", 0.0, then, {}))
+
+    def preparation(**changes: Any) -> Preparation:
+        config = tiny_config(**{"model.path": str(folder), "run.dir": str(tmp_path / "run"), **changes})
+        return Preparation(config, tmp_path / "run", Cluster(config))
+
+    prepared = preparation(**EVALUATE)
+    (tmp_path / "run").mkdir()
+    prepared.find("model")
+    assert prepared.folders == {"model": base}
+    for _ in range(2):  # a resumed run has the model already
+        prepared.folders["model"] = base
+        EvaluateLaunch().begins(prepared)
+        assert prepared.folders == {"model": tmp_path / "run" / "merged-model"}
+    assert made == [(folder, base)]
+    with pytest.raises(ConfigError, match=r"evaluate\.adapter: .*model\.path is a checkpoint, which has all"):
+        preparation(**EVALUATE, evaluate={"adapter": "/a"})
+    with pytest.raises(ConfigError, match=r"model\.path: .*have their own model"):
+        preparation(**EVALUATE, **{"engine.urls": ["http://h:1"]})
+    with pytest.raises(ConfigError, match=r"model\.path: got .*Give a folder with config\.json"):
+        preparation().find("model")
 
 
 def test_question_that_a_set_holds_twice_is_asked_twice_and_never_again(tmp_path: Path) -> None:

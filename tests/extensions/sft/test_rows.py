@@ -12,7 +12,7 @@ import pytest
 from asyncrl.algo.samples import build_samples
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.sft.rows import ChatRows, Trained, trajectory_of
+from asyncrl.extensions.sft.rows import RENDERED, ChatRows, Trained, trajectory_of
 from asyncrl.extensions.sft.training import Conversations
 from asyncrl.models.tiny import write, write_tokenizer
 from asyncrl.rollout.prompts import load_tokenizer
@@ -334,3 +334,11 @@ def test_parquet_gives_the_rows_of_jsonl(tmp_path: Path) -> None:
 def test_row_that_is_no_conversation_is_refused_with_its_number(tmp_path: Path, row: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         rows_of(tmp_path / "rows.jsonl", [{"messages": CHAT}, row])
+
+
+@pytest.mark.parametrize("texts", ["abc", [], ["context"], ["context", ""], ["context", 1]])
+def test_texts_that_do_not_alternate_are_refused(tmp_path: Path, texts: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({RENDERED: texts}) + "\n")
+    values = compose_values("experiment=warmup", "model=tiny")["task"]
+    with pytest.raises(ConfigError, match=r"task\.train_file: .*Row 0 .*context and trained text, alternately"):
+        ChatRows(TaskConfig.model_validate({**values, "train_file": str(tmp_path / "rows.jsonl")}))

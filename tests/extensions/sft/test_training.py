@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl.config import load
 from asyncrl.errors import ConfigError
-from asyncrl.extensions.sft.training import RowOrder, SftBatches, State, Supervised
+from asyncrl.extensions.sft.training import RowOrder, SftBatches, Supervised
 from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.plan import plan
 from asyncrl.schema import Batch, Group, Trajectory, decode_batch
@@ -58,12 +58,12 @@ def test_parts_of_a_batch_have_its_rows_and_figures_once() -> None:
 
 def test_checkpoint_of_other_rows_is_not_gone_on_with() -> None:
     hooks = object.__new__(Supervised)
-    hooks._state = State("a", 4, 0)
+    hooks._state = {"rows": "a", "batch": 4, "seed": 0}
     hooks.restore(hooks.state())
     for state, problem in (
-        (State("b", 4, 0), "rows of task.train_file"),
-        (State("a", 8, 0), "rollout.batch_groups was 8, and is 4"),
-        (State("a", 4, 1), "run.seed was 1, and is 0"),
+        ({"rows": "b", "batch": 4, "seed": 0}, "rows of task.train_file"),
+        ({"rows": "a", "batch": 8, "seed": 0}, "rollout.batch_groups was 8, and is 4"),
+        ({"rows": "a", "batch": 4, "seed": 1}, "run.seed was 1, and is 0"),
     ):
         with pytest.raises(ValueError, match=problem):
             hooks.restore(msgspec.json.encode(state))

@@ -1,6 +1,7 @@
 """A worker that speaks the lines of the real one, and whose tasks are faults, by name. It needs no verifiers.
 
 taskset.tasks    names of the tasks: one of the faults below, or the reward that is given
+taskset.tells    the tasks are the names of its environment variables
 taskset.first    number that goes into the keys
 """
 
@@ -97,7 +98,7 @@ def main() -> None:
         raise SystemExit("no such module")
     time.sleep(taskset.get("sleeps", 0))
     first = taskset.get("first", 0) + (os.getpid() if taskset.get("unstable") else 0)
-    names = taskset.get("tasks", ["1"])
+    names = sorted(os.environ) if taskset.get("tells") else taskset.get("tasks", ["1"])
     keys = [hashlib.sha256(f"{name} {first}".encode()).hexdigest() for name in names]
     tasks = [{"key": key, "name": name, "prompt": "012"} for key, name in zip(keys, names, strict=True)]
     send({"ready": {"agents": ["agent"], "tasks": tasks}})

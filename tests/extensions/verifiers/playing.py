@@ -41,6 +41,11 @@ def fake(names: Sequence[str], **taskset: Any) -> Verifiers:
     return _built(section("fake", args={"taskset": {"tasks": list(names), **taskset}}))
 
 
+def made_of(environment: Sequence[str] = (), **taskset: Any) -> Verifiers:
+    """Return a task of the fake worker, to which these variables are given."""
+    return _built(section("fake", args={"taskset": taskset}, environment=environment))
+
+
 def made(name: str, **args: Any) -> Verifiers:
     """Return a task of the real worker."""
     return _built(section(name, venv=VENV, args=args))

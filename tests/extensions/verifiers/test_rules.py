@@ -14,9 +14,8 @@ import pytest
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.verifiers import envs
 from asyncrl.extensions.verifiers.extension import FILE, VerifiersLaunch
-from asyncrl.extensions.verifiers.process import Launch
 from asyncrl.extensions.verifiers.task import Verifiers
-from tests.extensions.verifiers.playing import fake, faked
+from tests.extensions.verifiers.playing import fake, faked, made_of
 from tests.fakes import compose_values, tiny_config
 
 
@@ -48,25 +47,46 @@ def test_virtual_environment_that_is_missing_is_named_with_its_command(
         Verifiers(config.task)
 
 
-def test_worker_has_no_secret_of_the_run_nor_the_key_of_a_service_that_was_not_named(
-    monkeypatch: pytest.MonkeyPatch,
+GIVEN = {
+    "HOME": "/root",
+    "LC_TIME": "C",
+    "https_proxy": "http://proxy:3128",
+    "ASYNCRL_RUN_ID": "r",
+    "ASYNCRL_TEACHER_API_KEY": "t",
+    "PRIME_API_KEY": "p",
+    "HF_TOKEN": "h",
+    "DATABASE_URL": "d",
+    "my_pass": "m",
+    "HTTP_PROXY": "http://user:password@proxy:3128",
+    "PIP_INDEX_URL": "https://token@index/simple",
+    "GIVEN": "to the worker",
+}
+
+
+@pytest.mark.parametrize("named", [[], ["GIVEN", "PIP_INDEX_URL"]])
+def test_worker_has_no_variable_that_is_not_known_as_harmless_or_named(
+    named: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faked(monkeypatch)
-    given = {
-        "ASYNCRL_TEACHER_API_KEY": "t",
-        "ASYNCRL_RUN_ID": "r",
-        "PRIME_API_KEY": "p",
-        "E2B_KEY": "e",
-        "HF_TOKEN": "h",
-        "OTHER": "o",
-    }
-    for name, value in given.items():
+    for name, value in GIVEN.items():
         monkeypatch.setenv(name, value)
-    found = Launch("m").environment("s")
-    assert {name: found.get(name) for name in given} == {**dict.fromkeys(given), "ASYNCRL_RUN_ID": "r", "OTHER": "o"}
-    assert found["ASYNCRL_PROXY_API_KEY"] == "s"
-    judge = {"taskset": {"task": {"judges": [{"id": "rubric", "api_key_var": "PRIME_API_KEY"}]}}}
-    assert Launch("m", judge).environment()["PRIME_API_KEY"] == "p"
+    has = [one["name"] for one in made_of(tells=True, environment=named)._tasks]
+    assert sorted(GIVEN.keys() & set(has)) == sorted(["ASYNCRL_RUN_ID", "HOME", "LC_TIME", "https_proxy", *named])
+    assert "ASYNCRL_PROXY_API_KEY" in has
+
+
+def test_variable_that_cannot_reach_the_worker_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(monkeypatch)
+    monkeypatch.setenv("JUDGE", "secret")
+    monkeypatch.delenv("ABSENT", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"task\.params\.environment: got \['ABSENT'\].*the variable ABSENT must be set"
+    ):
+        made_of(environment=["ABSENT"])
+    with pytest.raises(ConfigError, match=r"task\.params\.environment: got \(\).*the variable JUDGE .*listed here"):
+        made_of(judges=[{"api_key_var": "JUDGE"}])
+    made_of(judges=[{"api_key_var": "JUDGE"}], environment=["JUDGE"])
+    made_of(harness={"env": {"JUDGE": "a value of its own"}})
 
 
 # --- resume -------------------------------------------------------------------------------------------------
@@ -117,17 +137,20 @@ class Commands:
 
     def __init__(self, fails: str = "nothing") -> None:
         self.fails, self.asked = fails, list[list[str]]()
+        self.variables: list[dict[str, str]] = []
 
-    def __call__(self, command: list[str], **options: Any) -> Any:
+    def __call__(self, command: list[str], **options: Any) -> None:
         self.asked.append(command)
+        self.variables.append(options["env"])
         if "venv" in command:
             version = f"python{sys.version_info.major}.{sys.version_info.minor}"
             (Path(command[-1]) / "lib" / version / "site-packages").mkdir(parents=True)
             (Path(command[-1]) / "bin").mkdir()
             (Path(command[-1]) / "bin" / "python").touch()
         status = int(any(self.fails in word for word in command))
-        written = "ModuleNotFoundError: no such taskset" if options.get("stderr") else None
-        return subprocess.CompletedProcess(command, status, None, written)
+        if status:
+            written = "ModuleNotFoundError: no such taskset" if options.get("stderr") else None
+            raise subprocess.CalledProcessError(status, command, None, written)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +175,8 @@ def test_install_makes_a_virtual_environment_with_pinned_verifiers(
     (tmp_path / "packed" / "pyproject.toml").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ASYNCRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MINE", "secret")
+    monkeypatch.setenv("PIP_INDEX_URL", "https://token@index/simple")
     monkeypatch.setattr(envs.subprocess, "run", commands := Commands())
     assert envs.main(["install", "owner/My-Env@2", *(["--from", source] if source else [])]) == 0
     made, filled, loaded = commands.asked
@@ -159,6 +184,8 @@ def test_install_makes_a_virtual_environment_with_pinned_verifiers(
     at = [str(tmp_path / one) if one == "packed" else one for one in installed]
     assert filled[-2 - len(at) :] == ["verifiers==0.4.0", "renderers==0.1.12", *at]
     assert loaded[-1] == "my_env"
+    assert ["PIP_INDEX_URL" in one for one in commands.variables] == [True, True, False]
+    assert not any("MINE" in one for one in commands.variables)
     paths = [file.read_text() for file in tmp_path.glob("cache/envs/my_env/lib/*/site-packages/my_env.pth")]
     assert paths == ([f"{tmp_path / 'bare'}\n"] if on_path else [])
     assert "task=verifiers task.name=my_env" in capsys.readouterr().out
@@ -166,7 +193,7 @@ def test_install_makes_a_virtual_environment_with_pinned_verifiers(
     assert capsys.readouterr().out == f"my_env {tmp_path / 'cache/envs/my_env'}\n"
 
 
-@pytest.mark.parametrize(("fails", "told"), [("verifiers==", "status 1 of"), ("taskset_class", "does not load: Mod")])
+@pytest.mark.parametrize(("fails", "told"), [("verifiers==", "exit status 1"), ("taskset_class", "does not load: Mod")])
 def test_install_that_fails_says_why(
     fails: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from asyncrl.agents.linking import check
 from asyncrl.errors import ConfigError, EngineError, EpisodeFailed
+from asyncrl.extensions.verifiers.extension import FIGURES, VerifiersPlayer
 from asyncrl.extensions.verifiers.process import Launch
-from asyncrl.extensions.verifiers.task import FIGURES, EpisodesElsewhere, Verifiers
+from asyncrl.extensions.verifiers.task import EpisodesElsewhere, Verifiers
 from asyncrl.rewards.reward import RewardInput
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.player import EpisodePlayer
@@ -132,14 +133,14 @@ def test_traces_of_one_episode_have_rewards_of_their_own_and_judges_are_not_trai
 
 @pytest.mark.usefixtures("fakes")
 def test_rewards_and_measures_are_metrics_of_the_episodes_that_were_accepted() -> None:
-    FIGURES.take()
+    FIGURES.clear()
     task = fake(["1", "0", "nan"])
 
     async def several() -> None:
         await asyncio.gather(*(episode(task, number) for number in (0, 1, 1, 2)))
 
     play(task, several)
-    assert FIGURES.take() == {"episodes/metric/length": (9.0, 3), "reward/part/mark": (1.0, 3)}
+    assert VerifiersPlayer().take_sums() == {"episodes/metric/length": (9.0, 3), "reward/part/mark": (1.0, 3)}
 
 
 @pytest.mark.usefixtures("fakes")

@@ -21,11 +21,7 @@ __all__ = ["InlineChat"]
 _SHARED = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=1000, max_keepalive_connections=0))
 
 
-class InlineChatConfig(vf.HarnessConfig):
-    """Settings: those of every harness."""
-
-
-class InlineChat(vf.Harness[InlineChatConfig]):
+class InlineChat(vf.Harness[vf.HarnessConfig]):
     """Chat until the model calls no more tools."""
 
     APPENDS_SYSTEM_PROMPT = True

@@ -137,19 +137,16 @@ def _show(recording: ViewedRecording, options: argparse.Namespace, console: Cons
 
 
 def _print_rows(recording: ViewedRecording, options: argparse.Namespace, groups: Sequence[GroupRow]) -> None:
-    """Print the episodes of these groups whose own reward and length are in the range as rows to train on. Raises
-    AsyncRLError if nothing is installed that trains on them."""
-    try:
-        from asyncrl.extensions.sft import recorded
-    except ModuleNotFoundError:
-        raise AsyncRLError("--rows needs the extension `sft`, which is not installed here") from None
-    decode = recorded.decoder(options.run)
+    """Print the episodes of these groups whose own reward and length are in the range as rows to train on."""
+    from asyncrl.extensions.view.inspection import training_rows  # imported late, because tables do not need it
+
+    decode = training_rows.decoder(options.run)
 
     def wanted(trajectory: Trajectory) -> bool:
         return within(trajectory.total, options.reward) and within(trajectory.num_tokens, options.length)
 
     for group in groups:
-        for row in recorded.rows(recording.group(group.uid), decode, wanted):
+        for row in training_rows.rows(recording.group(group.uid), decode, wanted):
             print(json.dumps(row))
 
 

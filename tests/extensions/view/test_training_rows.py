@@ -11,9 +11,9 @@ import pytest
 
 from asyncrl.algo.samples import build_samples
 from asyncrl.config import TaskConfig
-from asyncrl.errors import ConfigError, RecordError
-from asyncrl.extensions.sft.recorded import decoder, rows
-from asyncrl.extensions.sft.rows import RENDERED, ChatRows, Trained
+from asyncrl.errors import RecordError
+from asyncrl.extensions.view.inspection import cli
+from asyncrl.extensions.view.inspection.training_rows import RENDERED, decoder, rows
 from asyncrl.models.tiny import write
 from asyncrl.records.events import Committed, Rejected, packed
 from asyncrl.records.writer import Writer
@@ -53,7 +53,6 @@ def run(tmp_path: Path) -> Path:
 
 
 def inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
-    cli = pytest.importorskip("asyncrl.extensions.view.inspection.cli")
     assert cli.main([str(argument) for argument in arguments]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -64,10 +63,11 @@ def test_right_answers_of_a_recording_are_trained_as_they_were_written(
     found = inspected(capsys, run, "--reward", "1:", "--rows")
     assert [(one["uid"], one["reward"]) for one in found] == [("g0", 1.0), ("g1", 1.0), ("g1", 1.0)]
     assert [one[RENDERED][1::2] for one in found] == [["21<eos>"], ["4", "5<eos>"], ["7"]]
+    sft = pytest.importorskip("asyncrl.extensions.sft.rows")
     (run / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in found))
     values = compose_values("experiment=warmup", "model=tiny")["task"]
-    read = ChatRows(TaskConfig.model_validate({**values, "train_file": str(run / "rows.jsonl")}))
-    trained, decode = Trained(run / "model", tiny_config()), decoder(run)
+    read = sft.ChatRows(TaskConfig.model_validate({**values, "train_file": str(run / "rows.jsonl")}))
+    trained, decode = sft.Trained(run / "model", tiny_config()), decoder(run)
     from asyncrl.records.reading import Recording
 
     recorded = [
@@ -101,11 +101,3 @@ def test_what_rows_cannot_hold_is_left_out_or_refused(run: Path) -> None:
     (run / "addresses.json").write_text("{}")
     with pytest.raises(RecordError, match="the model of this run"):
         decoder(run)
-
-
-@pytest.mark.parametrize("texts", ["abc", [], ["context"], ["context", ""], ["context", 1]])
-def test_texts_that_do_not_alternate_are_refused(tmp_path: Path, texts: Any) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps({RENDERED: texts}) + "\n")
-    values = compose_values("experiment=warmup", "model=tiny")["task"]
-    with pytest.raises(ConfigError, match=r"task\.train_file: .*Row 0 .*context and trained text, alternately"):
-        ChatRows(TaskConfig.model_validate({**values, "train_file": str(tmp_path / "rows.jsonl")}))

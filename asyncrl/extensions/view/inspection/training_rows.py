@@ -17,10 +17,11 @@ import msgspec
 
 from asyncrl.algo.samples import Sample, build_samples
 from asyncrl.errors import RecordError
-from asyncrl.extensions.sft.rows import RENDERED
 from asyncrl.jsonl import read_object
 from asyncrl.schema import Group, Trajectory
 
+RENDERED = "rendered"
+"""Field of a row with texts in place of a conversation (mode=sft)."""
 Decode = Callable[[Sequence[int]], str]
 NO_CHARACTER = "\ufffd"
 """What stands for bytes that are no character, from which their tokens cannot be told."""
