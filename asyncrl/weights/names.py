@@ -43,6 +43,8 @@ class NameRule:
     megatron: str
     layout: TensorLayout
     hf: tuple[str, ...]
+    matrix: str | None = None
+    """A or B for a matrix of an adapter; None for a parameter of the base."""
 
     @property
     def expert(self) -> bool:
@@ -78,7 +80,7 @@ class NameRule:
         layout = columns if matrix == "B" else ROW if self.layout is ROW else WHOLE
         linear = self.megatron.removesuffix(".weight")
         name = f"{self.projections()[projection]}.lora_{matrix}.weight"
-        return NameRule(f"{linear}.{module}.{projection}.{matrix}", layout, (name,))
+        return NameRule(f"{linear}.{module}.{projection}.{matrix}", layout, (name,), matrix)
 
 
 Table = tuple[NameRule, ...]
