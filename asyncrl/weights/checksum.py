@@ -32,16 +32,6 @@ Checksums = list[dict[str, str]]
 """A hash by engine parameter name, for each rank."""
 
 
-class Hash(Protocol):
-    """A hash over the concatenated bytes of tensors."""
-
-    def update(self, tensor: Tensor) -> None:
-        """Add a tensor's bytes. The tensor is not kept."""
-
-    def hexdigest(self) -> str:
-        """Return 16 hexadecimal digits."""
-
-
 class CpuHash:
     """SGLang's `tensor_hash` of a CPU tensor (sglang/srt/managers/mm_utils.py): the first 8 bytes of SHA-256."""
 
@@ -128,6 +118,8 @@ def _splitmix64(x: int) -> int:
     return x ^ x >> 31
 
 
+Hash = CpuHash | CudaHash
+"""A hash over the concatenated bytes of tensors, which are not kept."""
 HASHES: dict[str, Callable[[], Hash]] = {"cpu": CpuHash, "cuda": CudaHash}
 
 
