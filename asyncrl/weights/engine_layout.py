@@ -13,7 +13,6 @@ packs for AMX, are not known here. On CPU, several shared experts must have an i
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from asyncrl.models.family import Family, Layout, WeightRow
 from asyncrl.models.parts import EMBEDDING, HEAD
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.layouts import dims_of
+from asyncrl.weights.names import without_numbers
 
 VOCAB_MULTIPLE = 64
 CPU_INNER_MULTIPLE = 32  # multiplied by the ranks of a stage
@@ -276,13 +276,14 @@ class EngineLayout:
     def find(self, name: str) -> ParameterTarget:
         """Return the place of an HF tensor. Raises WeightsError if the engine has none."""
         renamed = name.replace(".shared_experts.", f".experts.{self._routed}.") if self._shared_is_routed else name
-        general, layer, block, expert = _general(renamed)
-        if general not in self._rules or (expert or 0) >= max(self._experts, 1):
+        general, numbers = without_numbers(renamed)
+        layer, expert = numbers.get("layer"), numbers.get("expert", 0)
+        if general not in self._rules or expert >= max(self._experts, 1):
             raise WeightsError(f"{name}: an SGLang engine of {self._family.architecture} has no place for this tensor")
         rule, index = self._rules[general]
-        parameter, each = rule.engine.format(layer=layer, block=block), len(rule.parts)
+        parameter, each = rule.engine.format(**numbers), len(rule.parts)
         count = each * (self._experts if rule.per_expert else 1)
-        return ParameterTarget(parameter, rule, index + each * (expert or 0), count, self._ranks(name, layer))
+        return ParameterTarget(parameter, rule, index + each * expert, count, self._ranks(name, layer))
 
     def part(self, target: ParameterTarget, number: int, tensor: Tensor, rank: int) -> Tensor | None:
         """Return what a rank has of one of the parameter's parts; None if it has none of this expert. Raises
@@ -307,15 +308,3 @@ class EngineLayout:
         elif name != HEAD or not self._family.serving.head_everywhere:
             stages = stages[-1:]
         return range(stages.start * shape.tp, stages.stop * shape.tp)
-
-
-def _general(name: str) -> tuple[str, int | None, int | None, int | None]:
-    """Return a name with placeholders for its numbers, and the numbers of layer, block and expert."""
-    numbers: dict[str, int] = {}
-
-    def replaced(found: re.Match[str]) -> str:
-        numbers[found[1]] = int(found[2])
-        return f".{found[1]}s.{{{found[1]}}}."
-
-    general = re.sub(r"\.(layer|block|expert)s\.(\d+)\.", replaced, name)
-    return general, numbers.get("layer"), numbers.get("block"), numbers.get("expert")

@@ -133,7 +133,7 @@ class Found:
     """One Megatron parameter's rule, and the numbers in its name."""
 
     rule: NameRule
-    layer: str | None
+    layer: int | None
     expert: int | None
 
     def hf_names(self, *, expert_offset: int = 0) -> tuple[str, ...]:
@@ -166,23 +166,23 @@ class Mapping:
         if self.tower and megatron_name.startswith("visual."):  # transformers' own module, equal on all ranks
             name = self.tower + megatron_name.removeprefix("visual.")
             return Found(NameRule(megatron_name, WHOLE, (name,)), None, None)
-        general, layer, expert = _general(megatron_name, r"(?<=\.local_experts\.)(\d+)(?=\.)")
+        general, numbers = without_numbers(megatron_name)
         if general not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")
         rule = self._rules[general]
         if self._transformer_engine and WHOLE_WITH_TRANSFORMER_ENGINE.search(general):
             rule = replace(rule, layout=WHOLE)
-        return Found(rule, layer, None if expert is None else int(expert))
+        return Found(rule, numbers.get("layer"), numbers.get("expert"))
 
     def knows(self, hf_name: str) -> bool:
         """Return whether some Megatron parameter or the vision tower holds this HF tensor."""
         if self.tower and hf_name.startswith(self.tower):
             return True
-        return _general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0] in self._hf
+        return without_numbers(hf_name)[0] in self._hf
 
     def is_linear(self, hf_name: str) -> bool:
         """Return whether an HF tensor is the weight of a linear layer that can have adapters, or be quantized."""
-        rule = self._hf.get(_general(hf_name, r"(?<=\.experts\.)(\d+)(?=\.)")[0])
+        rule = self._hf.get(without_numbers(hf_name)[0])
         return rule is not None and rule.linear
 
     def adapts(self, module: str) -> bool:
@@ -196,11 +196,13 @@ class Mapping:
         return re.sub(r"^model\.layers\.", "model.language_model.layers.", name) if self.tower else name
 
 
-def _general(name: str, expert_pattern: str) -> tuple[str, str | None, str | None]:
-    """Return a name with placeholders for its numbers, and the numbers."""
-    layer = re.search(r"(?<=\.layers\.)(\d+)(?=\.)", name)
-    expert = re.search(expert_pattern, name)
-    for found, place in ((expert, "{expert}"), (layer, "{layer}")):  # from right to left, so that positions stay valid
-        if found:
-            name = name[: found.start()] + place + name[found.end() :]
-    return name, layer and layer[0], expert and expert[0]
+def without_numbers(name: str) -> tuple[str, dict[str, int]]:
+    """Return a name of Megatron's or HF's with placeholders for the numbers of its layer, block and expert, and these
+    numbers."""
+    numbers: dict[str, int] = {}
+
+    def replaced(found: re.Match[str]) -> str:
+        numbers[found["kind"]] = int(found["number"])
+        return f"{found['name']}.{{{found['kind']}}}"
+
+    return re.sub(r"\b(?P<name>(local_)?(?P<kind>layer|block|expert)s)\.(?P<number>\d+)(?=\.)", replaced, name), numbers

@@ -39,6 +39,7 @@ from asyncrl.weights.names import (
     local_name,
     module_of,
     unit_of,
+    without_numbers,
 )
 
 if TYPE_CHECKING:
@@ -278,9 +279,8 @@ class Resharder:
 
     def adapts(self, module: str) -> bool:
         """Return whether some rank has a linear layer for PEFT's module."""
-        found = re.fullmatch(r"(model\.(?:language_model\.)?layers\.)(\d+)(\..+)", module)
-        known = found and int(found[2]) < self._num_layers and self._mapping.adapts(f"{found[1]}{{layer}}{found[3]}")
-        return bool(known)
+        general, numbers = without_numbers(module)
+        return numbers.get("layer", self._num_layers) < self._num_layers and self._mapping.adapts(general)
 
     def _whole_shapes(self, found: Found, shard: Tensor) -> list[torch.Size]:
         """Return the shapes of the full tensors of which a rank holds this shard."""
@@ -292,12 +292,13 @@ class Resharder:
 
     def _is_for_this_rank(self, hf_name: str) -> bool:
         """Return whether an HF tensor belongs to a layer and an expert that this rank holds, or that no rank holds."""
-        layer, expert = (re.search(rf"\.{kind}\.(\d+)\.", hf_name) for kind in ("layers", "experts"))
-        if layer is None:
-            return False
+        _, numbers = without_numbers(hf_name)
+        layer, expert = numbers.get("layer"), numbers.get("expert")
         experts = range(self._first_expert, self._first_expert + self._experts_here)
-        return (int(layer[1]) in self._layers_here or int(layer[1]) >= self._num_layers) and (
-            expert is None or int(expert[1]) in experts or int(expert[1]) >= self._num_experts
+        return (
+            layer is not None
+            and (layer in self._layers_here or layer >= self._num_layers)
+            and (expert is None or expert in experts or expert >= self._num_experts)
         )
 
 
