@@ -74,7 +74,7 @@ class ShardedState:
 
     def written(self) -> Iterator[TensorShard]:
         """Yield the pieces that this rank writes. Each element of the whole is written by one rank."""
-        places = {id(place.tensor): place for place in self._network.placed()}
+        places = {id(place.tensor): place for place in self._network.placed}
         for shard in self._optimizer.shards():
             place = places[id(shard.parameter)]
             if place.ours if self._network.sharded else place.first:
@@ -86,14 +86,14 @@ class ShardedState:
 
     def weights(self) -> Iterator[TensorShard]:
         """Yield the weights that this rank computes with, in their own precision, without a frozen base."""
-        for place in self._network.placed():
+        for place in self._network.placed:
             if isinstance(place.tensor, torch.nn.Parameter) and not place.tensor.requires_grad:
                 continue
             yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})
 
     def states(self) -> Iterator[TensorShard]:
         """Yield the state of this rank's optimizer. In float32 a weight is its own master."""
-        places = {id(place.tensor): place for place in self._network.placed()}
+        places = {id(place.tensor): place for place in self._network.placed}
         for shard in self._optimizer.shards():
             masters = {"": shard.master} if _apart(shard.master, shard.parameter) else {}
             yield from _pieces(places[id(shard.parameter)], shard.start, {**masters, **_moments(shard.moments)})
