@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from pydantic import BaseModel
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
 from asyncrl.config import TrainerConfig
-from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import check_architecture, megatron_arguments, rope, rope_axes, unscaled
 from asyncrl.models.families import family_of
 from asyncrl.models.vision import deepstack, flat, image_shape
@@ -47,11 +45,11 @@ from asyncrl.trainer.attention import (
 from asyncrl.trainer.layers import adapt, transformer_engine_spec
 from asyncrl.trainer.mlp import ClampedMLP, GatedMLP
 from asyncrl.trainer.vision import ImageEmbedding
+from asyncrl.weights.layouts import dims_of
 
 # Without TransformerEngine, megatron-core 0.16.1 leaves this name undefined, and its routers read it.
 moe_utils.__dict__.setdefault("te_general_gemm", None)
 
-T = TypeVar("T")
 ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 """Activations of the gate by the name that a family's record gives to Megatron's activation_func."""
 
@@ -64,11 +62,6 @@ def read_hf_config(model: Path) -> dict[str, Any]:
     return hf
 
 
-def head_dim(hf: dict[str, Any]) -> int:
-    """Return the width of one attention head."""
-    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
-
-
 def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> TransformerConfig:
     """Return Megatron's configuration. The features disabled here are CUDA-only fusions or need TransformerEngine."""
     dtype, alltoall = getattr(torch, trainer.dtype), trainer.token_dispatcher == "alltoall"
@@ -77,13 +70,14 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
     if te and latent:
         family["qk_layernorm"] = True  # otherwise the TransformerEngine spec silently omits the two latent norms
     of_family = MLATransformerConfig if latent else TransformerConfig
+    dims = dims_of(hf)
     arguments = dict(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=hf.get("num_key_value_heads", hf["num_attention_heads"]),
-        kv_channels=head_dim(hf),
+        num_attention_heads=dims.heads,
+        num_query_groups=dims.kv_heads,
+        kv_channels=dims.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf["rms_norm_eps"],
         gated_linear_unit=True,
@@ -132,18 +126,6 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
     if "attention_factor" in family_of(hf).allows and turned["rope_type"] == "yarn" and not unscaled(turned):
         config.yarn_rotary_scaling_factor = turned["factor"]  # Megatron then scales sines and cosines
     return config
-
-
-def configured(of: type[T], arguments: dict[str, Any], section: str, fields: BaseModel) -> T:
-    """Build one of Megatron's configurations with the given fields of trainer.megatron. Raises ConfigError if Megatron
-    refuses them."""
-    given = fields.model_dump(exclude_none=True)
-    try:
-        return of(**{**arguments, **given})
-    except (ValueError, AssertionError, ImportError) as error:
-        if not given:
-            raise
-        raise ConfigError(f"trainer.megatron.{section}", given, f"Megatron refuses it: {error}") from error
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -21,6 +21,7 @@ from asyncrl.algo.pack import Pack
 from asyncrl.algo.samples import Sample
 from asyncrl.config import TrainerConfig
 from asyncrl.config.roles import POLICY
+from asyncrl.errors import ConfigError
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.parallel import Parallel
@@ -138,17 +139,11 @@ class Network:
         if value_head:
             for chunk in chunks:
                 megatron.add_value_head(chunk)
-        buffers = {
-            "grad_reduce_in_fp32": True,
-            "use_distributed_optimizer": self.sharded,
-            "overlap_grad_reduce": trainer.overlap_grad_reduce,
-            "overlap_param_gather": trainer.overlap_param_gather,
-        }
-        ddp = megatron.configured(DistributedDataParallelConfig, buffers, "ddp", trainer.megatron.ddp)
         for chunk in chunks:
             _mark_experts(chunk)
         self._costs = costs_of(self.hf)
         self._operations = operations_of(self.hf)
+        ddp = _ddp(trainer, self.sharded)
         self.wrapped = [
             FastDDP(self.config, ddp, module, disable_bucketing=number > 0) for number, module in enumerate(inner)
         ]
@@ -340,6 +335,24 @@ def _by_adapter(groups: Groups, adapters: Sequence[str]) -> list[tuple[str, Grou
             if mine := [sample for sample in group if sample.adapter == name]:
                 own.append(mine)
     return [(name, own) for name, own in found.items() if own] or [(adapters[0], groups)]
+
+
+def _ddp(trainer: TrainerConfig, sharded: bool) -> DistributedDataParallelConfig:
+    """Return the configuration of data parallelism. Raises ConfigError if Megatron refuses trainer.megatron.ddp."""
+    given = trainer.megatron.ddp.model_dump(exclude_none=True)
+    arguments = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": sharded,
+        "overlap_grad_reduce": trainer.overlap_grad_reduce,
+        "overlap_param_gather": trainer.overlap_param_gather,
+        **given,
+    }
+    try:
+        return DistributedDataParallelConfig(**arguments)
+    except (ValueError, AssertionError, ImportError) as error:
+        if not given:
+            raise
+        raise ConfigError("trainer.megatron.ddp", given, f"Megatron refuses it: {error}") from error
 
 
 def _mark_experts(chunk: torch.nn.Module) -> None:
