@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import WeightsError
-from asyncrl.models import families, parts
+from asyncrl.models import families
 from asyncrl.models.family import WeightRow
 from asyncrl.models.vision import TOWERS
 from asyncrl.weights.layouts import COLUMN, FUSED_GATE_UP, GATE_UP, LAYOUTS, QKV, ROW, WHOLE, TensorLayout
@@ -91,7 +91,6 @@ def table(weights: Iterable[WeightRow]) -> Table:
     return tuple(NameRule(one.megatron, LAYOUTS[one.layout], one.hf) for one in weights)
 
 
-MTP = table(parts.MTP)
 FAMILIES = {name: table(family.weights) for name, family in families.FAMILIES.items()}
 
 TRANSFORMER_ENGINE: tuple[tuple[str, str], ...] = (
