@@ -140,13 +140,10 @@ class ExpectedChecksums:
     dtype is converted, as the engine does). `device` is where the engine runs: hash and padding depend on it.
     """
 
-    scales_suffix: str | None = None
-    """End of the names of the scales of output channels, if the engines hold some."""
-
     def __init__(
         self, hf: dict[str, Any], shape: EngineParallel, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
     ) -> None:
-        self._layout = EngineLayout(hf, shape, cpu=device == "cpu", scales_suffix=self.scales_suffix)
+        self._layout = EngineLayout(hf, shape, cpu=device == "cpu")
         self._dtype = dtype
         self._new_hash = HASHES[device]
         self._open: dict[str, _Parameter] = {}
