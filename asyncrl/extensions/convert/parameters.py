@@ -103,12 +103,12 @@ class Structure:
         """Yield the matrices of an adapter that each linear layer may have."""
         for parameter in self:
             rule, layer, expert = parameter.found.rule, parameter.found.layer, parameter.found.expert
-            if layer is None or int(layer) >= self._layers or not rule.linear:
+            if layer is None or layer >= self._layers or not rule.linear:
                 continue
             for projection in rule.projections():
                 for matrix in "AB":
                     of_layer = rule.adapter(projection, matrix, module=module_of(adapter))
-                    yield self._parameter(of_layer, int(layer), expert)
+                    yield self._parameter(of_layer, layer, expert)
 
     def _has(self, rule: NameRule, layer: int) -> bool:
         drafts = layer >= self._layers  # all of them have experts
@@ -119,8 +119,7 @@ class Structure:
 
     def _parameter(self, rule: NameRule, layer: int | None, expert: int | None) -> Parameter:
         name = rule.megatron.format(layer=layer, expert=expert)
-        found = Found(rule, None if layer is None else str(layer), expert)
-        return Parameter(name, found, tuple(self._addresses(rule.megatron, layer, expert)))
+        return Parameter(name, Found(rule, layer, expert), tuple(self._addresses(rule.megatron, layer, expert)))
 
     def _addresses(self, name: str, layer: int | None, expert: int | None) -> Iterator[Address]:
         """Yield the trainer's own place first, then those in checkpoints of other layer specs."""
