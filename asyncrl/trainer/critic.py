@@ -24,7 +24,6 @@ from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.offload import HeldTensors
 from asyncrl.trainer.optimizer import NetworkOptimizer
-from asyncrl.trainer.sharded import ShardedState
 from asyncrl.trainer.token_accumulator import TokenAccumulator
 from asyncrl.trainer.vision import ImageEncoder
 
@@ -59,10 +58,6 @@ class Critic:
         optimizer = config.trainer.optimizer.model_copy(update={"lr": config.algo.critic.lr})
         trainer = config.trainer.model_copy(update={"optimizer": optimizer})
         self.optimizer = NetworkOptimizer(trainer, self.network, config.run.max_steps)
-
-    def sharded(self, readable: Callable[[Tensor], Tensor]) -> ShardedState:
-        """Return the state that a checkpoint holds."""
-        return ShardedState(self.network, self.optimizer, readable)
 
     def held(self) -> HeldTensors:
         """Return the tensors that take memory; the parameters are states, because they are not published."""

@@ -41,13 +41,8 @@ class StepMeter:
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
         self._gpu = parallel.device.type == "cuda"
-        self._open: list[tuple[str, Any]] = []
-        self._closed: list[tuple[str, int, Any, Any]] = []
-        self._operations: list[Tensor | float] = []
-        self._wall = time.time()
-        self._zero = self._now()
-        self._spent = 0.0
         self._ended = True
+        self.begin()
 
     def __call__(self, name: str, log_level: int = 0) -> _Timer:
         """Return the timer of one of Megatron's names."""
@@ -68,9 +63,9 @@ class StepMeter:
 
     def begin(self) -> None:
         """Start a step."""
-        self._open = []
-        self._closed = []
-        self._operations = []
+        self._open: list[tuple[str, Any]] = []
+        self._closed: list[tuple[str, int, Any, Any]] = []
+        self._operations: list[Tensor | float] = []
         self._wall = time.time()
         self._zero = self._now()
         self._spent = 0.0

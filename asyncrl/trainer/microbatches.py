@@ -17,6 +17,7 @@ from asyncrl.algo.samples import Sample
 from asyncrl.config import TrainerConfig
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.parallel import Parallel
+from asyncrl.weights.layouts import dims_of
 
 Groups = Sequence[list[Sample]]
 
@@ -99,9 +100,8 @@ def _attention_weights(hf: dict[str, Any]) -> tuple[int, int]:
         queries = (hidden + heads * query) * down if down else hidden * heads * query
         keys = hidden * (latent + rotated) + latent * heads * (hf["qk_nope_head_dim"] + value)
         return queries + keys + heads * value * hidden, query + value
-    width = hf.get("head_dim") or hidden // heads
-    kv_heads = hf.get("num_key_value_heads", heads)
-    return 2 * hidden * width * (heads + kv_heads), 2 * width
+    dims = dims_of(hf)
+    return 2 * hidden * dims.head_dim * (heads + dims.kv_heads), 2 * dims.head_dim
 
 
 def _mlp_weights(hf: dict[str, Any], family: dict[str, Any], layer: int) -> int:

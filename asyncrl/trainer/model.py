@@ -72,13 +72,14 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
     if te and latent:
         family["qk_layernorm"] = True  # otherwise the TransformerEngine spec silently omits the two latent norms
     of_family = MLATransformerConfig if latent else TransformerConfig
+    dims = dims_of(hf)
     arguments = dict(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=dims_of(hf).kv_heads,
-        kv_channels=dims_of(hf).head_dim,
+        num_attention_heads=dims.heads,
+        num_query_groups=dims.kv_heads,
+        kv_channels=dims.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf["rms_norm_eps"],
         gated_linear_unit=True,

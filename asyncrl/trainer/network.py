@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,10 @@ class Network:
         if value_head:
             for chunk in chunks:
                 megatron.add_value_head(chunk)
+        for chunk in chunks:
+            _mark_experts(chunk)
+        self._costs = costs_of(self.hf)
+        self._operations = operations_of(self.hf)
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self.sharded,
@@ -144,16 +149,14 @@ class Network:
             overlap_param_gather=trainer.overlap_param_gather,
             bucket_size=trainer.grad_bucket_size,
         )
-        for chunk in chunks:
-            _mark_experts(chunk)
-        self._costs = costs_of(self.hf)
-        self._operations = operations_of(self.hf)
         self.wrapped = [
             FastDDP(self.config, ddp, module, disable_bucketing=number > 0) for number, module in enumerate(inner)
         ]
         if trainer.overlap_grad_reduce:
             waits = [chunk.no_sync for chunk in self.wrapped]
             self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
+        self.chunks = chunks
+        """The models in their wrappers."""
         self._inner = dict(zip(self.wrapped, chunks, strict=True))
         # Of two stages, each is both the next and the previous of the other: without overlap, one batch of
         # point-to-point operations would mix the shapes of both directions.
@@ -162,7 +165,6 @@ class Network:
         self.routing: RoutingReplay | None = None
         self.around_forward: list[Callable[[], AbstractContextManager[None]]] = []
         """Blocks that extensions put around the forward pass of each micro-batch with gradient."""
-        self._placed: list[PlacedTensor] | None = None
         for chunk in self.wrapped:
             chunk.train()
 
@@ -180,7 +182,7 @@ class Network:
         """Make the routers of every later pass ask the returned object for their experts."""
         shape = routing_shape(self.hf)
         assert shape is not None, "launch/checks/model.py rejects models without experts"
-        self.routing = RoutingReplay(kind, list(self._inner.values()), shape, self._parallel)
+        self.routing = RoutingReplay(kind, self.chunks, shape, self._parallel)
         return self.routing
 
     def train(self, packs: list[Pack], visit: Visit, *, first: bool = True, last: bool = True) -> None:
@@ -237,14 +239,13 @@ class Network:
 
     def base_tensors(self) -> list[Tensor]:
         """Return every parameter and persistent buffer but those of adapters, not copies."""
-        every = (weights_of(chunk, keep_vars=True).items() for chunk in self._inner.values())
+        every = (weights_of(chunk, keep_vars=True).items() for chunk in self.chunks)
         return [tensor for chunk in every for name, tensor in chunk if not ADAPTER.fullmatch(name)]
 
+    @cached_property
     def placed(self) -> list[PlacedTensor]:
-        """Return all of these tensors with their positions in the whole model."""
-        if self._placed is None:
-            self._placed = placed(list(self._inner.values()), self.hf["vocab_size"])
-        return self._placed
+        """All of these tensors with their positions in the whole model."""
+        return placed(self.chunks, self.hf["vocab_size"])
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return all parameters of this rank."""
@@ -259,20 +260,8 @@ class Network:
     def gradients(self) -> list[Tensor]:
         """Return the buffers of this rank's gradients, and FP8 copies of weights: each pass computes both anew."""
         buffers = [one for chunk in self.wrapped for one in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        return [*(buffer.grad_data for buffer in buffers), *self._fp8_copies()]
-
-    def _fp8_copies(self) -> list[Tensor]:
-        return [tensor for chunk in self.wrapped for tensor in fp8_weights(chunk)]
-
-    def layers(self) -> Iterator[torch.nn.Module]:
-        """Yield the layers of this rank."""
-        for chunk in self._inner.values():
-            yield from chunk.decoder.layers
-
-    def resident(self) -> list[Tensor]:
-        """Return what autograd saves in a pass although it is no activation."""
-        own = (one for chunk in self._inner.values() for one in (*chunk.parameters(), *chunk.buffers()))
-        return [*own, *self._fp8_copies()]
+        copies = [tensor for chunk in self.chunks for tensor in fp8_weights(chunk)]
+        return [*(buffer.grad_data for buffer in buffers), *copies]
 
     def _run(self, packs: list[Pack], visit: Visit, *, forward_only: bool, reduces: bool = True) -> None:
         """Run the packs of one adapter after those of another, so that layers that are computed again, and all stages

@@ -110,9 +110,9 @@ class Policy:
 
     def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""
+        trained = {"policy": self, "critic": self._critic}
         read = self.memory.readable
-        parts = {"policy": ShardedState(self.network, self.optimizer, read)}
-        return {**parts, "critic": self._critic.sharded(read)} if self._critic else parts
+        return {name: ShardedState(one.network, one.optimizer, read) for name, one in trained.items() if one}
 
     def networks(self) -> list[Network]:
         """Return the networks that are trained."""

@@ -32,7 +32,7 @@ from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.recovery import CatchingUp, Start
 from asyncrl.weights.adapters import AdapterPublisher, build_adapters
-from asyncrl.weights.files import folder_in
+from asyncrl.weights.files import publish_folder
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.publish import Outgoing, Publisher, build_transport
@@ -116,11 +116,6 @@ def _release(source: BatchSource, hand_over: HandOver) -> None:
     hand_over.give()
 
 
-def publish_folder(shared: str | None, run_dir: Path) -> Path:
-    """Return a folder that belongs to this run alone, because several runs may share `weights.folder`."""
-    return folder_in(Path(shared).expanduser(), run_dir) if shared else run_dir / "weights"
-
-
 @dataclass(frozen=True)
 class _Builder:
     """What the publishers of one rank that send something have in common."""
@@ -184,7 +179,6 @@ class _Builder:
             host_group(rank.timeout) if config.weights.overlap else None,
             sent=partial(free, policy.memory) if config.cluster.takes_turns else lambda: None,
         )
-        publisher.prepare()
         return publisher, why
 
     def _base(self, update: Update) -> StagedPublisher:

@@ -73,10 +73,12 @@ class RoutingReplay:
         self._shape = shape
         self._parallel = parallel
         self._choices: dict[GPTModel, list[RouterReplay]] = {}
+        self._places: dict[GPTModel, slice] = {}  # range of each chunk's layers in the routes
         self._layers: list[int] = []  # indices of this rank's routers among the layers with experts, chunk by chunk
         for chunk in chunks:
             routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
             self._choices[chunk] = [RouterReplay(parallel.device) for _ in routers]
+            self._places[chunk] = slice(len(self._layers), len(self._layers) + len(routers))
             self._layers += [shape.sparse.index(router.layer_number - 1) for router in routers]
             for router, choice in zip(routers, self._choices[chunk], strict=True):
                 router.router_replay = choice
@@ -124,7 +126,7 @@ class RoutingReplay:
 
     def before(self, chunk: GPTModel, pack: Pack) -> Callable[[], None]:
         """Return what sets the replayed experts, before a chunk runs the pack and before it recomputes a part of it."""
-        choices, layers = self._choices[chunk], self._of(chunk)
+        choices, layers = self._choices[chunk], self._places[chunk]
         given: list[tuple[Tensor, Tensor] | None] = [None for _ in choices]
         if self._mode == "replay" and pack.keys is not None and choices:
             experts, known = self._routes.get(self._mine(pack.keys, chunk), layers)
@@ -142,7 +144,7 @@ class RoutingReplay:
         choices = self._choices[chunk]
         if self._mode == "record" and pack.keys is not None and choices:
             chosen = torch.stack([choice.own for choice in choices], 1).to(self._routes.experts.dtype).cpu()
-            self._routes.put(self._mine(pack.keys, chunk), chosen, self._of(chunk))
+            self._routes.put(self._mine(pack.keys, chunk), chosen, self._places[chunk])
 
     def _mine(self, keys: Tensor, chunk: GPTModel) -> Tensor:
         """Return the keys of the tokens that this rank's routers see: under sequence parallelism, its equal part of the
@@ -150,15 +152,6 @@ class RoutingReplay:
         if not chunk.config.sequence_parallel:
             return keys
         return keys.chunk(self._parallel.tp)[self._parallel.tp_rank]
-
-    def _of(self, chunk: GPTModel) -> slice:
-        """Return the range of layers in the routes that belong to this chunk."""
-        before = 0
-        for other, choices in self._choices.items():
-            if other is chunk:
-                return slice(before, before + len(choices))
-            before += len(choices)
-        raise KeyError("a chunk of another model")
 
     def _every(self) -> Iterator[RouterReplay]:
         for choices in self._choices.values():

@@ -14,13 +14,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import planner_helpers
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,7 +36,6 @@ from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -44,7 +46,7 @@ from asyncrl.checkpoints.torch_dist import read_metadata
 from asyncrl.errors import RecordError
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.optimizer import MOMENTS, NetworkOptimizer
-from asyncrl.trainer.sharding import Box, PlacedTensor, Shape
+from asyncrl.trainer.sharding import Box, PlacedTensor
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class ShardedState:
 
     def written(self) -> Iterator[TensorShard]:
         """Yield the pieces that this rank writes. Each element of the whole is written by one rank."""
-        places = {id(place.tensor): place for place in self._network.placed()}
+        places = {id(place.tensor): place for place in self._network.placed}
         for shard in self._optimizer.shards():
             place = places[id(shard.parameter)]
             if place.ours if self._network.sharded else place.first:
@@ -84,14 +86,14 @@ class ShardedState:
 
     def weights(self) -> Iterator[TensorShard]:
         """Yield the weights that this rank computes with, in their own precision, without a frozen base."""
-        for place in self._network.placed():
+        for place in self._network.placed:
             if isinstance(place.tensor, torch.nn.Parameter) and not place.tensor.requires_grad:
                 continue
             yield from _pieces(place, 0, {"": place.tensor.detach().view(-1)})
 
     def states(self) -> Iterator[TensorShard]:
         """Yield the state of this rank's optimizer. In float32 a weight is its own master."""
-        places = {id(place.tensor): place for place in self._network.placed()}
+        places = {id(place.tensor): place for place in self._network.placed}
         for shard in self._optimizer.shards():
             masters = {"": shard.master} if _apart(shard.master, shard.parameter) else {}
             yield from _pieces(places[id(shard.parameter)], shard.start, {**masters, **_moments(shard.moments)})
@@ -160,9 +162,8 @@ def read(folder: Path, pieces: Sequence[TensorShard]) -> None:
     items = [item for key, wanted in by_key.items() for item in _items(folder, metadata, key, wanted)]
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
-    filling: Any = _Filling(pieces)
     try:
-        reader.read_data(LoadPlan(items), filling).wait()
+        reader.read_data(LoadPlan(items), _Filling(pieces)).wait()
     except (OSError, RuntimeError, KeyError, ValueError, AssertionError) as error:
         raise RecordError(f"{folder} cannot be read: {type(error).__name__}: {error}") from None
 
@@ -185,14 +186,15 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
 
 
-class _Writing(SavePlanner):
+class _Writing(DefaultSavePlanner):
     """The save planner: tells torch what this rank writes."""
 
     def __init__(self, pieces: Sequence[TensorShard]) -> None:
-        self._tensors: dict[tuple[str, Shape], Tensor] = {(p.key, p.box.offset): p.tensor for p in pieces}
+        super().__init__(flatten_state_dict=False)
+        self._tensors = _by_place(pieces)
         self._items = [
             WriteItem(
-                MetadataIndex(piece.key, torch.Size(piece.box.offset)),
+                MetadataIndex(piece.key, piece.box.offset),
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     _chunk(piece.box),
@@ -202,9 +204,6 @@ class _Writing(SavePlanner):
             )
             for piece in pieces
         ]
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """Do nothing: the items are known already."""
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan of this rank's pieces."""
@@ -220,31 +219,22 @@ class _Writing(SavePlanner):
                     raise RuntimeError(f"{held} of {math.prod(entry.size)} elements of {key} would be saved")
         return plans, metadata
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
         """Return the tensor of a piece."""
-        index = write_item.index
-        assert index.offset is not None
-        return self._tensors[index.fqn, tuple(index.offset)]
+        return self._tensors[index]
 
 
-class _Filling:
-    """The load planner: tells torch where to put what was read."""
+class _Filling(DefaultLoadPlanner):
+    """The load planner: tells torch where to put what was read. The copy converts the precision."""
 
     def __init__(self, pieces: Sequence[TensorShard]) -> None:
-        self._tensors = {(piece.key, piece.box.offset): piece.tensor for piece in pieces}
+        super().__init__()
+        self._tensors = _by_place(pieces)
 
-    def resolve_tensor(self, item: ReadItem) -> Tensor:
-        """Return the part of a piece's tensor to copy into; the copy converts the precision."""
-        index = item.dest_index
-        assert index.offset is not None
-        tensor = self._tensors[index.fqn, tuple(index.offset)]
-        for axis, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            tensor = tensor.narrow(axis, start, length)
-        return tensor
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Return the tensor of a piece."""
+        return self._tensors[index]
 
-    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: the data is in place already."""
+
+def _by_place(pieces: Sequence[TensorShard]) -> dict[MetadataIndex, Tensor]:
+    return {MetadataIndex(piece.key, piece.box.offset): piece.tensor for piece in pieces}

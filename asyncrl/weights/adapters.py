@@ -22,14 +22,12 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.config import Config, WeightsConfig
@@ -45,8 +43,8 @@ from asyncrl.weights.export import gathered
 from asyncrl.weights.files import claim
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.past import PastAdapters
-from asyncrl.weights.peft import write_peft
-from asyncrl.weights.peft_config import PREFIX, TENSORS, parsed
+from asyncrl.weights.peft import read_peft, write_peft
+from asyncrl.weights.peft_config import parsed
 from asyncrl.weights.publisher import Staged, StagedPublisher, VersionPublisher, verifies
 from asyncrl.weights.tensor import handle, shared_memory
 
@@ -67,44 +65,23 @@ def engine_config(lora: LoraConfig, tensors: Iterable[str]) -> dict[str, Any]:
     }
 
 
-class PublishedAdapter(ABC):
-    """An adapter that engines can load until it is dropped."""
-
-    def __init__(self, name: str, config: dict[str, Any]) -> None:
-        self.name = name
-        self._config = config
-
-    @property
-    def loadable(self) -> bool:
-        """Return whether engines that do not hold it can have it."""
-        return True
-
-    @abstractmethod
-    def load(self, *, verify: bool) -> tuple[str, Answer]:
-        """Return the path and the body of one engine's request. With `verify` the engine compares checksums."""
-
-    @abstractmethod
-    def check(self, tensors: Tensors) -> None:
-        """Raise WeightsError unless exactly these tensors would be loaded."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Free its memory or files: no engine will load it again."""
-
-
-class SharedAdapter(PublishedAdapter):
+class SharedAdapter:
     """An adapter in shared memory, for engines on this host. They keep views of it, so it is never written again."""
 
+    loadable = True
+    """Whether engines that do not hold it can have it."""
+
     def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, ranks: int) -> None:
-        super().__init__(name, config)
+        self.name = name
+        self._config = config
         self._ranks = ranks
         (self._bucket,) = plan_buckets(((n, t.dtype, t.shape) for n, t in tensors.items()), 1 << 62)
         self._flat = shared_memory(nbytes(self._bucket))
         fill(self._flat, self._bucket, ((n, Pieces([t])) for n, t in tensors.items()))
 
     def load(self, *, verify: bool) -> tuple[str, Answer]:
-        """Return a request with a handle for each of the engine's ranks, all of the whole adapter: the engine cuts
-        it."""
+        """Return the path and the body of one engine's request, with a handle for each of its ranks, all of the whole
+        adapter: the engine cuts it. With `verify` the engine compares checksums."""
         return "/load_lora_adapter_from_tensors", {
             "lora_name": self.name,
             "config_dict": self._config,
@@ -114,23 +91,34 @@ class SharedAdapter(PublishedAdapter):
         }
 
     def check(self, tensors: Tensors) -> None:
-        """Compare the shared memory with the tensors. An engine that finds a wrong checksum ends with an error, so that
-        a mistake here would end all of them."""
+        """Raise WeightsError unless exactly these tensors are in the memory. An engine that finds a wrong checksum ends
+        with an error, so that a mistake here would end all of them."""
         _compare(self.name, tensors, views(self._flat, self._bucket))
 
     def drop(self) -> None:
-        """Release the memory, which engines that still map it keep."""
+        """Release the memory, which engines that still map it keep: no engine will load it again."""
         del self._flat
 
 
-class AdapterFolder(PublishedAdapter):
+class AdapterFolder:
     """An adapter as a PEFT folder on a file system that the engines share."""
 
-    def __init__(self, name: str, config: dict[str, Any], tensors: Tensors, root: Path) -> None:
-        super().__init__(name, config)
-        claim(root)
+    def __init__(
+        self, name: str, root: Path, config: dict[str, Any] | None = None, tensors: Tensors | None = None
+    ) -> None:
+        """Write the folder. Without tensors, trainers that died may have done so; what they had in shared memory is in
+        the engines alone."""
+        self.name = name
         self._folder = root / name
-        write_peft(self._folder, config, tensors.items())
+        self._written = tensors is not None
+        if config is not None and tensors is not None:
+            claim(root)
+            write_peft(self._folder, config, tensors.items())
+
+    @property
+    def loadable(self) -> bool:
+        """Return whether engines that do not hold it can have it."""
+        return self._written or self._folder.exists()
 
     def load(self, *, verify: bool) -> tuple[str, Answer]:
         """Return a request with the folder, whose checksums only the sender can compare."""
@@ -138,28 +126,15 @@ class AdapterFolder(PublishedAdapter):
 
     def check(self, tensors: Tensors) -> None:
         """Read the file back and compare."""
-        _compare(
-            self.name,
-            tensors,
-            {n.removeprefix(PREFIX): t for n, t in load_file(self._folder / TENSORS).items()},
-        )
+        _compare(self.name, tensors, read_peft(self._folder))
 
     def drop(self) -> None:
         """Delete the folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class LeftAdapter(AdapterFolder):
-    """An adapter that trainers published before they died. What they had in shared memory is in the engines alone."""
-
-    def __init__(self, name: str, root: Path) -> None:
-        PublishedAdapter.__init__(self, name, {})
-        self._folder = root / name
-
-    @property
-    def loadable(self) -> bool:
-        """Return whether it was in a folder."""
-        return self._folder.exists()
+PublishedAdapter = SharedAdapter | AdapterFolder
+"""An adapter that engines can load until it is dropped."""
 
 
 class AdapterUpdate(Update):
@@ -368,11 +343,11 @@ def build_adapters(
 
     def make(name: str, tensors: Tensors | None) -> PublishedAdapter:
         if tensors is None:
-            return LeftAdapter(name, folder)
+            return AdapterFolder(name, folder)
         peft = engine_config(config.trainer.lora, tensors)
         if carried == "tensor":
             return SharedAdapter(name, peft, tensors, config.engine.ranks)
-        return AdapterFolder(name, peft, tensors, folder)
+        return AdapterFolder(name, folder, peft, tensors)
 
     if carried == "tensor":
         return make, f"adapters in shared memory ({why})"

@@ -32,16 +32,6 @@ Checksums = list[dict[str, str]]
 """A hash by engine parameter name, for each rank."""
 
 
-class Hash(Protocol):
-    """A hash over the concatenated bytes of tensors."""
-
-    def update(self, tensor: Tensor) -> None:
-        """Add a tensor's bytes. The tensor is not kept."""
-
-    def hexdigest(self) -> str:
-        """Return 16 hexadecimal digits."""
-
-
 class CpuHash:
     """SGLang's `tensor_hash` of a CPU tensor (sglang/srt/managers/mm_utils.py): the first 8 bytes of SHA-256."""
 
@@ -128,6 +118,8 @@ def _splitmix64(x: int) -> int:
     return x ^ x >> 31
 
 
+Hash = CpuHash | CudaHash
+"""A hash over the concatenated bytes of tensors, which are not kept."""
 HASHES: dict[str, Callable[[], Hash]] = {"cpu": CpuHash, "cuda": CudaHash}
 
 
@@ -148,13 +140,10 @@ class ExpectedChecksums:
     dtype is converted, as the engine does). `device` is where the engine runs: hash and padding depend on it.
     """
 
-    scales_suffix: str | None = None
-    """End of the names of the scales of output channels, if the engines hold some."""
-
     def __init__(
         self, hf: dict[str, Any], shape: EngineParallel, *, dtype: torch.dtype, device: Literal["cpu", "cuda"] = "cpu"
     ) -> None:
-        self._layout = EngineLayout(hf, shape, cpu=device == "cpu", scales_suffix=self.scales_suffix)
+        self._layout = EngineLayout(hf, shape, cpu=device == "cpu")
         self._dtype = dtype
         self._new_hash = HASHES[device]
         self._open: dict[str, _Parameter] = {}

@@ -26,7 +26,7 @@ from asyncrl.models.family import Family, Layout, WeightRow
 from asyncrl.models.parts import EMBEDDING, HEAD
 from asyncrl.parallel import EngineParallel
 from asyncrl.weights.layouts import dims_of
-from asyncrl.weights.names import general
+from asyncrl.weights.names import without_numbers
 
 VOCAB_MULTIPLE = 64
 CPU_INNER_MULTIPLE = 32  # multiplied by the ranks of a stage
@@ -178,14 +178,6 @@ class EngineParameter:
         """True if the parameter stacks the tensors of all routed experts."""
         return "{expert}" in self.parts[0][0]
 
-    def of_scales(self, suffix: str) -> EngineParameter:
-        """Return the rule of the scales of its output channels, [channels, 1]."""
-        parts = (
-            (name + suffix, _whole if cut in (_out, _inner_columns, _expert_columns) else cut)
-            for name, cut in self.parts
-        )
-        return EngineParameter(self.engine + suffix, tuple(parts), torch.float32)
-
     @property
     def same_everywhere(self) -> bool:
         """True if all ranks hold the same bytes."""
@@ -255,30 +247,31 @@ class ParameterTarget:
 class EngineLayout:
     """The table of one model, looked up by HF name. Raises ConfigError for an unknown family."""
 
-    def __init__(
-        self, hf: dict[str, Any], shape: EngineParallel, *, cpu: bool, scales_suffix: str | None = None
-    ) -> None:
-        """With `scales_suffix`, each weight may have scales of its output channels, whose names end so."""
+    def __init__(self, hf: dict[str, Any], shape: EngineParallel, *, cpu: bool) -> None:
         dims, self._family = dims_of(hf), family_of(hf)
-        rules = table(self._family, hf)
+        self.rules = table(self._family, hf)
         self.split = Split(shape, dims.heads, dims.kv_heads, cpu)
         self.tied, self._layers = dims.tied, int(hf.get("num_hidden_layers") or 0)
         self._routed = int(hf.get("n_routed_experts") or hf.get("num_local_experts") or hf.get("num_experts") or 0)
         one_shared = not cpu and shape.ep == 1 and hf.get("n_shared_experts") == 1
         self._shared_is_routed = one_shared and self._family.serving.fuses_shared_expert(hf)
         self._experts = self._routed + self._shared_is_routed
-        scales = tuple(rule.of_scales(scales_suffix) for rule in rules) if scales_suffix else ()
-        self._rules = {name: (rule, index) for rule in (*rules, *scales) for index, (name, _) in enumerate(rule.parts)}
+        self._places: dict[str, tuple[EngineParameter, int]] = {}
+        self.add(self.rules)
+
+    def add(self, rules: Table) -> None:
+        """Add parameters, by the names of their HF tensors."""
+        self._places |= {name: (rule, index) for rule in rules for index, (name, _) in enumerate(rule.parts)}
 
     def find(self, name: str) -> ParameterTarget:
         """Return the place of an HF tensor. Raises WeightsError if the engine has none."""
         renamed = name.replace(".shared_experts.", f".experts.{self._routed}.") if self._shared_is_routed else name
-        pattern, numbers = general(renamed)
+        general, numbers = without_numbers(renamed)
         layer, expert = numbers.get("layer"), numbers.get("expert", 0)
-        if pattern not in self._rules or expert >= max(self._experts, 1):
+        if general not in self._places or expert >= max(self._experts, 1):
             raise WeightsError(f"{name}: an SGLang engine of {self._family.architecture} has no place for this tensor")
-        rule, index = self._rules[pattern]
-        parameter, each = rule.engine.format(layer=layer, block=numbers.get("block")), len(rule.parts)
+        rule, index = self._places[general]
+        parameter, each = rule.engine.format(**numbers), len(rule.parts)
         count = each * (self._experts if rule.per_expert else 1)
         return ParameterTarget(parameter, rule, index + each * expert, count, self._ranks(name, layer))
 

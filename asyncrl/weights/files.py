@@ -33,11 +33,13 @@ DTYPES = {
 ALIGNMENT = 8  # readers map the bytes, which should start at a multiple of the widest item
 
 
-def folder_in(shared: Path, run_dir: Path) -> Path:
-    """Return the folder of a run within one that several runs share. Its name follows from the path of the run folder,
-    so that a resumed run finds it again."""
+def publish_folder(shared: str | None, run_dir: Path) -> Path:
+    """Return a folder that belongs to this run alone, because several runs may share `weights.folder`. Its name there
+    follows from the path of the run folder, so that a resumed run finds it again."""
+    if not shared:
+        return run_dir / "weights"
     digest = hashlib.sha256(os.fsencode(run_dir.absolute())).hexdigest()[:12]
-    return shared / "-".join(filter(None, (run_dir.parent.name, run_dir.name, digest)))
+    return Path(shared).expanduser() / "-".join(filter(None, (run_dir.parent.name, run_dir.name, digest)))
 
 
 def claim(folder: Path) -> None:

@@ -178,11 +178,14 @@ def of_rank(dims: Dims, degree: int) -> Dims:
     return replace(dims, heads=dims.heads // degree, kv_heads=dims.kv_heads // degree)
 
 
-def stack_experts(matrix: str, experts: Sequence[Tensor]) -> Tensor:
-    """Return the adapters' matrices A or B of all experts of a layer in one, as PEFT stores them."""
+def stack_experts(matrix: str | None, experts: Sequence[Tensor]) -> Tensor:
+    """Return the tensors of all experts of a layer in one: the adapters' matrices A or B as PEFT stores them, and with
+    None weights as transformers does."""
+    if matrix is None:
+        return torch.stack(list(experts))
     return torch.cat(list(experts)) if matrix == "A" else torch.stack(list(experts), -1).flatten(1)
 
 
-def of_expert(stack: Tensor, matrix: str, number: int, count: int) -> Tensor:
-    """Return one expert's matrix of a stack."""
+def of_expert(stack: Tensor, matrix: str | None, number: int, count: int) -> Tensor:
+    """Return one expert's matrix A or B of a stack."""
     return stack.unflatten(0, (count, -1))[number] if matrix == "A" else stack.unflatten(1, (-1, count))[..., number]

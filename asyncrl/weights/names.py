@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import WeightsError
-from asyncrl.models import families, parts
+from asyncrl.models import families
 from asyncrl.models.family import WeightRow
 from asyncrl.models.vision import TOWERS
 from asyncrl.weights.layouts import FUSED_GATE_UP, GATE_UP, LAYOUTS, LINEAR, QKV, ROW, WHOLE, TensorLayout
@@ -40,6 +40,8 @@ class NameRule:
     megatron: str
     layout: TensorLayout
     hf: tuple[str, ...]
+    matrix: str | None = None
+    """A or B for a matrix of an adapter; None for a parameter of the base."""
 
     @property
     def expert(self) -> bool:
@@ -82,7 +84,7 @@ class NameRule:
             layout = WHOLE if whole else outputs
         linear = self.megatron.removesuffix(".weight")
         name = f"{self.projections()[projection]}.lora_{matrix}.weight"
-        return NameRule(f"{linear}.{module}.{projection}.{matrix}", layout, (name,))
+        return NameRule(f"{linear}.{module}.{projection}.{matrix}", layout, (name,), matrix)
 
 
 Table = tuple[NameRule, ...]
@@ -93,7 +95,6 @@ def table(weights: Iterable[WeightRow]) -> Table:
     return tuple(NameRule(one.megatron, LAYOUTS[one.layout], one.hf) for one in weights)
 
 
-MTP = table(parts.MTP)
 FAMILIES = {name: table(family.weights) for name, family in families.FAMILIES.items()}
 
 TRANSFORMER_ENGINE: tuple[tuple[str, str], ...] = (
@@ -168,11 +169,11 @@ class Mapping:
         if self.tower and megatron_name.startswith("visual."):  # transformers' own module, equal on all ranks
             name = self.tower + megatron_name.removeprefix("visual.")
             return Found(NameRule(megatron_name, WHOLE, (name,)), None, None)
-        pattern, numbers = general(megatron_name)
-        if pattern not in self._rules:
+        general, numbers = without_numbers(megatron_name)
+        if general not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")
-        rule = self._rules[pattern]
-        if self._transformer_engine and WHOLE_WITH_TRANSFORMER_ENGINE.search(pattern):
+        rule = self._rules[general]
+        if self._transformer_engine and WHOLE_WITH_TRANSFORMER_ENGINE.search(general):
             rule = replace(rule, layout=WHOLE)
         return Found(rule, numbers.get("layer"), numbers.get("expert"))
 
@@ -180,11 +181,11 @@ class Mapping:
         """Return whether some Megatron parameter or the vision tower holds this HF tensor."""
         if self.tower and hf_name.startswith(self.tower):
             return True
-        return general(hf_name)[0] in self._hf
+        return without_numbers(hf_name)[0] in self._hf
 
     def is_linear(self, hf_name: str) -> bool:
         """Return whether an HF tensor is the weight of a linear layer that can have adapters, or be quantized."""
-        rule = self._hf.get(general(hf_name)[0])
+        rule = self._hf.get(without_numbers(hf_name)[0])
         return rule is not None and rule.linear
 
     def adapts(self, module: str) -> bool:
@@ -198,13 +199,13 @@ class Mapping:
         return re.sub(r"^model\.layers\.", "model.language_model.layers.", name) if self.tower else name
 
 
-def general(name: str) -> tuple[str, dict[str, int]]:
-    """Return a name with placeholders for its numbers, and the numbers of layer, block (of a tower) and expert."""
+def without_numbers(name: str) -> tuple[str, dict[str, int]]:
+    """Return a name of Megatron's or HF's with placeholders for the numbers of its layer, block and expert, and these
+    numbers."""
     numbers: dict[str, int] = {}
 
     def replaced(found: re.Match[str]) -> str:
-        kind = found[1].removeprefix("local_")
-        numbers[kind] = int(found[2])
-        return f".{found[1]}s.{{{kind}}}."
+        numbers[found["kind"]] = int(found["number"])
+        return f"{found['name']}.{{{found['kind']}}}"
 
-    return re.sub(r"\.(layer|block|(?:local_)?expert)s\.(\d+)\.", replaced, name), numbers
+    return re.sub(r"\b(?P<name>(local_)?(?P<kind>layer|block|expert)s)\.(?P<number>\d+)(?=\.)", replaced, name), numbers

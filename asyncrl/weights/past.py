@@ -12,12 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.peft import write_peft
-from asyncrl.weights.peft_config import PREFIX, TENSORS
+from asyncrl.weights.peft import read_peft, write_peft
 
 FOLDER = "past"
 
@@ -59,7 +57,7 @@ class PastAdapters:
                 shutil.copytree(source, partial)
                 os.rename(partial, folder)
         try:
-            return {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}
+            return read_peft(folder)
         except (OSError, ValueError) as error:
             raise WeightsError(
                 f"{folder}, a past version that plays a role (agents.roles), cannot be read: {error}. Copy the folder "

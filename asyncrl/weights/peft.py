@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
@@ -71,6 +72,11 @@ def _in_file(name: str, nested: bool) -> str:
 
 
 # --- reading ------------------------------------------------------------------------------------------------
+
+
+def read_peft(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of dense layers that `write_peft` has written."""
+    return {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}
 
 
 class PeftFolder:

@@ -88,8 +88,8 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         raise WeightsError(f"{file} cannot be read: {error}. Give a folder of PEFT's save_pretrained.") from None
     _check_kind(file, found)
     config = AdapterConfig(
-        rank=_number(file, found, "r", int),
-        alpha=_number(file, found, "lora_alpha", int | float),
+        rank=_positive(file, "r", found.pop("r", None), int),
+        alpha=_positive(file, "lora_alpha", found.pop("lora_alpha", None), int | float),
         rslora=bool(found.pop("use_rslora", False)),
         rank_pattern=_pattern(file, found, "rank_pattern", int),
         alpha_pattern=_pattern(file, found, "alpha_pattern", int | float),
@@ -114,20 +114,17 @@ def _check_kind(file: Path, found: dict[str, Any]) -> None:
         )
 
 
-def _number(file: Path, found: dict[str, Any], name: str, kind: Any) -> Any:
-    _check_number(file, name, value := found.pop(name, None), kind)
-    return value
-
-
-def _check_number(file: Path, name: str, value: Any, kind: Any) -> None:
+def _positive(file: Path, name: str, value: Any, kind: Any) -> Any:
+    """Return a value that must be a positive number."""
     if not isinstance(value, kind) or isinstance(value, bool) or not value > 0:
         raise ConfigError(f"{file}: {name}", value, "It must be a positive number: copy the folder again.")
+    return value
 
 
 def _pattern(file: Path, found: dict[str, Any], name: str, kind: Any) -> dict[str, Any]:
     patterns: dict[str, Any] = found.pop(name, None) or {}
     for pattern, value in patterns.items():
-        _check_number(file, f"{name}: {pattern}", value, kind)
+        _positive(file, f"{name}: {pattern}", value, kind)
         try:
             re.compile(pattern)
         except re.error as error:

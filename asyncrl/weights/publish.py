@@ -84,7 +84,9 @@ class Publisher(StagedPublisher):
         group: dist.ProcessGroup | None = None,
         sent: Callable[[], None] = lambda: None,
     ) -> None:
-        """`update` is the protocol by which rank 0 updates the fleet. `group` has all ranks, for collectives beside
+        """Plan and allocate the buckets, while the engines still load: none of them is needed.
+
+        `update` is the protocol by which rank 0 updates the fleet. `group` has all ranks, for collectives beside
         those of training (weights.overlap). `sent` is called on every rank before the engines continue."""
         self._parallel = parallel
         self._fleet = update.fleet
@@ -101,8 +103,11 @@ class Publisher(StagedPublisher):
         self._streams = not self._full and not transport.ahead
         self._stream = torch.cuda.Stream(parallel.device) if gpu else None
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send-weights")
-        self._plan: list[Bucket] | None = None
-        self._memory: list[Tensor] = []
+        self._plan = plan_buckets(self._weights.described(), settings.bucket_mb << 20, together=unit_of)
+        sizes = [nbytes(bucket) for bucket in self._plan]
+        if not self._full:
+            sizes = [max(sizes)] * min(transport.memories, len(sizes)) if sizes else []
+        self._memory = [transport.allocate(size, parallel.device) for size in sizes]
         self._verified: Checksums | None = None
 
     @property
@@ -110,21 +115,11 @@ class Publisher(StagedPublisher):
         """Return the checksums of the last version that was verified; the same on every rank."""
         return self._verified
 
-    def prepare(self) -> None:
-        """Plan and allocate the buckets. Runs on every rank while the engines still load, and needs none of them."""
-        self._plan = plan_buckets(self._weights.described(), self._settings.bucket_mb << 20, together=unit_of)
-        sizes = [nbytes(bucket) for bucket in self._plan]
-        if not self._full:
-            sizes = [max(sizes)] * min(self._transport.memories, len(sizes)) if sizes else []
-        self._memory = [self._transport.allocate(size, self._parallel.device) for size in sizes]
-
     @torch.no_grad()
     def stage(self, version: int) -> Staged:
         """Copy the weights, or write them to files, while the engines generate. Unless they are streamed, they may
         change when this returns."""
         started = time.monotonic()
-        if self._plan is None:
-            self.prepare()
         self._meet(version)
         unproven = self._verified is None or bool(self._fleet.joining)
         expected = self._outgoing.expected() if verifies(self._settings, version, unproven=unproven) else None
@@ -137,7 +132,7 @@ class Publisher(StagedPublisher):
                 torch.cuda.current_stream(self._parallel.device).synchronize()
         metrics = {
             "fill": time.monotonic() - started,
-            "bytes": float(sum(nbytes(bucket) for bucket in self._plan or [])),
+            "bytes": float(sum(nbytes(bucket) for bucket in self._plan)),
             "engines": float(len(self._fleet.serving)),
             **({} if self._streams else self._weights.figures()),
         }
@@ -199,7 +194,7 @@ class Publisher(StagedPublisher):
 
     def _send(self, expected: ExpectedChecksums | None) -> None:
         """Send every stage's buckets. Each rank of a stage takes part in its gathers, and its first rank sends."""
-        ready = zip(self._memory, self._plan or [], strict=True) if self._full else self._fill(expected)
+        ready = zip(self._memory, self._plan, strict=True) if self._full else self._fill(expected)
         if self._parallel.pp == 1:
             self._send_each(ready)
             return
@@ -251,7 +246,7 @@ class Publisher(StagedPublisher):
         """Fill and yield the buckets in turn. If there is less memory than buckets, one is sent while the next is
         filled."""
         stream = self._weights.stream(merged=self._outgoing.merged)
-        for number, bucket in enumerate(self._plan or []):
+        for number, bucket in enumerate(self._plan):
             flat = self._memory[number % len(self._memory)][: nbytes(bucket)]
             for name, tensor in fill(flat, bucket, stream).items():
                 if expected is not None:

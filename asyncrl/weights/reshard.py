@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -39,13 +39,11 @@ from asyncrl.weights.names import (
     local_name,
     module_of,
     unit_of,
+    without_numbers,
 )
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-Stacks = dict[str, dict[int, Tensor]]
-"""Tensors by the names of their stacks and by expert."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,6 @@ class Resharder:
 
     # -- export --------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def stream(self, *, merged: str | None = POLICY) -> Iterator[tuple[str, Pieces]]:
         """Yield (HF name, full tensor in pieces) of this stage, in a fixed order, on the exporting rank, and nothing on
         other ranks. Each weight has the adapter `merged` added to it, if there is one; None exports the base alone.
@@ -147,9 +144,7 @@ class Resharder:
         Every rank must iterate to the end, because it takes part in a gather per split parameter. Pieces may be views
         of the parameter itself: read them before the next optimizer step.
         """
-        stacks: Stacks = {}
-        for found, tensor in self._tensors(self._exported, merged=merged):
-            yield from self._unstacked(found, self._joined(found, self._gathered(found, tensor)), stacks)
+        return self._full(self._exported, self._gathered, merged=merged)
 
     def figures(self) -> dict[str, float]:
         """Return no metrics: the engines get the weights as they are."""
@@ -159,7 +154,6 @@ class Resharder:
         """Yield (HF name, full tensor), with each tensor in one piece."""
         return ((name, pieces.tensor()) for name, pieces in self.stream(merged=merged))
 
-    @torch.no_grad()
     def quantized(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF name, full tensor) of the weights of the base that are quantized, dequantized, as `hf_tensors`."""
         which = [
@@ -167,10 +161,8 @@ class Resharder:
             for chunk, name, found in self._exported
             if hasattr(self._chunks[chunk].get_submodule(name.rpartition(".")[0]), "packed")
         ]
-        for found, tensor in self._tensors(which):
-            yield from ((name, one.tensor()) for name, one in self._joined(found, self._gathered(found, tensor)))
+        return ((name, pieces.tensor()) for name, pieces in self._full(which, self._gathered))
 
-    @torch.no_grad()
     def adapters(self, adapter: str = POLICY) -> Iterator[tuple[str, Tensor]]:
         """Yield (HF module + .lora_A.weight or .lora_B.weight, full tensor in float32) of an adapter, as `hf_tensors`.
 
@@ -178,51 +170,40 @@ class Resharder:
         experts one below the other, [experts * rank, in], and B with the expert as its fastest index, [out, rank *
         experts]. (PEFT nests the modules of several parameters, so that names in its files differ.)
         """
-        stacks: Stacks = {}
-        for found, tensor in self._tensors(self._in_gathers(self._adapters.get(adapter, []))):
-            parts = self._gathered(found, tensor)
-            full = ((name, pieces.tensor().float()) for name, pieces in self._joined(found, parts))
-            if found.expert is None:
-                yield from full
-                continue
-            for name, every in self._complete(found, full, stacks):
-                yield name, stack_experts("A" if ".lora_A." in name else "B", every)
-
-    def _complete(
-        self, found: Found, full: Iterable[tuple[str, Tensor]], stacks: Stacks
-    ) -> Iterator[tuple[str, list[Tensor]]]:
-        """Add tensors of one expert on each expert-parallel rank to the stacks that are being built, and yield those
-        that have all experts."""
-        for owner, (name, one) in enumerate(full):
-            stack = stacks.setdefault(name, {})
-            stack[(found.expert or 0) + owner * self._experts_here] = one
-            if len(stack) == self._num_experts:
-                yield name, [stack[expert] for expert in range(self._num_experts)]
-                del stacks[name]
-
-    def _unstacked(
-        self, found: Found, joined: Iterator[tuple[str, Pieces]], stacks: Stacks
-    ) -> Iterator[tuple[str, Pieces]]:
-        """Yield full tensors, those of experts that HF stacks when all are there. At any time one stack is in
-        memory."""
-        if not found.rule.stacked:
-            yield from joined
-            return
-        full = ((name, pieces.tensor()) for name, pieces in joined)
-        for name, every in self._complete(found, full, stacks):
-            yield name, Pieces([torch.stack(every)])
+        which = self._in_gathers(self._adapters.get(adapter, []))
+        return ((name, pieces.tensor().float()) for name, pieces in self._full(which, self._gathered))
 
     def described(self) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
         """Yield name, dtype and shape of what `hf_tensors` yields, without accessing weights or other ranks."""
         if not self._parallel.exports:
             return
-        stacks: Stacks = {}
-        for found, tensor in self._tensors(self._exported):
-            shards = self._degree(found) * (self._parallel.ep if found.rule.expert else 1)
-            joined = self._joined(found, [torch.empty_like(tensor, device="meta")] * shards)
-            for name, pieces in self._unstacked(found, joined, stacks):
-                whole = pieces.tensor()
-                yield name, whole.dtype, whole.shape
+        for name, pieces in self._full(self._exported, self._placeholders):
+            whole = pieces.tensor()
+            yield name, whole.dtype, whole.shape
+
+    @torch.no_grad()
+    def _full(
+        self,
+        which: list[tuple[int, str, Found]],
+        shards: Callable[[Found, Tensor], list[Tensor]],
+        *,
+        merged: str | None = None,
+    ) -> Iterator[tuple[str, Pieces]]:
+        """Yield the full tensors of these parameters, joined from what `shards` returns for each. Those of experts that
+        HF stacks are yielded when all are there; at any time one stack is in memory."""
+        stacks: dict[str, dict[int, Tensor]] = {}
+        for found, tensor in self._tensors(which, merged=merged):
+            joined = self._joined(found, shards(found, tensor))
+            if not found.rule.stacked:
+                yield from joined
+                continue
+            for owner, (name, pieces) in enumerate(joined):  # one expert on each expert-parallel rank
+                stack = stacks.setdefault(name, {})
+                stack[(found.expert or 0) + owner * self._experts_here] = pieces.tensor()
+                if len(stack) == self._num_experts:
+                    experts = [stack[number] for number in range(self._num_experts)]
+                    yield name, Pieces([stack_experts(found.rule.matrix, experts)])
+                    del stacks[name]
 
     @cached_property
     def _exported(self) -> list[tuple[int, str, Found]]:
@@ -251,6 +232,11 @@ class Resharder:
         parts = [torch.empty_like(shard) for _ in range(group.size())] if self._parallel.exports else None
         dist.gather(shard.contiguous(), parts, group=group, group_dst=0)
         return parts or []
+
+    def _placeholders(self, found: Found, shard: Tensor) -> list[Tensor]:
+        """Return every rank's shard without its values."""
+        count = self._degree(found) * (self._parallel.ep if found.rule.expert else 1)
+        return [torch.empty_like(shard, device="meta")] * count
 
     def _joined(self, found: Found, parts: list[Tensor]) -> Iterator[tuple[str, Pieces]]:
         """Join all shards into full tensors; for routed experts, one per expert-parallel rank in turn."""
@@ -287,15 +273,14 @@ class Resharder:
         `adapters`."""
         for found, tensor in self._tensors(self._adapters.get(adapter, [])):
             (name,), (shape,) = found.hf_names(), self._whole_shapes(found, tensor)
-            count, matrix = 1 if found.expert is None else self._num_experts, "A" if ".lora_A." in name else "B"
+            count, matrix = 1 if found.expert is None else self._num_experts, found.rule.matrix
             whole = (count * shape[0], shape[1]) if matrix == "A" else (shape[0], shape[1] * count)
             self._fill(found, tensor, [of_expert(read(name, whole), matrix, found.expert or 0, count)])
 
     def adapts(self, module: str) -> bool:
         """Return whether some rank has a linear layer for PEFT's module."""
-        found = re.fullmatch(r"(model\.(?:language_model\.)?layers\.)(\d+)(\..+)", module)
-        known = found and int(found[2]) < self._num_layers and self._mapping.adapts(f"{found[1]}{{layer}}{found[3]}")
-        return bool(known)
+        general, numbers = without_numbers(module)
+        return numbers.get("layer", self._num_layers) < self._num_layers and self._mapping.adapts(general)
 
     def _whole_shapes(self, found: Found, shard: Tensor) -> list[torch.Size]:
         """Return the shapes of the full tensors of which a rank holds this shard."""
@@ -307,12 +292,13 @@ class Resharder:
 
     def _is_for_this_rank(self, hf_name: str) -> bool:
         """Return whether an HF tensor belongs to a layer and an expert that this rank holds, or that no rank holds."""
-        layer, expert = (re.search(rf"\.{kind}\.(\d+)\.", hf_name) for kind in ("layers", "experts"))
-        if layer is None:
-            return False
+        _, numbers = without_numbers(hf_name)
+        layer, expert = numbers.get("layer"), numbers.get("expert")
         experts = range(self._first_expert, self._first_expert + self._experts_here)
-        return (int(layer[1]) in self._layers_here or int(layer[1]) >= self._num_layers) and (
-            expert is None or int(expert[1]) in experts or int(expert[1]) >= self._num_experts
+        return (
+            layer is not None
+            and (layer in self._layers_here or layer >= self._num_layers)
+            and (expert is None or expert in experts or expert >= self._num_experts)
         )
 
 

@@ -145,8 +145,7 @@ def main(folder: Path, turns: bool, beside: bool) -> None:
         group=dist.new_group(backend="gloo", timeout=PATIENCE) if beside else None,
     )
     background = Background(publisher)
-    publisher.prepare()
-    transport.buckets = len(publisher._plan or [])
+    transport.buckets = len(publisher._plan)
     for version in VERSIONS:
         last.update(version=version, filled=0)
         if beside:

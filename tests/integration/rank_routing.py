@@ -97,7 +97,7 @@ def given_experts_are_used(policy: Policy, groups: list[Group], samples: list[li
                 for place, row in enumerate(unpacked(routing.rows, shape)):
                     told.setdefault(int(sample.keys[routing.start + place]), torch.from_numpy(row.astype("i8")))
     maps: dict[TopKRouter, Tensor] = {}
-    for chunk in network._inner.values():
+    for chunk in network.chunks:
         for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
             router.register_forward_hook(lambda router, _, out: maps.update({router: out[1]}))
     after: Callable[..., None] = network.routing.after

@@ -29,7 +29,7 @@ from asyncrl.network.addresses import Access
 from asyncrl.parallel import Parallel
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.weights import adapters
-from asyncrl.weights.adapters import AdapterFolder, AdapterPublisher, LeftAdapter, SharedAdapter, build_adapters
+from asyncrl.weights.adapters import AdapterFolder, AdapterPublisher, SharedAdapter, build_adapters
 from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import PeftFolder
 from asyncrl.weights.peft_config import user_config
@@ -338,9 +338,9 @@ def test_trainers_that_start_again_unload_what_those_that_died_left_and_load_aga
 
 
 def test_what_trainers_that_died_left_in_folders_is_for_engines_that_join_too(tmp_path: Path) -> None:
-    left = LeftAdapter("run0-v1", tmp_path)
+    left = AdapterFolder("run0-v1", tmp_path)
     assert not left.loadable
-    AdapterFolder("run0-v1", {"r": 2}, dict(tensors()), tmp_path)
+    AdapterFolder("run0-v1", tmp_path, {"r": 2}, dict(tensors()))
     assert left.loadable
     assert left.load(verify=True)[1]["lora_path"] == str(tmp_path / "run0-v1")
     left.drop()
@@ -401,7 +401,7 @@ def test_checksums_are_sent_when_they_are_due() -> None:
 
 
 def test_a_folder_holds_what_was_trained_until_it_is_dropped(tmp_path: Path) -> None:
-    adapter = AdapterFolder("run0-v1", {"r": 2}, dict(tensors()), tmp_path)
+    adapter = AdapterFolder("run0-v1", tmp_path, {"r": 2}, dict(tensors()))
     adapter.check(dict(tensors()))
     assert adapter.load(verify=True) == (
         "/load_lora_adapter",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
-from asyncrl.weights.files import DTYPES, claim, folder_in, write_bucket
+from asyncrl.weights.files import DTYPES, claim, publish_folder, write_bucket
 from asyncrl.weights.layouts import Pieces
 
 
@@ -46,12 +46,15 @@ class Full(type(Path())):
         """Stays."""
 
 
-def test_runs_that_share_a_folder_have_different_ones_in_it_and_find_them_again() -> None:
-    shared, runs = Path("/shared"), [Path("/home", name, "runs/main") for name in ("anna", "ben")]
-    found = [folder_in(shared, run) for run in runs]
+@pytest.mark.parametrize("shared", [None, "/shared"])
+def test_runs_have_folders_of_their_own_and_find_them_again(shared: str | None) -> None:
+    runs = [Path("/home", name, "runs/main") for name in ("anna", "ben")]
+    found = [publish_folder(shared, run) for run in runs]
     assert len(set(found)) == len(found)
-    assert {folder.parent for folder in found} == {shared}  # nobody else owns a folder between
-    assert folder_in(shared, runs[0]) == found[0]
+    assert {folder.parent for folder in found} == (
+        {Path(shared)} if shared else {*runs}
+    )  # nobody else owns a folder between
+    assert publish_folder(shared, runs[0]) == found[0]
 
 
 def test_folder_for_weights_is_private_and_claimed_again(tmp_path: Path) -> None:

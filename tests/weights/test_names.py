@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
-from asyncrl.models import families, tiny_vision
+from asyncrl.models import families, parts, tiny_vision
 from asyncrl.models.tiny import write_random_model
 from asyncrl.models.vision import TOWERS
 from asyncrl.weights import layouts
@@ -34,7 +34,7 @@ from asyncrl.weights.layouts import (
     TensorLayout,
     dims_of,
 )
-from asyncrl.weights.names import FAMILIES, MTP, Mapping, local_name, unit_of
+from asyncrl.weights.names import FAMILIES, Mapping, local_name, table, unit_of
 
 HIDDEN = 8
 ONE = Dims(heads=1, kv_heads=1, head_dim=1, vocab=5, tied=False)
@@ -275,10 +275,10 @@ def test_tables_name_each_tensor_that_transformers_writes_once_and_no_other(arch
     generic = {
         re.sub(r"experts\.\d+", "experts.{expert}", re.sub(r"layers\.\d+", "layers.{layer}", n)) for n in written
     }
-    named = [name for rule in FAMILIES[architecture] if rule not in MTP for name in rule.hf]
+    named = [name for rule in FAMILIES[architecture] if rule not in table(parts.MTP) for name in rule.hf]
     prefix = TOWERS[architecture].prefix if architecture in TOWERS else "no tower"
     assert sorted(named) == sorted(name for name in generic if not name.startswith(prefix))
     mapping = Mapping(architecture)
     assert all(mapping.knows(name) for name in written)
-    assert mapping.knows("model.layers.1.enorm.weight") == (MTP[0] in FAMILIES[architecture])
+    assert mapping.knows("model.layers.1.enorm.weight") == (table(parts.MTP)[0] in FAMILIES[architecture])
     assert mapping.knows("visual.patch_embed.proj.weight") == (prefix == "visual.")

@@ -151,7 +151,7 @@ def test_what_a_dead_trainer_left_half_written_is_not_delivered(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "write",
-    [lambda root: DiskTransport(Loaded(), root, stage=0).start(1), lambda root: AdapterFolder("v1", {}, {}, root)],
+    [lambda root: DiskTransport(Loaded(), root, stage=0).start(1), lambda root: AdapterFolder("v1", root, {}, {})],
 )
 def test_no_version_is_written_through_a_link_of_somebody_else(write: Callable[[Path], Any], tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()

@@ -13,14 +13,14 @@ from typing import Any
 
 from asyncrl.config.roles import POLICY
 from asyncrl.errors import ConfigError, WeightsError
-from asyncrl.models import families
+from asyncrl.models import families, parts
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.models.vision import TOWERS
-from asyncrl.weights.names import FAMILIES, MTP, Found, NameRule, Table, module_of
+from asyncrl.weights.names import FAMILIES, Found, NameRule, Table, module_of
 
 Arguments = dict[str, Any]
 
-MTP_NAMES = frozenset(rule.megatron for rule in MTP)
+MTP_NAMES = frozenset(weight.megatron for weight in parts.MTP)
 FUSED_NORMS = {  # stored under the names of TransformerEngine's fused linears
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncrl.extension import Extension, LaunchHooks, TrainerHooks
 from asyncrl.settings import Section
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from asyncrl.config import Config
+    from asyncrl.trainer.network import Network
     from asyncrl.trainer.policy import Policy
 
 
@@ -37,11 +42,20 @@ class OffloadTrainer(TrainerHooks):
     def __init__(self, policy: Policy) -> None:
         from asyncrl.extensions.offload.activation_offload import ActivationOffload
 
-        self.offloads = [ActivationOffload(network.resident) for network in policy.networks()]
+        self.offloads = [ActivationOffload(partial(_resident, network)) for network in policy.networks()]
         for network, offload in zip(policy.networks(), self.offloads, strict=True):
             network.around_forward.append(offload.micro_batch)
-            for layer in network.layers():
-                layer.register_forward_pre_hook(offload.next_layer)
+            for chunk in network.chunks:
+                for layer in chunk.decoder.layers:
+                    layer.register_forward_pre_hook(offload.next_layer)
+
+
+def _resident(network: Network) -> Iterator[Tensor]:
+    """Yield what autograd saves in a pass although it is no activation."""
+    from asyncrl.trainer.layers import fp8_weights
+
+    for chunk in network.chunks:
+        yield from (*chunk.parameters(), *chunk.buffers(), *fp8_weights(chunk))
 
 
 class Offload(Extension):

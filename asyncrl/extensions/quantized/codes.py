@@ -21,7 +21,9 @@ from torch.nn.functional import pad
 
 from asyncrl.config.roles import POLICY
 from asyncrl.extensions.quantized.fits import BLOCK
+from asyncrl.models.family import Layout
 from asyncrl.weights.checksum import ExpectedChecksums, SentWeights
+from asyncrl.weights.engine_layout import CUTS, CUTS_OF_EXPERTS, EngineParameter
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.names import Mapping
 
@@ -62,15 +64,24 @@ FORMATS: dict[str, CodeFormat] = {
 }
 
 
+WHOLE, DIVIDES_INPUTS = CUTS[Layout.WHOLE][0], {*CUTS[Layout.OUT], *CUTS[Layout.DOWN], *CUTS_OF_EXPERTS[Layout.DOWN]}
+
+
+def _of_scales(rule: EngineParameter) -> EngineParameter:
+    """Return the rule of the scales of a parameter's output channels, [channels, 1], in int8."""
+    suffix = FORMATS["int8"].suffix
+    parts = tuple((name + suffix, WHOLE if cut in DIVIDES_INPUTS else cut) for name, cut in rule.parts)
+    return EngineParameter(rule.engine + suffix, parts, torch.float32)
+
+
 class CodeChecksums(ExpectedChecksums):
     """Checksums of engines with codes. Codes of int8 and their scales are hashed as they are. Of codes of fp8, which
     come after their scales, SGLang hashes the values in bfloat16."""
 
-    scales_suffix = FORMATS["int8"].suffix
-
     def __init__(self, *arguments: Any, **more: Any) -> None:
         """Take the arguments of ExpectedChecksums."""
         super().__init__(*arguments, **more)
+        self._layout.add(tuple(_of_scales(rule) for rule in self._layout.rules))
         self._scales: dict[str, Tensor] = {}
 
     @torch.no_grad()

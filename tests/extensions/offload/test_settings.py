@@ -31,10 +31,11 @@ def test_every_network_and_layer_is_offloaded() -> None:
     networks = [network(layers) for layers in (2, 3)]
     hooks: Any = own.trainer(SimpleNamespace(networks=lambda: networks))  # type: ignore[arg-type]
     assert [offload.micro_batch for offload in hooks.offloads] == [one.around_forward[-1] for one in networks]
-    hooked = [[len(layer._forward_pre_hooks) for layer in one.layers()] for one in networks]
+    hooked = [[len(layer._forward_pre_hooks) for layer in one.chunks[0].decoder.layers] for one in networks]
     assert hooked == [[1, 1], [1, 1, 1]]
 
 
 def network(layers: int) -> Any:
     made = [torch.nn.Identity() for _ in range(layers)]
-    return SimpleNamespace(resident=list, around_forward=[nullcontext], layers=lambda: made)
+    chunk = SimpleNamespace(decoder=SimpleNamespace(layers=made))
+    return SimpleNamespace(around_forward=[nullcontext], chunks=[chunk])
