@@ -98,14 +98,11 @@ def rows_of_file(field: str, path: str) -> Iterator[dict[str, Any]]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(field, path, "There is no such file.")
-    if file.suffix in (".parquet", ".arrow"):
-        found = _of_columns(field, path, file)
-    elif file.suffix in (".jsonl", ".json"):
-        found = _of_json(field, path, file)
-    else:
+    readers = {".jsonl": _of_json, ".json": _of_json, ".parquet": _of_columns, ".arrow": _of_columns}
+    if file.suffix not in readers:
         raise ConfigError(field, path, "Must end in .jsonl, .json, .parquet or .arrow.")
     where = ""
-    for where, row in found:
+    for where, row in readers[file.suffix](field, path, file):
         if not isinstance(row, dict):
             remedy = f"Every row must be an object with the task's fields, not {type(row).__name__}."
             raise ConfigError(field, where, remedy)
