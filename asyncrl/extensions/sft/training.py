@@ -8,7 +8,7 @@ are siblings of one group, which share it in a pack (trainer.share_prompts).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +80,7 @@ class Conversations:
         self._known = Stored(list[Part])
 
     def read(self, numbers: range) -> None:
-        """Tokenize these rows, which follow those before. Raises ConfigError for those that the model cannot be trained
-        on."""
+        """Tokenize these rows, which follow those before. Raises ConfigError for what the model cannot learn from."""
         for _ in range(len(self._known), numbers.start):
             self._known.append([])  # rows to evaluate that eval.questions leaves out
         for number in numbers:
@@ -191,16 +190,12 @@ class Supervised(TrainerHooks):
 
     def restore(self, state: bytes) -> None:
         """Check that a resumed run trains the same batches. Raises ValueError."""
+        now = self._state
         then = msgspec.json.decode(state, type=State)
-        if problem := next(self._changed(then), None):
+        problems = {
+            "the rows of task.train_file or task.eval_file are others": then.rows != now.rows,
+            f"rollout.batch_groups was {then.batch}, and is {now.batch}": then.batch != now.batch,
+            f"run.seed was {then.seed}, and is {now.seed}": then.seed != now.seed,
+        }
+        for problem in (text for text, found in problems.items() if found):
             raise ValueError(f"its next batch would not be the next one any more, because {problem}")
-
-    def _changed(self, then: State) -> Iterator[str]:
-        if then.rows != self._state.rows:
-            yield "the rows of task.train_file or task.eval_file are others"
-        for field, before, now in (
-            ("rollout.batch_groups", then.batch, self._state.batch),
-            ("run.seed", then.seed, self._state.seed),
-        ):
-            if before != now:
-                yield f"{field} was {before}, and is {now}"
