@@ -336,7 +336,7 @@ class RolloutHooks:
 
     def limits(self, run: RolloutRun) -> ConcurrencyLimiter | None:
         """Return what limits how many groups run at once with rollout.max_running_groups=auto; None to leave it to
-        others. Without any, as many run as admission allows. Called with that setting alone."""
+        others. A run without any is refused. Called with that setting alone."""
         return None
 
     def routes(self, server: RolloutServer, status: Callable[[], Mapping[str, Any]]) -> Sequence[Route]:

@@ -229,12 +229,16 @@ class Five(extension.RolloutHooks):
         return FixedConcurrency(5)
 
 
-def test_an_extension_limits_groups_and_without_one_admission_alone_does(alone: dict[str, str], tmp_path: Path) -> None:
-    def limiter(most: int | str) -> ConcurrencyLimiter:
+def test_an_extension_limits_groups_and_without_one_auto_is_refused(alone: dict[str, str], tmp_path: Path) -> None:
+    def limiter(most: int | str | None) -> ConcurrencyLimiter:
         run = RolloutRun(bare(**{"rollout.max_running_groups": most}), addresses(), tmp_path, Mock())
         return rollout_build._limiter(run, rollout_build._started_hooks(run))
 
-    assert type(limiter("auto")) is ConcurrencyLimiter
+    with pytest.raises(
+        ConfigError, match=r"rollout\.max_running_groups: got 'auto'\. Install an extension for it, or set"
+    ):
+        limiter("auto")
+    assert type(limiter(None)) is ConcurrencyLimiter
     alone["limiting"] = f"{__name__}:Limiting"
     assert isinstance(chosen := limiter("auto"), FixedConcurrency)
     assert chosen._most == 5

@@ -226,8 +226,8 @@ class RolloutConfig(Section):
     lead: Natural | None
     """Number of batches that may be admitted ahead of the one in training; unset: max_staleness."""
     max_running_groups: Count | Literal["auto"] | None
-    """Maximum number of groups in flight. auto: as many as keep engines and trainer busy, if an extension limits them
-    (docs/rollouts.md); otherwise, and with null: as many as admission allows."""
+    """Maximum number of groups in flight. auto: as many as keep engines and trainer busy, which needs an
+    extension that limits them (docs/rollouts.md). null: as many as admission allows."""
     max_new_tokens: Count
     """Maximum length of a completion, in tokens."""
     overlong_prompts: Literal["skip", "refuse"]

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.engine.session import GenerationSession
-from asyncrl.errors import DeadlineExceeded
+from asyncrl.errors import ConfigError, DeadlineExceeded
 from asyncrl.extension import RolloutHooks
 from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import READY, Addresses, times_restarted
@@ -234,10 +234,13 @@ def _playing(
 
 
 def _limiter(run: RolloutRun, hooks: Sequence[RolloutHooks]) -> ConcurrencyLimiter:
-    """Return the limiter of the setting; for "auto" that of the first extension which has one."""
+    """Return the limiter of the setting; for "auto" that of the first extension which has one. Raises
+    ConfigError if none has."""
     most = run.config.rollout.max_running_groups
     if most == "auto":
-        return next((found for one in hooks if (found := one.limits(run))), ConcurrencyLimiter())
+        if limiter := next((found for one in hooks if (found := one.limits(run))), None):
+            return limiter
+        raise ConfigError("rollout.max_running_groups", most, "Install an extension for it, or set a number or null.")
     return FixedConcurrency(most) if most else ConcurrencyLimiter()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +24,29 @@ class FileTask(Task):
 
     SOURCES = ("eval_file", "train_file")
     """Settings that name the evaluation rows and the training rows."""
+    KEPT: Callable[[], Any] = list
+    """What the rows are appended to, one after the other, and taken from by number."""
 
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
-        named = [(f"task.{name}", getattr(config, name)) for name in self.SOURCES]
-        evaluation, training = (self._read(field, source) if source else [] for field, source in named)
-        self.held_out = len(evaluation)  # questions 0..held_out-1 are the evaluation file's
-        self._rows = [*evaluation, *training]
-        for rows, (field, source) in zip((evaluation, training), named, strict=True):
-            folder = Path(config.image_folder or Path(source or ".").parent)
-            for number, row in enumerate(rows):
-                self._check(row, f"Row {number} of {field}")
-                if config.image_key:
-                    row[IMAGES] = images_of(row, config.image_key, folder.expanduser(), f"Row {number} of {field}")
+        self._rows = self.KEPT()
+        sizes = [self._keep(f"task.{name}", source) for name in self.SOURCES if (source := getattr(config, name))]
+        self.held_out = sizes[0] if getattr(config, self.SOURCES[0]) else 0  # rows of the evaluation file come first
         self._head = head(config.system)
 
-    def _read(self, field: str, source: str) -> list[dict[str, Any]]:
-        """Return the rows that a setting names. Raises ConfigError."""
+    def _keep(self, field: str, source: str) -> int:
+        """Check and keep the rows that a setting names, and return their number. Raises ConfigError."""
+        key, before = self._config.image_key, len(self._rows)
+        folder = Path(self._config.image_folder or Path(source).parent).expanduser()
+        for number, row in enumerate(self._read(field, source)):
+            self._check(row, f"Row {number} of {field}")
+            if key:
+                row[IMAGES] = images_of(row, key, folder, f"Row {number} of {field}")
+            self._rows.append(row)
+        return len(self._rows) - before
+
+    def _read(self, field: str, source: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows that a setting names. Raises ConfigError."""
         return rows_of_file(field, source)
 
     def _check(self, row: dict[str, Any], where: str) -> None:
@@ -85,73 +93,62 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
-def rows_of_file(field: str, path: str) -> list[dict[str, Any]]:
-    """Return the rows of a file. Raises ConfigError for whatever is wrong with it, with the line."""
+def rows_of_file(field: str, path: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file. Raises ConfigError for whatever is wrong with it, with the line."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(field, path, "There is no such file.")
-    if file.suffix == ".parquet":
-        found = _of_parquet(field, path, file)
-    elif file.suffix == ".arrow":
-        found = _of_arrow(field, path, file)
-    elif file.suffix in (".jsonl", ".json"):
-        found = _of_json(field, path, file)
-    else:
+    readers = {".jsonl": _of_json, ".json": _of_json, ".parquet": _of_columns, ".arrow": _of_columns}
+    if file.suffix not in readers:
         raise ConfigError(field, path, "Must end in .jsonl, .json, .parquet or .arrow.")
-    rows: list[dict[str, Any]] = []
-    for where, row in found:
+    where = ""
+    for where, row in readers[file.suffix](field, path, file):
         if not isinstance(row, dict):
             remedy = f"Every row must be an object with the task's fields, not {type(row).__name__}."
             raise ConfigError(field, where, remedy)
         _check_kept(field, where, row)
-        rows.append(row)
-    if not rows:
+        yield row
+    if not where:
         raise ConfigError(field, path, "The file has no rows.")
-    return rows
 
 
-def _of_parquet(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
+def _of_columns(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a parquet file, or of an arrow file of `datasets`."""
+    import pyarrow.ipc
     import pyarrow.parquet
 
+    numbers = count()
     try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
+        columns = pyarrow.parquet.ParquetFile if file.suffix == ".parquet" else pyarrow.memory_map
+        with columns(str(file)) as stored:
+            batches = stored.iter_batches() if file.suffix == ".parquet" else pyarrow.ipc.open_stream(stored)
+            for batch in batches:
+                yield from ((f"{path}, row {next(numbers)}", row) for row in batch.to_pylist())
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(field, path, f"Not a complete parquet file: {error}.") from None
-    for number, row in enumerate(rows):
-        yield f"{path}, row {number}", row
-
-
-def _of_arrow(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file of `datasets`."""
-    import pyarrow
-    import pyarrow.ipc
-
-    try:
-        with pyarrow.memory_map(str(file)) as stored:
-            rows = pyarrow.ipc.open_stream(stored).read_all().to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ConfigError(field, path, f"Not a complete arrow file: {error}.") from None
-    for number, row in enumerate(rows):
-        yield f"{path}, row {number}", row
+        raise ConfigError(field, path, f"Not a complete {file.suffix[1:]} file: {error}.") from None
 
 
 def _of_json(field: str, path: str, file: Path) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a file: lines of JSON, separated by newlines only, or in a .json file also one array of
     rows."""
-    try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        broken = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(field, f"{path}, line {broken}", f"Not UTF-8: {error.reason}. Convert the file.") from None
-    if file.suffix == ".json" and text.lstrip().startswith("["):
-        for number, row in enumerate(_parsed(field, path, text)):
-            yield f"{path}, row {number}", row
-        return
-    for place, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
+    with file.open("rb") as lines:
+        whole = file.suffix == ".json" and lines.read(1 << 16).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+        lines.seek(0)
+        if whole:
+            text = "".join(_text(field, path, place, line) for place, line in enumerate(lines, start=1))
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(_parsed(field, path, text)))
+            return
+        for place, line in enumerate(lines, start=1):
             where = f"{path}, line {place}"
-            yield where, _parsed(field, where, line)
+            if (text := _text(field, path, place, line)).strip():
+                yield where, _parsed(field, where, text.removesuffix("\n"))
+
+
+def _text(field: str, path: str, place: int, line: bytes) -> str:
+    try:
+        return line.decode("utf-8" if place > 1 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(field, f"{path}, line {place}", f"Not UTF-8: {error.reason}. Convert the file.") from None
 
 
 def _parsed(field: str, where: str, text: str) -> Any:

@@ -6,6 +6,7 @@ A folder is read without the package `datasets`: files named after a split, as r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ class HfTask(FileTask):
 
     SOURCES = ("eval_split", "train_split")
 
-    def _read(self, field: str, source: str) -> list[dict[str, Any]]:
-        """Return the rows of a split. Raises ConfigError."""
+    def _read(self, field: str, source: str) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a split. Raises ConfigError."""
         name = self._config.dataset
         if not name:
             raise ConfigError("task.dataset", name, "Name a dataset of the Hub, as openai/gsm8k, or a folder.")
@@ -32,7 +33,7 @@ class HfTask(FileTask):
         if not files:
             remedy = f"{folder} has no files of this split: download the dataset into it, or name another split."
             raise ConfigError(field, source, remedy)
-        return [row for file in files for row in rows_of_file(field, str(file))]
+        return (row for file in files for row in rows_of_file(field, str(file)))
 
 
 def _files(folder: Path, split: str) -> list[Path]:
@@ -46,7 +47,7 @@ def _files(folder: Path, split: str) -> list[Path]:
     )
 
 
-def _of_hub(field: str, name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
+def _of_hub(field: str, name: str, subset: str | None, split: str) -> Iterator[dict[str, Any]]:
     """Return the rows of a split of the Hub, which are downloaded once and then cached. Raises ConfigError."""
     try:
         import datasets
@@ -66,4 +67,4 @@ def _of_hub(field: str, name: str, subset: str | None, split: str) -> list[dict[
     for column, feature in found.features.items():
         if type(feature).__name__ == "Image":  # as bytes, which image_key reads
             found = found.cast_column(column, datasets.Image(decode=False))
-    return [dict(row) for row in found]
+    return map(dict, found)

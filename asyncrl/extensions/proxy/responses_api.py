@@ -1,6 +1,8 @@
 """POST /v1/responses, in the form of chats: what Codex and other clients of OpenAI's Responses API send and read.
 
-Every request has the whole history (`store: false`, as Codex does it): the proxy keeps no responses.
+Every request has the whole history (`store: false`, as Codex does it): the proxy keeps no responses. Functions may
+stand in a namespace, and in items of type additional_tools, as those of Codex' default models do. The model knows one
+in a namespace as NAMESPACE__NAME, and the client gets both names back.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.extensions.proxy.answers import ApiResponse, ResponseChoice, server_event
@@ -21,6 +23,9 @@ _IGNORED = {"input", "instructions", "tools", "tool_choice", "include", "reasoni
 _IGNORED |= {"client_metadata"}  # Codex's
 _KINDS = {"input_text", "output_text", "text", "refusal"}
 _SAID = {"content", "tool_calls"}
+_MORE_TOOLS = "additional_tools"
+_OWN_NAMESPACE = "functions"
+"""Namespace that Codex gives to functions without one."""
 
 
 def as_chat(body: Body) -> Body:
@@ -40,11 +45,11 @@ def as_chat(body: Body) -> Body:
     chat = {_RENAMED.get(name, name): value for name, value in given.items()}
     head = [{"role": "system", "content": body["instructions"]}] if body.get("instructions") else []
     chat["messages"] = [*head, *_messages(body.get("input"))]
-    if tools := [_tool(tool) for tool in tools_of(body)]:
+    if tools := [tool for tool, _ in _functions(body).values()]:
         chat["tools"] = tools
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type") == "function":
-        choice = {"type": "function", "function": {"name": choice.get("name")}}
+        choice = {"type": "function", "function": {"name": _shown(choice)}}
     return chat | ({} if choice is None else {"tool_choice": choice})
 
 
@@ -58,8 +63,10 @@ def _messages(given: Any) -> Iterator[Message]:
     said: Message = {}
     for place, item in enumerate(given):
         kind = item.get("type", "message")
+        if kind == _MORE_TOOLS:
+            continue
         if kind == "function_call":
-            call = {"name": item.get("name"), "arguments": item.get("arguments") or ""}
+            call = {"name": _shown(item), "arguments": item.get("arguments") or ""}
             said.setdefault("role", "assistant")
             said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": call})
         elif kind == "reasoning":
@@ -109,11 +116,40 @@ def _thought(content: Any) -> str:
     return "".join(str(part.get("text") or "") for part in parts if isinstance(part, dict))
 
 
-def _tool(tool: Any) -> Message:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise bad_field("tools", tool, "Must be of type function: the model has no tools of a provider.")
-    named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    return {"type": "function", "function": named}
+def _functions(body: Body) -> dict[Any, tuple[Message, Message]]:
+    """Return each tool of a request, and the names by which its client knows it, by the name that the model sees.
+    Raises ApiError (400) for what is no function, and for several of one name."""
+    items = body.get("input")
+    more = [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+    sources = [body, *(item for item in more if item.get("type") == _MORE_TOOLS)]
+    found: dict[Any, tuple[Message, Message]] = {}
+    for tool, names in (one for source in sources for one in _flat(tools_of(source))):
+        shown = _shown(names)
+        named = {name: tool[name] for name in ("description", "parameters") if tool.get(name) is not None}
+        function = {"type": "function", "function": {"name": shown, **named}}
+        if found.setdefault(shown, (function, names)) != (function, names):
+            raise bad_field("tools", shown, "Two tools have this name: rename one.")
+    return found
+
+
+def _flat(tools: Sequence[Any], namespace: str | None = None) -> Iterator[tuple[Message, Message]]:
+    """Yield functions, those of namespaces too, with their own names. Raises ApiError (400)."""
+    for tool in tools:
+        kind, name = (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else (None, None)
+        if kind == "namespace" and namespace is None and isinstance(name, str):
+            yield from _flat(tools_of(tool), name)
+        elif kind == "function" and isinstance(name, str):
+            yield tool, {"name": name} | ({} if namespace is None else {"namespace": namespace})
+        else:
+            told = {"type": kind, "name": name} if kind else tool
+            remedy = "Must be a function, alone or in a namespace: the model has no tools of a provider. Turn it off."
+            raise bad_field("tools", told, remedy)
+
+
+def _shown(names: Message) -> Any:
+    """Return the name by which the model knows a function."""
+    namespace = names.get("namespace")
+    return names.get("name") if namespace in (None, _OWN_NAMESPACE) else f"{namespace}__{names.get('name')}"
 
 
 def whole(answer: ApiResponse, body: Body) -> dict[str, Any]:
@@ -131,7 +167,7 @@ def whole(answer: ApiResponse, body: Body) -> dict[str, Any]:
         "instructions": body.get("instructions"),
         "metadata": body.get("metadata") or {},
         "model": answer.wanted.model,
-        "output": list(_items(choice)),
+        "output": list(_items(choice, _functions(body))),
         "parallel_tool_calls": True,
         "temperature": body.get("temperature"),
         "tool_choice": body.get("tool_choice") or "auto",
@@ -148,7 +184,7 @@ def whole(answer: ApiResponse, body: Body) -> dict[str, Any]:
     }
 
 
-def _items(choice: ResponseChoice) -> Iterator[dict[str, Any]]:
+def _items(choice: ResponseChoice, functions: Mapping[Any, tuple[Message, Message]]) -> Iterator[dict[str, Any]]:
     said, status = choice.message, "incomplete" if choice.finish_reason == "length" else "completed"
     if thought := said.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": thought}]
@@ -159,7 +195,8 @@ def _items(choice: ResponseChoice) -> Iterator[dict[str, Any]]:
         yield {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
     for call in said.get("tool_calls", []):
         told = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": call["id"], "status": status}
-        yield told | call["function"]
+        _, names = functions.get(call["function"]["name"], ({}, {}))
+        yield told | call["function"] | names
 
 
 def events(answer: ApiResponse, body: Body) -> bytes:

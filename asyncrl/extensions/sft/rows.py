@@ -20,9 +20,14 @@ A row with the field `rendered` has context and trained text, alternately, as a 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
-from collections.abc import Sequence
+import tempfile
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,14 +55,38 @@ LAST_TAG = re.compile(r"(<[^<>\s]+>)\s*$")
 """What a generation prompt may end with, as <think>."""
 
 
+class Stored:
+    """Values in a temporary file, in the order in which they were appended. Memory holds their places alone."""
+
+    def __init__(self, kind: Any = Any) -> None:
+        """`kind` is the type of the values."""
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  open as long as this object lives
+        weakref.finalize(self, self._file.close)
+        self._ends, self._kind = array("Q", [0]), kind
+
+    def append(self, value: Any) -> None:
+        """Write a value."""
+        self._ends.append(self._ends[-1] + self._file.write(msgspec.msgpack.encode(value)))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: int) -> Any:
+        self._file.flush()
+        start, end = self._ends[number], self._ends[number + 1]
+        return msgspec.msgpack.decode(os.pread(self._file.fileno(), end - start, start), type=self._kind)
+
+
 class ChatRows(FileTask):
     """Rows of files, or of splits of a dataset if `task.dataset` is set."""
+
+    KEPT = Stored
 
     def __init__(self, config: TaskConfig) -> None:
         self.SOURCES = ("eval_split", "train_split") if config.dataset else FileTask.SOURCES
         super().__init__(config)
 
-    def _read(self, field: str, source: str) -> list[dict[str, Any]]:
+    def _read(self, field: str, source: str) -> Iterator[dict[str, Any]]:
         if (name := self._config.dataset) is None:
             return rows_of_file(field, source)
         try:
@@ -122,9 +151,13 @@ class ChatRows(FileTask):
         messages, tools = self.conversation(index)
         return {"messages": messages[:-1], "tools": tools, "answer": messages[-1].get("content")}
 
-    def digest(self) -> bytes:
-        """Return what changes with any row."""
-        return msgspec.json.encode(self._rows)
+    def digest(self) -> str:
+        """Return the digest of all rows, as one list in JSON."""
+        found = hashlib.sha256(b"[")
+        for number in range(self.size):
+            found.update((b"," if number else b"") + msgspec.json.encode(self._rows[number]))
+        found.update(b"]")
+        return found.hexdigest()
 
 
 def _check_rendered(texts: Any, where: str) -> None:

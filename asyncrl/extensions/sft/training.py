@@ -7,7 +7,6 @@ are siblings of one group, which share it in a pack (trainer.share_prompts).
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable
 from functools import lru_cache
@@ -20,7 +19,7 @@ from asyncrl.algo.samples import build_samples
 from asyncrl.algo.table import LossRows, build_table
 from asyncrl.errors import ConfigError
 from asyncrl.extension import TrainerHooks
-from asyncrl.extensions.sft.rows import ChatRows, Part, Trained, trajectory_of
+from asyncrl.extensions.sft.rows import ChatRows, Part, Stored, Trained, trajectory_of
 from asyncrl.schema import Batch, Group, Trajectory, encode, part_of
 from asyncrl.trainer.batch_source import BatchSource
 
@@ -76,25 +75,27 @@ class Conversations:
         self._rows, self._trained = rows, Trained(policy.folder, config)
         self._task = config.task
         self._longest = int(config.engine.server_args.get("context_length") or policy.hf["max_position_embeddings"])
-        self._known: dict[int, bytes] = {}  # encoded, a tenth of what their lists of numbers would take
+        self._known = Stored(list[Part])
 
     def read(self, numbers: range) -> None:
-        """Tokenize these rows. Raises ConfigError for those that the model cannot be trained on."""
+        """Tokenize these rows, which follow those before. Raises ConfigError for what the model cannot learn from."""
+        for _ in range(len(self._known), numbers.start):
+            self._known.append([])  # rows to evaluate that eval.questions leaves out
         for number in numbers:
-            self._known[number] = self._of_row(number)
+            self._known.append(self._of_row(number))
 
     def groups(self, numbers: list[int], version: int) -> list[Group]:
         """Return these rows as groups of siblings with the same prompt, in the order of the first of each."""
         siblings: dict[tuple[int, ...], list[Trajectory]] = {}
         for number in numbers:
-            parts = msgspec.msgpack.decode(self._known[number], type=list[Part])
+            parts = self._known[number]
             siblings.setdefault(tuple(parts[0].observation), []).append(trajectory_of(parts, version))
         return [
             Group(f"v{version:06d}-{slot}", slot, list(prompt), trajectories, self._task.name)
             for slot, (prompt, trajectories) in enumerate(siblings.items())
         ]
 
-    def _of_row(self, number: int) -> bytes:
+    def _of_row(self, number: int) -> list[Part]:
         where = self._rows.named(number)
         if texts := self._rows.rendered(number):
             parts = self._trained.of_rendered(texts, where)
@@ -108,7 +109,7 @@ class Conversations:
             remedy = f"{where} has {longest} tokens, but the model {self._longest} positions: shorten or remove it."
             field = "task.train_file" if self._task.train_file else "task.dataset"
             raise ConfigError(field, self._task.train_file or self._task.dataset, remedy)
-        return msgspec.msgpack.encode(parts)
+        return parts
 
 
 class SftBatches(BatchSource):
@@ -147,7 +148,7 @@ class Supervised(TrainerHooks):
             raise ConfigError("eval.questions", config.eval.questions, remedy)
         batch, seed = config.rollout.batch_groups, config.run.seed
         self._order = RowOrder(first, size, batch, seed, settings.epochs)
-        self._state = {"rows": hashlib.sha256(self._rows.digest()).hexdigest(), "batch": batch, "seed": seed}
+        self._state = {"rows": self._rows.digest(), "batch": batch, "seed": seed}
         self._end = min(self._order.steps or config.run.max_steps, config.run.max_steps)
         self._before: dict[str, float] = {}
         self._conversations = Conversations(config, policy, self._rows)

@@ -60,16 +60,42 @@ def on(proxy: Proxy, runner: asyncio.Runner, generate: Talking, act: Callable[[s
 # --- OpenAI's responses -------------------------------------------------------------------------------------
 
 
+FUNCTION: Any = {"type": "function", "name": "add", "parameters": ADD, "strict": False}
+
+
+def more_tools(*tools: Any) -> Any:
+    """Return the item by which Codex sends the tools of its default models."""
+    return {"type": "additional_tools", "role": "developer", "id": "at_1", "tools": [*tools]}
+
+
+def namespace(name: str, *tools: Any) -> Any:
+    return {"type": "namespace", "name": name, "description": f"Tools of {name}.", "tools": [*tools]}
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # openai 2.6 does not know namespaces yet
 @pytest.mark.parametrize("stream", [False, True])
-def test_loop_of_tools_over_responses_is_one_sample(proxy: Proxy, runner: asyncio.Runner, stream: bool) -> None:
-    tool: Any = {"type": "function", "name": "add", "parameters": ADD, "strict": False}
+@pytest.mark.parametrize(
+    ("tools", "item", "shown", "own"),
+    [
+        ([FUNCTION], [], "add", None),
+        ([namespace("mcp__sums", FUNCTION)], [], "mcp__sums__add", "mcp__sums"),
+        ([], [more_tools(namespace("mcp__sums", FUNCTION), namespace("none"))], "mcp__sums__add", "mcp__sums"),
+        ([FUNCTION], [more_tools(namespace("a", FUNCTION)), more_tools(namespace("a", FUNCTION))], "a__add", "a"),
+        ([], [more_tools(namespace("functions", FUNCTION))], "add", "functions"),
+        ([], [more_tools(FUNCTION)], "add", None),
+    ],
+)
+def test_loop_of_tools_over_responses_is_one_sample(
+    proxy: Proxy, runner: asyncio.Runner, stream: bool, tools: list[Any], item: list[Any], shown: str, own: str | None
+) -> None:
+    """Codex looks a call up by both names, so it gets them as it sent them."""
 
     async def agent(base_url: str, key: str) -> list[Any]:
         said = []
         async with AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0) as client:
-            history: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "1"}]}]
+            history: list[Any] = [*item, {"role": "user", "content": [{"type": "input_text", "text": "1"}]}]
             for _ in range(2):
-                asked: Any = {"model": "m", "input": history, "tools": [tool], "instructions": "2", "store": False}
+                asked: Any = {"model": "m", "input": history, "tools": tools, "instructions": "2", "store": False}
                 asked["extra_body"] = {"client_metadata": {"turn_id": "1"}}  # Codex sends it
                 if stream:
                     async with client.responses.stream(**asked) as events:
@@ -78,18 +104,43 @@ def test_loop_of_tools_over_responses_is_one_sample(proxy: Proxy, runner: asynci
                     answer = await client.responses.create(**asked)
                 assert answer.status == "completed"
                 history += [item.model_dump(exclude={"parsed", "parsed_arguments"}) for item in answer.output]
-                for item in answer.output:
-                    if item.type == "function_call":
-                        told = {"type": "function_call_output", "call_id": item.call_id, "output": "6"}
+                for one in answer.output:
+                    if one.type == "function_call":
+                        told = {"type": "function_call_output", "call_id": one.call_id, "output": "6"}
                         history.append(told)
-                        said.append((item.name, json.loads(item.arguments)))
+                        said.append((one.name, getattr(one, "namespace", None), json.loads(one.arguments)))
                 said.append(answer.output_text)
         return said
 
-    generate = says(f"well{CALL}", "6")
+    generate = says("well" + CALL.replace("add", shown), "6")
     found, played = on(proxy, runner, generate, agent)
-    assert found == [("add", {"a": 5}), "well", "6"]
+    assert found == [("add", own, {"a": 5}), "well", "6"]
     assert len(played.samples()) == 1
+
+
+def test_tools_of_a_provider_are_refused_by_name_and_so_are_two_of_one_name(
+    proxy: Proxy, runner: asyncio.Runner
+) -> None:
+    patch = {"type": "custom", "description": "x" * 300, "name": "apply_patch", "format": {"type": "grammar"}}
+    other = {**FUNCTION, "parameters": {}}
+
+    async def main() -> None:
+        async with (
+            proxy.session(says()) as session,
+            AsyncOpenAI(base_url=proxy.base_url, api_key=session.key, max_retries=0) as client,
+        ):
+            for tools, problem in (
+                ([more_tools(namespace("functions", patch))], "'custom', 'name': 'apply_patch'.*Turn it off"),
+                ([more_tools({"type": "tool_search"})], "'tool_search'.*Turn it off"),
+                ([more_tools(namespace("a", namespace("b", FUNCTION)))], "'namespace', 'name': 'b'"),
+                ([more_tools(namespace("a", FUNCTION)), more_tools(namespace("a", other))], "a__add.*Two tools"),
+                ([more_tools({"name": "add"})], "tools: got {'name': 'add'}"),
+            ):
+                given: Any = [*tools, user("1")]
+                with pytest.raises(BadRequestError, match=problem):
+                    await client.responses.create(model="m", input=given)
+
+    runner.run(main())
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.algo.samples import build_samples
@@ -303,6 +306,38 @@ def test_pairs_have_other_names_by_settings_and_datasets_are_folders_of_splits(t
     (tmp_path / "set" / "train-00000.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
     changes = {"train_file": None, "dataset": str(tmp_path / "set"), "train_split": "train"}
     assert rows_of(tmp_path / "none.jsonl", [], **changes).conversation(0) == (CHAT, [])
+
+
+def test_memory_holds_the_places_of_rows_alone(tmp_path: Path) -> None:
+    """So a million rows need some megabytes; the digest, which checkpoints have, is that of all rows in one list."""
+    rows = [{"messages": [{**CHAT[0], "content": f"{number} " * 200}, CHAT[1]]} for number in range(2_000)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tracemalloc.start()
+    read = rows_of(tmp_path / "none.jsonl", [], train_file=str(file))
+    digest = read.digest()
+    held, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < most < file.stat().st_size / 4
+    assert digest == hashlib.sha256(msgspec.json.encode(rows)).hexdigest()
+    assert [read.conversation(number)[0] for number in (1_999, 0, 7)] == [rows[n]["messages"] for n in (1_999, 0, 7)]
+
+
+def test_rows_to_evaluate_that_are_not_asked_are_not_tokenized(model: Path) -> None:
+    """A batch has the rows that it names, although those between are left out."""
+    policy: Any = SimpleNamespace(folder=model, hf={"max_position_embeddings": 512})
+    chats = [[{**CHAT[0], "content": str(number)}, CHAT[1]] for number in range(6)]
+    refused = {2, 3}
+    rows: Any = SimpleNamespace(
+        named=str,
+        rendered=lambda number: None,
+        conversation=lambda number: ([] if number in refused else chats[number], []),
+    )
+    conversations = Conversations(tiny_config(), policy, rows)
+    conversations.read(range(2))
+    conversations.read(range(4, 6))
+    prompts = [text(model, group.prompt_ids) for group in conversations.groups([5, 1, 4], 0)]
+    assert prompts == [f"<s>user:{number}<e><s>assistant:" for number in (5, 1, 4)]
 
 
 def test_parquet_gives_the_rows_of_jsonl(tmp_path: Path) -> None:
