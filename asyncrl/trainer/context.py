@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from asyncrl.algo.pack import Pack
@@ -54,5 +53,17 @@ def of_all_parts(own: Tensor, pack: Pack, parallel: Parallel) -> Tensor:
         return own
     assert pack.own_targets is not None
     whole = own.new_zeros(len(pack.table_rows)).index_copy(0, pack.own_targets, own)
-    found: Tensor = reduce_from_tensor_model_parallel_region(whole, group=parallel.cp_group)
+    found: Tensor = _SumOverRanks.apply(whole, parallel.cp_group)
     return found
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
