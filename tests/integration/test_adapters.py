@@ -317,7 +317,7 @@ def test_an_engine_serves_the_folder_that_a_run_exports(fleet: Engines, tmp_path
 
     post("/load_lora_adapter", lora_name="exported", lora_path=str(folder))
     try:
-        sampling = {"max_new_tokens": 8, "temperature": 1.0}
+        sampling = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
         answer = post(
             "/generate", input_ids=PROMPT, sampling_params=sampling, return_logprob=True, lora_path="exported"
         )

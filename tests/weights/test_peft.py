@@ -65,7 +65,8 @@ def test_peft_computes_with_a_written_folder_what_merged_weights_compute(
     assert not [one for one in said if "adapter keys" in str(one.message)]
     expected = loaded(merged(model, tmp_path / "merged", tensors, lora(rslora=rslora).scale))
     assert (logits(expected) - logits(loaded(model))).abs().max() > 0.01
-    torch.testing.assert_close(logits(adapted), logits(expected), atol=2e-5, rtol=0)
+    # A norm after a block enlarges what rounding leaves of small values.
+    torch.testing.assert_close(logits(adapted), logits(expected), atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
