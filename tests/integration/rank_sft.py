@@ -14,6 +14,7 @@ from asyncrl.platforms import here
 
 here().prepare_trainer()
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
