@@ -17,8 +17,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from asyncrl import lookup
@@ -28,7 +26,6 @@ from asyncrl.engine.router import RouterWorkers, wait_until_ready
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.machine import this_node
-from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import Seat, place, ports_wanted
 from asyncrl.launch.plan import ProcessSpec, plan
 from asyncrl.launch.precision import resolve
@@ -37,6 +34,7 @@ from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.network.tls import Authority
 from asyncrl.schema import Completion
+from tests.fakes import compose_values
 from tests.integration.publisher import publish
 
 PROMPT, EOS = [12, 1, 2, 3, 11], 10
@@ -130,9 +128,7 @@ def planned(
     folder: Path, *overrides: str, experiment: str = "tiny", gpus: int = 0, last_spans: bool = False
 ) -> tuple[Config, Addresses, list[ProcessSpec]]:
     """Return what the launcher would start of an experiment with these overrides: engines and the router alone."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        raw: Any = OmegaConf.to_container(compose("train", [f"experiment={experiment}", *overrides]), resolve=True)
-    config = load(raw)
+    config = load(compose_values(f"experiment={experiment}", *overrides))
     placement = place(config, [this_node(config.cluster.host, None, gpus, ports_wanted(config))])
     model = catalog.resolve(config.model.path)
     hf = flat(json.loads((model / "config.json").read_text()))
