@@ -118,7 +118,7 @@ class Console:
                 self._print(self._line(record, left, samples))
         if self._display:
             self._display.draw()
-        elif self._first is None and kind_of(wait := self._wait()) != self._waiting:
+        elif self._first is None and (wait := self._wait()) and kind_of(wait) != self._waiting:
             self._waiting = kind_of(wait)
             self._print(f"[dim]waiting[/]  {escape(wait)}")
         if (passed := self._clock() - self._stepped_at) >= self._patience:

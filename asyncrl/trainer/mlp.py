@@ -31,7 +31,7 @@ class GatedMLP(MLP):
     def _activated(self, both: Tensor) -> Tensor:
         """Compute [..., gate and up] -> [..., inner]. A limit holds from above for the gate, on both sides for up."""
         config, limit = self.config, self.config.activation_func_clamp_value
-        if config.activation_func is F.silu:
+        if config.activation_func is F.silu and limit is None:
             return swiglu(both)
         gate, up = both.chunk(2, -1)
         if limit is not None:

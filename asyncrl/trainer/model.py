@@ -114,7 +114,7 @@ def transformer_config(hf: dict[str, Any], trainer: TrainerConfig) -> Transforme
         gradient_accumulation_fusion=False,  # layers.py turns it on where it needs no Apex
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        bias_activation_fusion=te and "num_moe_experts" in family,
+        bias_activation_fusion=te and "num_moe_experts" in family,  # of grouped experts: other MLPs are GatedMLP
         bias_dropout_fusion=False,
         apply_rope_fusion=te and not latent,  # the fused kernel of latent attention takes no positions
         batch_p2p_comm=False,

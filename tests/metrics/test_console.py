@@ -105,6 +105,9 @@ def test_start_says_what_it_waits_for_and_again_when_that_changes(tmp_path: Path
     first, second = screen.text().splitlines()
     assert first.endswith(waits[0])
     assert second.endswith(waits[2])
+    os.utime(status, (0, 0))  # too old to say anything
+    screen.console.follow()
+    assert screen.text() == ""
     append(tmp_path / "metrics.jsonl", record(1))
     screen.console.follow()
     status.write_text(json.dumps({"waiting_for": "groups"}))

@@ -82,7 +82,8 @@ class Shape:
 def shape_of(hf: dict[str, Any]) -> Shape:
     """Return the shape of a model of a family that the trainer knows; `hf` is config.json. Raises ConfigError or
     KeyError for other families."""
-    family, names = megatron_arguments(hf), [row.megatron for row in family_of(hf).weights]
+    record = family_of(hf)
+    family = megatron_arguments(hf)
     heads, hidden = hf["num_attention_heads"], hf["hidden_size"]
     width = hf.get("head_dim") or hidden // heads
     queries, values = heads * width, hf.get("num_key_value_heads", heads) * width
@@ -106,9 +107,9 @@ def shape_of(hf: dict[str, Any]) -> Shape:
         rotated=rotated,
         latent=latent,
         normed=bool(family.get("qk_layernorm")),
-        wide=family_of(hf).wide_norms,
-        norm_before=any(name.endswith(".input_layernorm.weight") for name in names),
-        norm_after=any(name.endswith(".post_layernorm.weight") for name in names),
+        wide=record.wide_norms,
+        norm_before=record.has(".input_layernorm.weight"),
+        norm_after=record.has(".post_layernorm.weight"),
         sparse=sum(family.get("moe_layer_freq", [])),
         experts=family.get("num_moe_experts") or 0,
         chosen=family.get("moe_router_topk", 0),

@@ -42,11 +42,10 @@ class Sft(extension.Extension):
             yield ConfigError("sft.epochs", epochs, "It applies to mode=sft only: remove it.")
         if config.mode != MODE:
             return
-        kinds, sets = [task.kind for task in config.mixture.values()], sorted(config.eval.sets)
-        no_part, of_model = (
-            "It is no part of the loss: set 0.",
-            "The loss is that of the model's own distribution: set 1.0.",
-        )
+        kinds = [task.kind for task in config.mixture.values()]
+        sets = sorted(config.eval.sets)
+        no_part = "It is no part of the loss: set 0."
+        of_model = "The loss is that of the model's own distribution: set 1.0."
         no_engine = "No engine runs: hold out rows with task.eval_file, and ask questions with mode=evaluate."
         rules: list[Rule] = [
             ("task.kind", kinds, kinds != [KIND], "Supervised training needs conversations: set task=chat."),
