@@ -421,6 +421,8 @@ class Extension:
     task and the section."""
     hosting: ClassVar[str] = ""
     """Import path of an EnvironmentHosts (envs/pool.py): processes that hold environments which block or may hang."""
+    decoder: ClassVar[str] = ""
+    """Import path of an ImageDecoder (images/__init__.py)."""
     question: ClassVar[str] = ""
     """Import path of a function of a question and the chat template, which returns the question as the model is shown
     it."""

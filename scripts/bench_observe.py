@@ -37,9 +37,10 @@ sys.path.insert(0, str(ROOT))
 
 from asyncrl.extensions.observe.otlp import ROUTER  # noqa: E402
 from asyncrl.extensions.observe.spans import trace_id  # noqa: E402
+from asyncrl.extensions.reading.timelines import TimelineReader  # noqa: E402
 from asyncrl.observability import timeline  # noqa: E402
 from asyncrl.observability.intervals import Activity, request  # noqa: E402
-from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan, Started, TimelineReader  # noqa: E402
+from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan, Started  # noqa: E402
 from scripts import machine, metrics_parts, page_parts  # noqa: E402
 
 TINY = ["experiment=tiny", "metrics.console=false", "eval.questions=16"]

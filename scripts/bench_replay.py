@@ -34,8 +34,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.records.events import Committed, Taken, packed
-from asyncrl.records.reading import Recording
 from asyncrl.records.writer import Writer
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from scripts import machine

@@ -30,8 +30,7 @@ import numpy as np
 
 from asyncrl.extensions.view.watch.timelines import TimelineIndex
 from asyncrl.records.events import Committed, Event, PackedGroup, PackedTurn, Taken
-from asyncrl.records.reading import RECORDS
-from asyncrl.records.writer import Writer
+from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.schema import VersionSpan
 from scripts import machine
 from scripts.synthetic_run import Plan, make

@@ -40,8 +40,7 @@ from asyncrl.network.addresses import Access, Addresses
 from asyncrl.network.ports import free_port
 from asyncrl.observability.intervals import DECODE, PREFILL
 from asyncrl.observability.timeline import ROLLOUT, TimelineWriter
-from asyncrl.records.reading import RECORDS
-from asyncrl.records.writer import Writer
+from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts

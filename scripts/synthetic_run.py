@@ -25,8 +25,7 @@ from asyncrl.observability.timeline import (
     Record,
 )
 from asyncrl.records.events import Admitted, Committed, Event, Taken, packed, scored
-from asyncrl.records.reading import RECORDS, TRAINER
-from asyncrl.records.writer import Writer
+from asyncrl.records.writer import RECORDS, TRAINER, Writer
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 
 START = 1_700_000_000.0

@@ -26,8 +26,7 @@ from asyncrl.engine.request import PartialAnswer, Purpose, Request, StopStrings,
 from asyncrl.engine.session import GenerationSession, SiblingSpread, seed_of
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import AsyncRLError, EngineError, PromptRefused
-from asyncrl.images import ImageRefused
-from asyncrl.images.decoder import Vision
+from asyncrl.images import ImageRefused, Vision
 from asyncrl.images.parts import images_in
 from asyncrl.observability.intervals import RETRY
 from asyncrl.retries import pause

@@ -1,8 +1,9 @@
 """Images: their names, their sizes, and the number of tokens that a model reads for one.
 
-Every image is brought to its final form once, where it enters the rollout process (decoder.py): a PNG file in RGB, of
-exactly the size that the model's own processor would give it. The processors of the engine and of the trainer then only
-normalise the pixels, so that both read the same numbers; their resizing differs from one library to the next.
+Every image is brought to its final form once, where it enters the rollout process (an ImageDecoder, which an extension
+has): a PNG file in RGB, of exactly the size that the model's own processor would give it. The processors of the engine
+and of the trainer then only normalise the pixels, so that both read the same numbers; their resizing differs from one
+library to the next.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import base64
 import hashlib
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -95,6 +98,39 @@ class ImageTokens:
         if len(images) > self.most:
             raise ImageRefused(f"the request has {len(images)} images, more than rollout.images.max_images={self.most}")
         return sum(self.shape.tokens(png) for png in images) - len(images)
+
+
+@dataclass(frozen=True)
+class ImageSizes:
+    """Sizes of the images that a model reads: multiples of `side`, with `least` to `most` pixels."""
+
+    side: int
+    least: int
+    most: int
+
+
+class ImageDecoder(Protocol):
+    """Brings images of unknown origin to the form that the model reads (Extension.decoder). It is created with the
+    sizes and the maximum number of bytes of a file."""
+
+    def begin(self, image: object) -> Future[bytes]:
+        """Begin to decode an image (bytes, a data URL or a Path), and return the future of a PNG file of the size that
+        the model reads. It raises ImageRefused, which says why and what helps."""
+        ...
+
+    def close(self) -> None:
+        """Release what is held, after the images that are being decoded."""
+        ...
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How the model of a run reads images: how requests hold them, and the decoder that brings them to its size."""
+
+    tokens: ImageTokens
+    decoder: ImageDecoder
+    most_tokens: int
+    """Maximum number of tokens that an image takes."""
 
 
 def fitted_size(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:

@@ -4,7 +4,7 @@ OpenAI API.
     {"type": "image", "image": DATA}
     {"type": "image_url", "image_url": {"url": DATA}}
 
-DATA is what decoder.py accepts: bytes or a data URL, but no other string.
+DATA is what an ImageDecoder accepts: bytes or a data URL, but no other string.
 """
 
 from __future__ import annotations

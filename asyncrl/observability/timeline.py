@@ -12,15 +12,15 @@ group or step, the later one is of the run that went on.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from asyncrl.errors import RecordError
-from asyncrl.observability.intervals import ENVIRONMENT, PHASES, TOOL, Interval
-from asyncrl.records.frames import FramePosition, Frames, files
-from asyncrl.records.index import IndexEntry, usable
+from asyncrl.observability.intervals import Interval
+from asyncrl.records.frames import FramePosition
+from asyncrl.records.index import IndexEntry
 from asyncrl.records.writer import Writer
 
 FOLDER = "timeline"
@@ -28,7 +28,6 @@ ROLLOUT, LAUNCHER, ENGINES = "rollout", "launcher", "engines"
 """Processes by the names of their folders; trainer ranks are trainer-0, trainer-1, ..."""
 LINGER = 0.5
 """Seconds that records are collected for one frame. Readers of a running run are behind by this much."""
-_NO_TIME = dict.fromkeys(PHASES, 0.0)
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -44,14 +43,6 @@ class EpisodeTimeline(msgspec.Struct, frozen=True, array_like=True):
     reward: float | None  # None if it was not scored
     tokens: int  # that engines generated for it
     intervals: list[Interval]
-
-    def durations(self) -> dict[str, float]:
-        """Return the seconds that it spent in each phase. Time in tools is not counted as their environment's."""
-        found = _NO_TIME.copy()
-        for one in self.intervals:
-            found[one.phase] += one.seconds
-        found[ENVIRONMENT] = max(0.0, found[ENVIRONMENT] - found[TOOL])
-        return found
 
 
 class GroupTimeline(msgspec.Struct, frozen=True, tag="group"):
@@ -191,40 +182,3 @@ def sampled(write: Callable[[Record], None], share: float) -> Callable[[Record],
             write(record)
 
     return listen
-
-
-def processes(run: Path) -> list[str]:
-    """Return the names of the folders of all processes that have a timeline."""
-    return sorted(folder.name for folder in (run / FOLDER).glob("*") if folder.is_dir())
-
-
-def read(run: Path, process: str, start: FramePosition | None = None) -> Iterator[tuple[FramePosition, list[Record]]]:
-    """Yield the records of each complete frame from a position on, with the position after it. A frame that is being
-    written is skipped, and found by the next call. Raises RecordError on damage."""
-    folder = folder_of(run, process)
-    if not files(folder):
-        return
-    for frame in Frames(folder, start):
-        yield FramePosition(frame.place.file, frame.end), decode(frame.data)
-
-
-class TimelineReader:
-    """Follows the timelines of all processes of a run, which may still be running or not have begun."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self.positions: dict[str, FramePosition] = {}
-        """Where each process's next frame begins."""
-
-    def skip(self) -> None:
-        """Begin with what is written from now on."""
-        for process in processes(self._run):
-            if lines := usable(folder_of(self._run, process)):
-                self.positions[process] = lines[-1].after
-
-    def new(self) -> Iterator[Record]:
-        """Yield the records since the last call, process by process."""
-        for process in processes(self._run):
-            for position, records in read(self._run, process, self.positions.get(process)):
-                yield from records
-                self.positions[process] = position

@@ -27,6 +27,10 @@ Decode = Callable[[bytes], Sequence[T]]
 Entry = Callable[[FramePosition, int, Sequence[T]], IndexEntry]
 """Builds the index entry of a frame."""
 
+RECORDS = "records"
+"""Folder of the recording in the run folder."""
+TRAINER = "trainer"
+"""Folder in the recording for what the trainer wrote about the same batches."""
 MOST_WAITING = 256 << 20
 FRAME_BYTES = 1 << 20
 """Minimum size of the encoded events in a full frame: a frame is closed by the event that reaches it."""

@@ -25,10 +25,6 @@ REGISTERED = {
     "exact": "asyncrl.rewards.matching:ExactMatch",
     "contains": "asyncrl.rewards.matching:ContainsMatch",
     "number": "asyncrl.rewards.matching:NumberMatch",
-    "fuzzy": "asyncrl.rewards.matching:FuzzyMatch",
-    "choice": "asyncrl.rewards.matching:ChoiceMatch",
-    "boxed": "asyncrl.rewards.matching:BoxedMatch",
-    "format": "asyncrl.rewards.matching:FormatMatch",
 }
 """Rewards of the core by name."""
 FORMS = "Must be a function (text, record), a class, a factory that takes its params by name, or a reward"

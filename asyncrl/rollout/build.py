@@ -21,8 +21,7 @@ from asyncrl.extension import RolloutHooks
 from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import READY, Addresses, times_restarted
 from asyncrl.records.events import Began, Event
-from asyncrl.records.reading import RECORDS
-from asyncrl.records.writer import Writer
+from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import close_all
 from asyncrl.rollout.buffer import Ticket

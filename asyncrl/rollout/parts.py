@@ -18,7 +18,7 @@ from asyncrl.engine.request import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks
-from asyncrl.images.decoder import Vision
+from asyncrl.images import Vision
 from asyncrl.lookup import active
 from asyncrl.models.architectures import routing_shape
 from asyncrl.models.vision import flat

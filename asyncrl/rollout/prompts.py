@@ -25,8 +25,7 @@ from asyncrl import lookup
 from asyncrl.config import Config
 from asyncrl.config.generation import ImagesConfig
 from asyncrl.errors import ConfigError
-from asyncrl.images import ImageRefused, ImageTokens, fitted_size
-from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
+from asyncrl.images import ImageRefused, ImageSizes, ImageTokens, Vision, fitted_size
 from asyncrl.images.parts import images_in, without_images
 from asyncrl.import_hooks import imported_without
 from asyncrl.models.vision import forbidden_ids, image_shape
@@ -354,7 +353,7 @@ def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def vision_of(model: Path, hf: dict[str, Any], settings: ImagesConfig) -> Vision | None:
     """Return how a model folder reads images, or None if it is a text model. `hf` is its config.json.
 
-    Raises ConfigError if the settings leave no room for an image.
+    Raises ConfigError if the settings leave no room for an image, or no extension decodes images.
     """
     if (shape := image_shape(hf)) is None:
         return None
@@ -368,7 +367,9 @@ def vision_of(model: Path, hf: dict[str, Any], settings: ImagesConfig) -> Vision
     start, placeholder, end = (hf[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
     tokens = ImageTokens(start, placeholder, end, forbidden_ids(hf), shape, settings.max_images)
     sizes = ImageSizes(shape.side, least, most)
-    return Vision(tokens, ImageDecoder(sizes, settings.max_bytes), most // shape.side**2)
+    if not (offers := lookup.loaded("decoder")):
+        raise ConfigError("model.path", str(model), "It sees, and no installed extension decodes images: add one.")
+    return Vision(tokens, offers[0](sizes, settings.max_bytes), most // shape.side**2)
 
 
 def _limits(model: Path) -> tuple[int, int]:

@@ -59,7 +59,6 @@ class Task(Protocol):
 
 
 KINDS = {
-    "reasoning_gym": "asyncrl.tasks.reasoning_gym:ReasoningGym",
     "copy": "asyncrl.tasks.copy_digits:CopyDigits",
     "file": "asyncrl.tasks.files:FileTask",
 }

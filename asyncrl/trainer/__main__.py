@@ -29,7 +29,6 @@ from asyncrl.checkpoints.store import CheckpointStore  # noqa: E402
 from asyncrl.engine.fleet import build_fleet  # noqa: E402
 from asyncrl.errors import PeerFailed  # noqa: E402
 from asyncrl.jsonl import Tail  # noqa: E402
-from asyncrl.metrics.gap import GapWatch  # noqa: E402
 from asyncrl.metrics.record import StepLog, accuracies, dtype_figures  # noqa: E402
 from asyncrl.network.addresses import MACHINE, PEER_FAILED, STOP, STOPPED  # noqa: E402
 from asyncrl.progress import Progress, failing  # noqa: E402
@@ -104,7 +103,7 @@ def _log(rank: Rank, start: Start) -> StepLog:
     listeners = list[extension.StepListener]()
     if rank.parallel.is_first:
         first = start.written + 1 if start.checkpoint or start.recovered else None
-        sinks = [partial(jsonl.append, run_dir / "metrics.jsonl"), GapWatch(rank.warn)]
+        sinks = [partial(jsonl.append, run_dir / "metrics.jsonl")]
         listeners = lookup.step_listeners(config, run_dir, rank.addresses.model, rank.warn, first)
     return StepLog(
         sinks,

@@ -8,8 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from asyncrl.records.events import Scored, scored
-from asyncrl.records.reading import RECORDS, TRAINER
-from asyncrl.records.writer import Writer
+from asyncrl.records.writer import RECORDS, TRAINER, Writer
 
 
 class ScoreWriter:

@@ -13,8 +13,8 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.records.events import Admitted, Committed, Published, Taken, unpacked
-from asyncrl.records.reading import Recording
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.schema import Group
 from tests.integration.running import BATCH, BOUND, GROUP, RUN, STEPS, lines, run

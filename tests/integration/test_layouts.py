@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl.extensions.reading.timelines import TimelineReader
 from asyncrl.extensions.view.inspection import cli
 from asyncrl.metrics.fields import STEP, STEP_TRAINER, SUMMARY
 from asyncrl.observability.intervals import DECODE
@@ -27,7 +28,6 @@ from asyncrl.observability.timeline import (
     ProcessSpan,
     PublishTimeline,
     Started,
-    TimelineReader,
 )
 from tests.integration.books import balanced
 from tests.integration.fleet import OF_EXTENSIONS

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from asyncrl.extensions.reading.recordings import Recording
+from asyncrl.extensions.reading.timelines import TimelineReader
 from asyncrl.extensions.view.watch.runs import RunFolder
 from asyncrl.extensions.view.watch.server import app
 from asyncrl.models import catalog
-from asyncrl.observability.timeline import ProcessSpan, TimelineReader
+from asyncrl.observability.timeline import ProcessSpan
 from asyncrl.records.events import PartTaken, Published, Taken, decode
 from asyncrl.records.frames import Frames, path_of
-from asyncrl.records.reading import Recording
 from asyncrl.rollout.prompts import load_tokenizer
 from asyncrl.schema import encode
 from tests.integration.books import trained, weights

@@ -9,8 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncrl.extensions.reading.timelines import TimelineReader
 from asyncrl.observability.intervals import RETRY
-from asyncrl.observability.timeline import GroupTimeline, ProcessSpan, TimelineReader
+from asyncrl.observability.timeline import GroupTimeline, ProcessSpan
 from tests.integration.books import balanced
 from tests.integration.running import (
     finish,

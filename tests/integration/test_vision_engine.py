@@ -23,8 +23,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.stream import GenerateEndpoint
-from asyncrl.images import ImageTokens, data_url
-from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
+from asyncrl.extensions.image_decoder.decoder import DecodingProcesses
+from asyncrl.images import ImageSizes, ImageTokens, Vision, data_url
 from asyncrl.models.tiny_vision import MARKS, TOKENS, write
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Completion
@@ -79,7 +79,7 @@ def played(fleet: Engines, play: Play, **changes: Any) -> Any:
         "coalesce": True,
         "vision": Vision(
             ImageTokens(START, PLACEHOLDER, END, forbidden(hf), shape, most=4),
-            ImageDecoder(ImageSizes(shape.side, 784, 16 * 784), 1 << 20),
+            DecodingProcesses(ImageSizes(shape.side, 784, 16 * 784), 1 << 20),
             most_tokens=16,
         ),
         **changes,

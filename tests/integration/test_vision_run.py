@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from asyncrl.checkpoints.store import CheckpointStore
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.extensions.view.inspection.cli import main
 from asyncrl.images import png_size
-from asyncrl.records.reading import Recording
 from tests.integration.books import tensors, trained, weights
 from tests.integration.running import (
     DETERMINISTIC,

@@ -17,8 +17,9 @@ from asyncrl.launch.plan import ProcessSpec
 from asyncrl.launch.processes import Supervisor
 from asyncrl.launch.restarts import RestartPolicy, restart_policy
 from asyncrl.network.addresses import LOST, READY, Addresses
-from asyncrl.observability.timeline import ProcessSpan, TimelineReader
+from asyncrl.observability.timeline import LAUNCHER, ProcessSpan, decode, folder_of
 from asyncrl.progress import begin_file, end_file, failing, failures
+from asyncrl.records.frames import Frames
 from tests.launch.checks.worlds import ENGINE, ROUTER
 
 TRAINER = ProcessSpec("trainer-0", [], {}, ends_the_run=True, recovers=True)
@@ -60,7 +61,8 @@ def test_restarts_are_in_the_timeline_from_the_death_on(run_dir: Path) -> None:
         run_dir, Addresses("run0", "", run_dir, (), "", "", 0, 0.0), [], lambda node: True, timeline=True
     )
     assert policy.may_start_now(ROUTER, "killed")
-    (found,) = TimelineReader(run_dir).new()
+    (frame,) = Frames(folder_of(run_dir, LAUNCHER))
+    (found,) = decode(frame.data)
     assert isinstance(found, ProcessSpan)
     assert (found.name, found.attributes) == ("restart", {"process": "router", "how": "killed"})
     assert 0 <= found.end - found.start < 60

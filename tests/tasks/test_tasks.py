@@ -9,16 +9,13 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-import reasoning_gym
 
 from asyncrl import tasks
 from asyncrl.errors import ConfigError
 from asyncrl.rewards.reward import RewardInput
-from asyncrl.rollout.prompts import EVAL_OFFSET
 from asyncrl.schema import Trajectory
 from asyncrl.tasks import build_all
 from asyncrl.tasks.files import FileTask
-from asyncrl.tasks.reasoning_gym import BLOCK, LISTING
 from asyncrl.tasks.scores import rewards
 from tests.fakes import tiny_config
 
@@ -197,61 +194,6 @@ def test_row_without_the_configured_field_is_named(tmp_path: Path, key: str) -> 
         from_file(path, **{key: "text"})
 
 
-# --- reasoning-gym ------------------------------------------------------------------------------------------
-
-
-def gym(**changes: Any) -> tasks.Task:
-    settings = {"kind": "reasoning_gym", "name": "chain_sum", "system": "Short.", "shots": 1}
-    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    return build(**({**settings, "params": params} | changes))
-
-
-def test_generator_question_follows_system_message_and_examples() -> None:
-    task = gym()
-    question = task.question(3)
-    assert [m["role"] for m in question["messages"]] == ["system", "user", "assistant", "user"]
-    assert question["messages"][-1]["content"] == question["question"]
-    assert question == gym().question(3)
-    assert question["messages"][-1] != task.question(4)["messages"][-1]
-
-
-def test_questions_of_a_generator_without_an_end_are_those_of_its_seed() -> None:
-    task = gym(params={})
-    assert task.size is None
-    for index in (0, 7, EVAL_OFFSET + 3):
-        direct = reasoning_gym.create_dataset("chain_sum", size=2**31 - 1, seed=1)
-        assert task.question(index)["question"] == direct[index]["question"]
-
-
-@pytest.mark.parametrize("name", LISTING)
-def test_generator_that_lists_its_questions_when_it_is_made_has_no_end_either(name: str) -> None:
-    """Made for 2**31 questions gsm_symbolic takes all memory of the machine."""
-    task = gym(name=name, params={}, shots=0)
-    places = (0, 1, BLOCK - 1, BLOCK, EVAL_OFFSET, EVAL_OFFSET + BLOCK + 1)
-    asked = [task.question(index)["messages"][-1]["content"] for index in places]
-    assert len(set(asked)) > 1
-    again = gym(name=name, params={}, shots=0)
-    assert [again.question(index)["messages"][-1]["content"] for index in reversed(places)] == asked[::-1]
-
-
-def test_generator_rewards_are_0_or_1_whatever_partial_credit_it_gives() -> None:
-    task = gym()
-    question = task.question(0)
-    right = str(question["answer"])
-    assert task.score(f" {right}\n", question) == 1.0
-    for wrong in ("", "   ", f"{right}0", f"The answer is {right}", "nonsense"):
-        assert task.score(wrong, question) == 0.0
-    assert task.correct(1.0)
-    assert not task.correct(0.0)
-
-
-@pytest.mark.parametrize("changes", [{"name": "no_such_generator"}, {"params": {"no_such": 1}}])
-def test_what_reasoning_gym_refuses_names_the_setting(changes: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="reasoning-gym rejects it") as caught:
-        gym(**changes)
-    assert caught.value.field == "task.name / task.params"
-
-
 # --- of a whole run -----------------------------------------------------------------------------------------
 
 
@@ -264,7 +206,6 @@ def test_every_task_and_set_is_built_and_a_wrong_one_is_named_by_its_field() -> 
         ({"tasks": {"one": task, "two": wrong}}, "tasks.two.params.digits"),
         ({"eval.sets": {"more": wrong}}, "eval.sets.more.params.digits"),
         ({"task": wrong}, "task.params.digits"),
-        ({"tasks": {"gym": {**task, "kind": "reasoning_gym"}}}, "tasks.gym.name / tasks.gym.params"),
     ):
         with pytest.raises(ConfigError) as caught:
             tasks.build_all(tiny_config(**changes))

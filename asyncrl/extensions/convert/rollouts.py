@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from asyncrl.errors import ConfigError, RecordError
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.extensions.view.inspection.rows import rows_of
 from asyncrl.records.events import Committed, Taken, packed
-from asyncrl.records.reading import RECORDS, Recording
-from asyncrl.records.writer import Writer
+from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 
 UNTRAINED = ("pending", "aborted", "failed")

@@ -1,4 +1,4 @@
-"""What this folder adds: two kinds of tasks, and the rule that nothing is trained on a test set."""
+"""What this folder adds: three kinds of tasks, and the rule that nothing is trained on a test set."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from asyncrl.errors import ConfigError
 
 
 class Datasets(extension.Extension):
-    """Datasets of the Hugging Face Hub, and test sets."""
+    """Generated problems, datasets of the Hugging Face Hub, and test sets."""
 
     tasks = {  # noqa: RUF012
+        "reasoning_gym": "asyncrl.extensions.datasets.reasoning_gym:ReasoningGym",
         "hf": "asyncrl.extensions.datasets.hf:HfTask",
         "benchmark": "asyncrl.extensions.datasets.benchmarks:Benchmark",
     }

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.rewards.matching import last_boxed, last_number, normalised
+from asyncrl.extensions.mathematics.forms import last_boxed, normalised
+from asyncrl.rewards.matching import last_number
 from asyncrl.rollout.evaluation import pass_at
 
 Record = Mapping[str, Any]

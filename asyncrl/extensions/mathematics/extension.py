@@ -1,4 +1,4 @@
-"""What this folder adds: the reward `math`."""
+"""What this folder adds: the reward `math`, and those for answers in a certain form."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ from asyncrl import extension
 
 
 class Mathematics(extension.Extension):
-    """Answers are compared by math_verify."""
+    """Answers are compared by math_verify, or by their form."""
 
-    rewards = {"math": "asyncrl.extensions.mathematics.math_reward:MathReward"}  # noqa: RUF012
+    rewards = {  # noqa: RUF012
+        "math": "asyncrl.extensions.mathematics.math_reward:MathReward",
+        "fuzzy": "asyncrl.extensions.mathematics.forms:FuzzyMatch",
+        "choice": "asyncrl.extensions.mathematics.forms:ChoiceMatch",
+        "boxed": "asyncrl.extensions.mathematics.forms:BoxedMatch",
+        "format": "asyncrl.extensions.mathematics.forms:FormatMatch",
+    }
 
 
 Own = Mathematics

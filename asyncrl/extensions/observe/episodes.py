@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from asyncrl.extensions.reading.timelines import durations
 from asyncrl.observability.intervals import ENVIRONMENT, PHASES, TOOL, WAITING
 from asyncrl.observability.timeline import BatchTimeline, EpisodeTimeline, GroupTimeline, Record
 
@@ -69,7 +70,7 @@ class EpisodeFigures:
         return found | self._straggler
 
     def _add(self, group: GroupTimeline) -> None:
-        spent = [one.durations() for one in group.episodes]
+        spent = [durations(one) for one in group.episodes]
         for phase in PHASES:
             seconds = [one[phase] for one in spent]
             if phase in self._phases or any(seconds):

@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from asyncrl.extensions.reading.timelines import durations
 from asyncrl.jsonl import Tail
 from asyncrl.metrics import fields
 from asyncrl.network.addresses import Addresses, metrics_key
@@ -93,7 +94,7 @@ class PrometheusMetrics(Collector):
         if isinstance(record, GroupTimeline):
             self._groups[record.purpose, record.task, record.outcome] += 1
             for episode in record.episodes:
-                for phase, seconds in episode.durations().items():
+                for phase, seconds in durations(episode).items():
                     if seconds:
                         self._phases.observe(seconds, record.purpose, phase)
                 for one in episode.intervals:

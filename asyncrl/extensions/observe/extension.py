@@ -1,9 +1,10 @@
-"""What this folder adds: traces through engines and router, their export, and /metrics of the rollout process."""
+"""What this folder adds: traces through engines and router, their export, /metrics of the rollout process, and a
+warning when the log-probabilities of engines and trainer drift apart."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -153,6 +154,14 @@ class Observe(extension.Extension):
         from asyncrl.extensions.observe.hooks import ObserveRollout
 
         return ObserveRollout(self.settings)
+
+    def steps(
+        self, config: Config, run_dir: Path, model: Path, warn: Callable[[str, int], None], first: int | None
+    ) -> extension.StepListener:
+        """Return what warns of a gap that grows."""
+        from asyncrl.extensions.observe.gap import GapWatch
+
+        return GapWatch(warn)
 
     def player(self, config: Config, addresses: Addresses) -> extension.PlayerHooks:
         """Return the hooks in a process that plays episodes."""

@@ -27,6 +27,7 @@ from asyncrl.extensions.plan import inputs, recorded
 from asyncrl.extensions.plan.laws import LengthSample
 from asyncrl.extensions.plan.search import in_play
 from asyncrl.extensions.plan.simulation import simulate
+from asyncrl.extensions.reading import timelines
 from asyncrl.observability import timeline
 from asyncrl.observability.intervals import DECODE, PREFILL, QUEUED, RETRY, Interval
 from asyncrl.observability.timeline import EpisodeTimeline, GroupTimeline
@@ -128,7 +129,7 @@ def refuse(run: Path, settings: Config) -> None:
 def _fitted(run: Path, settings: Config, steps: Steps) -> Fit:
     groups = [
         record
-        for _, records in timeline.read(run, timeline.ROLLOUT)
+        for _, records in timelines.read(run, timeline.ROLLOUT)
         for record in records
         if isinstance(record, GroupTimeline) and record.purpose == "training" and record.outcome == "committed"
     ]

@@ -11,11 +11,11 @@ from typing import Any
 from asyncrl import lookup
 from asyncrl.config import Config, under_new_names
 from asyncrl.errors import ConfigError, RecordError
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.extensions.replay.extension import ReplaySettings
 from asyncrl.launch.checks.model_files import check_same_tokens
 from asyncrl.launch.resume import OTHER_ANYWAY
 from asyncrl.models import catalog
-from asyncrl.records.reading import Recording
 from asyncrl.settings import Choice, Section
 
 ITS_OWN = tuple(name for name in OTHER_ANYWAY if name != "engine")

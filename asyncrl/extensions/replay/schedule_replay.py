@@ -29,13 +29,13 @@ from asyncrl.config import read
 from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.errors import RecordError
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.extensions.replay.extension import settings_of
 from asyncrl.network.addresses import READY, Addresses
 from asyncrl.network.tls import signed
 from asyncrl.observability.intervals import Activity
 from asyncrl.progress import failing
 from asyncrl.records.events import Adjusted, Admitted, Began, Committed, PartTaken, Published, Rejected, Taken
-from asyncrl.records.reading import Recording
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.reporters import RunReporter

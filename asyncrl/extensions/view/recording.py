@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from asyncrl.errors import RecordError
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.records import events, frames
 from asyncrl.records.events import Event, Scored
 from asyncrl.records.frames import FramePosition
-from asyncrl.records.reading import TRAINER, Recording
+from asyncrl.records.writer import TRAINER
 
 
 class ViewedRecording(Recording):

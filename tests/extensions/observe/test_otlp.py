@@ -18,9 +18,10 @@ from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from asyncrl.extensions.observe import otlp
 from asyncrl.extensions.observe.otlp import SERVICE, SpanExporter, received
 from asyncrl.extensions.observe.spans import Span, run_prefix, trace_id
+from asyncrl.extensions.reading.timelines import TimelineReader
 from asyncrl.network import ports
 from asyncrl.observability import timeline
-from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan, TimelineReader
+from asyncrl.observability.timeline import EngineSpan, GroupTimeline, ProcessSpan
 from asyncrl.rollout.server import RolloutServer
 from tests.extensions.observe.collector import collector
 from tests.extensions.observe.observing import observing

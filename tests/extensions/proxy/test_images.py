@@ -19,8 +19,7 @@ from asyncrl.agents.template import ChatTemplate
 from asyncrl.extensions.proxy.agents import _question
 from asyncrl.extensions.proxy.messages import ApiError
 from asyncrl.extensions.proxy.session import ProxySession, ProxyStats
-from asyncrl.images import image_name
-from asyncrl.images.decoder import Vision
+from asyncrl.images import Vision, image_name
 from asyncrl.models.catalog import resolve
 from asyncrl.models.vision import flat
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts

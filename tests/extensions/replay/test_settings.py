@@ -21,8 +21,7 @@ from asyncrl.launch.resume import changes
 from asyncrl.models import catalog
 from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.frames import path_of
-from asyncrl.records.reading import RECORDS
-from asyncrl.records.writer import Writer
+from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.settings import Section
 from tests.fakes import group, reusing, tiny_config
 from tests.forks import forked

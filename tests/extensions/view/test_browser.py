@@ -20,9 +20,9 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models
 
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.extensions.view.inspection.rows import rows_of
 from asyncrl.images import image_name
-from asyncrl.records.reading import Recording
 from asyncrl.schema import Group, Trajectory, Turn
 from scripts.synthetic_run import Plan, SyntheticRun, make
 from tests.fakes import completion

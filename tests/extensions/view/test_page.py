@@ -18,6 +18,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from rich.console import Console
 
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.extensions.view.inspection.cli import main
 from asyncrl.extensions.view.inspection.page import page
 from asyncrl.extensions.view.inspection.render import group_text
@@ -25,8 +26,7 @@ from asyncrl.extensions.view.inspection.rows import rows_of
 from asyncrl.extensions.view.recording import ViewedRecording
 from asyncrl.images import image_name
 from asyncrl.records.events import Committed, Event, Rejected, Taken, packed, scored
-from asyncrl.records.reading import TRAINER, Recording
-from asyncrl.records.writer import Writer
+from asyncrl.records.writer import TRAINER, Writer
 from asyncrl.schema import Group, Trajectory, Turn
 from tests.fakes import completion, group
 

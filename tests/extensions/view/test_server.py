@@ -16,11 +16,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from asyncrl import jsonl
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.extensions.view.watch.cli import main
 from asyncrl.extensions.view.watch.ending import MOST_LINES, log_lines
 from asyncrl.extensions.view.watch.runs import RunFolder
 from asyncrl.extensions.view.watch.server import POLICY, POLL_SECONDS, _events, app, evidence
-from asyncrl.records.reading import Recording
 from scripts.synthetic_run import Plan, SyntheticRun, make
 from tests.extensions.view.conftest import TOKEN
 

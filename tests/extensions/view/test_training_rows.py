@@ -68,7 +68,7 @@ def test_right_answers_of_a_recording_are_trained_as_they_were_written(
     values = compose_values("experiment=warmup", "model=tiny")["task"]
     read = sft.ChatRows(TaskConfig.model_validate({**values, "train_file": str(run / "rows.jsonl")}))
     trained, decode = sft.Trained(run / "model", tiny_config()), decoder(run)
-    from asyncrl.records.reading import Recording
+    from asyncrl.extensions.reading.recordings import Recording
 
     recorded = [
         sample for uid in ("g0", "g1") for (own,) in [build_samples([Recording(run).group(uid)])] for sample in own

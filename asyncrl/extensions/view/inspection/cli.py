@@ -33,6 +33,7 @@ import msgspec
 from rich.console import Console
 
 from asyncrl.errors import AsyncRLError, RecordError, visible
+from asyncrl.extensions.reading import timelines
 from asyncrl.extensions.view.inspection import render
 from asyncrl.extensions.view.inspection.page import estimator_of, page, section
 from asyncrl.extensions.view.inspection.rows import Bounds, GroupFilter, GroupRow, bounds, rows_of, within
@@ -93,11 +94,11 @@ def _write_trace(run: Path, file: Path) -> int:
 
 def _records(run: Path) -> Iterator[timeline.Record]:
     """Yield the timelines of all processes. That of the rollout process comes first, since it tells the run's id."""
-    folders = sorted(timeline.processes(run), key=lambda folder: folder != timeline.ROLLOUT)
+    folders = sorted(timelines.processes(run), key=lambda folder: folder != timeline.ROLLOUT)
     if not folders:
         raise RecordError(f"{run} holds no timeline: was it made with metrics.timeline=true?")
     for folder in folders:
-        for _, records in timeline.read(run, folder):
+        for _, records in timelines.read(run, folder):
             yield from records
 
 

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from asyncrl.errors import RecordError
+from asyncrl.extensions.reading.recordings import Recording
 from asyncrl.records.events import (
     Committed,
     Event,
@@ -16,7 +17,6 @@ from asyncrl.records.events import (
     num_tokens,
     token_rewards,
 )
-from asyncrl.records.reading import Recording
 from asyncrl.schema import Completion, Trajectory, Turn
 
 Bounds = tuple[float | None, float | None]

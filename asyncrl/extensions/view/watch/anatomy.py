@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.extensions.reading.timelines import durations
 from asyncrl.observability.intervals import DECODE, ENVIRONMENT, PHASES, PREFILL, TOOL, WAITING
 from asyncrl.observability.timeline import (
     BatchTimeline,
@@ -69,7 +70,7 @@ def straggler(batch: BatchTimeline, groups: Sequence[GroupTimeline]) -> Straggle
     if group is None or not any(map(_worked_until, group.episodes)):
         return None
     number, episode = max(enumerate(group.episodes), key=lambda one: _worked_until(one[1]))
-    spent = episode.durations()
+    spent = durations(episode)
     phase = max((phase for phase in PHASES if phase != WAITING), key=lambda phase: spent[phase])
     named = {key: seconds for key, seconds in phase_seconds([episode]).items() if key[0] == phase}
     _, name = max(named, key=lambda key: named[key])

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RecordError
+from asyncrl.extensions.reading.recordings import images_of
 from asyncrl.extensions.view.inspection import render
 from asyncrl.extensions.view.inspection.page import group_content
 from asyncrl.extensions.view.inspection.rows import GroupFilter, GroupRow, RecordedRows
 from asyncrl.extensions.view.recording import ViewedRecording
-from asyncrl.records import images
 from asyncrl.records.events import Committed, Taken, packed
 from asyncrl.records.frames import FramePosition
 
@@ -108,7 +108,7 @@ class EpisodeIndex:
 
     def image(self, name: str) -> bytes:
         """Return an image as PNG. Raises RecordError if there is none."""
-        return images.read(self.recording.folder, [name])[name]
+        return images_of(self.recording.folder, [name])[name]
 
     # -- internals -----------------------------------------------------------------------------------------
 

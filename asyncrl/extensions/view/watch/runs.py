@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import RecordError
+from asyncrl.extensions.reading.recordings import folder_of
 from asyncrl.extensions.view.inspection.page import section
 from asyncrl.extensions.view.watch.anatomy import BatchFacts
 from asyncrl.extensions.view.watch.ending import Ending, ending
@@ -27,7 +28,7 @@ from asyncrl.network.addresses import END
 from asyncrl.observability.timeline import FOLDER as TIMELINE
 from asyncrl.progress import FOLDER as PROGRESS
 from asyncrl.records import frames
-from asyncrl.records.reading import RECORDS, TRAINER, folder_of
+from asyncrl.records.writer import RECORDS, TRAINER
 
 Row = dict[str, Any]
 CONFIG, STATUS, SUMMARY = "config.json", "status.json", "summary.json"

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from asyncrl.metrics.gap import WINDOW, GapWatch
+from pathlib import Path
+
+from asyncrl import lookup
+from asyncrl.extensions.observe.gap import WINDOW, GapWatch
+from asyncrl.schema import Batch
+from tests.fakes import tiny_config
+
+BATCH = Batch(0, [], {})
 
 
 def told(gaps: list[float]) -> list[int]:
@@ -10,7 +17,7 @@ def told(gaps: list[float]) -> list[int]:
     found: list[int] = []
     watch = GapWatch(lambda _, version: found.append(version))
     for version, gap in enumerate(gaps, 1):
-        watch({"version": version, "tokens/trained": 0.0 if gap < 0 else 8.0, "logprob_gap/mean": gap})
+        watch.write({"version": version, "tokens/trained": 0.0 if gap < 0 else 8.0, "logprob_gap/mean": gap}, BATCH)
     return found
 
 
@@ -32,4 +39,10 @@ def test_one_bad_step_is_not_a_drift() -> None:
 
 
 def test_steps_on_what_no_engine_wrote_are_ignored() -> None:
-    GapWatch(lambda *_: None)({"version": 1, "tokens/trained": 8.0})
+    GapWatch(lambda *_: None).write({"version": 1, "tokens/trained": 8.0}, BATCH)
+    GapWatch(lambda *_: None).write({"version": 1}, BATCH)  # mode=rollout_only
+
+
+def test_every_run_is_watched(tmp_path: Path) -> None:
+    found = lookup.step_listeners(tiny_config(), tmp_path, tmp_path, lambda *_: None)
+    assert [one for one in found if isinstance(one, GapWatch)]

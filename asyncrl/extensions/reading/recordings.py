@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from asyncrl.errors import RecordError
+from asyncrl.images import image_name
+from asyncrl.jsonl import opened
 from asyncrl.records import events, frames, images
 from asyncrl.records.events import Began, Committed, Event, PackedGroup, Rejected, Saved, Taken, unpacked
 from asyncrl.records.frames import FramePosition, Frames
 from asyncrl.records.index import IndexEntry, usable
+from asyncrl.records.writer import RECORDS
 from asyncrl.schema import Batch, Group
 
-RECORDS = "records"
-"""Folder of the recording in the run folder."""
-TRAINER = "trainer"
-"""Folder in the recording for what the trainer wrote about the same batches."""
 KEPT_FRAMES = 64
 """Number of decoded frames in the cache: the groups of a batch are close to each other."""
+_NAME = re.compile("[0-9a-f]{64}")
 
 
 def folder_of(run: Path) -> Path:
@@ -58,7 +59,7 @@ class Recording:
 
     def events(self) -> Iterator[Event]:
         """Yield the events in order, as if the run had never been interrupted: those that were rolled back are left out
-        (records/reading.py). Raises RecordError on damage."""
+        (`kept`). Raises RecordError on damage."""
         if self.began <= 1:
             yield from self.all_events()
             return
@@ -83,7 +84,7 @@ class Recording:
 
     def whole(self, group: PackedGroup) -> Group:
         """Return a group of an event with its images. Raises RecordError if one is missing."""
-        return unpacked(group, images.read(self.folder, group.images))
+        return unpacked(group, images_of(self.folder, group.images))
 
     def batch(self, step: int) -> Batch:
         """Return the batch of a step as the trainer received it. Raises RecordError if it is missing."""
@@ -163,3 +164,20 @@ def kept(events: Iterable[Event]) -> list[tuple[int, int]]:
     if stretches:
         stretches[-1] = stretches[-1][0], count
     return stretches
+
+
+def images_of(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the images with these names. Raises RecordError if one is missing or damaged."""
+    found = {}
+    for name in names:
+        path = folder / images.FOLDER / f"{name}.png"
+        if not _NAME.fullmatch(name):
+            raise RecordError(f"{folder} names an image {name!r:.80}, which is not the SHA-256 of a file")
+        try:
+            with opened(path, folder) as file:
+                found[name] = file.read()
+        except OSError as error:
+            raise RecordError(f"the image {path} of the recording cannot be read: {error.strerror}") from None
+        if image_name(found[name]) != name:
+            raise RecordError(f"the image {path} of the recording is damaged: its content has another SHA-256")
+    return found

@@ -19,28 +19,19 @@ import subprocess
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from asyncrl.child import LENGTH, decoded, framed
-from asyncrl.images import ImageRefused, ImageTokens
+from asyncrl.images import ImageRefused, ImageSizes
 
 DEADLINE = 60.0
 WORKERS = 4
 _DATA_URL = re.compile(r"data:image/(?:png|jpeg|jpg|webp);base64,", re.ASCII | re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class ImageSizes:
-    """Sizes of the images that a model reads: multiples of `side`, with `least` to `most` pixels."""
-
-    side: int
-    least: int
-    most: int
-
-
-class ImageDecoder:
+class DecodingProcesses:
     """Decodes images in WORKERS processes, which start when they are needed."""
 
     def __init__(self, sizes: ImageSizes, max_bytes: int) -> None:
@@ -77,16 +68,6 @@ class ImageDecoder:
             _end(self._idle.pop())
 
 
-@dataclass(frozen=True)
-class Vision:
-    """How the model of a run reads images: how requests hold them, and the decoder that brings them to its size."""
-
-    tokens: ImageTokens
-    decoder: ImageDecoder
-    most_tokens: int
-    """Maximum number of tokens that an image takes."""
-
-
 def _content(image: object, most: int) -> bytes:
     """Return the bytes of an image file. Raises ImageRefused."""
     if isinstance(image, Path):
@@ -113,7 +94,7 @@ def _content(image: object, most: int) -> bytes:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "asyncrl.images.worker"]
+    command = [sys.executable, "-m", "asyncrl.extensions.image_decoder.worker"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 

@@ -17,17 +17,17 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from asyncrl.images import ImageRefused, png_size
-from asyncrl.images import decoder as module
-from asyncrl.images.decoder import ImageDecoder, ImageSizes
+from asyncrl.extensions.image_decoder import decoder as module
+from asyncrl.extensions.image_decoder.decoder import DecodingProcesses
+from asyncrl.images import ImageRefused, ImageSizes, png_size
 
 SIZES = ImageSizes(side=28, least=28 * 28, most=16 * 28 * 28)
 MODES = {"PNG": ("1", "L", "LA", "P", "RGB", "RGBA"), "JPEG": ("L", "RGB", "CMYK"), "WEBP": ("RGB", "RGBA")}
 
 
 @pytest.fixture(scope="module")
-def decoder() -> Iterator[ImageDecoder]:
-    decoder = ImageDecoder(SIZES, max_bytes=1 << 20)
+def decoder() -> Iterator[DecodingProcesses]:
+    decoder = DecodingProcesses(SIZES, max_bytes=1 << 20)
     yield decoder
     decoder.close()
 
@@ -55,7 +55,7 @@ def forged_png(width: int, height: int, *more: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + b"".join(more) + body + chunk(b"IEND", b"")
 
 
-def test_every_accepted_format_and_mode_becomes_a_png_file_in_rgb(decoder: ImageDecoder) -> None:
+def test_every_accepted_format_and_mode_becomes_a_png_file_in_rgb(decoder: DecodingProcesses) -> None:
     for form, modes in MODES.items():
         for mode in modes:
             found = decoder.begin(file(picture(mode), form)).result()
@@ -64,24 +64,24 @@ def test_every_accepted_format_and_mode_becomes_a_png_file_in_rgb(decoder: Image
             assert image.getpixel((50, 50))[0] > 200
 
 
-def test_a_lossless_image_of_the_models_size_keeps_its_pixels(decoder: ImageDecoder) -> None:
+def test_a_lossless_image_of_the_models_size_keeps_its_pixels(decoder: DecodingProcesses) -> None:
     given = picture()
     found = decoder.begin("data:image/png;base64," + base64.b64encode(file(given)).decode()).result()
     assert Image.open(io.BytesIO(found)).tobytes() == given.tobytes()
     assert decoder.begin(found).result() == found
 
 
-def test_large_and_small_images_get_the_models_size(decoder: ImageDecoder) -> None:
+def test_large_and_small_images_get_the_models_size(decoder: DecodingProcesses) -> None:
     assert png_size(decoder.begin(file(picture(size=(200, 300)))).result()) == (84, 112)
     assert png_size(decoder.begin(file(picture(size=(5, 7)))).result()) == (28, 56)
 
 
-def test_transparent_pixels_show_white(decoder: ImageDecoder) -> None:
+def test_transparent_pixels_show_white(decoder: DecodingProcesses) -> None:
     found = decoder.begin(file(Image.new("RGBA", (28, 28), (200, 0, 0, 0)))).result()
     assert Image.open(io.BytesIO(found)).getpixel((3, 3)) == (255, 255, 255)
 
 
-def test_photos_with_exif_data_and_previews_are_read(decoder: ImageDecoder) -> None:
+def test_photos_with_exif_data_and_previews_are_read(decoder: DecodingProcesses) -> None:
     exif = Image.Exif()
     exif[0x010F], exif[0x0112] = "a camera", 6
     assert png_size(decoder.begin(file(picture(), "JPEG", exif=exif, dpi=(72, 72))).result()) == (56, 56)
@@ -120,7 +120,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_image_is_refused_in_words(decoder: ImageDecoder, name: str) -> None:
+def test_what_is_no_image_is_refused_in_words(decoder: DecodingProcesses, name: str) -> None:
     image, why = REFUSED[name]
     with pytest.raises(ImageRefused, match=why):
         decoder.begin(image).result()
@@ -161,7 +161,7 @@ def _with_checksums(data: bytearray) -> bytearray:
     return data
 
 
-def outcomes(decoder: ImageDecoder, count: int, seed: int) -> Counter[str]:
+def outcomes(decoder: DecodingProcesses, count: int, seed: int) -> Counter[str]:
     """Decode mutated files, and count how each ended. None may take longer than the limit of CPU time allows."""
     found = Counter[str]()
     for data in mutations(count, seed):
@@ -175,7 +175,7 @@ def outcomes(decoder: ImageDecoder, count: int, seed: int) -> Counter[str]:
     return found
 
 
-def test_damaged_files_are_decoded_or_refused(decoder: ImageDecoder) -> None:
+def test_damaged_files_are_decoded_or_refused(decoder: DecodingProcesses) -> None:
     found = outcomes(decoder, 200, seed=1)
     assert found["accepted"] > 20
     assert found["refused"] > 20
@@ -183,12 +183,12 @@ def test_damaged_files_are_decoded_or_refused(decoder: ImageDecoder) -> None:
 
 
 @pytest.mark.campaign
-def test_thousands_of_damaged_files_are_decoded_or_refused(decoder: ImageDecoder) -> None:
+def test_thousands_of_damaged_files_are_decoded_or_refused(decoder: DecodingProcesses) -> None:
     print(outcomes(decoder, 5000, seed=2))
 
 
 def test_images_are_decoded_by_several_processes_at_once() -> None:
-    decoder = ImageDecoder(SIZES, max_bytes=1 << 20)
+    decoder = DecodingProcesses(SIZES, max_bytes=1 << 20)
     try:
         images = [picture(size=(28 + number, 56)) for number in range(24)]
         begun = [decoder.begin(file(one)) for one in images]
@@ -199,7 +199,9 @@ def test_images_are_decoded_by_several_processes_at_once() -> None:
         decoder.close()
 
 
-def test_a_process_that_dies_or_hangs_costs_one_image(decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_or_hangs_costs_one_image(
+    decoder: DecodingProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder.begin(file(picture())).result()
     decoder._idle[-1].send_signal(signal.SIGKILL)
     with pytest.raises(ImageRefused, match="crashed on it"):
@@ -213,7 +215,7 @@ def test_a_process_that_dies_or_hangs_costs_one_image(decoder: ImageDecoder, mon
     decoder.begin(file(picture())).result()
 
 
-def test_the_process_can_open_no_file_and_has_limits(decoder: ImageDecoder) -> None:
+def test_the_process_can_open_no_file_and_has_limits(decoder: DecodingProcesses) -> None:
     decoder.begin(file(picture())).result()
     limits = Path(f"/proc/{decoder._idle[-1].pid}/limits").read_text()
     found = {line[:26].strip(): line[26:].split()[1] for line in limits.splitlines()[1:]}

@@ -19,8 +19,7 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError, EpisodeFailed
-from asyncrl.images import image_name, png_size
-from asyncrl.images.decoder import Vision
+from asyncrl.images import Vision, image_name, png_size
 from asyncrl.models.catalog import resolve
 from asyncrl.models.vision import flat
 from asyncrl.rollout import prompts as module
@@ -232,3 +231,9 @@ def test_a_refused_image_of_an_agent_costs_its_group_and_reaches_no_engine(model
         asyncio.run(played(Sending(), model, vision, engine))
     assert len(engine.requests) == 1
     asyncio.run(played(SingleTurn(), model, vision, engine))
+
+
+def test_without_the_extension_a_model_that_sees_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.lookup.loaded", lambda attribute: [])
+    with pytest.raises(ConfigError, match=r"model.path: got .*no installed extension decodes images: add one"):
+        vision_of(model, hf_of(model), config_of().rollout.images)

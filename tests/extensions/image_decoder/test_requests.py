@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from asyncrl.engine.client import GenerationClient
-from asyncrl.images import ImageRefused, ImageShape, ImageTokens, data_url, image_name
-from asyncrl.images.decoder import ImageDecoder, ImageSizes, Vision
+from asyncrl.extensions.image_decoder.decoder import DecodingProcesses
+from asyncrl.images import ImageRefused, ImageShape, ImageSizes, ImageTokens, Vision, data_url, image_name
 from asyncrl.images.parts import images_in, without_images
 from asyncrl.schema import Exchange
 from tests.engine.asking import asked
@@ -27,7 +27,7 @@ PROMPT = [12, *IMAGE, 11]
 @pytest.fixture
 def vision() -> Iterator[Vision]:
     tokens = ImageTokens(*IMAGE, [PAD, 46], ImageShape(14, 2), most=2)
-    decoder = ImageDecoder(ImageSizes(28, 784, 16 * 784), 1 << 20)
+    decoder = DecodingProcesses(ImageSizes(28, 784, 16 * 784), 1 << 20)
     yield Vision(tokens, decoder, 16)
     decoder.close()
 

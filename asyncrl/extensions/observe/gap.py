@@ -5,7 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl.schema import Batch
 
 WINDOW = 20
 """Number of steps in the moving average."""
@@ -23,9 +26,9 @@ class GapWatch:
         self._warn, self._recent = warn, deque[float](maxlen=WINDOW)
         self._usual: float | None = None
 
-    def __call__(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any], batch: Batch) -> None:
         """Process one step. Steps that trained nothing, or what no engine wrote, have no gap and are ignored."""
-        if not record["tokens/trained"] or "logprob_gap/mean" not in record:
+        if not record.get("tokens/trained") or "logprob_gap/mean" not in record:
             return
         self._recent.append(record["logprob_gap/mean"])
         if len(self._recent) < WINDOW:
@@ -42,3 +45,7 @@ class GapWatch:
                 record["version"],
             )
             self._usual = mean
+
+    def close(self) -> bool:
+        """Nothing runs any longer."""
+        return True

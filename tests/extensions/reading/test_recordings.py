@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,37 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.errors import RecordError
+from asyncrl.extensions.reading.recordings import Recording, images_of
 from asyncrl.images import image_name
-from asyncrl.records import frames, images
-from asyncrl.records.events import Admitted, Began, Committed, Event, Rejected, Saved, Taken, compressed, packed
+from asyncrl.records import frames
+from asyncrl.records.events import Began, Committed, Event, Rejected, Saved, Taken, compressed, packed
 from asyncrl.records.index import index_path
-from asyncrl.records.reading import Recording
 from asyncrl.records.writer import Writer
 from asyncrl.schema import Group, Trajectory, Turn, encode
 from tests.examples import examples
 from tests.fakes import completion, group
-
-
-def told(steps: int = 3, batch: int = 2, pack: Callable[[Group], Any] = packed) -> list[Event]:
-    """Groups that are played and taken, one of them rejected."""
-    found: list[Event] = [Rejected(0, "no_signal", 4, pack(group(1000)))]
-    for step in range(steps):
-        slots = range(step * batch, (step + 1) * batch)
-        found += [Admitted(slot, step, step, f"p{slot}", 2) for slot in slots]
-        found += [Committed(slot, pack(group(slot, prompt=[12, slot, 11])), 0) for slot in reversed(slots)]
-        found.append(Taken(step, [f"g{slot}" for slot in slots], {"tokens/generated": float(step)}))
-    return found
-
-
-def write(folder: Path, events: list[Event], *, apart: bool = True) -> None:
-    """Each event in a frame of its own, or as they come."""
-    writer = Writer(folder)
-    for event in events:
-        writer.write(event)
-        if apart:
-            writer.flush()
-    writer.close()
-    assert writer.failed is None
+from tests.records.told import told, write
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -76,26 +54,14 @@ def test_long_recording_is_split_into_files(tmp_path: Path, monkeypatch: pytest.
     assert [one.slot for one in Recording(tmp_path).batch(7).groups] == [14, 15]
 
 
-@given(st.data())
-@settings(max_examples=examples(100))
-def test_torn_tail_is_left_out_and_counted_and_writing_goes_on(tmp_path_factory: pytest.TempPathFactory, data) -> None:
-    """Cut off at any byte: what was whole is read, and a writer goes on behind it."""
-    folder = tmp_path_factory.mktemp("torn")
-    write(folder, told(2, pack=data.draw(st.sampled_from([packed, compressed]))))
-    path = frames.path_of(folder, 0)
-    whole = path.read_bytes()
-    ends = [frame.end for frame in frames.Frames(folder)]
-    cut = data.draw(st.integers(0, len(whole)))
-    path.write_bytes(whole[:cut])
-    kept = sum(end <= cut for end in ends)
-    recording = Recording(folder)
-    assert list(recording.events()) == told(2)[:kept]
-    assert recording.torn == cut - (ends[kept - 1] if kept else len(frames.MAGIC) if cut >= len(frames.MAGIC) else 0)
-    writer = Writer(folder)
-    assert writer.left_out == recording.torn
-    writer.write(told()[0])
-    writer.close()
-    assert list(Recording(folder).all_events()) == [*told(2)[:kept], told()[0]]
+def test_a_torn_tail_is_left_out_and_its_length_is_known(tmp_path: Path) -> None:
+    write(tmp_path, told(1))
+    path = frames.path_of(tmp_path, 0)
+    *_, before, last = frames.Frames(tmp_path)
+    path.write_bytes(path.read_bytes()[: last.end - 1])
+    recording = Recording(tmp_path)
+    assert list(recording.events()) == told(1)[:-1]
+    assert recording.torn == last.end - 1 - before.end
 
 
 @given(st.data())
@@ -122,18 +88,6 @@ def test_damaged_files_are_refused_or_read_as_written(tmp_path_factory: pytest.T
         assert [one.slot for one in batch.groups] == [2 * batch.version, 2 * batch.version + 1]
 
 
-def test_damage_before_the_end_is_refused_and_no_torn_tail(tmp_path: Path) -> None:
-    write(tmp_path, told())
-    index_path(tmp_path).unlink()
-    path = frames.path_of(tmp_path, 0)
-    data = bytearray(path.read_bytes())
-    third = list(frames.Frames(tmp_path))[2]
-    data[third.end - 1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(RecordError, match=f"frame at byte {third.place.offset} is damaged"):
-        list(Recording(tmp_path).events())
-
-
 def test_index_that_is_wrong_or_behind_is_not_believed(tmp_path: Path) -> None:
     write(tmp_path, told())
     lines = index_path(tmp_path).read_text().splitlines()
@@ -151,32 +105,6 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
         Recording(tmp_path).batch(3)
     with pytest.raises(RecordError, match="no group g9"):
         Recording(tmp_path).group("g9")
-
-
-def test_disk_that_hangs_ends_the_recording_and_nobody_waits_for_it(tmp_path: Path, monkeypatch) -> None:
-    stuck = threading.Event()
-    monkeypatch.setattr("asyncrl.records.writer.PATIENCE", 0.05)
-    monkeypatch.setattr("asyncrl.records.writer.MOST_WAITING", 0)
-    monkeypatch.setattr(Writer, "_append", lambda *_: stuck.wait(30))
-    writer = Writer(tmp_path)
-    for event in told()[:3]:
-        writer.write(event)
-    writer.close()
-    assert "within" in str(writer.failed)
-    stuck.set()
-
-
-def test_full_disk_ends_the_recording_and_leaves_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer(tmp_path)
-    writer.write(told()[0])
-    writer.flush()
-    monkeypatch.setattr("asyncrl.records.writer.SPARE_BYTES", 1 << 62)
-    writer.write(told()[1])
-    writer.flush()
-    assert "MB left" in str(writer.failed)
-    writer.write(told()[2])
-    writer.close()
-    assert list(Recording(tmp_path).events()) == told()[:1]
 
 
 def test_events_that_were_rolled_back_are_left_out(tmp_path: Path) -> None:
@@ -246,4 +174,4 @@ def test_names_of_images_cannot_leave_the_recording(tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(b"secret")
     (tmp_path / "records" / "images").mkdir(parents=True)
     with pytest.raises(RecordError, match="is not the SHA-256 of a file"):
-        images.read(tmp_path / "records", ["../../secret"])
+        images_of(tmp_path / "records", ["../../secret"])

@@ -1,0 +1,1 @@
+"""Decoding of images of unknown origin, in processes that can open nothing."""

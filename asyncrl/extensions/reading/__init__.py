@@ -1,0 +1,1 @@
+"""Reading of recordings and timelines."""
