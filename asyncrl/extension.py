@@ -401,6 +401,8 @@ class Extension:
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
     advantages: ClassVar[Mapping[str, str]] = {}
     """Import paths of advantage estimators by their name in algo.advantage (algo/registry.py)."""
+    losses: ClassVar[Mapping[str, str]] = {}
+    """Import paths of losses by their name in algo.loss."""
     transports: ClassVar[Mapping[str, OfferedTransport]] = {}
     """Transports of new weights by their name in weights.transport."""
     bases: ClassVar[Mapping[str, OfferedBase]] = {}

@@ -94,7 +94,8 @@ class AlgoConfig(Section):
     critic: CriticConfig
     shaping: ShapingConfig
     loss: Choice
-    """Policy loss: a function in algo/loss.py, which cites its paper; or a function of yours, as module:name."""
+    """Policy loss: a function in algo/loss.py, which cites its paper, or of an extension; or a function of yours, as
+    module:name."""
     proximal: Literal["start", "log_linear", "behaviour"]
     """Proximal policy, which ratios are clipped against. start: the weights before the batch's first optimizer step
     (with a single step these are the current weights, and no extra pass is needed); log_linear: an interpolation
