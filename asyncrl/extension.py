@@ -468,7 +468,9 @@ class Extension:
 
     def trainer(self, policy: Policy) -> TrainerHooks:
         """Return the hooks on a trainer rank. Called on each of them once, when its networks hold the weights of the
-        model folder (trainer/policy.py). Blocks around a network's micro-batches are added to its `around_forward`."""
+        model folder (trainer/policy.py). Blocks around a network's micro-batches are added to its `around_forward`,
+        further networks that are trained to `policy.others`, and what follows the steps of a batch to
+        `policy.following`."""
         return TrainerHooks()
 
     def steps(

@@ -552,7 +552,6 @@ TRAINED = {"trainer.vision.tower": "trained"}
     ("changes", "field", "remedy"),
     [
         ({"algo.kl.reference_path": "/other"}, "algo.kl.reference_path", "with the policy's vision tower"),
-        ({"algo.critic.path": "/other"}, "algo.critic.path", "with the policy's vision tower"),
         ({**TRAINED, "trainer.lora.rank": 8}, "trainer.vision.tower", "on frozen weights"),
         ({"algo.routing_replay": "R2", "algo.epochs": 2}, "algo.routing_replay", "no routed experts"),
         ({"trainer.pipeline_parallel": 2}, "trainer.pipeline_parallel", "The first 3 layers add features of images"),

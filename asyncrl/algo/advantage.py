@@ -92,20 +92,6 @@ def reinforce_pp(table: TokenTable, *, discount: Share = 1.0) -> Tensor:
     return whiten(table.share * turns.tokens().to_go(turns.token_rewards(), discount))
 
 
-@ADVANTAGES.register(AdvantageTraits(alone=True, whole_batch=True, critic=True))
-def gae(table: TokenTable, *, discount: Share = 1.0, gae_lambda: Share = 1.0) -> Tensor:
-    """Return generalized advantage estimates (arXiv 1506.02438), whitened over the batch as PPO implementations do."""
-    return whiten(table.share * gae_raw(table, discount=discount, gae_lambda=gae_lambda))
-
-
-def gae_raw(table: TokenTable, *, discount: Share, gae_lambda: Share) -> Tensor:
-    """Return GAE before whitening: d_t = r_t + gamma V_(t+1) - V_t; A_t = d_t + gamma lambda A_(t+1); V is 0 after the
-    last token. The critic's target is this plus V."""
-    values, tokens = table.column("values"), table.turns.tokens()
-    delta = table.turns.token_rewards() + discount * tokens.after(values) - values
-    return tokens.to_go(delta, discount * gae_lambda)
-
-
 def whiten(values: Tensor) -> Tensor:
     """Normalize to zero mean and unit variance over all tokens of the batch, so that a long sample weighs more than a
     short one."""

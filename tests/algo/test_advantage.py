@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.advantage import ADVANTAGES, EPSILON, WHITEN_EPSILON, gae_raw, whiten
+from asyncrl.algo.advantage import ADVANTAGES, EPSILON, whiten
 from asyncrl.algo.table import LossRows
 from asyncrl.settings import Choice
-from tests.algo.tables import advantage, few, last_rows, make, numbers, quarters, reordered, tables, with_empty
+from tests.algo.tables import (
+    TWO,
+    advantage,
+    estimated,
+    few,
+    last_rows,
+    make,
+    numbers,
+    quarters,
+    reordered,
+    tables,
+    whitened,
+    with_empty,
+)
 
-WHITENED = ["reinforce_pp", "reinforce_pp_baseline", "gae"]
+WHITENED = [name for name in ("reinforce_pp", "reinforce_pp_baseline", "gae") if name in ADVANTAGES]
 RELATIVE = [name for name in ADVANTAGES if name not in (*WHITENED, "none")]
 TURNS = ("turn_discounted", "turn_loo")
 TOKENS = ["reinforce_pp", "gae", "grpo_turn", *TURNS]  # whose numbers differ within a sample
@@ -28,23 +40,9 @@ def there(*names: str) -> list[str]:
     return [name for name in names if name in ADVANTAGES]
 
 
-def found(name: str, table: LossRows, **settings: Any) -> list[float]:
-    advantages = advantage(name, **settings)(table)
-    assert advantages.dtype == torch.float64
-    assert advantages.shape == (table.num_tokens,)
-    return advantages.tolist()
-
-
-def whitened(*values: float) -> list[float]:
-    mean = sum(values) / len(values)
-    variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
-    return [(v - mean) / math.sqrt(variance + WHITEN_EPSILON) for v in values]
-
-
 # -- by hand ------------------------------------------------------------------------------------------------------
 
 # Group 0: rewards 1 0 0 0, mean 1/4, unbiased deviation 1/2. Group 1: rewards 4 and 1, mean 5/2, deviation 3/sqrt(2).
-TWO = make([1, 2, 1, 1, 1, 3], [1.0, 0.0, 0.0, 0.0, 4.0, 1.0], [0, 0, 0, 0, 1, 1])
 SMALL, LARGE = 0.5 + EPSILON, 3 / math.sqrt(2) + EPSILON
 HAND = {
     "grpo": [0.75 / SMALL] + [-0.25 / SMALL] * 4 + [1.5 / LARGE] + [-1.5 / LARGE] * 3,
@@ -69,7 +67,7 @@ HAND = {
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_numbers_by_hand(name: str) -> None:
     table = replace(TWO, values=torch.zeros(TWO.num_tokens, dtype=torch.float64))
-    assert found(name, table, discount=0.5, k=2) == pytest.approx(HAND[name], abs=1e-12)
+    assert estimated(name, table, discount=0.5, k=2) == pytest.approx(HAND[name], abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -77,21 +75,13 @@ def test_estimators_that_compare_groups_say_so(name: str) -> None:
     """The others give a group the same numbers whatever the rewards of another are: it can be trained in parts."""
     values = torch.zeros(TWO.num_tokens, dtype=torch.float64)
     other = make([1, 2, 1, 1, 1, 3], [1.0, 0.0, 0.0, 0.0, 9.0, 1.0], [0, 0, 0, 0, 1, 1])
-    first = [found(name, replace(table, values=values), discount=0.5, k=2)[:5] for table in (TWO, other)]
+    first = [estimated(name, replace(table, values=values), discount=0.5, k=2)[:5] for table in (TWO, other)]
     assert (first[0] != first[1]) == ADVANTAGES.find(Choice(name=name)).traits.whole_batch
 
 
 def test_rewards_of_turns_and_tokens_count_for_the_episode() -> None:
     table = make([2, 1], [1.0, 0.0], token_reward=[0.5, 0.5, 0.0])
-    assert found("dr_grpo", table) == [1.0, 1.0, -1.0]
-
-
-def test_generalised_advantages_by_hand() -> None:
-    # gamma 1/2, lambda 1/2; rewards 0 1 | 2, values 1 2 | 3: deltas 0 + 1 - 1, 1 - 2 | 2 - 3, then -1/4 of the next
-    table = make([2, 1], [0.0, 2.0], token_reward=[0.0, 1.0, 0.0], values=[1.0, 2.0, 3.0])
-    params = {"discount": 0.5, "gae_lambda": 0.5}
-    assert gae_raw(table, **params).tolist() == [-0.25, -1.0, -1.0]
-    assert found("gae", table, **params) == pytest.approx(whitened(-0.25, -1.0, -1.0))
+    assert estimated("dr_grpo", table) == [1.0, 1.0, -1.0]
 
 
 def test_reward_of_the_episode_is_at_its_last_token_beside_those_of_turns() -> None:
@@ -128,7 +118,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(name: s
 @given(table=tables(), shift=st.integers(-8, 8))
 def test_shift_of_all_rewards_changes_nothing(name: str, table: LossRows, shift: int) -> None:
     shifted = replace(table, reward=table.reward + shift)
-    assert found(name, shifted) == pytest.approx(found(name, table), abs=1e-9)
+    assert estimated(name, shifted) == pytest.approx(estimated(name, table), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", there("grpo", "grpo_turn", "grpo_passk", "maxrl", "pass_at_k", *WHITENED[:2]))
@@ -136,15 +126,15 @@ def test_shift_of_all_rewards_changes_nothing(name: str, table: LossRows, shift:
 @given(table=tables(rewards=positive), scale=st.sampled_from([0.5, 2.0, 8.0]))
 def test_scale_of_rewards_cancels_where_they_are_divided(name: str, table: LossRows, scale: float) -> None:
     scaled = replace(table, reward=scale * table.reward)
-    assert found(name, scaled) == pytest.approx(found(name, table), abs=1e-4)  # the epsilons do not scale
+    assert estimated(name, scaled) == pytest.approx(estimated(name, table), abs=1e-4)  # the epsilons do not scale
 
 
 @pytest.mark.parametrize("name", there("dr_grpo", "rloo", "opo", *TURNS))
 @few
 @given(table=tables(), scale=st.sampled_from([0.5, 2.0, 8.0]))
 def test_scale_of_rewards_stays_where_they_are_not(name: str, table: LossRows, scale: float) -> None:
-    expected = [scale * value for value in found(name, table)]
-    assert found(name, replace(table, reward=scale * table.reward)) == pytest.approx(expected, abs=1e-9)
+    expected = [scale * value for value in estimated(name, table)]
+    assert estimated(name, replace(table, reward=scale * table.reward)) == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", there("grpo", "dr_grpo", "rloo", "opo", "maxrl"))
@@ -161,14 +151,14 @@ def test_higher_reward_in_a_group_has_the_higher_advantage(name: str, table: Los
 def test_group_without_differences_has_exactly_no_advantage(name: str, rewards: list[float]) -> None:
     other, sizes = [1.0, 0.0, 0.0], [2, 1, 3]
     table = make([2] * len(rewards) + sizes, [*rewards, *other], [0] * len(rewards) + [1] * 3)
-    assert found(name, table, k=1)[: 2 * len(rewards)] == [0.0] * 2 * len(rewards)
-    assert any(found(name, table, k=1)[2 * len(rewards) :])
+    assert estimated(name, table, k=1)[: 2 * len(rewards)] == [0.0] * 2 * len(rewards)
+    assert any(estimated(name, table, k=1)[2 * len(rewards) :])
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
 @pytest.mark.parametrize("rewards", [[], [3.0], [0.1] * 7, [0.0, 0.0]])
 def test_batch_without_differences_has_exactly_no_advantage(name: str, rewards: list[float]) -> None:
-    assert found(name, make([2] * len(rewards), rewards)) == [0.0] * 2 * len(rewards)
+    assert estimated(name, make([2] * len(rewards), rewards)) == [0.0] * 2 * len(rewards)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -185,14 +175,14 @@ def test_order_of_groups_and_members_does_not_matter(name: str, table: LossRows,
 @few
 @given(table=tables(turns=2, rewards=positive))
 def test_appending_a_sample_that_wrote_nothing_changes_nothing(name: str, table: LossRows) -> None:
-    assert found(name, with_empty(table)) == found(name, table)
+    assert estimated(name, with_empty(table)) == estimated(name, table)
 
 
 def test_sample_that_wrote_nothing_is_a_sibling_where_samples_count_and_none_where_tokens_do() -> None:
     table = make([1, 1], [1.0, 0.0])
-    assert found("dr_grpo", with_empty(table, group=0)) == pytest.approx([1 - 8 / 3, -8 / 3])  # its reward is 7
+    assert estimated("dr_grpo", with_empty(table, group=0)) == pytest.approx([1 - 8 / 3, -8 / 3])  # its reward is 7
     if "opo" in ADVANTAGES:
-        assert found("opo", with_empty(table, group=0)) == found("opo", table)
+        assert estimated("opo", with_empty(table, group=0)) == estimated("opo", table)
 
 
 @pytest.mark.parametrize("name", [name for name in ADVANTAGES if name not in TOKENS])
@@ -218,40 +208,7 @@ def test_rloo_is_dr_grpo_times_n_over_n_minus_one(table: LossRows) -> None:
     torch.testing.assert_close(advantage("rloo")(table), expected, rtol=1e-12, atol=1e-12)
 
 
-# -- with a critic --------------------------------------------------------------------------------------------------
-
-
-@few
-@given(tables())
-def test_lambda_one_and_gamma_one_give_the_return_minus_the_value(table: LossRows) -> None:
-    rewards = table.turns.token_rewards()
-    ends = table.sum_per_sample(rewards)[table.sample]
-    before = torch.tensor(
-        [float(rewards[:i][table.sample[:i] == table.sample[i]].sum()) for i in range(table.num_tokens)],
-        dtype=torch.float64,
-    )
-    found = gae_raw(table, discount=1.0, gae_lambda=1.0)
-    torch.testing.assert_close(found, ends - before - table.column("values"), rtol=0, atol=1e-9)
-
-
-@few
-@given(tables(), st.sampled_from([0.5, 0.9, 1.0]))
-def test_lambda_zero_gives_the_error_of_one_step(table: LossRows, gamma: float) -> None:
-    values, sample = table.column("values").tolist(), table.sample.tolist()
-    after = [values[i + 1] if i + 1 < len(sample) and sample[i + 1] == sample[i] else 0.0 for i in range(len(sample))]
-    expected = table.turns.token_rewards() + gamma * numbers(after) - table.column("values")
-    found = gae_raw(table, discount=gamma, gae_lambda=0.0)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@few
-@given(tables())
-def test_right_values_leave_no_advantage(table: LossRows) -> None:
-    exact = gae_raw(
-        replace(table, values=torch.zeros(table.num_tokens, dtype=torch.float64)), discount=1.0, gae_lambda=1.0
-    )
-    found = gae_raw(replace(table, values=exact), discount=1.0, gae_lambda=0.7)
-    torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-9)
+# -- whitening ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0.1, 0.3, 0.7])

@@ -14,26 +14,10 @@ from torch import Tensor
 
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.table import LossRows
-from tests.algo.tables import correction, few, logs, loss, make, numbers, rows_of, tables
+from tests.algo.tables import CLIP, batch, both, correction, few, logs, loss, make, numbers, phi, rows_of, tables
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.3}
 CLIPPING = [name for name in ("ppo", "gspo", "gspo_token", "minirl") if name in LOSSES]
 SEQUENCES = [name for name in LOSSES if loss(name).traits.per_sequence]
-
-
-def batch(lengths: list[int], old: list[float], advantages: list[float]) -> LossRows:
-    """Tokens that engine and proximal policy gave these probabilities."""
-    made = make(lengths, [0.0] * len(lengths), advantages=advantages)
-    return replace(made, behaviour=logs(*old), proximal=logs(*old))
-
-
-def both(name: str, logprobs: Tensor, rows: LossRows, **settings: Any) -> tuple[list[float], list[float]]:
-    """Losses, and the gradient of their sum, per token."""
-    leaf = logprobs.detach().clone().requires_grad_()
-    losses = loss(name, **{**CLIP, **settings})(leaf, rows)
-    losses.sum().backward()
-    assert leaf.grad is not None
-    return losses.tolist(), leaf.grad.tolist()
 
 
 # -- by hand ------------------------------------------------------------------------------------------------------
@@ -56,10 +40,6 @@ def slope(ratio: float, temperature: float) -> float:
     """Return the derivative of the gate with respect to log r."""
     s = sigmoid(temperature * (ratio - 1))
     return 4 * s * (1 - s) * ratio
-
-
-def phi(weight: float, k: int, scale: int) -> float:
-    return math.exp(scale) * weight**k * math.exp(-scale * weight)
 
 
 CLIPPED = ([-3.0, -1.3, 2.0, -0.5, 0.8, -2.2], [-3.0, 0.0, 2.0, -0.5, 0.0, -2.2])

@@ -13,35 +13,33 @@ from hypothesis import strategies as st
 from asyncrl.algo.siblings import EPSILON
 from asyncrl.algo.table import LossRows
 from asyncrl.errors import ConfigError
-from tests.algo.tables import advantage, few, logs, make, tables
-from tests.algo.test_advantage import TWO, found
-from tests.algo.test_loss import batch, both, phi
+from tests.algo.tables import TWO, advantage, batch, both, estimated, few, logs, make, phi, tables
 from tests.fakes import tiny_config
 
 
 def test_pass_at_k_beyond_the_group_asks_for_one_of_all() -> None:
-    assert found("pass_at_k", TWO, k=9) == [0.0] * 9  # any 4 of group 0 hold the right one
+    assert estimated("pass_at_k", TWO, k=9) == [0.0] * 9  # any 4 of group 0 hold the right one
     wrong = make([1, 1, 1], [0.0, 0.0, 1.0])
-    assert found("pass_at_k", wrong, k=1) == pytest.approx(
+    assert estimated("pass_at_k", wrong, k=1) == pytest.approx(
         [-(1 / 3) / math.sqrt(2 / 9)] * 2 + [(2 / 3) / math.sqrt(2 / 9)]
     )
 
 
 def test_pass_at_k_counts_rewards_above_the_threshold_as_right() -> None:
     table = make([1, 1], [0.5, 1.0])
-    assert found("pass_at_k", table, k=1, correct_above=0.5) == pytest.approx([-1.0, 1.0])
-    assert found("pass_at_k", table, k=1, correct_above=0.25) == [0.0, 0.0]
+    assert estimated("pass_at_k", table, k=1, correct_above=0.5) == pytest.approx([-1.0, 1.0])
+    assert estimated("pass_at_k", table, k=1, correct_above=0.25) == [0.0, 0.0]
 
 
 def test_best_of_a_group_counts_only_when_it_is_alone() -> None:
     deviation = math.sqrt(1 / 3) + EPSILON
-    assert found("grpo_passk", make([1, 1, 1], [1.0, 1.0, 0.0])) == [0.0, 0.0, 0.0]
-    assert found("grpo_passk", make([1, 1, 1], [0.0, 1.0, 0.0])) == pytest.approx([0.0, 1 / deviation, 0.0])
+    assert estimated("grpo_passk", make([1, 1, 1], [1.0, 1.0, 0.0])) == [0.0, 0.0, 0.0]
+    assert estimated("grpo_passk", make([1, 1, 1], [0.0, 1.0, 0.0])) == pytest.approx([0.0, 1 / deviation, 0.0])
 
 
 def test_maxrl_refuses_negative_rewards() -> None:
     with pytest.raises(ConfigError, match=r"needs rewards of 0 or more; one is -0\.5"):
-        found("maxrl", make([1, 1], [1.0, -0.5]))
+        estimated("maxrl", make([1, 1], [1.0, -0.5]))
 
 
 @few
@@ -56,7 +54,7 @@ def test_opo_sums_to_zero_over_the_tokens_of_a_group(table: LossRows) -> None:
 @given(tables())
 def test_opo_of_answers_of_one_length_is_dr_grpo(table: LossRows) -> None:
     even = make([3] * table.num_samples, table.reward.tolist(), table.group.tolist())
-    assert found("opo", even) == pytest.approx(found("dr_grpo", even), abs=1e-12)
+    assert estimated("opo", even) == pytest.approx(estimated("dr_grpo", even), abs=1e-12)
 
 
 @few
@@ -64,8 +62,8 @@ def test_opo_of_answers_of_one_length_is_dr_grpo(table: LossRows) -> None:
 def test_pass_at_one_of_two_kinds_of_answers_is_grpo_with_the_biased_deviation(right: list[bool]) -> None:
     table = make([1] * len(right), [float(one) for one in right])
     unbiased = math.sqrt(len(right) / (len(right) - 1))
-    expected = [unbiased * value for value in found("grpo", table)]
-    assert found("pass_at_k", table, k=1) == pytest.approx(expected, abs=1e-4)  # grpo's EPSILON
+    expected = [unbiased * value for value in estimated("grpo", table)]
+    assert estimated("pass_at_k", table, k=1) == pytest.approx(expected, abs=1e-4)  # grpo's EPSILON
 
 
 def test_dppo_trusts_each_direction_and_bounds_its_weight() -> None:

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.advantage import ADVANTAGES, gae_raw, whiten
+from asyncrl.algo.advantage import ADVANTAGES, whiten
 from asyncrl.algo.siblings import EPSILON
 from asyncrl.algo.table import LossRows
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.critic.value import gae_raw
 from asyncrl.launch.help import algorithms
 from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
 from tests.algo.tables import (

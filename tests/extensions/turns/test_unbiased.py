@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.algo.advantage import ADVANTAGES, gae_raw
+from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.siblings import group_sum
 from asyncrl.algo.table import TokenTable
 from asyncrl.algo.turns import TurnTable
+from asyncrl.extensions.critic.value import gae_raw
 from tests.algo.decisions import Groups, groups, world
 from tests.algo.tables import advantage
 
