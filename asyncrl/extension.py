@@ -401,6 +401,8 @@ class Extension:
     """Import paths of rewards by their name in task.reward (rewards/build.py)."""
     advantages: ClassVar[Mapping[str, str]] = {}
     """Import paths of advantage estimators by their name in algo.advantage (algo/registry.py)."""
+    losses: ClassVar[Mapping[str, str]] = {}
+    """Import paths of losses by their name in algo.loss."""
     transports: ClassVar[Mapping[str, OfferedTransport]] = {}
     """Transports of new weights by their name in weights.transport."""
     bases: ClassVar[Mapping[str, OfferedBase]] = {}
@@ -468,7 +470,9 @@ class Extension:
 
     def trainer(self, policy: Policy) -> TrainerHooks:
         """Return the hooks on a trainer rank. Called on each of them once, when its networks hold the weights of the
-        model folder (trainer/policy.py). Blocks around a network's micro-batches are added to its `around_forward`."""
+        model folder (trainer/policy.py). Blocks around a network's micro-batches are added to its `around_forward`,
+        further networks that are trained to `policy.others`, and what follows the steps of a batch to
+        `policy.following`."""
         return TrainerHooks()
 
     def steps(

@@ -55,6 +55,7 @@ MOVED_SETTINGS = {
     "trainer.activation_offload": "offload.activations",
     "engine.quantization": "quantized.format",
     "algo.distillation": "distill",
+    "algo.critic": "critic",
     "tracing": "observe",
     "rollout.processes": "processes.count",
     "cluster.on_trainer_death": "cluster.on_death",

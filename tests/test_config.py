@@ -303,14 +303,6 @@ def test_engine_as_proximal_policy_leaves_nothing_to_correct() -> None:
         assert refusal(**engine, **{f"algo.{mask}": [0.5, 2.0]}).field == f"algo.{mask}"
 
 
-@pytest.mark.parametrize("name", ["maxrl", "pass_at_k"])
-@pytest.mark.parametrize(("field", "value"), [("overlong_buffer", 1), ("length_penalty", 0.1), ("normalize", True)])
-def test_advantage_of_right_and_wrong_takes_no_shaped_rewards(name: str, field: str, value: Any) -> None:
-    error = refusal(**{"algo.advantage": name, f"algo.shaping.{field}": value})
-    assert (error.field, error.value) == (f"algo.shaping.{field}", value)
-    tiny_config(**{"algo.advantage": "grpo", f"algo.shaping.{field}": value})
-
-
 def test_bounds_are_lists_of_two_in_yaml_and_json(tmp_path: Path) -> None:
     config = load(compose_values("algo.mask.geometric=[0.999,1.001]", "algo.mask.sequence=[0,2]"))
     assert (config.algo.mask.geometric, config.algo.mask.sequence) == ((0.999, 1.001), (0.0, 2.0))
@@ -560,7 +552,6 @@ TRAINED = {"trainer.vision.tower": "trained"}
     ("changes", "field", "remedy"),
     [
         ({"algo.kl.reference_path": "/other"}, "algo.kl.reference_path", "with the policy's vision tower"),
-        ({"algo.critic.path": "/other"}, "algo.critic.path", "with the policy's vision tower"),
         ({**TRAINED, "trainer.lora.rank": 8}, "trainer.vision.tower", "on frozen weights"),
         ({"algo.routing_replay": "R2", "algo.epochs": 2}, "algo.routing_replay", "no routed experts"),
         ({"trainer.pipeline_parallel": 2}, "trainer.pipeline_parallel", "The first 3 layers add features of images"),

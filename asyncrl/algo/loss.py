@@ -23,18 +23,19 @@ Of torch this module only calls methods of tensors (algo/registry.py says why).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from asyncrl import lookup
 from asyncrl.algo.registry import AlgorithmRegistry, Function
-from asyncrl.settings import AboveOne, NonNegative, Positive, Share
+from asyncrl.settings import AboveOne, NonNegative, Share
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from asyncrl.algo.table import LossRows, TrainingTable
+    from asyncrl.algo.table import LossRows
 
 MAX_LOG_RATIO = 80.0  # exp of more than this overflows float32; tighter bounds would cut gradients that PPO keeps
-DPPO_MAX_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class LossTraits:
 
 
 LOSSES: AlgorithmRegistry[LossTraits] = AlgorithmRegistry(
-    "algo.loss", LossTraits(), lambda traits: [traits.selection] if traits.selection else []
+    "algo.loss",
+    LossTraits(),
+    lambda traits: [traits.selection] if traits.selection else [],
+    offered=partial(lookup.offered, "losses"),
 )
 """Losses map (logprobs [T] with gradient, rows of the micro-batch) and their settings to losses [T]."""
-
-
-# -- relative to the proximal policy -----------------------------------------------------------------------------
 
 
 @LOSSES.register()
@@ -67,7 +68,7 @@ def ppo(
     """Return max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)): PPO, arXiv 1707.06347, with clip-higher (DAPO, arXiv
     2503.14476). With `dual_clip` c it is at most -A c for A < 0 (arXiv 1912.09729). With a separate correction this is
     decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5)."""
-    return _clipped(_ratio(logprobs, rows.proximal), rows, clip_low, clip_high, dual_clip)
+    return _clipped(importance_ratio(logprobs, rows.proximal), rows, clip_low, clip_high, dual_clip)
 
 
 @LOSSES.register(LossTraits(per_sequence=True))
@@ -106,101 +107,23 @@ def gspo_token(
 def cispo(logprobs: Tensor, rows: LossRows, *, clip_high: NonNegative = 0.28) -> Tensor:
     """Return -min(r, 1 + clip_high) A l, with no gradient through the weight: CISPO, arXiv 2506.13585, without a lower
     bound (verl has one; TRL's epsilon_high is 1 + clip_high)."""
-    weight = _ratio(logprobs, rows.proximal).detach().clamp(max=1.0 + clip_high)
+    weight = importance_ratio(logprobs, rows.proximal).detach().clamp(max=1.0 + clip_high)
     return -weight * rows.advantages * logprobs
-
-
-@LOSSES.register()
-def sapo(logprobs: Tensor, rows: LossRows, *, up: Positive = 1.0, down: Positive = 1.05) -> Tensor:
-    """Return -4/t sigmoid(t (r - 1)) A, a soft gate with a temperature t for each sign of A: SAPO, arXiv 2511.20347."""
-    ratio = _ratio(logprobs, rows.proximal)
-    return -_gate(ratio, up).where(rows.advantages > 0, _gate(ratio, down)) * rows.advantages
 
 
 @LOSSES.register()
 def policy_gradient(logprobs: Tensor, rows: LossRows) -> Tensor:
     """Return -r A l, with no gradient through the weight: the plain policy gradient, off-policy from the batch's
     starting policy."""
-    return -_ratio(logprobs, rows.proximal).detach() * rows.advantages * logprobs
-
-
-@LOSSES.register()
-def minirl(logprobs: Tensor, rows: LossRows, *, clip_low: Share = 0.2, clip_high: NonNegative = 0.28) -> Tensor:
-    """Return -r A l, but zero for the tokens that PPO's clip would give no gradient: MiniRL, arXiv 2512.01374. (Its
-    weight pi/mu is r rho: use it with a token correction.)"""
-    ratio = _ratio(logprobs, rows.proximal).detach()
-    gone = (ratio > 1.0 + clip_high).where(rows.advantages > 0, ratio < 1.0 - clip_low)
-    return (-ratio * rows.advantages * logprobs).masked_fill(gone, 0.0)
-
-
-# -- relative to the behaviour policy ----------------------------------------------------------------------------
-
-
-@LOSSES.register(LossTraits(corrects=True))
-def dppo_tv(logprobs: Tensor, rows: LossRows, *, trust: Positive = 0.2) -> Tensor:
-    """Return -min(w, 20) A l, with no gradient through the weight, for tokens whose probability has not yet moved by
-    more than `trust` in the direction of A, and zero otherwise: DPPO with binary total variation, arXiv 2602.04879
-    (verl's dppo_tv, which also bounds the weight by 20)."""
-    ratio = _ratio(logprobs, rows.behaviour).detach()
-    moved = logprobs.detach().exp() - rows.behaviour.exp()
-    gone = (moved > trust).where(rows.advantages > 0, moved < -trust)
-    return (-ratio.clamp(max=DPPO_MAX_RATIO) * rows.advantages * logprobs).masked_fill(gone, 0.0)
-
-
-@LOSSES.register(LossTraits(corrects=True))
-def topr(logprobs: Tensor, rows: LossRows) -> Tensor:
-    """Return -A l for A > 0 and -min(W, 1) A l otherwise, with W the product of w over the sequence: tapered off-policy
-    REINFORCE, arXiv 2503.14286, which weights by the whole answer (ROLL and Trinity weight by each token)."""
-    log_weight = rows.sum_per_sample(logprobs.detach() - rows.behaviour)[rows.sample]
-    weight = log_weight.clamp(max=0.0).exp().masked_fill(rows.advantages > 0, 1.0)
-    return -weight * rows.advantages * logprobs
-
-
-@LOSSES.register(LossTraits(corrects=True))
-def vespo(logprobs: Tensor, rows: LossRows) -> Tensor:
-    """Return -e^L W^k e^(-L W) A l, with W the product of w over the sequence and (k, L) = (2, 3) for A >= 0, (3, 2)
-    otherwise. The weight is 1 at W = 1 and has no gradient: VESPO, arXiv 2602.10693 (the parameters are TRL's)."""
-    log_ratio = rows.sum_per_sample(logprobs.detach() - rows.behaviour).clamp(max=MAX_LOG_RATIO)[rows.sample]
-    good = (rows.advantages >= 0).to(log_ratio.dtype)
-    k, scale = 3.0 - good, 2.0 + good
-    weight = (scale + k * log_ratio - scale * log_ratio.exp()).exp()
-    return -weight * rows.advantages * logprobs
-
-
-def least_deviating(table: TrainingTable, *, threshold: Positive = 0.04) -> Tensor:
-    """Return `keep` [N] without the tokens with the largest (log pi_p / mu)^2, as few as are needed for the mean of the
-    others to be at most `threshold`: M2PO, arXiv 2510.01161, whose value for every model is 0.04.
-
-    Only tokens that have moved in the direction of their advantage (A > 0 and pi_p > mu, or A < 0 and pi_p < mu) are
-    counted and can be left out, as in PPO's clip and in the paper's own code (Infini-AI-Lab/M2PO,
-    kpo_clip_harmful_tokens, which turns the threshold into clip bounds in every micro-batch); AReaL counts all tokens.
-    Tokens with the same value as one that is left out are left out, too."""
-    log_ratio = table.column("proximal") - table.behaviour
-    outward = table.keep & (log_ratio * table.advantages > 0)
-    squares = log_ratio**2
-    ascending = squares[outward].sort().values
-    means = ascending.cumsum(0) / ascending.new_ones(len(ascending)).cumsum(0)
-    within = int((means <= threshold).sum())
-    if within == len(ascending):
-        return table.keep
-    return table.keep & (~outward | (squares < ascending[within]))
-
-
-@LOSSES.register(LossTraits(corrects=True, selection=least_deviating))
-def m2po(logprobs: Tensor, rows: LossRows) -> Tensor:
-    """Return -w A, with no other bound than its token selection (least_deviating): M2PO, arXiv 2510.01161."""
-    return -_ratio(logprobs, rows.behaviour) * rows.advantages
+    return -importance_ratio(logprobs, rows.proximal).detach() * rows.advantages * logprobs
 
 
 # -- parts ------------------------------------------------------------------------------------------------------
 
 
-def _ratio(logprobs: Tensor, other: Tensor) -> Tensor:
+def importance_ratio(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Return pi over another policy, [T]."""
     return (logprobs - other).clamp(max=MAX_LOG_RATIO).exp()
-
-
-def _gate(ratio: Tensor, temperature: float) -> Tensor:
-    return 4.0 / temperature * (temperature * (ratio - 1.0)).sigmoid()
 
 
 def _sequence_mean(values: Tensor, rows: LossRows) -> Tensor:
@@ -212,21 +135,3 @@ def _clipped(ratio: Tensor, rows: LossRows, low: float, high: float, dual: float
     advantage = rows.advantages
     loss = (-advantage * ratio).maximum(-advantage * ratio.clamp(1.0 - low, 1.0 + high))
     return loss if dual is None else loss.minimum(-advantage * dual).where(advantage < 0, loss)
-
-
-def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Return max((V - G)^2, (clip(V, V_before - c, V_before + c) - G)^2) / 2, [T]: PPO2's clipped value loss (OpenAI
-    baselines, ppo2/model.py; verl, core_algos.compute_value_loss). Without a clip it is (V - G)^2 / 2."""
-    error = (values - returns) ** 2
-    if clip is not None:
-        near = values.maximum(before - clip).minimum(before + clip)
-        error = error.maximum((near - returns) ** 2)
-    return error / 2
-
-
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Return 1 - Var(G - V) / Var(G): 1 if the values are right, 0 if a constant would do as well, negative if it would
-    do better; 0 if the returns do not vary."""
-    if len(returns) < 2 or float(returns.var()) == 0.0:
-        return 0.0
-    return 1.0 - float((returns - values).var() / returns.var())

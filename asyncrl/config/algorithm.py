@@ -14,19 +14,6 @@ from asyncrl.algo.loss import LOSSES, LossTraits
 from asyncrl.settings import Bounds, Choice, Count, Natural, NonNegative, Positive, Rule, Section, require
 
 
-class CriticConfig(Section):
-    """Critic of algo.advantage=gae."""
-
-    path: str | None
-    """HF folder that the critic is initialized from, with the policy's architecture; unset: model.path."""
-    lr: Positive
-    """Peak learning rate."""
-    warmup: Natural
-    """Number of initial batches that only train the critic."""
-    value_clip: Positive | None
-    """Clip range of the value loss, the largest change of a value in one step; unset: no clipping."""
-
-
 class ShapingConfig(Section):
     """Changes to the rewards of a batch before advantages are computed."""
 
@@ -91,10 +78,10 @@ class AlgoConfig(Section):
     advantage: Choice
     """Advantage estimator: a function in algo/advantage.py, which cites its paper, or of an extension; or a function
     of yours, as module:name. none: rewards are ignored, as in pure distillation."""
-    critic: CriticConfig
     shaping: ShapingConfig
     loss: Choice
-    """Policy loss: a function in algo/loss.py, which cites its paper; or a function of yours, as module:name."""
+    """Policy loss: a function in algo/loss.py, which cites its paper, or of an extension; or a function of yours, as
+    module:name."""
     proximal: Literal["start", "log_linear", "behaviour"]
     """Proximal policy, which ratios are clipped against. start: the weights before the batch's first optimizer step
     (with a single step these are the current weights, and no extra pass is needed); log_linear: an interpolation
@@ -129,7 +116,7 @@ class AlgoConfig(Section):
 
     @property
     def has_critic(self) -> bool:
-        """Return whether a critic is trained."""
+        """Return whether the estimator needs the values of a critic."""
         return ADVANTAGES.traits(self.advantage).critic
 
     @property

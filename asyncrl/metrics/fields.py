@@ -121,15 +121,6 @@ STEP_REFERENCE = {
 # The same file, with algo.entropy_bonus: computing the entropy takes a pass over the logits
 STEP_ENTROPY = {"entropy": "mean entropy of the policy at the trained tokens"}
 
-# The same file, with algo.advantage=gae
-STEP_CRITIC = {
-    "critic/loss": "loss of the critic",
-    "critic/grad_norm": "gradient norm of the critic before clipping",
-    "critic/skipped": "1 if the critic's update was not applied, otherwise 0",
-    "critic/explained_variance": "1 - Var(returns - values) / Var(returns), before the update",
-    "critic/value": "mean predicted value before the update",
-}
-
 # The same file, with algo.routing_replay; over tokens and layers with experts, in the passes with gradient
 STEP_ROUTER = {
     "router/differs": "fraction of routing decisions whose replayed experts differ from the choice of the trainer's "

@@ -43,15 +43,7 @@ class Head:
     vocab: int
     chunk_rows: int  # maximum number of rows whose logits exist at a time
     parallel: Parallel
-    value_head: torch.nn.Module | None = None  # only in a critic, which has no vocabulary
     forbidden: Tensor | None = None  # this rank's columns of tokens that engines never sample
-
-    def values(self, pack: Pack) -> Tensor:
-        """Return the values [T] of the states in which the targets were chosen, in float32 (or the model's float64)."""
-        assert self.value_head is not None
-        values = self.value_head(self.hidden)[:, 0]
-        values = values.to(_exact(values.dtype)).index_select(0, pack.row_of_target)
-        return of_all_parts(values, pack, self.parallel)
 
     def score(self, pack: Pack, temperature: float, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return the log-probability of each target [T] and, if requested, the entropy of the distribution it was drawn

@@ -327,17 +327,6 @@ def forward(
     return out
 
 
-def add_value_head(model: GPTModel) -> None:
-    """Turn a stage of a model into one of a critic. Drops its vocabulary layer if it has one."""
-    model.share_embeddings_and_output_weights = False  # otherwise Megatron would sum their gradients over stages
-    if model.post_process:
-        model.output_layer.weight = None
-        parameter = next(model.parameters())
-        model.value_head = torch.nn.Linear(model.config.hidden_size, 1, dtype=parameter.dtype, device=parameter.device)
-        torch.nn.init.zeros_(model.value_head.weight)  # a value of 0 everywhere at the start
-        torch.nn.init.zeros_(model.value_head.bias)
-
-
 def head_weight(model: GPTModel) -> Tensor:
     """Return the weight by which the last stage multiplies hidden states, [V / tp, H]: the embedding if they are tied
     (a copy if another stage holds it)."""

@@ -94,14 +94,14 @@ class Network:
         parallel: Parallel,
         *,
         adapters: Sequence[str] = (POLICY,),
-        value_head: bool = False,
+        changed: Callable[[GPTModel], None] = lambda chunk: None,
         progress: Callable[[str], None] = lambda part: None,
         meter: StepMeter | None = None,
         vision: ImageEncoder | None = None,
     ) -> None:
-        """Load the model of an HF folder, with these adapters if trainer.lora.rank is set. With `value_head` it outputs
-        a number for each token instead of logits. `progress` is called at the start of each micro-batch. `vision` is
-        that of another network, which the networks share."""
+        """Load the model of an HF folder, with these adapters if trainer.lora.rank is set. `changed` may change
+        what each chunk of layers computes, before data parallelism wraps it. `progress` is called at the start of each
+        micro-batch. `vision` is that of another network, which the networks share."""
         self.meter = meter or StepMeter(parallel)
         self._trainer = trainer
         self._parallel = parallel
@@ -115,7 +115,7 @@ class Network:
         adapted = bool(trainer.lora.rank)
         built = (megatron.build_model(self.hf, self.config, stage, adapted=adapted) for stage in stages)
         chunks = [chunk.to(parallel.device) for chunk in built]
-        # A critic sees with the policy's tower, and does not train it.
+        # A network that sees with the tower of another one does not train it.
         self._trains_tower = sees and vision is None and trainer.vision.tower == "trained"
         if self._trains_tower and chunks[0].pre_process and self.vision:
             chunks[0].visual = self.vision.tower
@@ -135,10 +135,8 @@ class Network:
         # Without data or context parallelism the distributed optimizer only adds copies of every buffer, but it alone
         # accepts moments of another number format.
         self.sharded = parallel.dp * parallel.cp > 1 or trainer.optimizer.moments_dtype != "float32"
-        if value_head:
-            for chunk in chunks:
-                megatron.add_value_head(chunk)
         for chunk in chunks:
+            changed(chunk)
             _mark_experts(chunk)
         self._costs = costs_of(self.hf)
         self._operations = operations_of(self.hf)
@@ -318,10 +316,8 @@ class Network:
         )
 
     def _head(self, model: GPTModel, hidden: Tensor) -> Head:
-        rows = self._trainer.logit_rows
-        weight = None if hasattr(model, "value_head") else megatron.head_weight(model)
-        values = getattr(model, "value_head", None)
-        return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, values, self._forbidden)
+        rows, weight = self._trainer.logit_rows, megatron.head_weight(model)
+        return Head(hidden, weight, self.hf["vocab_size"], rows, self._parallel, self._forbidden)
 
     def _columns(self, ids: list[int]) -> Tensor | None:
         """Return this rank's columns of the logits of some tokens."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from asyncrl import lookup
-from asyncrl.algo.advantage import ADVANTAGES, gae_raw
+from asyncrl.algo.advantage import ADVANTAGES
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.samples import build_samples
 from asyncrl.algo.shaping import shaped, trainable
@@ -25,7 +25,6 @@ from asyncrl.schema import Batch, Group
 from asyncrl.trainer import lora
 from asyncrl.trainer.batch_parts import BatchParts
 from asyncrl.trainer.batch_source import BatchSource
-from asyncrl.trainer.critic import Critic
 from asyncrl.trainer.microbatches import Groups
 from asyncrl.trainer.network import Network
 from asyncrl.trainer.objective import Objective
@@ -50,29 +49,31 @@ class Policy:
         self.config = config
         self.parallel = parallel
         self.folder = folder
+        self.progress = progress
         self.network = Network(config.trainer, folder, parallel, adapters=config.agents.adapters, progress=progress)
         self.weights = self.network.weights
         self.hf = self.network.hf
         self._routing = None if algo.routing_replay == "none" else self.network.replay_routing(algo.routing_replay)
         self.optimizer = NetworkOptimizer(config.trainer, self.network, config.run.max_steps)
         self._reference = self._load_reference(folder)
-        self._advantage = ADVANTAGES.find(algo.advantage)
-        check_traits(config, self._advantage.traits, LOSSES.find(algo.loss).traits)
-        self._critic = (
-            Critic(config, folder, parallel, progress, self.network.meter, self.network.vision)
-            if self._advantage.traits.critic
-            else None
-        )
-        self._warm_at = algo.critic.warmup if self._critic else 0
+        self.advantage = ADVANTAGES.find(algo.advantage)
+        check_traits(config, self.advantage.traits, LOSSES.find(algo.loss).traits)
         self._temperature = config.rollout.temperature
         self._parts = self._no_parts()
         self._added = 0  # tokens of the last batch that extensions added to it
         self.memory = DeviceMemory(self._held)
+        self.others: dict[str, tuple[Network, NetworkOptimizer]] = {}
+        """Networks that extensions train beside the policy, by the name of their checkpoint folder."""
+        self.following: list[Callable[[Groups, TrainingTable], dict[str, float]]] = []
+        """What acts after the optimizer steps of a batch, and returns statistics. Extensions may add to it."""
+        if routing := self._routing:
+            self.following.append(lambda groups, table: routing.figures())
+        self.trains_from = 0
+        """Version from which on batches train the policy. An extension may raise it."""
         self._hooks = {name: one.trainer(self) for name, one in lookup.active(config).items()}
-        self._objective = Objective(algo, config.rollout, list(self._hooks.values()))
+        self.objective = Objective(algo, config.rollout, list(self._hooks.values()))
         self._inputs = list(self._stages_of_inputs())
         self._columns = list(self._stages_of_columns())
-        self._following = list(self._stages_that_follow())
 
     def sent(self) -> SentWeights:
         """Return the weights that engines get: what each extension makes of those of the one before."""
@@ -90,7 +91,7 @@ class Policy:
     def started(self) -> Tensor:
         """Log-probabilities [N] of the last batch's tokens under the policy that its steps started from, NaN for tokens
         that were not run."""
-        return self._objective.started[: len(self._objective.started) - self._added]
+        return self.objective.started[: len(self.objective.started) - self._added]
 
     # -- what a checkpoint holds ---------------------------------------------------------------------------
 
@@ -110,28 +111,30 @@ class Policy:
 
     def sharded(self) -> dict[str, ShardedState]:
         """Return the networks by the name of their checkpoint folder."""
-        trained = {"policy": self, "critic": self._critic}
-        read = self.memory.readable
-        return {name: ShardedState(one.network, one.optimizer, read) for name, one in trained.items() if one}
+        every = {"policy": (self.network, self.optimizer), **self.others}
+        return {name: ShardedState(*trained, self.memory.readable) for name, trained in every.items()}
 
     def networks(self) -> list[Network]:
         """Return the networks that are trained."""
-        return [self.network, *([self._critic.network] if self._critic else [])]
+        return [self.network, *(network for network, _ in self.others.values())]
 
     def _held(self) -> HeldTensors:
-        critic = self._critic.held() if self._critic else HeldTensors([], [], [])
+        """Return the tensors that take memory. The parameters of other networks are states: they are not published."""
+        others = list[Tensor]()
+        for network, optimizer in self.others.values():
+            others += [*network.parameters(), *network.packed(), *optimizer.states()]
         holders = [self._reference, self.network.vision]
         frozen = [tensor for holder in holders if holder for tensor in holder.states()]
         return HeldTensors(
             [*self.network.parameters(), *self.network.packed()],
-            [*self.network.gradients(), *critic.gradients],
-            [*self.optimizer.states(), *critic.states, *frozen],
+            [tensor for network in self.networks() for tensor in network.gradients()],
+            [*self.optimizer.states(), *others, *frozen],
         )
 
     def counters(self) -> dict[str, Any]:
         """Return the counters that a checkpoint holds besides weights and moments."""
-        own = {"optimizer": self.optimizer.counters()}
-        return {**own, "critic": self._critic.optimizer.counters()} if self._critic else own
+        others = {name: optimizer.counters() for name, (_, optimizer) in self.others.items()}
+        return {"optimizer": self.optimizer.counters(), **others}
 
     def extension_states(self) -> dict[str, bytes]:
         """Return the states of extensions that have one, by name."""
@@ -145,8 +148,8 @@ class Policy:
             if name not in self._hooks:
                 raise RecordError(f"the checkpoint was written with the extension {name}: set extensions.{name} again")
             self._hooks[name].restore(state)
-        if self._critic:
-            self._critic.optimizer.restore(counters["critic"])
+        for name, (_, optimizer) in self.others.items():
+            optimizer.restore(counters[name])
 
     # -- one batch -----------------------------------------------------------------------------------------
 
@@ -162,13 +165,13 @@ class Policy:
         table = build_table(trained, batch.version)
         for add in self._columns:
             table = add(groups, table, batch.version)
-        step = table.trained(self._advantage(table), keep=trainable(table, self.config.algo.shaping))
-        step = replace(step, keep=self._objective.select(step))
+        step = table.trained(self.advantage(table), keep=trainable(table, self.config.algo.shaping))
+        step = replace(step, keep=self.objective.select(step))
         with self._routed():
             figures = self._take_steps(groups, step, batch)
         if not batch.last:
             return {}
-        for follow in self._following:
+        for follow in self.following:
             figures |= follow(groups, step)
         for hooks in self._hooks.values():
             figures |= hooks.after_update(batch.version + 1)
@@ -194,7 +197,7 @@ class Policy:
     def _stages_of_columns(self) -> Iterator[Callable[[Groups, TokenTable, int], TokenTable]]:
         """Yield what adds the columns that the algorithm needs to a table of a version, each after those that it needs
         itself."""
-        algo, objective = self.config.algo, self._objective
+        algo, objective = self.config.algo, self.objective
         yield self._add_shaped_reward
         if algo.measures_reference:
             yield self._add_reference
@@ -203,8 +206,6 @@ class Policy:
         yield from (hooks.columns for hooks in self._hooks.values())
         if objective.kl_in("reward"):
             yield self._add_penalty
-        if critic := self._critic:
-            yield lambda groups, table, _: replace(table, values=critic.values(groups, table))
 
     def _add_shaped_reward(self, _: Groups, table: TokenTable, __: int) -> TokenTable:
         return replace(table, reward=shaped(table, self.config.algo.shaping, self.config.rollout.max_new_tokens))
@@ -227,26 +228,13 @@ class Policy:
             return self._score(groups, table, temperature)
 
     def _add_penalty(self, _: Groups, table: TokenTable, __: int) -> TokenTable:
-        penalty = self._objective.kl(table.column("proximal"), table)
+        penalty = self.objective.kl(table.column("proximal"), table)
         return replace(table, token_reward=table.token_reward - penalty)
 
     def _take_steps(self, groups: Groups, table: TrainingTable, batch: Batch) -> dict[str, float]:
         if self._parts.begun or not batch.last:
             return self._train_part(groups, table, last=batch.last)
-        return self._train(groups if batch.version >= self._warm_at else [], table)
-
-    def _stages_that_follow(self) -> Iterator[Callable[[Groups, TrainingTable], dict[str, float]]]:
-        """Yield what acts after the optimizer steps of a batch, and returns statistics."""
-        if routing := self._routing:
-            yield lambda groups, table: routing.figures()
-        if self._critic:
-            yield self._train_critic
-
-    def _train_critic(self, groups: Groups, table: TrainingTable) -> dict[str, float]:
-        assert self._critic
-        returns = table.column("values") + self._advantage.call(gae_raw, table)
-        weighted = replace(table, weights=self._objective.shares(groups, table))
-        return self._critic.train(groups, weighted, returns)
+        return self._train(groups if batch.version >= self.trains_from else [], table)
 
     def _routed(self, *, whole_batch: bool = False) -> AbstractContextManager[None]:
         """Replay the routing of experts in the passes within, if the algorithm does so."""
@@ -256,7 +244,7 @@ class Policy:
 
     def _train(self, groups: Groups, table: TrainingTable) -> dict[str, float]:
         """Take the optimizer steps: one for each mini-batch, as long as the policy stays in the trust region."""
-        objective, seen = self._objective, TokenAccumulator(table.num_tokens, self.parallel)
+        objective, seen = self.objective, TokenAccumulator(table.num_tokens, self.parallel)
         trust, lr = self.config.algo.trust_region, self.optimizer.lr
         norms, bad, trained = [0.0], 0, 0
         for number, chosen in enumerate(self._mini_batches(groups)):
@@ -275,7 +263,7 @@ class Policy:
     def _train_part(self, groups: Groups, table: TrainingTable, *, last: bool) -> dict[str, float]:
         """Add the gradient of a part of a batch. Take the optimizer step after the last one and return the statistics
         of the whole batch."""
-        objective, parts, lr = self._objective, self._parts, self.optimizer.lr
+        objective, parts, lr = self.objective, self._parts, self.optimizer.lr
         table, seen = parts.add(replace(table, weights=objective.shares(groups, table)), last=last)
         chosen = objective.with_gradient(groups, table)
         if last and parts.trained:
@@ -302,7 +290,7 @@ class Policy:
         packs, here = self.network.packs(groups), table.to(self.parallel.device)
         if first:
             self.optimizer.zero_grad()
-        self.network.train(packs, partial(self._objective.loss, table=here, seen=seen), first=first, last=last)
+        self.network.train(packs, partial(self.objective.loss, table=here, seen=seen), first=first, last=last)
         seen.add("packed", sum(pack.num_tokens for pack in packs))
         seen.add("apart", sum(pack.tokens_apart for pack in packs))
 

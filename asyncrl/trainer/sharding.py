@@ -16,7 +16,6 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from asyncrl.weights.reshard import weights_of
@@ -90,10 +89,7 @@ def placed(chunks: list[GPTModel], vocab_size: int) -> list[PlacedTensor]:
     starts = [tensor.data_ptr() for tensor in tensors]
     found: dict[int, list[ShardedTensor]] = {number: [] for number in range(len(tensors))}
     for chunk in chunks:
-        # GPTModel's own method looks for the vocabulary layer, which a critic does not have.
-        states = (
-            MegatronModule.sharded_state_dict(chunk) if hasattr(chunk, "value_head") else chunk.sharded_state_dict()
-        )
+        states = chunk.sharded_state_dict()
         apply_factories(states)  # stores gate and up as separate rows, whatever the layout
         for sharded in _sharded(states):
             assert sharded.data is not None, f"{sharded.key} has no data"

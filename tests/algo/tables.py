@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
+from asyncrl.algo.advantage import ADVANTAGES, WHITEN_EPSILON, AdvantageTraits
 from asyncrl.algo.correction import CORRECTIONS, MASKS, masked
 from asyncrl.algo.loss import LOSSES, LossTraits
 from asyncrl.algo.registry import Algorithm
@@ -249,3 +250,40 @@ def forests(draw: st.DrawFn) -> list[Trajectory]:
             turns += way(draw(st.integers(1, 3)), observation=context, begins=True, fork=at - 1)
         made.append(Trajectory(turns, draw(quarter)))
     return made
+
+
+TWO = make([1, 2, 1, 1, 1, 3], [1.0, 0.0, 0.0, 0.0, 4.0, 1.0], [0, 0, 0, 0, 1, 1])
+"""Two groups with rewards 1 0 0 0, and 4 and 1."""
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+
+
+def estimated(name: str, table: LossRows, **settings: Any) -> list[float]:
+    advantages = advantage(name, **settings)(table)
+    assert advantages.dtype == torch.float64
+    assert advantages.shape == (table.num_tokens,)
+    return advantages.tolist()
+
+
+def whitened(*values: float) -> list[float]:
+    mean = sum(values) / len(values)
+    variance = sum((v - mean) ** 2 for v in values) / (len(values) - 1)
+    return [(v - mean) / math.sqrt(variance + WHITEN_EPSILON) for v in values]
+
+
+def batch(lengths: list[int], old: list[float], advantages: list[float]) -> LossRows:
+    """Tokens that engine and proximal policy gave these probabilities."""
+    made = make(lengths, [0.0] * len(lengths), advantages=advantages)
+    return replace(made, behaviour=logs(*old), proximal=logs(*old))
+
+
+def both(name: str, logprobs: Tensor, rows: LossRows, **settings: Any) -> tuple[list[float], list[float]]:
+    """Losses, and the gradient of their sum, per token."""
+    leaf = logprobs.detach().clone().requires_grad_()
+    losses = loss(name, **{**CLIP, **settings})(leaf, rows)
+    losses.sum().backward()
+    assert leaf.grad is not None
+    return losses.tolist(), leaf.grad.tolist()
+
+
+def phi(weight: float, k: int, scale: int) -> float:
+    return math.exp(scale) * weight**k * math.exp(-scale * weight)

@@ -14,25 +14,10 @@ from torch import Tensor
 
 from asyncrl.algo.loss import LOSSES
 from asyncrl.algo.table import LossRows
-from tests.algo.tables import correction, few, logs, loss, make, numbers, rows_of, tables
+from tests.algo.tables import CLIP, batch, both, correction, few, logs, loss, make, numbers, phi, rows_of, tables
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+CLIPPING = [name for name in ("ppo", "gspo", "gspo_token", "minirl") if name in LOSSES]
 SEQUENCES = [name for name in LOSSES if loss(name).traits.per_sequence]
-
-
-def batch(lengths: list[int], old: list[float], advantages: list[float]) -> LossRows:
-    """Tokens that engine and proximal policy gave these probabilities."""
-    made = make(lengths, [0.0] * len(lengths), advantages=advantages)
-    return replace(made, behaviour=logs(*old), proximal=logs(*old))
-
-
-def both(name: str, logprobs: Tensor, rows: LossRows, **settings: Any) -> tuple[list[float], list[float]]:
-    """Losses, and the gradient of their sum, per token."""
-    leaf = logprobs.detach().clone().requires_grad_()
-    losses = loss(name, **{**CLIP, **settings})(leaf, rows)
-    losses.sum().backward()
-    assert leaf.grad is not None
-    return losses.tolist(), leaf.grad.tolist()
 
 
 # -- by hand ------------------------------------------------------------------------------------------------------
@@ -55,10 +40,6 @@ def slope(ratio: float, temperature: float) -> float:
     """Return the derivative of the gate with respect to log r."""
     s = sigmoid(temperature * (ratio - 1))
     return 4 * s * (1 - s) * ratio
-
-
-def phi(weight: float, k: int, scale: int) -> float:
-    return math.exp(scale) * weight**k * math.exp(-scale * weight)
 
 
 CLIPPED = ([-3.0, -1.3, 2.0, -0.5, 0.8, -2.2], [-3.0, 0.0, 2.0, -0.5, 0.0, -2.2])
@@ -132,20 +113,6 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_alone() -> None:
     assert gradient == pytest.approx([0.0, 2.0, 0.0])
 
 
-def test_dppo_trusts_each_direction_and_bounds_its_weight() -> None:
-    rows = batch([1] * 4, [0.3, 0.3, 0.3, 0.01], [1.0, -1.0, -1.0, -1.0])
-    _, gradient = both("dppo_tv", logs(0.25, 0.05, 0.15, 0.5), rows)  # moved by -0.05, -0.25, -0.15, 0.49
-    assert gradient == pytest.approx([-0.25 / 0.3, 0.0, 0.5, 20.0])
-
-
-def test_topr_and_vespo_weigh_the_whole_answer() -> None:
-    rows = batch([2, 2], [0.2] * 4, [-1.0, -1.0, 1.0, 1.0])
-    logprobs = logs(0.1, 0.3, 0.1, 0.3)  # the product is 3/4
-    assert both("topr", logprobs, rows)[1] == pytest.approx([0.75, 0.75, -1.0, -1.0])
-    expected = [phi(0.75, 3, 2)] * 2 + [-phi(0.75, 2, 3)] * 2
-    assert both("vespo", logprobs, rows)[1] == pytest.approx(expected)
-
-
 def test_losses_of_the_proximal_policy_do_not_see_the_engine_and_the_others_see_nothing_else() -> None:
     rows = replace(SINGLE, behaviour=logs(*[0.3] * 6))
     for name in LOSSES:
@@ -205,13 +172,13 @@ def test_correction_between_equal_policies_changes_no_bit(name: str, weight: str
     assert (correction(logprobs, table, weight) * losses).tolist() == losses.tolist()
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_token", "minirl"])
+@pytest.mark.parametrize("name", CLIPPING)
 @pytest.mark.parametrize(("ratio", "advantage"), [(2.0, 1.0), (0.5, -1.0)])
 def test_step_that_has_gone_far_enough_has_no_gradient(name: str, ratio: float, advantage: float) -> None:
     assert both(name, logs(0.2 * ratio), batch([1], [0.2], [advantage]))[1] == [0.0]
 
 
-@pytest.mark.parametrize("name", ["ppo", "gspo", "gspo_token", "minirl"])
+@pytest.mark.parametrize("name", CLIPPING)
 @pytest.mark.parametrize(("ratio", "advantage"), [(2.0, -1.0), (0.5, 1.0)])
 def test_step_in_the_wrong_direction_is_never_clipped(name: str, ratio: float, advantage: float) -> None:
     gradient = both(name, logs(0.2 * ratio), batch([1], [0.2], [advantage]))[1]

@@ -22,8 +22,6 @@ PARTS = {"rollout.batch_groups": 4, "trainer.batch_parts": 4}
         ({"algo.mini_batches": 2}, "algo.mini_batches", "into a single step"),
         ({"algo.epochs": 2}, "algo.epochs", "into a single step"),
         ({"algo.advantage": "reinforce_pp"}, "algo.advantage", "needs the whole batch"),
-        ({"algo.advantage": "gae"}, "algo.advantage", "needs the whole batch"),
-        ({"algo.loss": "m2po", "algo.correction": None}, "algo.loss", "needs the whole batch"),
         ({"algo.shaping.normalize": True}, "algo.shaping.normalize", "needs the whole batch"),
         (reusing(groups=2), "sample_reuse.groups", "added to a whole batch"),
         ({"rollout.over_age": "drop"}, "rollout.over_age", "when a batch is complete"),

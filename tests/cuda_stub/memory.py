@@ -31,7 +31,7 @@ def _state(policy: Any) -> dict[str, int]:
     from megatron.core import parallel_state
 
     networks = policy.networks()
-    optimizers = [policy.optimizer, *([policy._critic.optimizer] if policy._critic else [])]
+    optimizers = [policy.optimizer, *(optimizer for _, optimizer in policy.others.values())]
     every = {id(one): one for network in networks for one in (*network.parameters(), *network.packed())}.values()
     parameters = [one for one in every if one.requires_grad]
     shards = [one for optimizer in optimizers for one in optimizer.shards()]

@@ -79,9 +79,8 @@ def check_roles(config: Config, folder: Path, parallel: Parallel, groups: list[G
         )
         found = dict(together.adapters(adapter))
         assert [key for key, tensor in wanted.items() if not found[key].equal(tensor)] == []
-    critic = updated(roles, both, "gae")._critic
-    assert critic
-    assert not dict(critic.network.weights.adapters("solver"))
+    critic, _ = updated(roles, both, "gae").others["critic"]
+    assert not dict(critic.weights.adapters("solver"))
 
 
 def only(group: Group, role: str) -> Group:
@@ -101,15 +100,15 @@ def main(folder: Path) -> None:
         check_roles(config, folder, parallel, groups)
     assert own._reference is None
     assert other._reference is not None
-    assert own._critic is not None
-    start, start_of_critic = split(own.network), split(own._critic.network)
+    critic, _ = own.others["critic"]
+    start, start_of_critic = split(own.network), split(critic)
     for version in range(3):
         figures, others = (policy.update(Batch(version, groups, {})) for policy in (own, other))
         assert figures == others, (version, figures, others)
         if config.algo.routing_replay == "none":  # the reference chooses its own experts
             assert (figures["kl/reference"] == 0) == (version == 0), figures["kl/reference"]
         assert figures["grad_norm"] > 0
-    for network, (trained, frozen) in ((own.network, start), (own._critic.network, start_of_critic)):
+    for network, (trained, frozen) in ((own.network, start), (critic, start_of_critic)):
         now = split(network)
         assert all(one.equal(two) for one, two in zip(frozen, now[1], strict=True))
         assert all(not one.equal(two) for one, two in zip(trained, now[0], strict=True))

@@ -130,20 +130,20 @@ def test_past_groups_are_trained_beside_the_batch_and_counted(folder: Path) -> N
 
 GAE: dict[str, Any] = {
     "advantage": {"name": "gae", "discount": 0.9, "gae_lambda": 0.8},
-    "critic.lr": 1e-2,
     "entropy_bonus": 0.0,
 }
+LR = {"lr": 1e-2}
 
 
 def test_critic_that_knows_nothing_has_the_loss_and_gradient_of_the_plain_returns(folder: Path) -> None:
     """Values start at zero, so the returns are those of GAE with V = 0, and only the head has a gradient."""
     from transformers import AutoModelForCausalLM
 
-    from asyncrl.algo.advantage import gae_raw
     from asyncrl.algo.samples import build_samples, shares
     from asyncrl.algo.table import build_table
+    from asyncrl.extensions.critic.value import gae_raw
 
-    first = trained(folder, "critic", {**GAE, "critic.value_clip": None})[0][0]
+    first = trained(folder, "critic", GAE, {"critic": {**LR, "value_clip": None}})[0][0]
     table = build_table(drawn_groups(3), 0)
     samples = [sample for group in build_samples(drawn_groups(3)) for sample in group]
     zero = torch.zeros(table.num_tokens, dtype=torch.float64)
@@ -165,14 +165,14 @@ def states_of(model: Any, sample: Any) -> torch.Tensor:
 
 
 def test_critic_learns_and_does_not_depend_on_the_layout(folder: Path) -> None:
-    alone = trained(folder, "critic-alone", GAE)
+    alone = trained(folder, "critic-alone", GAE, {"critic": LR})
     assert alone[0][1]["critic/loss"] < alone[0][0]["critic/loss"]
     for name, layout in {
         "critic-dp2": {"data_parallel": 2},
         "critic-tp2-sp": {"tensor_parallel": 2, "sequence_parallel": True},
         "critic-pp2": {"pipeline_parallel": 2, "micro_batch_tokens": 60},
     }.items():
-        other = trained(folder, name, GAE, **layout)
+        other = trained(folder, name, GAE, {"critic": LR}, **layout)
         same(other, alone, atol=2e-5)
         for mine, theirs in zip(other[0], alone[0], strict=True):
             for figure in ("critic/loss", "critic/grad_norm", "critic/explained_variance"):
@@ -180,6 +180,6 @@ def test_critic_learns_and_does_not_depend_on_the_layout(folder: Path) -> None:
 
 
 def test_warm_up_trains_the_critic_alone(folder: Path) -> None:
-    steps, _ = trained(folder, "warm-up", {**GAE, "critic.warmup": 1})
+    steps, _ = trained(folder, "warm-up", GAE, {"critic": {**LR, "warmup": 1}})
     assert [step["steps/optimizer"] for step in steps] == [0.0, 1.0]
     assert steps[0]["critic/grad_norm"] > 0

@@ -1,1 +1,1 @@
-"""Advantages of turns: turn_discounted and turn_loo."""
+"""Advantages of turns: grpo_turn, turn_discounted and turn_loo."""

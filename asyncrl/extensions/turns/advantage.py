@@ -34,7 +34,7 @@ import math
 from typing import TYPE_CHECKING
 
 from asyncrl.algo.advantage import ADVANTAGES, AdvantageTraits
-from asyncrl.algo.siblings import group_sum
+from asyncrl.algo.siblings import group_sum, standardised
 from asyncrl.settings import Share
 
 if TYPE_CHECKING:
@@ -43,6 +43,16 @@ if TYPE_CHECKING:
     from asyncrl.algo.table import TokenTable
 
 ROUNDING = 1e-12  # relative to a group's largest return: a smaller difference counts as none
+
+
+@ADVANTAGES.register()
+def grpo_turn(table: TokenTable, *, discount: Share = 1.0) -> Tensor:
+    """Return process-supervised advantages: the sum of the rewards of the turn and of later turns, each normalized over
+    all turns of the group (GRPO, arXiv 2402.03300, section 4.1.3). The reward of the episode belongs to its last
+    turn."""
+    turns = table.turns
+    normal = standardised(turns.turn_rewards(), table.group[turns.owner])
+    return table.share * turns.to_go(normal, discount)[turns.of_token]
 
 
 @ADVANTAGES.register()

@@ -1,4 +1,4 @@
-"""What this folder adds: two advantage estimators."""
+"""What this folder adds: three advantage estimators."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ class Turns(extension.Extension):
     """Credit for turns."""
 
     advantages = {  # noqa: RUF012
+        "grpo_turn": "asyncrl.extensions.turns.advantage:grpo_turn",
         "turn_discounted": "asyncrl.extensions.turns.advantage:turn_discounted",
         "turn_loo": "asyncrl.extensions.turns.advantage:turn_loo",
     }

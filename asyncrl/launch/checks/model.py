@@ -239,12 +239,8 @@ def _vision(config: Config, hf: dict[str, Any]) -> Iterator[Rule]:
     if image_shape(hf) is None:
         return
     trainer = config.trainer
-    for field, value, who in (
-        ("algo.kl.reference_path", config.algo.kl.reference_path, "The reference"),
-        ("algo.critic.path", config.algo.critic.path, "The critic"),
-    ):
-        why = f"{who} sees with the policy's vision tower: unset it, or choose a text model."
-        yield field, bool(value), why
+    why = "The reference sees with the policy's vision tower: unset it, or choose a text model."
+    yield "algo.kl.reference_path", bool(config.algo.kl.reference_path), why
     why = "Engines report the experts of each token of an image, and answers count an image once: set R2 or none."
     yield "algo.routing_replay", config.algo.routing_replay, config.algo.routing_replay == "R3", why
     levels, first = deepstack(hf), trainer.split.chunk_layers(hf["num_hidden_layers"])[0][0]

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.advantage import gae_raw, whiten
+from asyncrl.algo.advantage import ADVANTAGES, whiten
 from asyncrl.algo.siblings import EPSILON
+from asyncrl.algo.table import LossRows
 from asyncrl.errors import ConfigError
+from asyncrl.extensions.critic.value import gae_raw
 from asyncrl.launch.help import algorithms
 from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
 from tests.algo.tables import (
@@ -30,6 +32,7 @@ from tests.algo.tables import (
     numbers,
     said,
     table_of,
+    tables,
 )
 from tests.fakes import tiny_config
 
@@ -93,7 +96,27 @@ def test_rewards_to_go_and_process_rewards_go_along_the_ways() -> None:
     assert found("grpo_turn", TREE, PLAIN) == pytest.approx([one * n for n in expected], abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "pass_at_k", "grpo_passk"])
+def test_turns_are_normalised_among_all_turns_of_the_group_and_added_up() -> None:
+    # Sample 0 has turns of 2 and 1 tokens, sample 1 one turn. Rewards of turns: 3, 1 (the episode's), 2; mean 2, std 1.
+    table = make([3, 1], [1.0, 2.0], turn=[0, 0, 1, 0], token_reward=[0.0, 3.0, 0.0, 0.0])
+    one = 1 / (1 + EPSILON)
+    assert advantage("grpo_turn")(table).tolist() == pytest.approx([one - one, one - one, -one, 0.0], abs=1e-12)
+    assert advantage("grpo_turn", discount=0.5)(table).tolist() == pytest.approx(
+        [one / 2, one / 2, -one, 0.0], abs=1e-12
+    )
+
+
+@few
+@given(tables())
+def test_turns_of_one_are_episodes(table: LossRows) -> None:
+    full = make([1] * table.num_samples, table.reward.tolist(), table.group.tolist())
+    assert advantage("grpo_turn")(full).tolist() == pytest.approx(advantage("grpo")(full).tolist(), abs=1e-12)
+
+
+WHOLE = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "pass_at_k", "grpo_passk"]
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if name in ADVANTAGES])
 def test_whole_episodes_that_fork_are_rewarded_with_the_mean_over_their_ways(name: str) -> None:
     as_one = [Trajectory([said(*[1] * 4, reward=8.0)]), PLAIN]
     params = {"correct_above": 6.0}

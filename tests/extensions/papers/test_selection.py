@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.algo.loss import least_deviating
 from asyncrl.algo.table import LossRows
+from asyncrl.extensions.papers.loss import least_deviating
 from tests.algo.tables import few, make, numbers, reordered, tables, with_empty
 
 thresholds = st.sampled_from([1e-6, 0.01, 0.04, 0.09, 1.0, 100.0])

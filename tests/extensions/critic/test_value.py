@@ -1,11 +1,13 @@
-"""The critic's loss by hand."""
+"""The critic's loss by hand, and the model that it refuses."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from asyncrl.algo.loss import explained_variance, value_loss
+from asyncrl.extensions.critic.extension import CriticExtension
+from asyncrl.extensions.critic.value import explained_variance, value_loss
+from tests.fakes import tiny_config
 
 
 def test_clipped_value_loss_by_hand() -> None:
@@ -30,3 +32,11 @@ def test_explained_variance_is_one_for_right_values_and_zero_for_a_constant() ->
     assert explained_variance(torch.full((3,), 7.0), returns) == pytest.approx(0.0)
     assert explained_variance(-returns, returns) < 0
     assert explained_variance(returns, torch.ones(3)) == 0.0
+
+
+def test_a_critic_does_not_read_images_with_a_tower_of_its_own() -> None:
+    config = tiny_config(**{"critic.path": "/other"})
+    launch = CriticExtension((config.model_extra or {})["critic"]).launch()
+    (refused,) = launch.check_model(config, {"vision_config": {}}, 0)
+    assert refused.field == "critic.path"
+    assert not list(launch.check_model(config, {}, 0))

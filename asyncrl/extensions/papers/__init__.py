@@ -1,0 +1,1 @@
+"""Advantage estimators and losses of single papers."""
