@@ -186,6 +186,11 @@ class LaunchHooks:
         The console names the settings that differ. Called more than once."""
         return None
 
+    def formats(self, prepared: Preparation) -> Mapping[str, tuple[str, str]]:
+        """Return the number formats that parts of the run have already, each with the reason, for those whose dtype is
+        auto, by section. Called when number formats are chosen (launch/prepare.py). Raises ConfigError."""
+        return {}
+
     def refuse(self, prepared: Preparation) -> None:
         """Raise ConfigError for a run that must not start. Called after the core's own checks: the preflight, at each
         start and with --check, reports it; without one (cluster.preflight=false) it ends the start."""

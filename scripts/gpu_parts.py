@@ -44,8 +44,7 @@ from asyncrl.algo.samples import Sample  # noqa: E402
 from asyncrl.extensions.plan import memory  # noqa: E402
 from asyncrl.extensions.plan.activations import Training  # noqa: E402
 from asyncrl.extensions.plan.shapes import ParallelLayout, counted, shape_of  # noqa: E402
-from asyncrl.extensions.plan.tensors import tensors  # noqa: E402
-from asyncrl.launch.checks.model_files import Weight  # noqa: E402
+from asyncrl.extensions.plan.tensors import Weight, tensors  # noqa: E402
 from asyncrl.models.tiny import write_random_model  # noqa: E402
 from asyncrl.network.ports import free_port  # noqa: E402
 from scripts.gpu_engines import BACKENDS, check  # noqa: E402
@@ -125,7 +124,7 @@ def fitting(hf: dict[str, Any], ranks: int, room: float, rows: int) -> int:
 
 def weights_of(hf: dict[str, Any]) -> list[Weight]:
     """Return the weights of a model, from its config alone."""
-    return counted([Weight(name, size) for name, size in tensors(hf)], shape_of(hf))
+    return counted(tensors(hf), shape_of(hf))
 
 
 def write(folder: Path, hf: dict[str, Any], dtype: Any) -> None:

@@ -28,12 +28,12 @@ from asyncrl.extensions.plan import memory, shapes, sizing
 from asyncrl.extensions.plan.settings import layout_of, served_adapters, told_of_memory, training_of
 from asyncrl.extensions.plan.shapes import Shape, shape_of
 from asyncrl.extensions.plan.sizing import Balance, FleetSpec, Hardware, Publish
-from asyncrl.extensions.plan.tensors import tensors
+from asyncrl.extensions.plan.tensors import Weight, tensors
+from asyncrl.extensions.slurm.submit import nodes_wanted
 from asyncrl.launch.checks.model import check_model
-from asyncrl.launch.checks.model_files import Weight
 from asyncrl.launch.compose import find_further_confs
 from asyncrl.launch.main import CONF
-from asyncrl.launch.placement import imagined, nodes_wanted, place
+from asyncrl.launch.placement import imagined, place
 from asyncrl.launch.precision import assumed
 from asyncrl.weights.choice import choose_lora
 
@@ -232,7 +232,7 @@ def size(config: Config, hf: dict[str, Any]) -> Sized:
     machines = config.cluster.nodes or nodes_wanted(config, each)
     place(config, imagined(config, machines, each))
     shape = shape_of(hf)
-    weights = shapes.counted([Weight(name, size) for name, size in tensors(hf)], shape)
+    weights = shapes.counted(tensors(hf), shape)
     layout, training = layout_of(config.trainer), training_of(config, gpu=True)
     section = config.engine
     received = 2 * (config.weights.bucket_mb << 20)  # the bucket, and its tensors

@@ -36,7 +36,7 @@ from asyncrl.launch.compose import algorithm_overrides, find_further_confs
 from asyncrl.launch.help import further_confs
 from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.main import CONF
-from asyncrl.launch.placement import Node
+from asyncrl.launch.placement import Node, imagined
 from asyncrl.network.addresses import Access, Addresses
 from asyncrl.rollout.curriculum import Curriculum, Mixer
 from asyncrl.rollout.hooks import by_weight
@@ -118,7 +118,8 @@ def questions_with_long_ones(folder: Path) -> dict[str, Any]:
 
 
 class Machines(Cluster):
-    """A job of several machines, which is still to be submitted unless it has nodes. Programs print `answer`."""
+    """A job of several machines, which is still to be submitted unless it has nodes: then two machines, or
+    cluster.nodes, are imagined. Programs print `answer`."""
 
     def __init__(
         self, config: Config, nodes: Sequence[Node] = (), facts: Sequence[MachineFacts] = (), answer: str = ""
@@ -129,6 +130,8 @@ class Machines(Cluster):
 
     def probe(self, config: Config, ports: int | None = None) -> None:
         """Nobody is asked."""
+        if not self.here:
+            self.nodes = imagined(config, config.cluster.nodes or 2, config.cluster.gpus or 0)
 
     def everywhere(
         self, program: list[str], seconds: float, nodes: Sequence[str] | None = None, mounts: Sequence[Path] = ()

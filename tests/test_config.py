@@ -22,9 +22,9 @@ from asyncrl import config as module
 from asyncrl.algo.loss import LOSSES
 from asyncrl.config import load, read, under_new_names
 from asyncrl.errors import CompositionError, ConfigError
-from asyncrl.launch.checks.engines import check_request_fields
 from asyncrl.launch.checks.machines import check_devices
 from asyncrl.launch.checks.model import check_model
+from asyncrl.launch.checks.tasks import check_request_fields
 from asyncrl.launch.compose import compose
 from asyncrl.launch.help import docstrings
 from asyncrl.launch.main import CONF

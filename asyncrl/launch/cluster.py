@@ -67,14 +67,16 @@ class Cluster:
 
     @property
     def machines(self) -> Sequence[MachineFacts]:
-        """Further facts about the machines, in the same order. Those of this machine are looked up when needed."""
-        if self.nodes and not self._machines:
+        """Further facts about the machines, in the same order. Those of this machine are looked up when needed, and
+        nothing is known of those of a job that has not been submitted."""
+        if self.here and self.nodes and not self._machines:
             self._machines = [this_machine("", installed())]
         return self._machines
 
     def probe(self, config: Config, ports: int | None = None) -> None:
         """Look at each machine, and reserve this many ports there; by default as many as the run needs. `config` may
-        have changed since the beginning (cluster.plan). Raises ConfigError or LaunchError."""
+        have changed since the beginning (cluster.plan). For a job that has not been submitted, `nodes` become
+        placeholders (placement.imagined). Raises ConfigError or LaunchError."""
         cluster = config.cluster
         gpus = count_gpus(cluster.gpus)
         self.nodes = [this_node(cluster.host, cluster.interface, gpus, ports or ports_wanted(config))]

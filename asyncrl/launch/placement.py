@@ -238,31 +238,6 @@ def _sizes(name: str, section: EngineConfig | AuxiliaryModelConfig) -> str:
     return f"{name}.count × {name}.tensor_parallel{stages}"
 
 
-def job_size(config: Config) -> tuple[int, int]:
-    """Return how many machines a job that is not submitted yet needs, and how many GPUs each has. Raises ConfigError if
-    the settings do not say the latter, or if such machines cannot hold the run."""
-    each = config.cluster.gpus
-    if each is None:
-        remedy = "A job requires the number of GPUs of each machine; set 0 for none."
-        raise ConfigError("cluster.gpus", None, remedy)
-    return config.cluster.nodes or nodes_wanted(config, each), each
-
-
-def nodes_wanted(config: Config, each: int) -> int:
-    """Return the smallest number of machines with `each` GPUs that can hold the run."""
-    problem: ConfigError | None = None
-    most = config.trainer.world_size + sum(fleet.ranks * fleet.started for fleet in config.fleets.values()) + 1
-    for count in range(1 + config.cluster.cpu_nodes, config.cluster.cpu_nodes + most):
-        try:
-            place(config, imagined(config, count, each))
-        except ConfigError as error:
-            problem = error
-        else:
-            return count
-    assert problem
-    raise problem
-
-
 def imagined(config: Config, count: int, each: int) -> list[Node]:
     """Return placeholders for the machines of a job that has not started."""
     ports = tuple(range(1, 1 + ports_wanted(config)))

@@ -72,15 +72,15 @@ def resolve(
     cluster: Cluster,
     *,
     before: dict[str, Any] | None = None,
-    attached: str | None = None,
+    given: Mapping[str, tuple[str, str]] | None = None,
 ) -> Precision:
     """Resolve every `auto` and explain the choice. `models` maps each part to its model's config.json, `before` is the
-    resolved configuration of the run that is resumed or replayed, `attached` the dtype of the engines of engine.urls.
+    resolved configuration of the run that is resumed or replayed, `given` what extensions know (LaunchHooks.formats).
     Raises LaunchError if a machine cannot be measured."""
     trained, started = ["trainer"] * config.trains, ["engine"] * config.generates
     frozen = [role for role, section in config.frozen.items() if section.started]
     parts = [part for part in (*trained, *started, *frozen) if part in models]
-    choices = [_settled(config, part, gpus, before or {}, attached) for part in parts]
+    choices = [_settled(config, part, gpus, before or {}, given or {}) for part in parts]
     if slow := [one for one in choices if not on_gpu(getattr(config, one.part), gpus)]:
         machines = {one.part: _machines(placement, one.part) for one in slow}
         chosen = without_gpu().choose(config, slow, models, machines, cluster.everywhere)
@@ -152,13 +152,15 @@ def recorded(config: Config, run_dir: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _settled(config: Config, part: str, gpus: int, before: dict[str, Any], attached: str | None) -> DtypeChoice:
+def _settled(
+    config: Config, part: str, gpus: int, before: dict[str, Any], given: Mapping[str, tuple[str, str]]
+) -> DtypeChoice:
     """Return the number format of a part, which is `auto` if its platform has to choose it."""
     section = getattr(config, part)
     if section.dtype != AUTO:
         return DtypeChoice(part, section.dtype, "as set")
-    if part == "engine" and attached:
-        return DtypeChoice(part, attached, "auto: the engines of engine.urls were started with it")
+    if part in given:
+        return DtypeChoice(part, *given[part])
     if (kept := before.get(part, {}).get("dtype") or AUTO) != AUTO:
         return DtypeChoice(part, kept, "auto: as in the run that it resumes or replays")
     if on_gpu(section, gpus):

@@ -6,6 +6,8 @@ The preflight takes the same steps, and reports what each of them refuses.
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,11 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.extension import Planned
 from asyncrl.launch import precision, resume
-from asyncrl.launch.checks.engines import attached_dtype, check_attached, check_gpu_kinds, run_key
-from asyncrl.launch.checks.machines import check_devices, check_platforms
+from asyncrl.launch.checks.machines import check_devices, check_gpu_kinds, check_platforms
 from asyncrl.launch.checks.model import check_model
-from asyncrl.launch.checks.model_files import Weight
 from asyncrl.launch.checks.tasks import check_files
 from asyncrl.launch.cluster import Cluster
-from asyncrl.launch.machine import MachineFacts
-from asyncrl.launch.placement import Node, Placement, imagined, job_size, place
+from asyncrl.launch.placement import Placement, place
 from asyncrl.launch.precision import Precision
 from asyncrl.launch.resume import Resume
 from asyncrl.lookup import active, first
@@ -30,6 +29,13 @@ from asyncrl.models import catalog
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import MACHINE
 from asyncrl.weights.choice import choose_lora
+
+KEY = "ASYNCRL_API_KEY"
+
+
+def run_key(config: Config) -> str:
+    """Return the API key of a run: a new one, or with engine.urls the one in the environment, if set."""
+    return (os.environ.get(KEY) if config.engine.urls else None) or secrets.token_hex(24)
 
 
 class Preparation:
@@ -46,14 +52,13 @@ class Preparation:
         self.hooks = [one.launch() for one in active(config).values()]
         self.announced: list[object] = []
         """What tasks, rewards and agents announced for the checks of extensions (user_code.announce)."""
-        self.nodes: Sequence[Node] = ()
         self._placement: Placement | None = None
         self.folders: dict[str, Path] = {}
         """Model folders by role."""
         self.hf: dict[str, dict[str, Any]] = {}
         """Contents of their config.json."""
-        self.weights: dict[str, list[Weight]] = {}
-        """Tensors of those that the preflight found complete, and which this run uses."""
+        self.weights: dict[str, dict[str, tuple[int, ...]]] = {}
+        """Shapes of the tensors, by name, of those that the preflight found complete, and which this run uses."""
         self.origin: Resume | None = None
         """The checkpoint that the run resumes from."""
         self.chosen = Precision(config)
@@ -65,7 +70,6 @@ class Preparation:
     def all(self) -> None:
         """Take every step, and raise what the first of them refuses."""
         self.files()
-        check_attached(self.config, self.key)
         self.plan()
         self.place()
         for role in self.roles:
@@ -95,7 +99,7 @@ class Preparation:
     @property
     def gpus(self) -> int:
         """Number of GPUs per machine, as addresses.json will have it."""
-        return max((len(node.gpus) for node in self.nodes), default=0)
+        return max((len(node.gpus) for node in self.cluster.nodes), default=0)
 
     def files(self) -> None:
         """Build the tasks, rewards and agents."""
@@ -104,7 +108,7 @@ class Preparation:
     def plan(self) -> None:
         """Choose the settings that cluster.plan leaves to the launcher or a file, as in the run that is resumed. A job
         is planned when it starts."""
-        if not self.config.cluster.plan or self.imagined:
+        if not self.config.cluster.plan or not self.cluster.here:
             return
         self.cluster.probe(self.config)
         self.planned = first(self.config, "cluster.plan", lambda hooks: hooks.plan(self))
@@ -113,28 +117,16 @@ class Preparation:
 
     def place(self) -> None:
         """Find the machines, and place the run on them."""
-        if self.imagined:
-            self.nodes = imagined(self.config, *job_size(self.config))
-            if self.config.cluster.plan:
-                return
-        else:
-            self.cluster.probe(self.config)  # again after cluster.plan: other engines need other ports
-            self.nodes = self.cluster.nodes
+        self.cluster.probe(self.config)  # again after cluster.plan: other engines need other ports
+        if self.config.cluster.plan and not self.cluster.here:
+            return
         if self.config.cluster.is_local:
             check_devices(self.config, self.gpus)
         check_platforms(self.config, self.gpus)
-        self._placement = place(self.config, self.nodes)
-        check_gpu_kinds(self.config, self._placement.fleets["engine"], self.nodes, self.machines if self.gpus else ())
-
-    @property
-    def imagined(self) -> bool:
-        """Return whether placeholders stand in for the machines of a job that has not been submitted."""
-        return not self.cluster.here
-
-    @property
-    def machines(self) -> Sequence[MachineFacts]:
-        """Facts about each of `nodes`; nothing is known of those of a job that has not been submitted."""
-        return self.cluster.machines
+        nodes = self.cluster.nodes
+        self._placement = place(self.config, nodes)
+        machines = self.cluster.machines if self.gpus else ()
+        check_gpu_kinds(self.config, self._placement.fleets["engine"], nodes, machines)
 
     def find(self, role: str) -> None:
         """Find the folder of a model; a built-in one is created first. Nothing happens if the role has no model."""
@@ -172,12 +164,12 @@ class Preparation:
         measurable = {role: hf for role, hf in self.hf.items() if "hidden_size" in hf}  # not every judge's has one
         models = {part: measurable[role] for part, role in roles.items() if role in measurable}
         before = self.origin.manifest.config if self.origin else precision.recorded(self.config, self.run_dir)
-        attached = attached_dtype(self.config, self.key)
+        given = {part: found for hooks in self.hooks for part, found in hooks.formats(self).items()}
         config = precision.resolve_layers(self.config, self.gpus, before)
         if "model" in self.hf:
             config, self.lora = choose_lora(config, self.hf["model"], self.gpus)
         self.chosen = precision.resolve(
-            config, models, self.placement, self.gpus, self.cluster, before=before, attached=attached
+            config, models, self.placement, self.gpus, self.cluster, before=before, given=given
         )
 
     def notes(self) -> list[str]:

@@ -51,6 +51,6 @@ def _state(policy: Any) -> dict[str, int]:
 
 def _planned(config: Config, folder: Path, stage: int, tokens: int) -> dict[str, int]:
     shape = shape_of(json.loads((folder / "config.json").read_text()))
-    weights = counted(read_model(folder, "model.path").weights, shape)
+    weights = counted(read_model(folder, "model.path").weights.items(), shape)
     training = replace(training_of(config, gpu=True), tokens=tokens, publishes=False)
     return planner._stage(weights, shape, layout_of(config.trainer), training, stage)

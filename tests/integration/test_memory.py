@@ -93,7 +93,7 @@ def test_a_rank_holds_what_the_planner_says(case: str, tmp_path: Path) -> None:
     assert len(told) == trainer.world_size
 
     shape = shape_of(json.loads((model / "config.json").read_text()))
-    weights = counted(read_model(model, "model.path").weights, shape)
+    weights = counted(read_model(model, "model.path").weights.items(), shape)
     training = Training(
         dtype=trainer.dtype,
         tokens=2 * ROWS,

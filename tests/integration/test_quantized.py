@@ -58,7 +58,7 @@ def test_a_quantized_base_computes_as_the_dequantized_model(layout: str, tmp_pat
         (file,) = (tmp_path / f"{layout}-{name}-run" / "base").glob("*.safetensors")
         stored = load_file(file)
         shape = shape_of(json.loads((tmp_path / name / "config.json").read_text()))
-        files = counted(read_model(tmp_path / name, "model.path").weights, shape)
+        files = counted(read_model(tmp_path / name, "model.path").weights.items(), shape)
         _, packed = adapters.split(files)
         quantized = {one.name for one in packed}
         assert len(quantized) > 0

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from asyncrl.config import Config
 from asyncrl.errors import ConfigError
-from asyncrl.launch.placement import Placement, Seat, imagined, nodes_wanted, place, place_engines
+from asyncrl.launch.placement import Placement, Seat, imagined, place, place_engines
 from tests.fakes import ALONE, GIVEN, JOB, tiny_config, with_scorer
 
 
@@ -114,41 +111,6 @@ def test_ports_of_a_machine_are_enough_for_everything_on_it() -> None:
     seats = [found.router, found.rollout, *all_seats(found)]
     ports = [port for seat in seats for port in (seat.port, seat.meeting) if port]
     assert len(ports) == len(set(ports)) == 2 * 7 + 4
-
-
-@given(
-    each=st.sampled_from([1, 2, 4, 8]),
-    world=st.integers(1, 32),
-    engines=st.integers(1, 12),
-    tensor=st.sampled_from([1, 2, 4, 8, 16]),
-    teachers=st.integers(0, 2),
-    cpu_nodes=st.integers(0, 2),
-)
-def test_the_fewest_nodes_hold_everything_once(
-    each: int, world: int, engines: int, tensor: int, teachers: int, cpu_nodes: int
-) -> None:
-    """One node less is too few."""
-    config = _config(world, engines, tensor, teachers, cpu_nodes)
-    try:
-        count = nodes_wanted(config, each)
-    except ConfigError:
-        return  # ranks that no number of such nodes shares evenly
-    found = place(config, imagined(config, count, each))
-    taken = [(seat.node.name, gpu) for seat in all_seats(found) for gpu in seat.gpus]
-    assert len(taken) == len(set(taken)) == world + engines * tensor + teachers
-    seats = [found.router, found.rollout, *all_seats(found)]
-    ports = [(seat.node.name, port) for seat in seats for port in (seat.port, seat.meeting) if port]
-    assert len(ports) == len(set(ports))
-    assert [found.trainers.count(seat) for seat in found.trainers] == [world // len(set(found.trainers))] * world
-    if count > 1 + cpu_nodes:
-        with pytest.raises(ConfigError):
-            place(config, imagined(config, count - 1, each))
-
-
-def _config(world: int, engines: int, tensor: int, teachers: int, cpu_nodes: int) -> Config:
-    shape = {"trainer.data_parallel": world, "engine.count": engines, "engine.tensor_parallel": tensor}
-    teaching = {"scorer.model": "/t", "scorer.count": teachers} if teachers else {}
-    return with_scorer(**JOB, **shape, **teaching, **{"cluster.cpu_nodes": cpu_nodes})
 
 
 def test_further_engines_fill_machines_of_their_own() -> None:

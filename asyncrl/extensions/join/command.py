@@ -32,7 +32,7 @@ import httpx
 from asyncrl.config import Config, on_gpu, read
 from asyncrl.engine.registry import Registry
 from asyncrl.errors import AsyncRLError, ConfigError, DeadlineExceeded, Stopped, visible
-from asyncrl.launch.checks.engines import check_gpu_kinds
+from asyncrl.launch.checks.machines import check_gpu_kinds
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.placement import Node, place_engines
 from asyncrl.launch.plan import engines

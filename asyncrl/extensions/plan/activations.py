@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.extensions.plan.adapters import Adapters
 from asyncrl.extensions.plan.shapes import FLOAT, ParallelLayout, Shape
-from asyncrl.launch.checks.model_files import BYTES
+from asyncrl.extensions.plan.tensors import BYTES
 
 ATTENTION_IN = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
 LATENT_IN = ("q_b_proj", "kv_b_proj")

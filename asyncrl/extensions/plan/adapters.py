@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from asyncrl.launch.checks.model_files import Weight
+from asyncrl.extensions.plan.tensors import Weight
 
 ROWS = ("o_proj", "down_proj", "w2")
 """Projections whose inputs are shared by tensor-parallel ranks; of all others the outputs are."""

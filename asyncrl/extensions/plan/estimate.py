@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from asyncrl.extensions.plan.adapters import Adapters
 from asyncrl.extensions.plan.shapes import Shape, active
-from asyncrl.launch.checks.model_files import Weight
+from asyncrl.extensions.plan.tensors import Weight
 
 ANSWER = 0.5
 """Assumed mean length of an answer, as a fraction of rollout.max_new_tokens."""

@@ -14,8 +14,8 @@ from asyncrl.checkpoints.store import SPARE_BYTES
 from asyncrl.config import Config
 from asyncrl.extensions.plan.memory import CHECKPOINT
 from asyncrl.extensions.plan.memory_check import gb
+from asyncrl.extensions.plan.tensors import BYTES
 from asyncrl.launch.checks.findings import Finding, error, ok, warning
-from asyncrl.launch.checks.model_files import BYTES
 from asyncrl.rollout.journal import KEPT
 
 MEASURED = 64 << 20

@@ -51,7 +51,7 @@ def forecast(config: Config, folder: Path, hf: dict[str, Any], precision: Precis
 def model_size(config: Config, folder: Path, hf: dict[str, Any]) -> ModelSize:
     """Return the number of parameters that each token is multiplied with."""
     shape = shape_of(hf)
-    weights = counted(read_model(folder, "model.path").weights, shape)
+    weights = counted(read_model(folder, "model.path").weights.items(), shape)
     return ModelSize.of(weights, shape, adapters_of(config.trainer.lora))
 
 

@@ -41,7 +41,7 @@ from asyncrl.extensions.plan.activations import Recompute, Training
 from asyncrl.extensions.plan.engine import EngineShape
 from asyncrl.extensions.plan.shapes import FLOAT, ParallelLayout, Shape, parameters
 from asyncrl.extensions.plan.sizing import Hardware, Publish
-from asyncrl.launch.checks.model_files import BYTES, Weight
+from asyncrl.extensions.plan.tensors import BYTES, Weight
 
 BASE, HOP = 3.6e-6, 0.47e-6
 """Seconds of a small all-reduce, and of each step of its ring over NVLink: the figures with which NCCL chooses its

@@ -24,7 +24,7 @@ from asyncrl.extensions.plan.shapes import (
     of_stage,
     parameters,
 )
-from asyncrl.launch.checks.model_files import BYTES, TOWERS, Weight
+from asyncrl.extensions.plan.tensors import BYTES, TOWERS, Weight
 
 MASTER, GRADIENT = FLOAT, FLOAT
 """Bytes per parameter."""

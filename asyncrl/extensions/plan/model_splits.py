@@ -26,8 +26,7 @@ from asyncrl.extensions.plan.layouts import (
 from asyncrl.extensions.plan.search import GpuSplit
 from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, counted, shape_of
 from asyncrl.extensions.plan.sizing import FleetSpec, Hardware
-from asyncrl.extensions.plan.tensors import tensors
-from asyncrl.launch.checks.model_files import Weight
+from asyncrl.extensions.plan.tensors import Weight, tensors
 from asyncrl.models import catalog
 from asyncrl.models.vision import flat
 
@@ -72,7 +71,7 @@ def overridden(shape: EngineShape, given: PlanInput) -> EngineShape:
 def of_model(given: PlanInput) -> Iterator[GpuSplit]:
     """Yield the splits of a model. Raises ConfigError if it does not fit."""
     hf, shape = read_model(str(given.model))
-    weights, hardware = counted([Weight(name, size) for name, size in tensors(hf)], shape), HARDWARE[given.gpu]
+    weights, hardware = counted(tensors(hf), shape), HARDWARE[given.gpu]
     layouts = TrainerLayouts(hf, shape, weights, hardware)
     trainers = _trainers(given, hf, shape, layouts)
     for tensor in _engines_that_fit(given, hf, layouts.merged, shape):

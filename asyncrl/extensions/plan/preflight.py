@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config, cache_tokens, on_gpu
+from asyncrl.config.lora import resident_adapters
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.plan import folders
 from asyncrl.extensions.plan import memory as planner
 from asyncrl.extensions.plan.memory_check import MemoryNeed, check_memory, in_turns
 from asyncrl.extensions.plan.settings import layout_of, served_adapters, told_of_memory, training_of
 from asyncrl.extensions.plan.shapes import Shape, counted, parameters, shape_of
-from asyncrl.launch.checks.findings import Finding
-from asyncrl.launch.checks.model_files import Weight
+from asyncrl.extensions.plan.sizing import packed
+from asyncrl.extensions.plan.tensors import BYTES, Weight
+from asyncrl.launch.checks.findings import Finding, error, ok
+from asyncrl.launch.placement import Placement
 from asyncrl.launch.prepare import Preparation
+from asyncrl.weights.choice import choose
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,44 @@ def models_of(prepared: Preparation) -> dict[str, ModelFolder]:
             shape = shape_of(prepared.hf[role])
         except (ConfigError, KeyError):
             continue
-        found[role] = ModelFolder(counted(weights, shape), shape)
+        found[role] = ModelFolder(counted(weights.items(), shape), shape)
     return found
 
 
 def check_room(prepared: Preparation, models: Mapping[str, ModelFolder]) -> Iterator[Finding]:
-    """Check the memory of the machines, and the disks."""
+    """Check the transport of new weights, the memory of the machines, and the disks."""
     config = prepared.chosen.config
     if prepared.is_placed:
-        known = {node.name: machine for node, machine in zip(prepared.nodes, prepared.machines, strict=False)}
+        if "model" in models:
+            yield from check_sync(config, prepared.placement, models["model"].weights, prepared.gpus)
+        cluster = prepared.cluster
+        known = {node.name: machine for node, machine in zip(cluster.nodes, cluster.machines, strict=False)}
         yield from check_memory(prepared.placement, needs_of(config, prepared.gpus, models), known)
     yield from _folders(config, prepared.run_dir, models.get("model"))
+
+
+def check_sync(config: Config, placement: Placement, weights: Sequence[Weight], gpus: int) -> list[Finding]:
+    """Report the transport, the reason for it, and the size of a publish. `gpus` is per machine, as in
+    addresses.json."""
+    if config.mode != "train" or not placement.trainers:
+        return []
+    engines, gpu = (*placement.urls()["engines"], *config.engine.urls), on_gpu(config.trainer, gpus)
+    hosts = {seat.node.address for seat in placement.trainers}
+    try:
+        host = hosts.pop() if len(hosts) == 1 else ""  # as weights/publish.py receives it
+        shared, gpu = config.cluster.shares_gpus, gpu and not config.serves_adapters
+        chosen, why = choose(config.weights.transport, engines, host, gpu=gpu, shared=shared)
+    except ConfigError as problem:
+        return [error(problem.field, str(problem.value), problem.remedy)]
+    if config.serves_adapters:
+        carried = "adapters in shared memory" if chosen == "tensor" else "adapters as PEFT folders"
+        text = f"{carried}: {why}; at most {resident_adapters(config)} in each engine"
+        return [ok("weights.transport", text)]
+    item = BYTES[config.trainer.dtype]
+    sizes = [one.elements * item for one in weights]
+    count = len(packed(sizes, config.weights.bucket_mb << 20))
+    text = f"{chosen}: {why}; {sum(sizes) / 1e9:.3g} GB per publish, in about {count} bucket(s)"
+    return [ok("weights.transport", text)]
 
 
 def needs_of(config: Config, gpus: int, models: Mapping[str, ModelFolder]) -> dict[str, MemoryNeed]:

@@ -16,8 +16,7 @@ from asyncrl.extensions.plan.fit import Fit
 from asyncrl.extensions.plan.search import GpuSplit
 from asyncrl.extensions.plan.settings import layout_of, served_adapters, told_of_memory, training_of
 from asyncrl.extensions.plan.shapes import Shape, counted, shape_of
-from asyncrl.extensions.plan.tensors import tensors
-from asyncrl.launch.checks.model_files import Weight
+from asyncrl.extensions.plan.tensors import Weight, tensors
 from asyncrl.models.vision import flat
 
 PEAK = "memory/peak"
@@ -76,6 +75,6 @@ def _model(settings: Config) -> tuple[list[Weight], Shape] | None:
     try:
         hf = flat(json.loads((Path(settings.model.path).expanduser() / "config.json").read_text()))
         shape = shape_of(hf)
-        return counted([Weight(name, size) for name, size in tensors(hf)], shape), shape
+        return counted(tensors(hf), shape), shape
     except (OSError, ValueError, KeyError, TypeError, ConfigError):
         return None

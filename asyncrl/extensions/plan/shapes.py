@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from asyncrl.launch.checks.model_files import TOWERS, Weight, loaded
+from asyncrl.extensions.plan.tensors import TOWERS, Tensor, Weight
 from asyncrl.models.architectures import megatron_arguments
-from asyncrl.models.families import family_of
+from asyncrl.models.families import CHOOSES, family_of
 from asyncrl.models.parts import rotary
 from asyncrl.models.vision import deepstack
 from asyncrl.parallel import PipelineSplit
@@ -133,9 +133,18 @@ class RankParameters(NamedTuple):
         return self.dense + self.routed
 
 
-def counted(weights: Iterable[Weight], shape: Shape) -> list[Weight]:
-    """Return the weights of the text model that trainer and engine load."""
-    return loaded(weights, shape.layers, tied=shape.tied)
+def counted(tensors: Iterable[Tensor | Weight], shape: Shape) -> list[Weight]:
+    """Return the weights of the text model that trainer and engine load. This excludes the vision tower, further layers
+    (multi-token prediction), buffers of old checkpoints, an output layer that is the embedding, and the router's
+    load-balancing bias, which is not a parameter."""
+    return [
+        one
+        for one in (Weight(*tensor) for tensor in tensors)
+        if (one.layer is None or one.layer < shape.layers)
+        and not one.name.endswith(("rotary_emb.inv_freq", *CHOOSES))
+        and not (shape.tied and one.name == "lm_head.weight")
+        and not one.name.startswith(TOWERS)
+    ]
 
 
 def of_critic(weights: Sequence[Weight], shape: Shape) -> list[Weight]:

@@ -18,7 +18,7 @@ None of this was measured on such hardware. `Hardware` states the source of each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from asyncrl.extensions.plan.adapters import Adapters
@@ -26,8 +26,7 @@ from asyncrl.extensions.plan.engine import EngineShape
 from asyncrl.extensions.plan.estimate import ModelSize
 from asyncrl.extensions.plan.laws import engines_bound, trainer_bound
 from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, of_stage, parameters
-from asyncrl.launch.checks.engines import packed
-from asyncrl.launch.checks.model_files import BYTES, Weight
+from asyncrl.extensions.plan.tensors import BYTES, Weight
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,19 @@ class Publish:
     def seconds(self) -> float:
         """Return the total seconds for which the trainer is occupied."""
         return self.fill + self.pause
+
+
+def packed(sizes: Iterable[int], limit: int) -> list[tuple[int, int]]:
+    """Return the bytes and the number of tensors of each bucket, in order, as weights/bucket.py plans them. A larger
+    tensor gets a bucket of its own."""
+    found: list[tuple[int, int]] = []
+    for size in sizes:
+        filled, count = found[-1] if found else (limit, 0)
+        if not found or filled + size > limit:
+            found.append((size, 1))
+        else:
+            found[-1] = (filled + size, count + 1)
+    return found
 
 
 def publish(

@@ -1,16 +1,70 @@
-"""Names and shapes of an HF folder's tensors, computed from its config alone, for planning with a model whose files are
-not available."""
+"""The tensors of an HF folder: which of them a rank holds entirely, and their names and shapes, computed from the
+folder's config alone, for planning with a model whose files are not available."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
 
+from asyncrl.models import vision
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.models.families import CHOOSES, family_of
 from asyncrl.models.family import HF, Layout, WeightRow
 
 Tensor = tuple[str, tuple[int, ...]]
 """Name and shape; for a matrix, [output features, input features]."""
+BYTES = {"bfloat16": 2, "float32": 4}
+"""Bytes of a number, by dtype."""
+WHOLE = (
+    "norm.weight",
+    "gate.weight",
+    "router.weight",
+    "router.bias",
+    "o_proj.bias",
+    "down_proj_bias",
+    *CHOOSES,
+)
+"""Name suffixes of tensors that every tensor-parallel rank holds entirely: norms, routers, and biases of output
+features that ranks add up."""
+TOWERS = tuple(tower.prefix for tower in vision.TOWERS.values())
+"""Beginnings of the names of a vision tower's tensors."""
+
+
+@cache
+def _layer(name: str) -> int | None:
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
+
+
+class Weight(NamedTuple):
+    """A tensor of an HF folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    replicated: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """Return the layer number, from 0; None outside of layers."""
+        return _layer(self.name)
+
+    @property
+    def routed(self) -> bool:
+        """Return whether it belongs to a routed expert."""
+        return ".experts." in self.name
+
+    @property
+    def whole(self) -> bool:
+        """Return whether tensor-parallel ranks hold it entirely instead of sharding it."""
+        return self.replicated or self.name.endswith(WHOLE)
 
 
 def tensors(hf: HF) -> Iterator[Tensor]:

@@ -1,9 +1,9 @@
-"""What this folder adds: checks of a run on several machines before it starts."""
+"""What this folder adds: checks of a run's machines, and of engines that run already, before it starts."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,33 @@ if TYPE_CHECKING:
 class ReachLaunch(extension.LaunchHooks):
     """The check in the launcher."""
 
+    def formats(self, prepared: Preparation) -> Mapping[str, tuple[str, str]]:
+        """Return the format of engines that run already, of which they tell."""
+        from asyncrl.extensions.reach.attached import attached_dtype
+
+        dtype = attached_dtype(prepared.config, prepared.key)
+        return {"engine": (dtype, "auto: the engines of engine.urls were started with it")} if dtype else {}
+
+    def refuse(self, prepared: Preparation) -> None:
+        """Refuse engines that run already and that this run cannot use."""
+        from asyncrl.extensions.reach.attached import check_attached
+
+        check_attached(prepared.config, prepared.key)
+
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        """Check the network between the machines of a job."""
-        if len(prepared.cluster.nodes) > 1 and prepared.is_placed:
+        """Check the machines, and the network between those of a job."""
+        from asyncrl.extensions.reach.machines import check_gpus, check_idle, check_ports
+        from asyncrl.launch.placement import ports_wanted
+
+        config, cluster = prepared.chosen.config, prepared.cluster
+        if not prepared.is_placed:
+            return
+        if cluster.here:
+            yield from check_gpus(cluster.nodes, cluster.machines)
+            yield from check_ports(cluster.nodes, ports_wanted(config))
+        if not config.cluster.is_local:
+            yield from check_idle(cluster.nodes, prepared.placement)
+        if cluster.here and len(cluster.nodes) > 1:
             yield from _checked(prepared)
 
 

@@ -38,7 +38,7 @@ def findings(prepared: Preparation) -> Iterator[Finding]:
     sandboxes = used(prepared)
     if not sandboxes:
         return
-    if prepared.imagined:
+    if not prepared.cluster.here:
         yield ok("sandbox", "checked on the job's machines when it starts")
         return
     found: list[Protections] = []

@@ -25,7 +25,7 @@ from asyncrl.extensions.slurm.extension import settings_of
 from asyncrl.extensions.slurm.task import SlurmTask
 from asyncrl.launch.cluster import OWN_PORTS, Cluster, EngineJobs
 from asyncrl.launch.machine import MachineFacts
-from asyncrl.launch.placement import Node, ports_wanted
+from asyncrl.launch.placement import Node, imagined, ports_wanted
 from asyncrl.launch.plan import ProcessSpec
 from asyncrl.network.addresses import NODE
 from asyncrl.network.ports import REPLICA_PORTS
@@ -67,7 +67,11 @@ class SlurmJob(Cluster):
         return "SLURM_JOB_ID" in os.environ
 
     def probe(self, config: Config, ports: int | None = None) -> None:
-        """Ask each machine for its facts. Raises LaunchError if one reports a problem or does not answer."""
+        """Ask each machine for its facts, and imagine those of a job that has not been submitted. Raises LaunchError if
+        one reports a problem or does not answer."""
+        if not self.here:
+            self.nodes = imagined(config, *submit.job_size(config))
+            return
         cluster, seconds = config.cluster, self.settings.start_timeout
         gpus = "-" if cluster.gpus is None else str(cluster.gpus)
         # the ranks of an engine on several machines with replicas meet at consecutive ports of its first one

@@ -13,7 +13,7 @@ from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extensions.slurm.extension import settings_of
 from asyncrl.extensions.slurm.script import Script
 from asyncrl.launch.checks.tasks import check_files
-from asyncrl.launch.placement import imagined, job_size, place
+from asyncrl.launch.placement import imagined, place
 
 COMMAND = "asyncrl-train"
 SBATCH_SECONDS = 60.0
@@ -28,6 +28,31 @@ def script(
     if not config.cluster.plan:  # which is made in the job
         place(config, imagined(config, nodes, each))
     return Script(config.run.name, settings_of(config), config.cluster, nodes, each, folder, command, runs)
+
+
+def job_size(config: Config) -> tuple[int, int]:
+    """Return how many machines a job that is not submitted yet needs, and how many GPUs each has. Raises ConfigError if
+    the settings do not say the latter, or if such machines cannot hold the run."""
+    each = config.cluster.gpus
+    if each is None:
+        remedy = "A job requires the number of GPUs of each machine; set 0 for none."
+        raise ConfigError("cluster.gpus", None, remedy)
+    return config.cluster.nodes or nodes_wanted(config, each), each
+
+
+def nodes_wanted(config: Config, each: int) -> int:
+    """Return the smallest number of machines with `each` GPUs that can hold the run."""
+    problem: ConfigError | None = None
+    most = config.trainer.world_size + sum(fleet.ranks * fleet.started for fleet in config.fleets.values()) + 1
+    for count in range(1 + config.cluster.cpu_nodes, config.cluster.cpu_nodes + most):
+        try:
+            place(config, imagined(config, count, each))
+        except ConfigError as error:
+            problem = error
+        else:
+            return count
+    assert problem
+    raise problem
 
 
 def submit(config: Config, runs: Sequence[tuple[Path, Sequence[str]]]) -> str:

@@ -5,19 +5,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.errors import ConfigError
 from asyncrl.launch.checks.findings import Finding, error, ok
-from asyncrl.models import vision
-from asyncrl.models.families import CHOOSES
 
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -25,62 +20,14 @@ TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.
 COPY = "Copy or download the folder again."
 SHOWN = 3
 """Number of tokens that differ to show in the error."""
-BYTES = {"bfloat16": 2, "float32": 4}
-"""Bytes of a number, by dtype."""
-WHOLE = (
-    "norm.weight",
-    "gate.weight",
-    "router.weight",
-    "router.bias",
-    "o_proj.bias",
-    "down_proj_bias",
-    *CHOOSES,
-)
-"""Name suffixes of tensors that every tensor-parallel rank holds entirely: norms, routers, and biases of output
-features that ranks add up."""
-TOWERS = tuple(tower.prefix for tower in vision.TOWERS.values())
-"""Beginnings of the names of a vision tower's tensors."""
-
-
-@cache
-def _layer(name: str) -> int | None:
-    found = re.search(r"\.layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
-
-
-class Weight(NamedTuple):
-    """A tensor of an HF folder."""
-
-    name: str
-    shape: tuple[int, ...]
-    replicated: bool = False
-
-    @property
-    def elements(self) -> int:
-        """Return the number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def layer(self) -> int | None:
-        """Return the layer number, from 0; None outside of layers."""
-        return _layer(self.name)
-
-    @property
-    def routed(self) -> bool:
-        """Return whether it belongs to a routed expert."""
-        return ".experts." in self.name
-
-    @property
-    def whole(self) -> bool:
-        """Return whether tensor-parallel ranks hold it entirely instead of sharding it."""
-        return self.replicated or self.name.endswith(WHOLE)
 
 
 @dataclass
 class ModelFiles:
     """Contents and problems of a model folder."""
 
-    weights: list[Weight] = field(default_factory=list)
+    weights: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the tensors by name."""
     nbytes: int = 0
     """Size of the files."""
     problems: list[Finding] = field(default_factory=list)
@@ -108,27 +55,13 @@ def check_model_files(folder: Path, files: ModelFiles, name: str) -> list[Findin
     """Return the problems of the folder, or one finding that it is complete."""
     if files.problems:
         return files.problems
-    count = sum(weight.elements for weight in files.weights)
+    count = sum(map(math.prod, files.weights.values()))
     return [
         ok(
             name,
             f"{folder}: config, tokenizer, {len(files.weights)} tensors, {count:,} parameters, "
             f"{files.nbytes / 1e9:.3g} GB",
         )
-    ]
-
-
-def loaded(weights: Iterable[Weight], layers: int, *, tied: bool) -> list[Weight]:
-    """Return the weights of the text model that trainer and engine load. This excludes the vision tower, further layers
-    (multi-token prediction), buffers of old checkpoints, an output layer that is the embedding (`tied`), and the
-    router's load-balancing bias, which is not a parameter."""
-    return [
-        one
-        for one in weights
-        if (one.layer is None or one.layer < layers)
-        and not one.name.endswith(("rotary_emb.inv_freq", *CHOOSES))
-        and not (tied and one.name == "lm_head.weight")
-        and not one.name.startswith(TOWERS)
     ]
 
 
@@ -158,16 +91,16 @@ def _read_shard(path: Path, name: str, files: ModelFiles) -> set[str]:
     """Add the tensors of a file to `files`, and return their names."""
     try:
         with safe_open(path, framework="numpy") as shard:
-            weights = [Weight(key, tuple(shard.get_slice(key).get_shape())) for key in shard.keys()]  # noqa: SIM118
+            weights = {key: tuple(shard.get_slice(key).get_shape()) for key in shard.keys()}  # noqa: SIM118
     except OSError:
         files.problems.append(error(name, f"{path} is missing, or cannot be read", COPY))
         return set()
     except SafetensorError as failed:
         files.problems.append(error(name, f"{path} is no complete .safetensors file: {failed}", COPY))
         return set()
-    files.weights += weights
+    files.weights |= weights
     files.nbytes += path.stat().st_size
-    return {weight.name for weight in weights}
+    return set(weights)
 
 
 def check_same_tokens(field: str, named: str, model: Path, other: Path, remedy: str) -> None:

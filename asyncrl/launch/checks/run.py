@@ -13,11 +13,9 @@ from functools import partial
 from asyncrl.config import Config, on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch import precision
-from asyncrl.launch.checks.engines import check_attached, check_sync
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
-from asyncrl.launch.checks.machines import check_gpus, check_idle, check_ports
 from asyncrl.launch.checks.model import check_model
-from asyncrl.launch.checks.model_files import check_model_files, loaded, read_model
+from asyncrl.launch.checks.model_files import check_model_files, read_model
 from asyncrl.launch.checks.versions import (
     check_gpu_engines,
     check_gpu_trainers,
@@ -27,7 +25,6 @@ from asyncrl.launch.checks.versions import (
 )
 from asyncrl.launch.leftovers import SHARED
 from asyncrl.launch.machine import MachineFacts, allow_files, this_machine
-from asyncrl.launch.placement import ports_wanted
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
 from asyncrl.models.architectures import megatron_arguments
@@ -50,15 +47,14 @@ def require(prepared: Preparation) -> None:
 
 def _all(prepared: Preparation) -> Iterator[Finding]:
     yield from refused(prepared.files, "task")
-    yield from refused(partial(check_attached, prepared.config, prepared.key), "engine.urls")
     yield from refused(prepared.plan, "cluster.plan")
     yield from (ok("cluster.plan", line) for line in (prepared.planned.lines() if prepared.planned else ()))
     yield from refused(prepared.place, "cluster")
     config = prepared.config
-    if not prepared.imagined:
+    if prepared.cluster.here:
         yield from refused(allow_files, "ulimit -n")
         yield from (error(str(SHARED), problem, f"Or {SHARED_REMEDY}.") for problem in full([SHARED]))
-    yield from check_versions(prepared.machines or [this_machine("", installed())], pinned())
+    yield from check_versions(prepared.cluster.machines or [this_machine("", installed())], pinned())
     for role in prepared.roles:
         yield from _model(prepared, role)
     yield from refused(prepared.choose_checkpoint, "resume")
@@ -78,22 +74,12 @@ def _all(prepared: Preparation) -> Iterator[Finding]:
 
 
 def _on_machines(prepared: Preparation) -> Iterator[Finding]:
-    config, machines = prepared.chosen.config, prepared.machines
-    if prepared.imagined:
-        text = f"a job of {len(prepared.nodes)} machine(s): its machines are checked when it starts"
+    config, nodes, machines = prepared.chosen.config, prepared.cluster.nodes, prepared.cluster.machines
+    if not prepared.cluster.here:
+        text = f"a job of {len(nodes)} machine(s): its machines are checked when it starts"
         yield ok("cluster.launcher", text)
-    else:
-        yield from check_gpus(prepared.nodes, machines)
-        yield from check_ports(prepared.nodes, ports_wanted(config))
-    if not config.cluster.is_local:
-        yield from check_idle(prepared.nodes, prepared.placement)
-    known = {node.name: machine for node, machine in zip(prepared.nodes, machines, strict=False)}
+    known = {node.name: machine for node, machine in zip(nodes, machines, strict=False)}
     yield from _gpu_software(config, prepared, known)
-    if "model" in prepared.weights:
-        hf = prepared.hf["model"]
-        tied = bool(hf.get("tie_word_embeddings", False))
-        weights = loaded(prepared.weights["model"], hf["num_hidden_layers"], tied=tied)
-        yield from check_sync(config, prepared.placement, weights, prepared.gpus)
 
 
 def _gpu_software(config: Config, prepared: Preparation, known: Mapping[str, MachineFacts]) -> Iterator[Finding]:
@@ -112,9 +98,9 @@ def _gpu_software(config: Config, prepared: Preparation, known: Mapping[str, Mac
 def _precision(prepared: Preparation) -> Iterator[Finding]:
     """Report the number format of each part."""
     config = prepared.config
-    if not prepared.imagined:
+    if prepared.cluster.here:
         yield from refused(prepared.precision, "trainer.dtype")
-    for part in ("trainer", "engine") if prepared.imagined else ():
+    for part in () if prepared.cluster.here else ("trainer", "engine"):
         section = getattr(config, part)
         if section.dtype == precision.AUTO:
             later = "auto: decided by the job's machines when it starts"

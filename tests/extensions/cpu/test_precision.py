@@ -123,10 +123,10 @@ def test_engines_that_run_already_tell_theirs(monkeypatch: pytest.MonkeyPatch) -
     config = tiny_config(**AUTO, **{"engine.count": 0, "engine.urls": ["http://there:1"]})
     placement = place(config, imagined(config, 1, 0))
     trainers = [replace(seat, node=replace(seat.node, name="")) for seat in placement.trainers]
-    found = precision.resolve(
-        config, MODELS, replace(placement, trainers=trainers), 0, Cluster(config), attached="bfloat16"
-    )
+    given = {"engine": ("bfloat16", "they tell")}
+    found = precision.resolve(config, MODELS, replace(placement, trainers=trainers), 0, Cluster(config), given=given)
     assert dtypes(found.config) == ("float32", "bfloat16")
+    assert found.choices[1].why == "they tell"
 
 
 def test_slowest_machine_of_a_part_decides_for_all_its_ranks_and_only_those_machines_are_asked() -> None:

@@ -20,7 +20,7 @@ from asyncrl.extensions.plan.memory import (
     turns,
 )
 from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, held, parameters
-from asyncrl.launch.checks.model_files import Weight
+from asyncrl.extensions.plan.tensors import Weight
 
 LAYERS, HIDDEN, KEYS, INNER, RANK = 4, 128, 64, 256, 2
 SHAPE = Shape(LAYERS, HIDDEN, queries=HIDDEN, keys=KEYS, values=KEYS, inner=INNER, vocab=10, cached=128, cache_heads=1)

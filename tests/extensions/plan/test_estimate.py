@@ -21,7 +21,7 @@ from asyncrl.extensions.plan.estimate import (
     estimate,
 )
 from asyncrl.extensions.plan.shapes import Shape
-from asyncrl.launch.checks.model_files import Weight
+from asyncrl.extensions.plan.tensors import Weight
 
 MODEL = ModelSize(body=1e8, head=3e7, layers=0)
 WORK = StepWorkload(8, 8, 170, 28, 7, steps=40, share_prompts=True, synchronous=False, questions=100)

@@ -9,7 +9,6 @@ from asyncrl.extensions.plan.layouts import TrainerLayouts
 from asyncrl.extensions.plan.shapes import ParallelLayout, counted, shape_of
 from asyncrl.extensions.plan.sizing import Hardware
 from asyncrl.extensions.plan.tensors import tensors
-from asyncrl.launch.checks.model_files import Weight
 from scripts import sizes
 
 H100 = Hardware()
@@ -21,7 +20,7 @@ def seconds(name: str, layout: ParallelLayout, *, recomputes: bool = False) -> f
     """Return the seconds of a GPU for a token."""
     hf = sizes.MODELS[name]
     shape = shape_of(hf)
-    weights = counted([Weight(one, size) for one, size in tensors(hf)], shape)
+    weights = counted(tensors(hf), shape)
     training = Training("bfloat16", 4096, 1024, recompute=Recompute("full" if recomputes else "none"))
     return 1 / TrainerLayouts(hf, shape, weights, H100).speed(layout, training, TOKENS).rate
 

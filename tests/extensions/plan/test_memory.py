@@ -24,7 +24,8 @@ from asyncrl.extensions.plan.memory import (
 )
 from asyncrl.extensions.plan.settings import layout_of
 from asyncrl.extensions.plan.shapes import ParallelLayout, RankParameters, Shape, counted, held, of_stage, parameters
-from asyncrl.launch.checks.model_files import Weight, read_model
+from asyncrl.extensions.plan.tensors import Weight
+from asyncrl.launch.checks.model_files import read_model
 from asyncrl.models import catalog
 from asyncrl.parallel import PipelineSplit
 from asyncrl.weights.names import FAMILIES
@@ -50,7 +51,8 @@ def model(experts: int = 0, tied: bool = False) -> list[Weight]:
 
 @pytest.fixture(scope="module")
 def tiny() -> list[Weight]:
-    return read_model(catalog.resolve("builtin:tiny"), "model.path").weights
+    files = read_model(catalog.resolve("builtin:tiny"), "model.path")
+    return [Weight(*one) for one in files.weights.items()]
 
 
 TINY = Shape(layers=2, hidden=64, queries=64, keys=64, values=64, inner=256, vocab=16, cached=128)

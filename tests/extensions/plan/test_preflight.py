@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl.extensions.plan.folders import look_at
-from asyncrl.extensions.plan.preflight import ModelFolder, needs_of
+from asyncrl.extensions.plan.preflight import ModelFolder, check_sync, needs_of
 from asyncrl.extensions.plan.shapes import shape_of
-from asyncrl.launch.checks.findings import failed
+from asyncrl.extensions.plan.tensors import Weight
+from asyncrl.launch.checks.findings import Finding, failed
+from asyncrl.launch.placement import imagined, place
 from asyncrl.models import catalog
-from tests.fakes import ALONE, JOB, tiny_config
-from tests.launch.checks.worlds import found, job, write_model
+from tests.fakes import ALONE, GIVEN, JOB, tiny_config
+from tests.launch.checks.worlds import found, job, placed, write_model
 
 
 def test_a_run_on_this_machine_is_told_its_room_and_its_time(tmp_path: Path) -> None:
@@ -88,3 +90,49 @@ def test_looking_at_a_folder_measures_and_leaves_it_as_it_was(tmp_path: Path) ->
     assert seen.speed > 0
     assert [path.name for path in tmp_path.rglob("*")] == ["checkpoints", "one"]
     assert look_at(Path("/proc/asyncrl"), 1 << 20).problem  # where nobody writes, not even root
+
+
+def sync(transport: str, machines: int, **changes: object) -> list[Finding]:
+    config = job(**{"weights.transport": transport, **changes})
+    return check_sync(config, placed(config, machines, 0), [Weight("model.norm.weight", (10**9,))], 0)
+
+
+def test_shared_memory_between_machines_is_refused(tmp_path: Path) -> None:
+    (refused,) = sync("tensor", 2)
+    assert (refused.level, refused.field, refused.value) == ("error", "weights.transport", "tensor")
+    assert "set auto" in refused.remedy
+    assert [one.level for one in (*sync("tensor", 1), *sync("auto", 2))] == ["ok", "ok"]
+    to_come = found(job(**{"cluster.gpus": 8, "trainer.data_parallel": 8, "engine.count": 8}), tmp_path)
+    assert "distributed" in to_come["weights.transport"].value
+    assert "weights.transport" not in found(tiny_config(**ALONE), tmp_path)
+
+
+def test_cuda_ipc_is_told_where_engines_and_trainers_share_a_gpu() -> None:
+    turns = {"cluster.placement": "colocated", "rollout.max_staleness": 1, "weights.pause_mode": "retract"}
+    for changes, way in ((turns, "tensor"), ({"cluster.placement": "shared"}, "tensor"), ({}, "distributed")):
+        config = tiny_config(**changes, **{"trainer.dtype": "bfloat16"})
+        seats = place(config, imagined(config, 1, 2))
+        (told,) = check_sync(config, seats, [Weight("w", (4, 4))], 2)
+        assert told.value.startswith(way)
+
+
+def test_trainers_on_several_machines_send_weights_over_the_network() -> None:
+    """Also where one of them is an engine's."""
+    shape = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}
+    assert sync("auto", 2, **shape)[0].value.startswith("distributed")
+    assert sync("auto", 1)[0].value.startswith("tensor")
+    assert sync("auto", 1, **GIVEN) == []
+
+
+def test_how_adapters_travel_is_told() -> None:
+    adapted = {"trainer.lora.rank": 8, "weights.lora": "versions", "rollout.max_staleness": 1}
+    assert sync("auto", 1, **adapted)[0].value.startswith("adapters in shared memory")
+    shape = {"trainer.data_parallel": 2, "cluster.trainer_nodes": 2}
+    found = sync("auto", 2, **shape, **adapted)[0].value
+    assert found.startswith("adapters as PEFT folders")
+    assert found.endswith("at most 4 in each engine")
+
+
+def test_buckets_of_a_publish_are_told() -> None:
+    config, megabytes = job(**{"weights.bucket_mb": 2}), [Weight(f"layer{number}", (1 << 18,)) for number in range(5)]
+    assert check_sync(config, placed(config, 1, 0), megabytes, 0)[0].value.endswith("in about 3 bucket(s)")

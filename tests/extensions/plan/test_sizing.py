@@ -6,14 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.extensions.plan.engine import EngineShape
 from asyncrl.extensions.plan.shapes import ParallelLayout, Shape, active
-from asyncrl.extensions.plan.sizing import FleetSpec, Hardware, Publish, balance, engine_shape, publish, train_rate
-from asyncrl.launch.checks.engines import packed
-from asyncrl.launch.checks.model_files import Weight
+from asyncrl.extensions.plan.sizing import (
+    FleetSpec,
+    Hardware,
+    Publish,
+    balance,
+    engine_shape,
+    packed,
+    publish,
+    train_rate,
+)
+from asyncrl.extensions.plan.tensors import Weight
+from asyncrl.weights.bucket import plan_buckets
 
 SHAPE = Shape(layers=4, hidden=8, queries=8, keys=4, values=4, inner=16, vocab=10, cached=8)
 PLAIN = Hardware(hbm=1e30, inside=100.0, between=10.0, share=1.0, call=0.0, tensor=0.0)
@@ -92,6 +102,12 @@ def test_buckets_hold_every_tensor_and_no_more_than_their_limit(sizes: list[int]
     found = packed(sizes, limit)
     assert (sum(size for size, _ in found), sum(count for _, count in found)) == (sum(sizes), len(sizes))
     assert all(size <= limit or count == 1 for size, count in found)
+
+
+@given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 20))
+def test_buckets_are_as_many_as_a_publish_plans(sizes: list[int], limit: int) -> None:
+    tensors = [(str(number), torch.uint8, torch.Size([size])) for number, size in enumerate(sizes)]
+    assert len(packed(sizes, limit)) == len(plan_buckets(tensors, limit))
 
 
 @given(

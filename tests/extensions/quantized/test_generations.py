@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.quantized.fits import FIELD
-from asyncrl.launch.checks.engines import check_gpu_kinds
+from asyncrl.launch.checks.machines import check_gpu_kinds
 from tests.launch.checks.worlds import AMPERE, BLACKWELL, HOPPER, check, job, nodes, placed
 
 

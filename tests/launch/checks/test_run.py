@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Iterator
@@ -10,25 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncrl.config import Config, load
 from asyncrl.errors import ConfigError, LaunchError
 from asyncrl.extension import Extension, LaunchHooks
 from asyncrl.launch.checks import versions
-from asyncrl.launch.checks.engines import packed
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, rendered, warning
 from asyncrl.launch.checks.model_files import INDEX, read_model
 from asyncrl.launch.checks.run import preflight, require
 from asyncrl.launch.cluster import cluster_of
 from asyncrl.launch.main import main
-from asyncrl.launch.prepare import Preparation
+from asyncrl.launch.prepare import KEY, Preparation, run_key
 from asyncrl.models import catalog
 from asyncrl.rollout.questions import look
 from asyncrl.user_code import announce
-from asyncrl.weights.bucket import plan_buckets
 from tests.fakes import ALONE, JOB, Machines, compose_values, tiny_config, with_scorer
 from tests.forks import forked
 from tests.launch.checks.worlds import TENSORS, found, job, machine, nodes, of_job, write_model, write_shard
@@ -53,7 +49,7 @@ def test_the_command_tells_and_leaves_nothing(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "preflight: 0 error(s)" in done.stdout
     assert f"{VERSIONS:8} versions" in done.stdout
-    for field in ("model.path", "weights.transport", "task"):
+    for field in ("model.path", "task"):
         assert f"ok       {field}" in done.stdout
     assert "100 held out for evaluation; the first one for training has 5 tokens" in " ".join(done.stdout.split())
     assert list(tmp_path.iterdir()) == []
@@ -76,7 +72,7 @@ class CheckingHooks(LaunchHooks):
             raise ConfigError("run.max_steps", 7, "Choose another number.")
 
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
-        yield error("servers", f"{prepared.announced} on {len(prepared.nodes)} machine", "Start them.")
+        yield error("servers", f"{prepared.announced} on {len(prepared.cluster.nodes)} machine", "Start them.")
 
     def notes(self, prepared: Preparation) -> list[str]:
         return [f"{len(prepared.announced)} servers"]
@@ -246,8 +242,6 @@ def test_a_job_to_come_is_placed_on_machines_that_are_imagined(tmp_path: Path) -
     findings = found(config, tmp_path)
     assert not failed(list(findings.values()))
     assert "a job of 2 machine(s)" in findings["cluster.launcher"].value
-    assert "distributed" in findings["weights.transport"].value
-    assert found(job(), tmp_path)["cluster.gpus"].level == "error"
 
 
 def test_dtype_of_a_job_to_come_is_decided_on_its_machines_unless_it_runs_on_gpus(tmp_path: Path) -> None:
@@ -267,7 +261,7 @@ def test_check_tells_the_dtype_with_its_reason(tmp_path: Path) -> None:
 def test_without_trainers_nothing_is_said_of_them(tmp_path: Path) -> None:
     findings = found(tiny_config(**ALONE), tmp_path)
     assert findings["engine.dtype"].level == "ok"
-    assert not {"trainer.dtype", "weights.transport"} & findings.keys()
+    assert "trainer.dtype" not in findings
 
 
 def test_model_is_looked_for_wherever_its_engines_run(tmp_path: Path) -> None:
@@ -301,7 +295,7 @@ def test_parts_on_gpus_are_checked_on_the_machines_that_run_them(tmp_path: Path)
 def test_an_index_picks_its_files_among_others(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", shards=2)
     whole = read_model(model, "model.path")
-    assert sorted(one.name for one in whole.weights) == sorted(TENSORS)
+    assert sorted(whole.weights) == sorted(TENSORS)
     assert whole.nbytes == sum(file.stat().st_size for file in model.glob("*.safetensors"))
     (model / "consolidated.safetensors").write_bytes(b"of another form")
     assert read_model(model, "model.path") == whole
@@ -323,15 +317,20 @@ def test_packages_that_are_missing_are_no_version(monkeypatch: pytest.MonkeyPatc
     assert "no-such-package" not in versions.installed()
 
 
+def test_key_is_a_new_one_unless_engines_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    attached = {"engine.urls": ["http://10.0.0.9:30000"], "engine.count": 0}
+    monkeypatch.setenv(KEY, "theirs")
+    assert run_key(tiny_config(**attached)) == "theirs"
+    mine = [run_key(tiny_config()) for _ in range(2)]
+    assert mine[0] != mine[1]
+    assert "theirs" not in mine
+    monkeypatch.delenv(KEY)
+    assert len(run_key(tiny_config(**attached))) == 48
+
+
 def test_the_built_in_model_is_whole() -> None:
     files = read_model(catalog.resolve("builtin:tiny"), "model.path")
-    assert (files.problems, sum(one.elements for one in files.weights)) == ([], 133_440)
-
-
-@given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 20))
-def test_buckets_are_as_many_as_a_publish_plans(sizes: list[int], limit: int) -> None:
-    tensors = [(str(number), torch.uint8, torch.Size([size])) for number, size in enumerate(sizes)]
-    assert len(packed(sizes, limit)) == len(plan_buckets(tensors, limit))
+    assert (files.problems, sum(map(math.prod, files.weights.values()))) == ([], 133_440)
 
 
 def test_errors_are_told_last_where_a_reader_of_the_end_sees_them() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.launch.checks.engines import check_gpu_kinds
 from asyncrl.launch.checks.findings import Finding
-from asyncrl.launch.checks.model_files import BYTES, Weight
+from asyncrl.launch.checks.machines import check_gpu_kinds
 from asyncrl.launch.checks.run import preflight
 from asyncrl.launch.checks.versions import pinned
 from asyncrl.launch.cluster import cluster_of
@@ -78,11 +78,6 @@ def of_job(tmp_path: Path, count: int, **changes: Any) -> dict[str, Finding]:
     return {one.field: one for one in preflight(Preparation(config, tmp_path / "run", allocation))}
 
 
-def weights(parameters: float) -> list[Weight]:
-    """One matrix of so many parameters, whole on each rank."""
-    return [Weight("model.norm.weight", (int(parameters),))]
-
-
 def write_model(folder: Path, *, shards: int = 1) -> Path:
     """A whole folder; of several shards with an index."""
     folder.mkdir()
@@ -103,7 +98,7 @@ def write_shard(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
     """Zeros in float32."""
     header, end = {}, 0
     for name, shape in tensors.items():
-        size = Weight(name, shape).elements * BYTES["float32"]
+        size = 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()

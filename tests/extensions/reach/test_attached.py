@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from asyncrl.errors import ConfigError
-from asyncrl.launch.checks.engines import KEY, check_attached, run_key
+from asyncrl.extension import Extension, OfferedTransport
+from asyncrl.extensions.reach.attached import attached_dtype, check_attached, wanted_of
+from asyncrl.extensions.reach.extension import Reachability
+from asyncrl.launch.cluster import cluster_of
+from asyncrl.launch.prepare import KEY, Preparation
 from tests.fakes import ALONE, tiny_config
 
 URL = "http://10.0.0.9:30000"
@@ -31,7 +36,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 raise info
             return httpx.Response(status, json={"weight_version": version} if "model_info" in url else info)
 
-        monkeypatch.setattr("asyncrl.launch.checks.engines.httpx.get", get)
+        monkeypatch.setattr("asyncrl.extensions.reach.attached.httpx.get", get)
 
     return answers
 
@@ -111,11 +116,31 @@ def test_engine_whose_weights_nobody_changes_must_have_a_version(engine: Callabl
     check_attached(tiny_config(**ATTACHED, **records), "key0")
 
 
-def test_key_is_a_new_one_unless_engines_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY, "theirs")
-    assert run_key(tiny_config(**ATTACHED)) == "theirs"
-    mine = [run_key(tiny_config()) for _ in range(2)]
-    assert mine[0] != mine[1]
-    assert "theirs" not in mine
-    monkeypatch.delenv(KEY)
-    assert len(run_key(tiny_config(**ATTACHED))) == 48
+class Courier(Extension):
+    transports = {"courier": OfferedTransport("courier:Courier", loader="courier.load")}  # noqa: RUF012
+
+
+def test_engine_must_have_the_loader_of_the_runs_transport() -> None:
+    extensions = {"courier": f"{__name__}:Courier"}
+    config = tiny_config(**ATTACHED, extensions=extensions, **{"weights.transport": "courier"})
+    assert wanted_of(config)["custom_weight_loader"] == ["courier.load"]
+
+
+def test_number_format_of_engines_is_the_one_that_they_tell(engine: Callable[..., None]) -> None:
+    auto = {"engine.dtype": "auto"}
+    engine({**WELL, "dtype": "bfloat16"})
+    assert attached_dtype(tiny_config(**ATTACHED, **auto), "key0") == "bfloat16"
+    assert attached_dtype(tiny_config(**auto), "key0") is None
+    with pytest.raises(ConfigError, match="start it with that dtype"):
+        attached_dtype(tiny_config(**ATTACHED, **{"engine.dtype": "float32"}), "key0")
+    engine({**WELL, "dtype": "auto"})
+    assert attached_dtype(tiny_config(**ATTACHED, **auto), "key0") is None
+
+
+def test_a_run_is_refused_by_what_its_engines_lack(engine: Callable[..., None], tmp_path: Path) -> None:
+    config = tiny_config(**ATTACHED)
+    prepared = Preparation(config, tmp_path / "run", cluster_of(config))
+    prepared.key = "key0"
+    engine({**WELL, "tp_size": 2})
+    with pytest.raises(ConfigError, match="--tp-size 1"):
+        Reachability(config).launch().refuse(prepared)
