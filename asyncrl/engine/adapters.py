@@ -20,8 +20,7 @@ from asyncrl.config import Config
 from asyncrl.config.roles import POLICY, AgentsConfig, PastConfig
 
 if TYPE_CHECKING:
-    from asyncrl.engine.request import Request
-    from asyncrl.engine.session import GenerationSession
+    from asyncrl.engine.session import GenerationSession, Request
 
 AdapterName = Callable[[int, str], str | None]
 """Returns the name under which engines serve a version of an adapter; None is the base without an adapter."""

@@ -14,7 +14,7 @@ from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
 from asyncrl.engine.adapters import adapter_names
 from asyncrl.engine.client import ClientSettings, GenerationClient
-from asyncrl.engine.request import StopStrings
+from asyncrl.engine.session import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks
