@@ -19,8 +19,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from asyncrl.config.roles import AgentsConfig
-from asyncrl.engine.adapters import AdapterName, PastVersions, no_past
+from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.inflight import CacheKey, InFlight
 from asyncrl.engine.session import GenerationSession, PartialAnswer, Purpose, Request, StopStrings, seed_of
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
@@ -71,14 +70,6 @@ class ClientSettings:
     """Maximum length of a sequence in an engine, in tokens."""
     vocabulary: int | None = None
     """Size of the model's vocabulary; prompts with other tokens are refused."""
-    names: AdapterName | None = None
-    """Names of the adapters, if every version is a set of adapters in the engines."""
-    adapter_per: Literal["completion", "episode"] = "completion"
-    """What keeps one of these versions."""
-    agents: AgentsConfig = field(default_factory=lambda: AgentsConfig(roles={}))
-    """Adapters of roles."""
-    past_versions: PastVersions = no_past
-    """Past versions that play some of the roles (Config.past_versions)."""
     vision: Vision | None = None
     """How the model reads images, if it does."""
     requests: str = ""
@@ -128,11 +119,17 @@ class SiblingSpread:
 class GenerationClient:
     """Client of the policy's engines. A rollout process has one, and uses the model only through it."""
 
-    def __init__(self, http: GenerateEndpoint, settings: ClientSettings, headers: Headers = no_headers) -> None:
-        """`headers` makes further headers of a request."""
+    def __init__(
+        self,
+        http: GenerateEndpoint,
+        settings: ClientSettings,
+        headers: Headers = no_headers,
+        adapters: ServedAdapters | None = None,
+    ) -> None:
+        """`headers` makes further headers of a request; `adapters` chooses what answers it."""
         self._http = http
         self._settings = settings
-        self.inflight = InFlight(http, settings, headers)
+        self.inflight = InFlight(http, settings, headers, adapters or ServedAdapters())
         self.temperature = settings.temperature
         self._context = settings.context
         self._coalesce = settings.coalesce and settings.seed is None
@@ -330,7 +327,7 @@ class GenerationClient:
 
     def closed(self, session: GenerationSession) -> None:
         """End a session's use of its adapters. No-op without adapters."""
-        if self._settings.names is None:
+        if self.inflight.adapters.names is None:
             return
         self.inflight.adapters.closed(session)
         for requests in list(self._tasks.values()):

@@ -55,9 +55,7 @@ class HandOver(Update):
         """Make every engine of the run release its memory, so that the trainers may use the GPUs. Wait for engines that
         are being restarted. Raises DeadlineExceeded, or EngineError if a lost one is not restarted."""
         deadline = time.monotonic() + self._start_timeout
-        self.fleet.reconcile()
-        self.release()
-        while absent := self.fleet.absent():
+        while absent := self._absent():
             if not self.fleet.restarts:
                 lost = "; ".join(self.fleet.lost.values())
                 raise EngineError(f"engines that may still use the trainers' GPUs were lost: {lost}")
@@ -65,9 +63,13 @@ class HandOver(Update):
                 what = f"the engines {absent} to start, so that they can release their memory"
                 raise DeadlineExceeded(what, self._start_timeout, "see logs/")
             time.sleep(POLL_SECONDS)
-            self.fleet.reconcile()
-            self.release()
         self._training.touch()
+
+    def _absent(self) -> list[str]:
+        """Make the engines that are there release their memory, and return the others."""
+        self.fleet.reconcile()
+        self.release()
+        return self.fleet.absent()
 
     def release(self) -> None:
         """Pause the engines that generate, and make them release their memory; no-op for those that have done so."""

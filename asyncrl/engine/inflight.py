@@ -73,13 +73,15 @@ class _Sent:
 class InFlight:
     """Sends requests and tracks those that are open."""
 
-    def __init__(self, http: GenerateEndpoint, settings: ClientSettings, headers: Headers) -> None:
+    def __init__(
+        self, http: GenerateEndpoint, settings: ClientSettings, headers: Headers, adapters: ServedAdapters
+    ) -> None:
         """`headers` makes further headers of a request."""
         self._http = http
         self._settings = settings
         self._headers = headers
         self._sampling = settings.sampling
-        self.adapters = ServedAdapters(settings.agents, settings.names, settings.adapter_per, settings.past_versions)
+        self.adapters = adapters
         self._serial = itertools.count()
         self._sent: dict[_Sent, None] = {}  # in the order in which they were sent
         self._open = asyncio.Event()

@@ -42,41 +42,32 @@ Purpose = Literal["training", "evaluation", "past"]
 """Purpose under which tokens are counted; past: tokens of roles that past versions play, in training."""
 
 
+@dataclass(eq=False)
 class GenerationSession:
     """Interface of one episode to the policy. All of its requests go to one engine, which caches its turns."""
 
-    def __init__(
-        self,
-        client: GenerationClient,
-        group: str,
-        temperature: float,
-        purpose: Purpose,
-        seed: int | None = None,
-        *,
-        sample: str = "",
-        born: int = 0,
-        adapter: int | None = None,
-    ) -> None:
-        """`born` is the version at which the group was admitted, `adapter` that of the adapters of all requests; None:
-        the newest, for each completion."""
-        self._client = client
-        self.group = group
-        self.temperature = temperature
-        self.trained_at = client.temperature  # that of training samples
-        self.purpose = purpose
-        self.seed = seed
-        self.sample = sample
-        self.born = born
-        self.adapter = adapter
-        self.routing_key = ""  # of its requests: its own, or its group's
-        self.received = 0  # tokens that engines sent for this session, kept or not
-        self.closed = False
-        self.cached = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
-        self.routed: list[int] = []  # tokens of the last request and its answer, if their experts are known
-        self.requests: list[Request] = []
-        self.recalled: list[Exchange] = []
-        """Completions from the saved state of a resumed run, for requests that the agent makes again."""
-        self.activity = Activity()
+    _client: GenerationClient
+    group: str
+    temperature: float
+    purpose: Purpose
+    seed: int | None = None
+    sample: str = ""
+    born: int = 0  # version at which its group was admitted
+    adapter: int | None = None  # version of the adapters of all requests; None: the newest, for each completion
+    routing_key: str = ""  # of its requests: its own, or its group's
+    received: int = 0  # tokens that engines sent for this session, kept or not
+    closed: bool = False
+    cached: tuple[str, int] = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
+    routed: list[int] = field(default_factory=list)  # tokens of the last request and its answer, with known experts
+    requests: list[Request] = field(default_factory=list)
+    recalled: list[Exchange] = field(default_factory=list)
+    """Completions from the saved state of a resumed run, for requests that the agent makes again."""
+    activity: Activity = field(default_factory=Activity)
+
+    @property
+    def trained_at(self) -> float:
+        """Temperature of training samples."""
+        return self._client.temperature
 
     async def __call__(
         self,
@@ -201,19 +192,13 @@ class Request:
     name: str = POLICY  # its adapter
     adapter: int | None = None  # version of its adapter, if versions are adapters
     lora: str | None = None  # name of that version in the engines; None is the base
-    past: bool = False  # whether a past version plays the role
+    holds: int | None = None  # version whose adapters must stay until it has ended
     shape: RoutingShape | None = None  # of the experts that are asked for
     experts: Routing | None = None  # those of the parts that have ended
     parts: list[PartialAnswer] = field(default_factory=list)  # ended parts, complete or interrupted
     live: PartialAnswer | None = None  # the part that is streaming now
     future: asyncio.Future[Completion] | None = None  # what the agent waits for
     completion: Completion | None = None  # set once the answer is complete
-
-    @property
-    def holds(self) -> int | None:
-        """Version whose adapters must stay until the request has ended. Past versions stay of themselves
-        (Config.past_versions)."""
-        return None if self.past else self.adapter
 
     @property
     def routed_from(self) -> int:
@@ -342,19 +327,13 @@ class PartialAnswer:
         if meta.finish_reason:
             self.last = meta
             if not all(span.version.isdigit() for span in meta.weight_versions or []):
-                self._disown()
+                # somebody restarted the engine, and the weights that generated the tokens are unknown
+                self.token_ids = []
+                self.logprobs = []
+                self.last = None
+                self.ended = None
+                self.broken = "the engine has no weights of this run"
         return len(token_ids)
-
-    def _disown(self) -> None:
-        """Discard the tokens of an engine whose version labels are not numbers.
-
-        Somebody restarted the engine, and the weights that generated the tokens are unknown.
-        """
-        self.token_ids = []
-        self.logprobs = []
-        self.last = None
-        self.ended = None
-        self.broken = "the engine has no weights of this run"
 
     @classmethod
     def recalled(cls, request: Request, completion: Completion) -> PartialAnswer:
