@@ -438,6 +438,8 @@ class Extension:
     """Further sections by name: models that are not trained, whose engines the launcher starts beside the policy's."""
     references: ClassVar[Sequence[str]] = ()
     """Columns of the token table that it fills and that algo.kl.reference may name."""
+    enables: ClassVar[Sequence[str]] = ()
+    """Settings of an engine's shape in the core that may be above 1 only with it (launch/checks/model.py)."""
     platform: ClassVar[str] = ""
     """Import path of a Platform for machines without GPUs (platforms.py), of an extension that need not be named."""
 

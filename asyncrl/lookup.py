@@ -143,6 +143,11 @@ def loaded(attribute: str) -> list[Any]:
     return [load(path, "extensions") for path in paths if path]
 
 
+def enabled() -> set[str]:
+    """Return the settings that may be above 1 with the extensions that need not be named."""
+    return {field for kind in classes({}).values() for field in kind.enables}
+
+
 def apart(named: Mapping[str, str]) -> set[str]:
     """Return the names of the extensions whose settings cannot change what is trained."""
     return {name for name, kind in classes(named).items() if not kind.trains}

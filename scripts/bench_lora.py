@@ -190,7 +190,7 @@ def published(way: str, quick: bool) -> dict[str, float]:
     """Publish to one engine in one way."""
     import torch
 
-    from asyncrl.engine.adapters import InUse, adapter_names
+    from asyncrl.engine.adapters import InUse, ServedAdapters, adapter_names
     from asyncrl.engine.client import ClientSettings, GenerationClient
     from asyncrl.engine.stream import GenerateEndpoint
     from tests.integration import adapters, publisher
@@ -215,8 +215,8 @@ def published(way: str, quick: bool) -> dict[str, float]:
                     stop_token_ids=[],
                     retry_timeout=60.0,
                     coalesce=False,
-                    names=adapter_names(config, "bench"),
                 ),
+                adapters=ServedAdapters(names=adapter_names(config, "bench")),
             )
 
             async def announced(version: int) -> InUse:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from functools import cache
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -29,7 +30,7 @@ from asyncrl.engine.adapters import ServedAdapters
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.inflight import EngineStats
 from asyncrl.engine.session import GenerationSession
-from asyncrl.engine.stream import GenerateEndpoint, no_headers
+from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.extension import Extension, OfferedMode
 from asyncrl.launch.cluster import Cluster
 from asyncrl.launch.compose import algorithm_overrides, find_further_confs
@@ -347,7 +348,14 @@ class FakeEngine:
         http = changes.pop("http", FakeHttp(self.handle))
         endpoint = GenerateEndpoint("http://router", Access("key0"), changes.pop("timeout", 5.0), http)
         headers = changes.pop("headers", no_headers)
-        return GenerationClient(endpoint, ClientSettings(**(settings | changes)), headers)
+        return client_of(endpoint, settings | changes, headers)
+
+
+def client_of(endpoint: GenerateEndpoint, settings: dict[str, Any], headers: Headers = no_headers) -> GenerationClient:
+    """The client with these settings: those of ServedAdapters, and those of ClientSettings."""
+    adapters = {field.name: settings[field.name] for field in fields(ServedAdapters) if field.name in settings}
+    others = {name: value for name, value in settings.items() if name not in adapters}
+    return GenerationClient(endpoint, ClientSettings(**others), headers, ServedAdapters(**adapters))
 
 
 def echo(tokens: int = 3, **meta: Any) -> Callable[[dict[str, Any]], bytes]:

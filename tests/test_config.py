@@ -605,12 +605,6 @@ def test_model_that_the_trainer_cannot_build_is_refused(change: dict[str, Any], 
         (MIXTRAL, {"algo.routing_replay": "R3"}, "algo.routing_replay", "Mixtral does not report"),
         (
             MOE,
-            {"engine.pipeline_parallel": 2, "weights.pause_mode": "drain"},
-            "engine.pipeline_parallel",
-            "cannot report routed experts",
-        ),
-        (
-            MOE,
             {"engine.hicache": 64, "rollout.cache_key": "version"},
             "algo.routing_replay",
             "forgets which experts",
@@ -736,15 +730,10 @@ def test_adapters_of_fused_layers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("hf", "shape", "field", "remedy"),
     [
-        (OF_TRANSFORMERS, {"pipeline_parallel": 2}, "pipeline_parallel", "no stages of SeedOss"),
         ({**OF_TRANSFORMERS, "num_key_value_heads": 1}, {"tensor_parallel": 2}, "tensor_parallel", "cannot divide 1"),
         (LLAMA, {"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel", "no routed experts"),
         ({**MOE, "num_experts": 3}, {"tensor_parallel": 2, "expert_parallel": 2}, "expert_parallel", "3 routed"),
-        (LLAMA, {"tensor_parallel": 2, "data_parallel": 2}, "data_parallel", "Qwen3ForCausalLM"),
         (REPLICATED, {"tensor_parallel": 8, "data_parallel": 2}, "tensor_parallel", "attention heads"),
-        (REPLICATED, {"pipeline_parallel": 2}, "pipeline_parallel", "weights.pause_mode=abort or drain"),
-        (REPLICATED, {"pipeline_parallel": 5}, "pipeline_parallel", "only 4 layers"),
-        ({**LLAMA, "tie_word_embeddings": True}, {"pipeline_parallel": 2}, "pipeline_parallel", "Llama"),
     ],
 )
 def test_an_engine_of_a_shape_that_the_model_does_not_have_is_refused(
@@ -756,11 +745,16 @@ def test_an_engine_of_a_shape_that_the_model_does_not_have_is_refused(
     assert caught.value.field == f"engine.{field}"
 
 
-def test_engines_of_every_shape_that_fits_pass() -> None:
+def test_engines_whose_groups_share_the_experts_pass() -> None:
     check_model(tiny_config(**{"engine.tensor_parallel": 6, "engine.expert_parallel": 3}), MOE)
-    check_model(tiny_config(**{"engine.tensor_parallel": 4, "engine.data_parallel": 2}), REPLICATED)
-    check_model(tiny_config(**{"engine.pipeline_parallel": 2, "weights.pause_mode": "drain"}), LLAMA)
-    check_model(tiny_config(**{"engine.pipeline_parallel": 2, **ALONE}), LLAMA)
+
+
+@pytest.mark.parametrize("field", ["engine.data_parallel", "engine.pipeline_parallel"])
+def test_replicas_and_stages_are_refused_without_an_extension(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.launch.checks.model.enabled", set)
+    with pytest.raises(ConfigError, match="No extension that is installed does this") as caught:
+        check_model(tiny_config(**{"engine.tensor_parallel": 2, field: 2, "weights.pause_mode": "drain"}), REPLICATED)
+    assert caught.value.field == field
 
 
 @pytest.mark.parametrize("field", ["expert_parallel", "data_parallel"])
@@ -784,11 +778,6 @@ def test_arguments_that_are_settings_are_refused(name: str, field: str) -> None:
     wrong = refusal(**{"engine.server_args": {name: 2}})
     assert wrong.field == f"engine.server_args.{name.replace('-', '_')}"
     assert f"engine.{field}" in str(wrong)
-
-
-def test_stages_are_refused_in_engines_that_others_started() -> None:
-    shape = {"engine.pipeline_parallel": 2, "weights.pause_mode": "drain"}
-    assert "stock server" in str(refusal(**shape, **{"engine.urls": ["http://h:1"]}))
 
 
 def test_recorded_routing_needs_a_second_step() -> None:

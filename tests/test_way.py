@@ -63,5 +63,5 @@ def test_what_runs_for_a_prompt_on_the_rollout_side_is_on_its_way() -> None:
         made.batches(2)
     finally:
         sys.setprofile(None)
-    assert {"rollout/groups.py", "engine/request.py", "agents/single_turn.py"} <= ran
+    assert {"rollout/groups.py", "engine/session.py", "agents/single_turn.py"} <= ran
     assert sorted(file for file in ran - way() if not file.startswith((*BESIDE, *GROUND))) == []

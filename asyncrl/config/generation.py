@@ -129,9 +129,6 @@ class EngineConfig(Section):
             if self.tensor_parallel % getattr(self, field):
                 remedy = f"Must divide the GPUs of a stage, engine.tensor_parallel={self.tensor_parallel}."
                 raise ConfigError(f"engine.{field}", getattr(self, field), remedy)
-        if self.urls and self.pipeline_parallel > 1:
-            remedy = "The stock server cannot take weights on several stages: start engines by engine.count."
-            raise ConfigError("engine.pipeline_parallel", self.pipeline_parallel, remedy)
 
     @property
     def started(self) -> int:

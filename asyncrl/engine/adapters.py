@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -20,8 +21,7 @@ from asyncrl.config import Config
 from asyncrl.config.roles import POLICY, AgentsConfig, PastConfig
 
 if TYPE_CHECKING:
-    from asyncrl.engine.request import Request
-    from asyncrl.engine.session import GenerationSession
+    from asyncrl.engine.session import GenerationSession, Request
 
 AdapterName = Callable[[int, str], str | None]
 """Returns the name under which engines serve a version of an adapter; None is the base without an adapter."""
@@ -65,45 +65,41 @@ def no_past(version: int) -> dict[str, list[int]]:
     return {}
 
 
+@dataclass
 class ServedAdapters:
     """Chooses the adapter that answers a request: that of its role, at the newest version or a past one. Counts who
     uses which version's. Not thread-safe: one event loop owns it."""
 
-    def __init__(
-        self,
-        agents: AgentsConfig | None = None,
-        names: AdapterName | None = None,
-        per: Literal["completion", "episode"] = "completion",
-        past_versions: PastVersions = no_past,
-    ) -> None:
-        """`names` are those of the adapters in the engines, if every version is adapters of its own there; `per` says
-        what keeps one version (rollout.adapter_per)."""
-        self._agents = agents or AgentsConfig(roles={})
-        self._names = names
-        self._per_episode = per == "episode"
-        self._past = past_versions
-        self._users: Counter[int] = Counter()
+    agents: AgentsConfig = field(default_factory=lambda: AgentsConfig(roles={}))
+    """Adapters of roles."""
+    names: AdapterName | None = None
+    """Names of the adapters in the engines, if every version is adapters of its own there."""
+    per: Literal["completion", "episode"] = "completion"
+    """What keeps one of these versions (rollout.adapter_per)."""
+    past_versions: PastVersions = no_past
+    """Past versions that play some of the roles (Config.past_versions)."""
+    _users: Counter[int] = field(default_factory=Counter)
 
     # -- choice --------------------------------------------------------------------------------------------
 
     def past_of(self, role: str) -> PastConfig | None:
         """Return the past versions that play a role; None if the newest plays it."""
-        return self._agents.roles[role].past if role in self._agents.roles else None
+        return self.agents.roles[role].past if role in self.agents.roles else None
 
     def assign(self, request: Request, newest: int) -> None:
         """Set the adapter that answers a request, and its version if versions are adapters."""
         session, past = request.session, self.past_of(request.role)
-        request.name = self._agents.adapter_of(request.role)
-        if past:
-            request.past = True
-            request.purpose = "past" if session.purpose == "training" else session.purpose
-        if self._names:
+        request.name = self.agents.adapter_of(request.role)
+        if past and session.purpose == "training":
+            request.purpose = "past"
+        if self.names:
             request.adapter = session.past_version(past, request.role) if past else self._version_for(session, newest)
-            request.lora = self._names(request.adapter, request.name)
+            request.holds = None if past else request.adapter  # past versions stay of themselves
+            request.lora = self.names(request.adapter, request.name)
 
     def _version_for(self, session: GenerationSession, newest: int) -> int:
         """Return the version of the adapters of a session's next request."""
-        if session.adapter is None and self._per_episode:
+        if session.adapter is None and self.per == "episode":
             session.adapter = newest
             self.acquire(newest)
             if any(one.version not in (None, newest) for one in session.recalled if session.trains(one.role)):
@@ -112,7 +108,7 @@ class ServedAdapters:
 
     def closed(self, session: GenerationSession) -> None:
         """End the use of the version that a session kept."""
-        if self._per_episode and session.purpose == "training":
+        if self.per == "episode" and session.purpose == "training":
             self.release(session.adapter)
 
     # -- use -----------------------------------------------------------------------------------------------
@@ -132,7 +128,7 @@ class ServedAdapters:
     @contextmanager
     def held(self, version: int) -> Iterator[int | None]:
         """Yield this version, whose adapters stay loaded inside the block; None if versions are no adapters."""
-        used = version if self._names else None
+        used = version if self.names else None
         self.acquire(used)
         try:
             yield used
@@ -146,8 +142,8 @@ class ServedAdapters:
     def in_use(self, newest: int) -> InUse:
         """Return what engines must keep while `newest` is the newest version. An evaluation plays roles of past
         versions with the newest one of the version that it began with, which may be older than any episode's."""
-        past = {adapter: set(versions) for adapter, versions in self._past(newest).items()}
+        past = {adapter: set(versions) for adapter, versions in self.past_versions(newest).items()}
         for version in self._users:
-            for adapter, versions in self._past(version).items():
+            for adapter, versions in self.past_versions(version).items():
                 past[adapter].add(versions[-1])
         return InUse(self.versions(), {adapter: sorted(versions) for adapter, versions in past.items()})

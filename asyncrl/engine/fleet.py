@@ -186,7 +186,7 @@ class Fleet:
         Those that others started serve if the router knows them."""
         if self._router and self.joining:
             with suppress(EngineError):
-                routed = self._router.known()
+                routed = self._router.listed()
                 self.serving += [url for url in self.joining if url in routed]
                 self.joining = [url for url in self.joining if url not in routed]
         for url in self._members():

@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import ServedAdapters
-from asyncrl.engine.request import PartialAnswer, Request
-from asyncrl.engine.session import seed_of
+from asyncrl.engine.session import PartialAnswer, Request, seed_of
 from asyncrl.engine.stream import GenerateEndpoint, Headers, StreamBroken
 from asyncrl.errors import EngineError
 from asyncrl.images import data_url
-from asyncrl.observability import intervals
-from asyncrl.observability.intervals import PREFILL, PUBLISH, QUEUED, Ongoing
+from asyncrl.observability.intervals import PUBLISH, QUEUED
 
 if TYPE_CHECKING:
     from asyncrl.engine.client import ClientSettings
@@ -57,38 +55,12 @@ class EngineStats:
 
 
 @dataclass(eq=False)
-class _Sample:
-    """A sample of a request to an engine. It is apart from the request that it answers, because that may be continued
-    by another one while the samples of its siblings are still awaited."""
-
-    request: Request
-    answered: bool = False
-    doing: Ongoing | None = None
-
-    def begin(self) -> None:
-        """Record that the request is sent."""
-        self.request.session.activity.requests += 1
-        self.doing = self.request.session.activity.begin(PREFILL, self.request.role)
-
-    def end(self, outcome: str, changed: Mapping[int, float], answer: PartialAnswer | None = None) -> None:
-        """Record that the sample has ended, unless that is recorded. `changed` says when the engines got each
-        version."""
-        if self.doing is None:
-            return
-        spans = [(span.version, span.end - span.start) for span in answer.spans()] if answer else []
-        queued = (answer.last.queue_time if answer and answer.last else None) or 0.0
-        ended = intervals.request(self.doing, time.time(), spans or [(-1, 1)], changed, queued=queued, outcome=outcome)
-        self.request.session.activity.close(self.doing, ended)
-        self.doing = None
-
-
-@dataclass(eq=False)
 class _Sent:
     """One request to an engine in flight, for the samples of one or more requests."""
 
     scope: asyncio.Timeout
     tokens: int  # in its prompt, and received so far
-    rid: str = ""  # its name in the engine
+    rid: str  # its name in the engine
     answered: bool = False
     overtaken: bool = False  # a publish began before its first chunk arrived
     engine: str = ""  # URL, once the router has chosen one and that has taken the request
@@ -101,13 +73,15 @@ class _Sent:
 class InFlight:
     """Sends requests and tracks those that are open."""
 
-    def __init__(self, http: GenerateEndpoint, settings: ClientSettings, headers: Headers) -> None:
+    def __init__(
+        self, http: GenerateEndpoint, settings: ClientSettings, headers: Headers, adapters: ServedAdapters
+    ) -> None:
         """`headers` makes further headers of a request."""
         self._http = http
         self._settings = settings
         self._headers = headers
         self._sampling = settings.sampling
-        self.adapters = ServedAdapters(settings.agents, settings.names, settings.adapter_per, settings.past_versions)
+        self.adapters = adapters
         self._serial = itertools.count()
         self._sent: dict[_Sent, None] = {}  # in the order in which they were sent
         self._open = asyncio.Event()
@@ -187,115 +161,101 @@ class InFlight:
     # -- one request ---------------------------------------------------------------------------------------
 
     async def stream(
-        self,
-        requests: Sequence[Request],
-        token_ids: list[int],
-        *,
-        begun: int,
-        routed_from: int,
-        hand_over: Callable[[Request], object] = lambda request: None,
+        self, requests: Sequence[Request], hand_over: Callable[[Request], object] = lambda request: None
     ) -> None:
-        """Stream a sample for each of these requests, in one request to an engine. Send it again for those without an
-        answer if a publish overtakes it.
-
-        begun: number of tokens at the end of `token_ids` that belong to the answer
-        routed_from: position of the first token whose experts are not known
-        hand_over: is called as soon as a sample has ended: siblings do not wait for the longest
-        """
-        samples = [_Sample(request) for request in requests]
-        while waiting := [sample for sample in samples if not sample.answered]:
+        """Stream the next part of the answer to each of these requests, in one request to an engine with a sample for
+        each. Send it again for those without an answer if a publish overtakes it. `hand_over` is called as soon as a
+        sample has ended: siblings do not wait for the longest."""
+        waiting = list(requests)
+        while waiting:
             if self.holding:
                 with ExitStack() as held:
-                    for sample in waiting:
-                        held.enter_context(sample.request.session.activity.spent(QUEUED, PUBLISH))
+                    for request in waiting:
+                        held.enter_context(request.session.activity.spent(QUEUED, PUBLISH))
                     await self._open.wait()
-            for sample in waiting:
-                sample.begin()
-            asking = [sample.request for sample in waiting]
-            sent = _Sent(asyncio.timeout(None), len(token_ids) + asking[0].added)
+            routed_from = min(request.routed_from for request in waiting)
+            body = self._body(waiting, routed_from)
+            self._needed += _needed(waiting, body)
+            answers = [request.begin(self.version, routed_from) for request in waiting]
+            sent = _Sent(asyncio.timeout(None), len(body["input_ids"]) + waiting[0].added, body["rid"])
             self._opened(sent)
             try:
-                body = self._body(asking, token_ids, begun, routed_from)
-                sent.rid = body["rid"]
-                self._needed += _needed(asking, body, begun)
                 async with sent.scope:
-                    await self._read(sent, waiting, body, hand_over)
+                    await self._read(sent, answers, body, hand_over)
             except TimeoutError:
                 if not sent.scope.expired():
                     raise
                 self.figures.continued["overtaken"] += 1
             finally:
                 self._closed(sent)
-                for sample in waiting:
-                    sample.end("overtaken" if sent.scope.expired() else "cut off", self._changed)
+                for answer in answers:
+                    outcome = "overtaken" if sent.scope.expired() else "cut off"
+                    answer.close(outcome, self._changed, answered=False)
+            waiting = [answer.request for answer in answers if not answer.answered]
 
     async def _read(
-        self, sent: _Sent, samples: Sequence[_Sample], body: dict[str, Any], hand_over: Callable[[Request], object]
+        self,
+        sent: _Sent,
+        answers: Sequence[PartialAnswer],
+        body: dict[str, Any],
+        hand_over: Callable[[Request], object],
     ) -> None:
-        first = samples[0].request
-        asked_at = self.version if first.adapter is None else first.adapter
-        routed_from = body.get("routed_experts_start_len", 0)
-        answers = [PartialAnswer(asked_at, routed_from, adapter=first.adapter is not None) for _ in samples]
-        for sample, answer in zip(samples, answers, strict=True):
-            sample.request.live = answer
+        session = answers[0].request.session
         why = "the stream ended before its last chunk"
         try:
-            session = first.session
             headers = self._headers(session.group, session.sample, session.activity.requests)
-            key = session.routing_key or body["rid"]
-            async for chunk in self._http.stream(body, key, headers, sent.routed):
-                if not 0 <= chunk.index < len(samples):
+            async for chunk in self._http.stream(body, session.routing_key or sent.rid, headers, sent.routed):
+                if not 0 <= chunk.index < len(answers):
                     raise EngineError(
-                        f"the engine returned sample {chunk.index} for a request of {len(samples)} samples"
+                        f"the engine returned sample {chunk.index} for a request of {len(answers)} samples"
                     )
-                sample, answer = samples[chunk.index], answers[chunk.index]
+                answer = answers[chunk.index]
                 new = answer.add(chunk)
-                self._count(sample, new)
+                self._count(answer, new)
                 sent.answered = True
                 sent.tokens += new
-                stopped = not answer.ended_early and _stops(sample.request, answer, new)
-                if stopped and not answer.last and sent.engine:
+                if answer.stops(new) and not answer.last and sent.engine:
                     await self._http.abort(sent.engine, sent.rid)
                 if answer.last:
-                    self._end(sample, answer, body)
-                    hand_over(sample.request)
+                    self._end(answer, body)
+                    hand_over(answer.request)
         except StreamBroken as broken:
             why = str(broken)
         self.figures.requests += 1
-        for sample, answer in zip(samples, answers, strict=True):
-            if not sample.answered:
+        for answer in answers:
+            if not answer.answered:
                 answer.stop_at(why)
-                self._end(sample, answer, body)
-                hand_over(sample.request)
+                self._end(answer, body)
+                hand_over(answer.request)
 
-    def _end(self, sample: _Sample, answer: PartialAnswer, body: dict[str, Any]) -> None:
+    def _end(self, answer: PartialAnswer, body: dict[str, Any]) -> None:
         """End one sample, complete or not. The others may go on for much longer."""
-        request = sample.request
+        request = answer.request
         read = len(body["input_ids"]) + request.added
         request.session.cached = (body["extra_key"], read + len(answer.token_ids))
         if answer.last:
             self.figures.prompt_tokens += answer.last.prompt_tokens
             self.figures.cached_tokens += answer.last.cached_tokens
-        sample.end(answer.cut or "", self._changed, answer)
-        sample.answered = True
+        answer.close(answer.cut or "", self._changed, answered=True)
         request.live = None
         request.parts.append(answer)
 
-    def _count(self, sample: _Sample, tokens: int) -> None:
-        session, purpose = sample.request.session, sample.request.purpose
+    def _count(self, answer: PartialAnswer, tokens: int) -> None:
+        session, purpose = answer.request.session, answer.request.purpose
         self.tokens[purpose] += tokens
         kept = 0 if purpose == "past" else tokens
         if session.closed:
             self.late_tokens += kept
         else:
             session.hear(kept)
-        if tokens and sample.doing and not sample.doing.first:
-            session.activity.heard(sample.doing)
+        if tokens and answer.doing and not answer.doing.first:
+            session.activity.heard(answer.doing)
 
-    def _body(self, requests: Sequence[Request], token_ids: list[int], begun: int, routed_from: int) -> dict[str, Any]:
+    def _body(self, requests: Sequence[Request], routed_from: int) -> dict[str, Any]:
         """Return the request to an engine. The samples differ in nothing but what an engine draws."""
         settings = self._settings
         first, session = requests[0], requests[0].session
+        begun = first.token_ids
         key = f"v{self.version if first.adapter is None else first.adapter}"  # an adapter always has its own cache
         if first.lora and first.name != POLICY:
             key = f"{first.name}-{key}"
@@ -308,15 +268,15 @@ class InFlight:
         body = dict(settings.fields)
         if settings.replicas > 1:
             body["routed_dp_rank"] = seed_of(session.routing_key or rid) % settings.replicas
-        if settings.routing is not None and first.purpose == "training":
+        if first.shape:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         if first.lora:
             body["lora_path"] = first.lora
-        body["input_ids"] = token_ids
+        body["input_ids"] = [*first.context, *begun]
         if images:
             body["image_data"] = images
         sampling = self._sampling | {
-            "max_new_tokens": first.limit - begun,
+            "max_new_tokens": first.limit - len(begun),
             "temperature": session.temperature,
             "n": len(requests),
         }
@@ -362,22 +322,10 @@ class InFlight:
         return taken
 
 
-def _stops(request: Request, answer: PartialAnswer, new: int) -> bool:
-    """End the answer at a stop string whose last token is among the `new` ones, and return whether it has one. The text
-    may have begun before the answer was interrupted."""
-    if not request.stop.texts:
-        return False
-    before = request.token_ids
-    end = request.stop.end([*before, *answer.token_ids], new)
-    if end is not None:
-        answer.stop_after(end - len(before))
-    return end is not None
-
-
-def _needed(requests: Sequence[Request], body: dict[str, Any], begun: int) -> int:
+def _needed(requests: Sequence[Request], body: dict[str, Any]) -> int:
     """Return the number of tokens that an engine must prefill for a request, however large its cache is."""
-    first = requests[0]
+    first, asked = requests[0], len(body["input_ids"])
     key, known = first.session.cached
-    cached = known if key == body["extra_key"] and not begun else 0
+    cached = known if key == body["extra_key"] and asked == len(first.context) else 0
     samples = len(requests) - 1  # each prefills the last token itself
-    return len(body["input_ids"]) + first.added - cached + samples
+    return asked + first.added - cached + samples

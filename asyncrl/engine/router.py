@@ -121,7 +121,7 @@ class RouterWorkers:
         deadline = time.monotonic() + LISTED_SECONDS
         self._unwanted.add(url)
         deleted: set[str] = set()
-        while (worker := self._listed().get(url)) or url in self._awaited:
+        while (worker := self.listed().get(url)) or url in self._awaited:
             if worker and worker not in deleted:
                 self._request("DELETE", f"/workers/{worker}", gone=True)
                 deleted.add(worker)
@@ -136,7 +136,7 @@ class RouterWorkers:
         """Add those of these engines that the router does not know because it was restarted, and remove those that it
         has listed after their removal."""
         if urls or self._unwanted:
-            known = self._listed().keys()
+            known = self.listed().keys()
             self._awaited -= known
             for url in self._unwanted & known:
                 self.remove(url)
@@ -144,11 +144,7 @@ class RouterWorkers:
                 if url not in known:
                     self.add(url)
 
-    def known(self) -> set[str]:
-        """Return the engines that it knows."""
-        return set(self._listed())
-
-    def _listed(self) -> dict[str, str]:
+    def listed(self) -> dict[str, str]:
         """Return the number of each worker, by URL."""
         workers = self._request("GET", "/workers").json().get("workers", [])
         return {str(worker.get("url")): str(worker["id"]) for worker in workers}

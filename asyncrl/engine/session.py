@@ -1,84 +1,73 @@
-"""The interface of one episode to the policy, and its requests with their completions."""
+"""The interface of one episode to the policy, its requests, and their answers: put together from the streaming chunks
+of a sample, and from the continuations of an interrupted one.
+
+Experts (algo.routing_replay=R3). SGLang (0.5.21: srt/state_capturer, srt/managers/scheduler_components) stores the
+experts beside its KV cache. The last chunk of a sample contains those of the positions from routed_experts_start_len to
+the last token that the engine read, which is every token except the last one that it generated. Each part requests only
+what the earlier parts lack:
+
+    prompt p p p, answer a a a a, cut after two
+    first part    0 .. 4    p p p a        (none if its stream broke, or if it was still in the queue)
+    second part   4 .. 6    a a            requested with routed_experts_start_len=4, for a prompt of 5 tokens
+
+The experts of the tokens before a cut are those that read them when the next token was generated. The exception is a
+request that an engine retracts (memory, or weights.pause_mode=retract): it is prefilled again, and the engine reports
+the experts of that prefill.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl.config.roles import PastConfig
-from asyncrl.engine.request import Purpose, Request
-from asyncrl.observability.intervals import Activity
-from asyncrl.schema import Completion, Exchange, Message
+import msgspec
+
+from asyncrl.config.roles import POLICY, PastConfig
+from asyncrl.engine.stream import PASSING, ChunkMeta, StreamChunk
+from asyncrl.errors import EngineError
+from asyncrl.images import image_name
+from asyncrl.observability import intervals
+from asyncrl.observability.intervals import PREFILL, Activity, Ongoing
+from asyncrl.routing import RoutingShape, compact
+from asyncrl.schema import Completion, Exchange, Message, Routing, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.engine.client import GenerationClient
 
-SPREAD_FROM, RECENT = 4, 256
-"""Ratio of the mean answer to the prompt from which siblings are spread; number of answers in the mean."""
+Purpose = Literal["training", "evaluation", "past"]
+"""Purpose under which tokens are counted; past: tokens of roles that past versions play, in training."""
 
 
-class SiblingSpread:
-    """Decides whether the siblings of a group share an engine, which prefills their prompt once, or are spread over the
-    engines with the fewest requests.
-
-    Spread, they even out the load, so that the longest answers, for which batches wait, share no engine with more
-    others than necessary. In simulation this gave 3.6 % more throughput with a short prompt (sigma 0.9, bound 4,
-    prefill 6 times as fast as decoding), 2.5 % with one of a quarter of the mean answer, and nothing with half of it.
-    """
-
-    def __init__(self, spread: bool | Literal["auto"]) -> None:
-        self._spread = spread
-        self._answers = 0
-        self._mean = 0.0
-
-    def finished(self, tokens: int) -> None:
-        """Record the length of an answer."""
-        self._answers = min(self._answers + 1, RECENT)
-        self._mean += (tokens - self._mean) / self._answers
-
-    def __call__(self, prompt: int) -> bool:
-        """Return whether the siblings with a prompt of so many tokens are spread. auto: if recent answers are much
-        longer."""
-        return SPREAD_FROM * prompt <= self._mean if self._spread == "auto" else self._spread
-
-
+@dataclass(eq=False)
 class GenerationSession:
     """Interface of one episode to the policy. All of its requests go to one engine, which caches its turns."""
 
-    def __init__(
-        self,
-        client: GenerationClient,
-        group: str,
-        temperature: float,
-        purpose: Purpose,
-        seed: int | None = None,
-        *,
-        sample: str = "",
-        born: int = 0,
-        adapter: int | None = None,
-    ) -> None:
-        """`born` is the version at which the group was admitted, `adapter` that of the adapters of all requests; None:
-        the newest, for each completion."""
-        self._client = client
-        self.group = group
-        self.temperature = temperature
-        self.trained_at = client.temperature  # that of training samples
-        self.purpose = purpose
-        self.seed = seed
-        self.sample = sample
-        self.born = born
-        self.adapter = adapter
-        self.routing_key = ""  # of its requests: its own, or its group's
-        self.received = 0  # tokens that engines sent for this session, kept or not
-        self.closed = False
-        self.cached = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
-        self.routed: list[int] = []  # tokens of the last request and its answer, if their experts are known
-        self.requests: list[Request] = []
-        self.recalled: list[Exchange] = []
-        """Completions from the saved state of a resumed run, for requests that the agent makes again."""
-        self.activity = Activity()
+    _client: GenerationClient
+    group: str
+    temperature: float
+    purpose: Purpose
+    seed: int | None = None
+    sample: str = ""
+    born: int = 0  # version at which its group was admitted
+    adapter: int | None = None  # version of the adapters of all requests; None: the newest, for each completion
+    routing_key: str = ""  # of its requests: its own, or its group's
+    received: int = 0  # tokens that engines sent for this session, kept or not
+    closed: bool = False
+    cached: tuple[str, int] = ("", 0)  # prefix-cache key, and how many tokens engines may hold under it
+    routed: list[int] = field(default_factory=list)  # tokens of the last request and its answer, with known experts
+    requests: list[Request] = field(default_factory=list)
+    recalled: list[Exchange] = field(default_factory=list)
+    """Completions from the saved state of a resumed run, for requests that the agent makes again."""
+    activity: Activity = field(default_factory=Activity)
+
+    @property
+    def trained_at(self) -> float:
+        """Temperature of training samples."""
+        return self._client.temperature
 
     async def __call__(
         self,
@@ -104,18 +93,12 @@ class GenerationSession:
         """Return whether the turns of a role are trained: no past version plays it."""
         return self._client.inflight.adapters.past_of(role) is None
 
-    def asks(self, token_ids: list[int], limit: int, role: str, images: Sequence[bytes], added: int) -> Request:
-        """Register and return the session's next request.
-
-        Each request has its own seed, so an agent that makes the same request twice gets two different answers.
-        """
-        seed, number = self.seed, len(self.requests)
-        if seed is not None and number:
-            seed = seed_of(f"{seed} {number}")
-        request = Request(self, token_ids, limit, seed, role, self.purpose, images, added)
-        self._client.inflight.adapters.assign(request, self._client.inflight.version)
-        self.requests.append(request)
-        return request
+    @property
+    def next_seed(self) -> int | None:
+        """Seed of the next request. Each has its own, so an agent that makes the same request twice gets two different
+        answers."""
+        number = len(self.requests)
+        return seed_of(f"{self.seed} {number}") if self.seed is not None and number else self.seed
 
     def past_version(self, past: PastConfig, role: str) -> int:
         """Return the past version that plays a role in this episode, the same in every attempt and after a resume; in
@@ -161,6 +144,314 @@ class GenerationSession:
         self.activity.finish()
         self._client.closed(self)
         return self.received
+
+
+class StopStrings:
+    """Texts that end an answer (rollout.stop, and the request's own). Engines work without a tokenizer and cannot look
+    for them, so the client does, in the tokens that have arrived."""
+
+    def __init__(self, texts: Sequence[str] = (), decode: Callable[[Sequence[int]], str] = str) -> None:
+        """`decode` returns the text of tokens, special tokens included."""
+        self.texts = texts
+        self._decode = decode
+        self._most = max((len(text.encode()) for text in texts), default=0)  # tokens that a text may take
+
+    def and_also(self, texts: Sequence[str]) -> StopStrings:
+        """Return these texts with further ones."""
+        return StopStrings([*self.texts, *texts], self._decode) if texts else self
+
+    def end(self, token_ids: Sequence[int], new: int) -> int | None:
+        """Return the number of tokens up to the end of the first of these texts; None if there is none. Only a text
+        whose last token is among the last `new` ones is found."""
+        if not self.texts or not new:
+            return None
+        seen = len(token_ids) - new
+        start = max(0, seen - self._most)
+        if not self._found(token_ids[start:]):
+            return None
+        return next(end for end in range(seen + 1, len(token_ids) + 1) if self._found(token_ids[start:end]))
+
+    def _found(self, token_ids: Sequence[int]) -> bool:
+        text = self._decode(token_ids)
+        return any(one in text for one in self.texts)
+
+
+@dataclass(eq=False)
+class Request:
+    """One request of an episode, and what has come of its answer. It may take several requests to engines."""
+
+    session: GenerationSession
+    context: list[int]
+    limit: int  # tokens
+    seed: int | None = None
+    role: str = ""
+    purpose: Purpose = "training"
+    images: Sequence[bytes] = ()  # in the order of their placeholders in the context
+    added: int = 0  # tokens that the images take beyond their placeholders
+    stop: StopStrings = field(default_factory=StopStrings)  # texts that end its answer
+    name: str = POLICY  # its adapter
+    adapter: int | None = None  # version of its adapter, if versions are adapters
+    lora: str | None = None  # name of that version in the engines; None is the base
+    holds: int | None = None  # version whose adapters must stay until it has ended
+    shape: RoutingShape | None = None  # of the experts that are asked for
+    experts: Routing | None = None  # those of the parts that have ended
+    parts: list[PartialAnswer] = field(default_factory=list)  # ended parts, complete or interrupted
+    live: PartialAnswer | None = None  # the part that is streaming now
+    future: asyncio.Future[Completion] | None = None  # what the agent waits for
+    completion: Completion | None = None  # set once the answer is complete
+
+    @property
+    def routed_from(self) -> int:
+        """Position of the first token whose experts are not known from an earlier part or turn. A turn tells all but
+        those of its last token, if the context begins with it."""
+        if self.experts:
+            return self.experts.end
+        routed = self.session.routed
+        return max(0, len(routed) - 1) if self.context[: len(routed)] == routed else 0
+
+    @property
+    def image_names(self) -> list[str]:
+        """Names of the images in the context."""
+        return [image_name(png) for png in self.images]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the answer in the parts that have ended."""
+        return [token for part in self.parts for token in part.token_ids]
+
+    def begin(self, version: int, routed_from: int) -> PartialAnswer:
+        """Begin the next part, for which a request is sent now, while every engine serves `version`."""
+        activity = self.session.activity
+        activity.requests += 1
+        asked_at = version if self.adapter is None else self.adapter
+        self.live = PartialAnswer(self, asked_at, routed_from, doing=activity.begin(PREFILL, self.role))
+        return self.live
+
+    def add_experts(self) -> PartialAnswer:
+        """Add the experts of the part that ended last, and return it. Raises EngineError when they do not fit the
+        model."""
+        part = self.parts[-1]
+        if self.shape is None:
+            return part
+        known = self.experts or Routing(part.routed_from, self.shape.width, b"")
+        rows = b""
+        if part.last is not None and part.last.routed_experts is not None:
+            try:
+                rows = compact(part.last.routed_experts, self.shape)
+            except ValueError as error:
+                raise EngineError(f"the engine returned routed experts that do not fit the model: {error}") from None
+        new = rows[(known.end - part.routed_from) * known.width :]
+        self.experts = Routing(known.start, known.width, known.rows + new)
+        return part
+
+    def joined(self) -> Completion:
+        """Join the parts of the answer, the last of which has completed it, into one completion with its experts.
+
+        Raises EngineError when an engine finished the answer but reported too few experts. When the answer was
+        interrupted after its last token, some may be missing, and the trainer routes those tokens itself.
+        """
+        last, experts = self.parts[-1], self.experts
+        completion = joined(self.parts, last.finish_reason)
+        if experts is None:
+            return completion
+        read = len(self.context) + len(completion.token_ids) - 1
+        if experts.end < read and not last.ended:
+            raise EngineError(
+                f"the engine reported the experts of {experts.end} of {read} tokens: was it started with "
+                "--enable-return-routed-experts, and does its model report them?"
+            )
+        rows = experts.rows[: (read - experts.start) * experts.width]
+        return msgspec.structs.replace(completion, routing=Routing(experts.start, experts.width, rows))
+
+    def complete(self, completion: Completion) -> None:
+        """Give the agent its completion, unless it has been cancelled."""
+        self.session.routed = [*self.context, *completion.token_ids] if completion.routing else []
+        self.completion = completion
+        self.parts = []
+        self.experts = None
+        if self.future and not self.future.done():
+            self.future.set_result(completion)
+
+    def so_far(self) -> Completion:
+        """Return the completion, or the partial one with an empty finish reason.
+
+        The versions of a part that is still streaming are inferred.
+        """
+        if self.completion:
+            return self.completion
+        parts = list(self.parts)
+        if self.live:
+            under_way = replace(self.live, token_ids=list(self.live.token_ids), logprobs=list(self.live.logprobs))
+            under_way.stop_at("it is under way")
+            parts.append(under_way)
+        return joined(parts, "")
+
+
+@dataclass(eq=False)
+class PartialAnswer:
+    """The part of an answer that one request to an engine returned. Every engine served version `asked_at` when it was
+    sent. It is apart from the request that it answers, because that may be continued by another one while the samples
+    of its siblings are still awaited."""
+
+    request: Request
+    asked_at: int
+    routed_from: int = 0  # position of the first token whose experts were requested
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    last: ChunkMeta | None = None
+    broken: str | None = None
+    """Reason why the stream ended before its last chunk. The versions come with that chunk, so they are inferred."""
+    doing: Ongoing | None = None  # its interval in the timeline, until it has ended
+    answered: bool = False  # whether it has ended, complete or not, rather than been overtaken by a publish
+    ended: str | None = None
+    """Finish reason of an answer that is complete without the engine's word for it: it was when it was interrupted,
+    although its last chunk did not arrive, or it has a stop string."""
+    _spans: list[VersionSpan] | None = None
+    received: int = 0  # tokens that arrived, including those after a stop string
+
+    def add(self, piece: StreamChunk) -> int:
+        """Add the next chunk and return the number of new tokens in it.
+
+        The chunk of an aborted request that was waiting in the queue repeats tokens that were already sent.
+        """
+        meta = piece.meta_info
+        token_ids, entries = piece.output_ids, meta.output_token_logprobs or []
+        if meta.finish_reason and meta.finish_reason.type == "abort":
+            new = max(0, meta.completion_tokens - self.received)
+            entries = entries[len(entries) - new :]
+            token_ids = [token for _, token, _ in entries]
+        self.received += len(token_ids)
+        if not self.ended:
+            self.token_ids += token_ids
+            self.logprobs += [logprob for logprob, _, _ in entries if logprob is not None]
+        if meta.finish_reason:
+            self.last = meta
+            if not all(span.version.isdigit() for span in meta.weight_versions or []):
+                # somebody restarted the engine, and the weights that generated the tokens are unknown
+                self.token_ids = []
+                self.logprobs = []
+                self.last = None
+                self.ended = None
+                self.broken = "the engine has no weights of this run"
+        return len(token_ids)
+
+    @classmethod
+    def recalled(cls, request: Request, completion: Completion) -> PartialAnswer:
+        """Restore the part of an answer from the saved state of a run."""
+        return cls(
+            request,
+            0,
+            request.routed_from,
+            token_ids=list(completion.token_ids),
+            logprobs=list(completion.logprobs),
+            broken="the run was resumed",
+            _spans=completion.versions,
+        )
+
+    def stop_at(self, reason: str) -> None:
+        """Mark the stream as broken, unless its last chunk has arrived.
+
+        Drop tokens without log-probabilities, and log-probabilities without tokens.
+        """
+        if self.last is None:
+            self.broken = self.broken or reason
+            whole = min(len(self.token_ids), len(self.logprobs))
+            del self.token_ids[whole:], self.logprobs[whole:]
+
+    @property
+    def cut(self) -> str | None:
+        """Reason why the answer must be continued, or None when it is complete or was refused.
+
+        Either the stream broke, a weight update or the loss of the engine aborted it, or the engine was overloaded.
+        """
+        if self.ended:
+            return None
+        if self.broken is not None:
+            return self.broken
+        reason = self.last.finish_reason if self.last else None
+        if reason is None or reason.type != "abort":
+            return None
+        if reason.status_code is None:
+            return "aborted"
+        return f"{reason.status_code} {reason.message}" if reason.status_code in PASSING else None
+
+    def stops(self, new: int) -> bool:
+        """End the answer at a stop string whose last token is among the `new` ones, and return whether it has one. The
+        text may have begun before the answer was interrupted. Whatever else the engine sends before it has aborted the
+        request is dropped, but the last chunk is still awaited, because it tells the versions of the tokens."""
+        stop = self.request.stop
+        if self.ended or not stop.texts:
+            return False
+        before = self.request.token_ids
+        end = stop.end([*before, *self.token_ids], new)
+        if end is None:
+            return False
+        del self.token_ids[end - len(before) :], self.logprobs[end - len(before) :]
+        self.ended = "stop"
+        return True
+
+    def close(self, outcome: str, changed: Mapping[int, float], *, answered: bool) -> None:
+        """Record in the timeline that it has ended, unless that is recorded. `changed` says when the engines got each
+        version."""
+        if self.doing is None:
+            return
+        spans = [(span.version, span.end - span.start) for span in self.spans()] if answered else []
+        queued = (self.last.queue_time if answered and self.last else None) or 0.0
+        ended = intervals.request(self.doing, time.time(), spans or [(-1, 1)], changed, queued=queued, outcome=outcome)
+        self.request.session.activity.close(self.doing, ended)
+        self.doing = None
+        self.answered = answered
+
+    @property
+    def finish_reason(self) -> str:
+        """Finish reason, "stop" or "length". Raises EngineError for any other end."""
+        if self.ended:
+            return self.ended
+        reason = self.last.finish_reason if self.last else None
+        if reason is None or reason.type not in ("stop", "length"):
+            end = f"{reason.type!r} ({reason.message})" if reason else self.broken
+            raise EngineError(f"the engine ended a request with {end}")
+        return reason.type
+
+    def spans(self) -> list[VersionSpan]:
+        """Return the weight versions that generated the tokens. Raises EngineError when the engine reports none.
+
+        An adapter has one version. Otherwise the spans come with the last chunk, and the tokens of a broken stream get
+        the oldest version that they can have: the one that every engine served when the request was sent.
+        """
+        if self._spans is not None:
+            return self._spans
+        if not self.token_ids:
+            return []
+        if self.request.adapter is not None:
+            return [VersionSpan(self.asked_at, 0, len(self.token_ids))]
+        if self.broken is not None:
+            return [VersionSpan(self.asked_at, 0, len(self.token_ids), inferred=True)]
+        reported = self.last.weight_versions if self.last else None
+        if reported is None:
+            raise EngineError("the engine reports no weight_versions: SGLang 0.5.19 or newer is needed")
+        own = len(self.token_ids) if self.ended else max((span.end for span in reported), default=0)
+        return [VersionSpan(int(one.version), one.start, min(one.end, own)) for one in reported if one.start < own]
+
+
+def joined(parts: list[PartialAnswer], reason: str) -> Completion:
+    """Join an answer and its continuations into one completion. Raises EngineError when they do not fit together."""
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    spans: list[VersionSpan] = []
+    try:
+        for part in parts:
+            for span in part.spans():
+                start, end = span.start + len(token_ids), span.end + len(token_ids)
+                before = spans[-1] if spans else None
+                if before and (before.version, before.end, before.inferred) == (span.version, start, span.inferred):
+                    start = spans.pop().start
+                spans.append(VersionSpan(span.version, start, end, span.inferred))
+            token_ids += part.token_ids
+            logprobs += part.logprobs
+        return Completion(token_ids, logprobs, spans, reason)
+    except ValueError as error:
+        raise EngineError(f"the engine's answer is inconsistent: {error}") from None
 
 
 def seed_of(name: str) -> int:

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from aiohttp import ClientError, ClientResponse, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 from aiohttp.client_proto import ResponseHandler
-from httpx_aiohttp import AiohttpTransport
 
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Access
@@ -101,7 +100,7 @@ class GenerateEndpoint:
         are further headers. Raises StreamBroken, or EngineError if the request is refused."""
         headers = {"Content-Type": "application/json", ROUTING_KEY: routing_key, **self._access.headers, **more}
         if self._session is None:  # needs a running event loop
-            self._session = _session(self._access, timeout=self._timeout, cookie_jar=DummyCookieJar())
+            self._session = aiohttp_session(self._access, timeout=self._timeout, cookie_jar=DummyCookieJar())
         try:
             body = msgspec.json.encode(request)
             async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
@@ -177,16 +176,8 @@ IDLE_SECONDS = 2.0
 """Keep-alive time, shorter than uvicorn's 5 s: a connection that the server is closing must not be reused."""
 
 
-def aiohttp_transport(access: Access) -> AiohttpTransport:
-    """Return an httpx transport that uses aiohttp's connection pool.
-
-    It replaces httpx's own pool, which searches all of its connections at every request.
-    """
-
-    return AiohttpTransport(client=lambda: _session(access))
-
-
-def _session(access: Access, **settings: Any) -> ClientSession:
+def aiohttp_session(access: Access, **settings: Any) -> ClientSession:
+    """Return a session of aiohttp with connections to a run's servers."""
     context = access.context if access.authority else True
     connector = _Connector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=context)
     return ClientSession(connector=connector, auto_decompress=False, **settings)

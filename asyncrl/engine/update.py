@@ -57,11 +57,6 @@ class Update:
         pause.seconds = time.monotonic() - pause.began
         self.fleet.admit()
 
-    def idle(self, url: str) -> Answer:
-        """Pause one engine, and flush its caches, which it refuses until nothing runs."""
-        self.fleet.post(url, "/pause_generation", {"mode": self._mode})
-        return self._flush(url)
-
     @contextmanager
     def session(self) -> Iterator[None]:
         """Open an update session, so that weights may be sent in this block."""

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
-from asyncrl.engine.adapters import adapter_names
+from asyncrl.engine.adapters import ServedAdapters, adapter_names
 from asyncrl.engine.client import ClientSettings, GenerationClient
-from asyncrl.engine.request import StopStrings
+from asyncrl.engine.session import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks
@@ -204,16 +204,14 @@ def _client(
         seed=config.run.seed if config.deterministic else None,
         context=min(context, model.cache - config.engine.draft_room if model.cache else context),
         vocabulary=int(model.hf["vocab_size"]),
-        names=adapter_names(config, addresses.run_id),
-        adapter_per=config.rollout.adapter_per,
-        agents=config.agents,
-        past_versions=config.past_versions,
         vision=model.vision,
         requests=requests,
         stop=StopStrings(config.rollout.stop, model.template.spell),
     )
     http = GenerateEndpoint(addresses.router, addresses.access, config.engine.request_timeout)
-    return GenerationClient(http, settings, headers_of(config, addresses, hooks))
+    names = adapter_names(config, addresses.run_id)
+    adapters = ServedAdapters(config.agents, names, config.rollout.adapter_per, config.past_versions)
+    return GenerationClient(http, settings, headers_of(config, addresses, hooks), adapters)
 
 
 def headers_of(config: Config, addresses: Addresses, hooks: Sequence[PlayerHooks]) -> Headers:

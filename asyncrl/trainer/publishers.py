@@ -63,7 +63,7 @@ def build_publisher(
     if names := adapter_names(config, rank.addresses.run_id):
         sender, why = builder.of_adapters(names)
     else:
-        sender, why = builder.of_weights(source, hand_over.update if hand_over else None)
+        sender, why = builder.of_weights(source, hand_over)
     if start.recovered:
         died = start.recovered.began
 

@@ -116,7 +116,7 @@ def test_turns_use_the_newest_adapter_or_that_of_the_episode(per: str, expected:
         session.close()
         return [one.versions[0].version for one in turns], used
 
-    turns, used = played(answering(), play, adapter_per=per)
+    turns, used = played(answering(), play, per=per)
     assert turns == expected
     assert (1 in used) == (per == "episode")
 
@@ -203,7 +203,7 @@ def test_a_resumed_episode_that_keeps_one_adapter_goes_on_with_it_or_starts_over
         session.close()
         return [one.versions[0].version for one in turns]
 
-    assert played(engine, play, adapter_per="episode") == expected
+    assert played(engine, play, per="episode") == expected
     assert len(engine.requests) == (1 if version == 3 else 2)
 
 

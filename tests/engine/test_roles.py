@@ -72,7 +72,7 @@ def test_an_episode_that_keeps_one_version_keeps_it_in_all_roles(per: str, expec
         await session(PROMPT, None, "proposer")
         session.close()
 
-    played(engine, play, adapter_per=per)
+    played(engine, play, per=per)
     assert named(engine) == ["run0-v1", expected]
 
 

@@ -17,13 +17,14 @@ from asyncrl.config import Config
 from asyncrl.config.lora import LINEARS
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.adapters import InUse, adapter_names
-from asyncrl.engine.client import ClientSettings, GenerationClient
+from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.fleet import CallRefused
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.schema import Completion
 from asyncrl.weights.adapters import AdapterPublisher
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import user_config
+from tests.fakes import client_of
 from tests.integration.adapters import SETTINGS, SeededAdapters, publish, publisher_of
 from tests.integration.fleet import Engines, engines
 
@@ -66,7 +67,7 @@ def client(fleet: Engines, run: str, **changes: object) -> GenerationClient:
         "names": adapter_names(fleet.config, run),
     }
     endpoint = GenerateEndpoint(fleet.addresses.router, fleet.addresses.access, 60.0)
-    return GenerationClient(endpoint, ClientSettings(**{**values, **changes}))  # type: ignore[arg-type]
+    return client_of(endpoint, {**values, **changes})
 
 
 def played(
@@ -217,7 +218,7 @@ def test_an_adapter_is_unloaded_once_nobody_uses_it_and_its_name_does_not_come_b
         await publish(4)
         return turns, [*held, loaded(fleet)]
 
-    turns, held = played(fleet, tmp_path, run, play, config=config, adapter_per="episode", coalesce=True)
+    turns, held = played(fleet, tmp_path, run, play, config=config, per="episode", coalesce=True)
     assert [versions_of(one) for one in turns] == [[1], [1]]
     assert gap(fleet, SeededAdapters(fleet), 1, turns[1]) < 1e-4
     assert held == [{f"{run}-v1", f"{run}-v2"}, {f"{run}-v1", f"{run}-v3"}, {f"{run}-v4"}]
@@ -256,9 +257,7 @@ def test_a_killed_engine_gets_every_live_adapter_before_the_router_sends_it_requ
         await publish(2)
         return found, refused, loaded(fleet, 1), await several(made, 8), await episode(PROMPT)
 
-    found, refused, held, after, turn = played(
-        fleet, tmp_path, run, play, prepare=made_by.append, adapter_per="episode"
-    )
+    found, refused, held, after, turn = played(fleet, tmp_path, run, play, prepare=made_by.append, per="episode")
     assert {tuple(versions_of(one)) for one in found} == {(1,)}
     assert refused == 400
     assert held == {f"{run}-v1", f"{run}-v2"}

@@ -21,13 +21,14 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from asyncrl.engine.adapters import adapter_names
-from asyncrl.engine.client import ClientSettings, GenerationClient
+from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.stream import GenerateEndpoint
 from asyncrl.extensions.image_decoder.decoder import DecodingProcesses
 from asyncrl.images import ImageSizes, ImageTokens, Vision, data_url
 from asyncrl.models.tiny_vision import MARKS, TOKENS, write
 from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Completion
+from tests.fakes import client_of
 from tests.integration import adapters, publisher
 from tests.integration.fleet import Engines, engines, settings
 from tests.integration.vision import ADAPTERS
@@ -87,7 +88,7 @@ def played(fleet: Engines, play: Play, **changes: Any) -> Any:
 
     async def main() -> Any:
         endpoint = GenerateEndpoint(fleet.addresses.router, fleet.addresses.access, 60.0)
-        client = GenerationClient(endpoint, ClientSettings(**values))  # type: ignore[arg-type]
+        client = client_of(endpoint, values)
         try:
             return await asyncio.wait_for(play(client), 600.0)
         finally:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from aiohttp import ClientError
 
-from asyncrl.engine.stream import aiohttp_transport
+from asyncrl.engine.stream import aiohttp_session
 from asyncrl.launch.watch import HealthWatch
 from asyncrl.network.addresses import Access
 from asyncrl.network.tls import Authority, Signed, signed
@@ -93,12 +94,12 @@ def by_aiohttp(access: Access, url: str) -> bool:
     """Generation, and the teacher's scores."""
 
     async def ask() -> bool:
-        async with httpx.AsyncClient(**access.http, transport=aiohttp_transport(access)) as http:
-            return (await http.get(url)).status_code == 200
+        async with aiohttp_session(access) as http, http.get(url, headers=access.headers) as answer:
+            return answer.status == 200
 
     try:
         return asyncio.run(ask())
-    except httpx.TransportError:
+    except ClientError:
         return False
 
 

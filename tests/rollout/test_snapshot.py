@@ -12,7 +12,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.engine.request import PartialAnswer, Request
+from asyncrl.engine.session import PartialAnswer, Request
 from asyncrl.engine.stream import StreamChunk
 from asyncrl.errors import RecordError
 from asyncrl.rollout import snapshot
@@ -104,15 +104,16 @@ def test_snapshot_between_a_batch_and_its_version_is_refused() -> None:
 
 
 def test_what_is_under_way_is_told_with_the_oldest_version_it_can_have() -> None:
-    live = PartialAnswer(asked_at=7)
+    session = FakeEngine(lambda request: b"").client().generate()
+    request = Request(session, [1, 2], 8)
+    request.live = live = PartialAnswer(request, asked_at=7)
     live.add(
         msgspec.convert({"output_ids": [4, 5], "meta_info": {"output_token_logprobs": [[-0.1, 4, None]]}}, StreamChunk)
     )
-    session = FakeEngine(lambda request: b"").client().generate()
-    said = Request(session, [1, 2], 8, live=live).so_far()
+    said = request.so_far()
     assert said == Completion([4], [-0.1], [VersionSpan(7, 0, 1, inferred=True)], "")
     assert live.token_ids == [4, 5]  # looking changes nothing
-    again = PartialAnswer.recalled(said, routed_from=0)
+    again = PartialAnswer.recalled(request, said)
     assert (again.cut, again.spans(), again.token_ids) == ("the run was resumed", said.versions, [4])
 
 

@@ -19,8 +19,6 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl.engine.sglang_hooks import own_rank
-
 
 class DeltaMismatch(Exception):
     """Raised when the update does not fit the weights that this engine holds."""
@@ -41,6 +39,14 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     partial = receipt.with_suffix(".partial")
     partial.write_text(json.dumps({"refused": refused}))
     os.rename(partial, receipt)
+
+
+def own_rank() -> int:
+    """Return the number of this process's rank in the engine, counted through its pipeline stages."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    return int(parallel.pp_rank * parallel.tp_size + parallel.tp_rank)
 
 
 def apply(model: Any, order: dict[str, Any]) -> None:

@@ -19,11 +19,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 import msgspec
+from httpx_aiohttp import AiohttpTransport
 
-from asyncrl.engine.stream import PASSING, StreamBroken, aiohttp_transport
+from asyncrl.engine.stream import PASSING, StreamBroken, aiohttp_session
 from asyncrl.errors import DeadlineExceeded, EngineError
 from asyncrl.network.addresses import Access
 from asyncrl.retries import EquivalentServers
@@ -57,6 +59,14 @@ class TeacherStats:
     tokens: int = 0  # in the answered requests
     cached: int = 0  # those of them that were found in an engine's prefix cache
     retried: int = 0
+
+
+def aiohttp_transport(access: Access) -> AiohttpTransport:
+    """Return an httpx transport that uses aiohttp's connection pool.
+
+    It replaces httpx's own pool, which searches all of its connections at every request.
+    """
+    return AiohttpTransport(client=partial(aiohttp_session, access))
 
 
 class TeacherEngines:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from asyncrl.engine.adapters import InUse
-from asyncrl.engine.request import Purpose
+from asyncrl.engine.session import Purpose
 from asyncrl.errors import EpisodeFailed
 from asyncrl.extensions.processes import wire
 from asyncrl.observability.intervals import AGENT, WAITING, Interval, waits_for

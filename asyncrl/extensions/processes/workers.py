@@ -26,7 +26,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.engine.adapters import InUse, ServedAdapters, adapter_names
 from asyncrl.engine.inflight import EngineStats
-from asyncrl.engine.request import Purpose
+from asyncrl.engine.session import Purpose
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.extensions.processes import wire
 from asyncrl.extensions.processes.remote import RemoteSession, WorkerConnection

@@ -8,16 +8,13 @@ from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
-from asyncrl.lookup import active
+from asyncrl.lookup import NOBODY, active, enabled
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
-from asyncrl.models.families import FAMILIES, family_of
+from asyncrl.models.families import family_of
 from asyncrl.models.vision import deepstack, image_shape
 from asyncrl.settings import Rule, require
 from asyncrl.weights.choice import not_served
 from asyncrl.weights.peft_config import check_start
-
-REPLICATED = tuple(name for name, family in FAMILIES.items() if family.serving.replicates)
-"""Families whose attention SGLang 0.5.21 can replicate within an engine; others divide their heads over all ranks."""
 
 
 def check_model(config: Config, hf: dict[str, Any], gpus: int = 0) -> None:
@@ -90,39 +87,22 @@ def _serving(config: Config, hf: dict[str, Any], gpus: int) -> Iterator[Rule]:
 
 
 def _shape(config: Config, hf: dict[str, Any], experts: int) -> Iterator[Rule]:
-    """Yield the rules of an engine of several groups of experts, replicas of attention, or pipeline stages: what SGLang
-    cannot give this model, or what it cannot do in that shape."""
-    engine, family, layers = config.engine, hf["architectures"][0], hf["num_hidden_layers"]
-    tied, adapters, serving = hf.get("tie_word_embeddings", False), config.serves_adapters, family_of(hf).serving
+    """Yield the rules of an engine of several groups of experts or several ranks: what SGLang cannot give this model.
+    Replicas of attention and pipeline stages need an extension, which has the rules for them."""
+    engine = config.engine
     if engine.expert_parallel > 1:
         field = "engine.expert_parallel"
         yield field, not experts, "The model has no routed experts: set it to 1."
         why = f"Must divide the model's {experts} routed experts."
         yield field, experts % engine.expert_parallel > 0, why
-    if engine.data_parallel > 1:
-        field = "engine.data_parallel"
-        why = f"SGLang replicates the attention of {REPLICATED} alone: set 1."
-        yield field, family not in REPLICATED, why
-        yield field, adapters, "Adapters in engines were tried with one replica alone: set 1."
-        yield field, tied, "A tied output layer was not tried with several replicas: set 1."
     if engine.tensor_parallel > 1:
         kv_heads = hf.get("num_key_value_heads") or hf["num_attention_heads"]
+        family, fuses = hf["architectures"][0], family_of(hf).serving.fuses
         why = f"SGLang, which runs transformers' {family}, cannot divide {kv_heads} key-value heads: lower it."
-        yield "engine.tensor_parallel", not serving.fuses and kv_heads % engine.tensor_parallel > 0, why
-    if engine.pipeline_parallel > 1:
-        field = "engine.pipeline_parallel"
-        yield field, not serving.stages, f"SGLang has no stages of {family}: set 1."
-        sees = image_shape(hf) is not None
-        yield field, sees, "SGLang's stages of models with images were not tried: set 1."
-        yield field, adapters, "Adapters in engines were tried with one stage alone: set 1."
-        why = f"SGLang's {family} has no tied output layer on the last stage: set 1."
-        yield field, tied and not serving.tied_stages, why
-        yield field, layers < engine.pipeline_parallel, f"There are only {layers} layers: lower it."
-        pauses = config.mode == "train" and config.weights.pause_mode not in ("abort", "drain")
-        why = "SGLang does not pause the steps that are between stages: set weights.pause_mode=abort or drain."
-        yield field, pauses, why
-        why = "Engines cannot report routed experts of other stages: set 1, or algo.routing_replay=none."
-        yield field, config.algo.routing_replay == "R3", why
+        yield "engine.tensor_parallel", not fuses and kv_heads % engine.tensor_parallel > 0, why
+    for field in ("data_parallel", "pipeline_parallel"):
+        several = getattr(engine, field) > 1
+        yield f"engine.{field}", several and f"engine.{field}" not in enabled(), NOBODY
 
 
 def _check_layers(trainer: TrainerConfig, layers: int) -> None:

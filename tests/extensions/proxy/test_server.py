@@ -8,12 +8,14 @@ import json
 import signal
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from httpx_aiohttp import AiohttpTransport
 
-from asyncrl.engine.stream import aiohttp_transport
+from asyncrl.engine.stream import aiohttp_session
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError
 from asyncrl.extensions.proxy import server
 from asyncrl.extensions.proxy.server import Proxy
@@ -30,7 +32,7 @@ FIRST = [BOS_ID, 1, ASKS]
 
 def client(proxy: Proxy, key: str = "") -> httpx.AsyncClient:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    transport = aiohttp_transport(Access(""))
+    transport = AiohttpTransport(client=partial(aiohttp_session, Access("")))
     return httpx.AsyncClient(base_url=proxy.base_url, headers=headers, timeout=DEADLINE, transport=transport)
 
 

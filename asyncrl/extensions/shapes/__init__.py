@@ -1,0 +1,1 @@
+"""Engines with pipeline stages or replicas of attention."""
