@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
-import sys
-import threading
-import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -74,11 +69,19 @@ def shared_memory(nbytes: int) -> Tensor:
 
 
 def handle(shared: Any, bucket: Bucket) -> str:
-    """Serialize a handle of a bucket's memory like SGLang's MultiprocessingSerializer; the bytes are not copied."""
+    """Serialize a handle of a bucket's memory like SGLang's MultiprocessingSerializer; the bytes are not copied.
+
+    Engines read the fields of their FlattenedTensorMetadata (sglang/srt/weight_sync/tensor_bucket.py) from any object
+    whose class their unpickler allows. Importing sglang for its own class would cost 0.7 GB and seconds.
+    """
     buffer = io.BytesIO()
-    metadata = [METADATA.of(e.name, e.shape, e.dtype, e.start, e.end, e.end - e.start) for e in bucket]
-    with METADATA.known():
-        ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
+    metadata = [
+        SimpleNamespace(
+            name=e.name, shape=e.shape, dtype=e.dtype, start_idx=e.start, end_idx=e.end, numel=e.end - e.start
+        )
+        for e in bucket
+    ]
+    ForkingPickler(buffer).dump({"flattened_tensor": shared, "metadata": metadata})
     return base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -115,40 +118,3 @@ class _Reduced:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._reduced
-
-
-class _Metadata:
-    """Stand-in for the one class that SGLang's unpickler looks up by name. Importing sglang for it would cost 0.7 GB
-    and seconds, so a class with the same fields takes its name while a handle is pickled."""
-
-    MODULE = "sglang.srt.weight_sync.tensor_bucket"
-    FIELDS = ("name", "shape", "dtype", "start_idx", "end_idx", "numel")
-
-    def __init__(self) -> None:
-        self.of = dataclasses.make_dataclass("FlattenedTensorMetadata", self.FIELDS)
-        self.of.__module__ = self.MODULE
-        self._stand_in = types.ModuleType(self.MODULE)
-        self._stand_in.FlattenedTensorMetadata = self.of  # type: ignore[attr-defined]
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def known(self) -> Iterator[None]:
-        """Register the class under its name inside the block, because pickle looks it up before writing the name. One
-        thread at a time, because modules belong to the process: adapters are sent to every engine from threads."""
-        names = [self.MODULE]
-        while parent := names[-1].rpartition(".")[0]:
-            names.append(parent)
-        with self._lock:
-            absent = [name for name in names if name not in sys.modules]
-            held = sys.modules.get(self.MODULE)
-            sys.modules.update({name: types.ModuleType(name) for name in absent}, **{self.MODULE: self._stand_in})
-            try:
-                yield
-            finally:
-                for name in absent:
-                    del sys.modules[name]
-                if held is not None:
-                    sys.modules[self.MODULE] = held
-
-
-METADATA = _Metadata()
