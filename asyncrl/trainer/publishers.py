@@ -31,9 +31,8 @@ from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.recovery import CatchingUp, Start
-from asyncrl.weights.adapters import AdapterPublisher, build_adapters
+from asyncrl.weights.adapters import AdapterPublisher, PastAdapters, build_adapters
 from asyncrl.weights.files import publish_folder
-from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.publish import Outgoing, Publisher, build_transport
 from asyncrl.weights.publisher import (

@@ -64,7 +64,7 @@ def write_stream(
     durable: bool = True,
 ) -> None:
     """Write the stream's next tensors to their places in the bucket, with one in memory at a time. A `durable` file is
-    meant to outlive the run. An incomplete one is removed. Raises WeightsError with the file if the disk cannot take it.
+    meant to outlive the run. Raises WeightsError with the file if the disk cannot take it, and removes it then.
 
     Format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors.
     https://github.com/huggingface/safetensors#format
