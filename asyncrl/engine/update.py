@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from asyncrl.engine.adapters import InUse
 from asyncrl.engine.fleet import Answer, CallRefused, Fleet
 from asyncrl.errors import DeadlineExceeded
 
@@ -34,6 +35,18 @@ class Pause:
 
     began: float
     seconds: float = 0.0
+
+
+class RolloutSide:
+    """What a publisher tells the process that plays. This one is nobody: nothing is generated, or it hears of it
+    otherwise."""
+
+    def hold(self) -> None:
+        """Hold back new requests, because the weights are about to change."""
+
+    def announce(self, version: int) -> InUse:
+        """Announce that every engine serves `version`. Returns which adapters are in use."""
+        return InUse([], {})
 
 
 class Update:

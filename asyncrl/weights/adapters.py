@@ -44,8 +44,8 @@ from asyncrl.weights.files import claim
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.peft import read_peft, write_peft
 from asyncrl.weights.peft_config import parsed
-from asyncrl.weights.publisher import Staged, StagedPublisher, VersionPublisher, verifies
-from asyncrl.weights.tensor import handle, shared_memory
+from asyncrl.weights.publish import Staged, StagedPublisher, VersionPublisher, verifies
+from asyncrl.weights.transport import handle, shared_memory
 
 Tensors = dict[str, Tensor]
 PAST = "past"

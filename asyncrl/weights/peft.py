@@ -73,7 +73,7 @@ def read_peft(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a PEFT folder, which are read from its file when they are used. Raises WeightsError or
     ConfigError for a folder that is not plain LoRA."""
     file = open_adapters(folder, "pt")
-    found = {}
+    found: dict[str, Tensor] = {}
     for module, names in adapted(read_adapter_config(folder), file.keys()).items():
         if missing := {"A", "B"} - names.keys():
             raise WeightsError(f"{module}.lora_{missing.pop()}.weight is missing in {folder}")

@@ -19,7 +19,7 @@ from asyncrl.weights.adapters import AdapterFolder
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.choice import choose, choose_lora
 from asyncrl.weights.disk import KEPT, DiskTransport
-from asyncrl.weights.tensor import SharedBuffers
+from asyncrl.weights.transport import SharedBuffers
 from tests.fakes import tiny_config
 
 HERE, THERE = "http://127.0.0.1:20000", "http://10.0.0.7:20000"
