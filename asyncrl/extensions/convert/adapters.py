@@ -243,7 +243,7 @@ def from_peft(source: Path, out: Path, *, model: Path, limit: int) -> None:
             tensor, expert = adapters.tensors[name], parameter.found.expert
             if expert is not None:
                 tensor = of_expert(tensor, letter, expert, parameter.addresses[0].counts[-1])
-            writer.add(parameter, parameter.found.rule.layout.shard([tensor], 1, 0, dims))
+            writer.add(parameter, parameter.found.layout.shard([tensor], 1, 0, dims))
             left.discard(module)
         if left:
             raise WeightsError(f"{source} adapts {min(left)}, which is no linear layer that is trained in {model}")
@@ -290,7 +290,7 @@ def _adapters(folder: Path, model: Path) -> dict[str, dict[str, Tensor]]:
         for parameter in structure.adapters(adapter):
             if any(address.key in checkpoint.model_keys for address in parameter.addresses):
                 address = checkpoint.locate(parameter)
-                (whole,) = parameter.found.rule.layout.join([checkpoint.read(address)], dims)
+                (whole,) = parameter.found.layout.join([checkpoint.read(address)], dims)
                 parts[parameter.found.hf_names()[0]].append(whole.tensor())
                 used.add(address.key)
         found[adapter] = {
