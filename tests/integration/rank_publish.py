@@ -100,7 +100,7 @@ def train_beside(publisher: Background, transport: ComparedTransport, weights: R
         assert total == dist.get_world_size()
         for parameter in parameters:
             parameter.data.add_(total)
-    assert not publisher._flight.result.done()
+    assert not publisher._flight.done()
     transport.trained.set()
     publisher.finish()
     for parameter, value in zip(parameters, held, strict=True):
