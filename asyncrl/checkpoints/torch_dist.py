@@ -36,57 +36,33 @@ def _member(enumeration: type, name: str) -> Any:
     raise pickle.UnpicklingError("it calls getattr for something other than a memory format or an item type")
 
 
-class _OldMetadata(Metadata):
-    """Metadata subclass that megatron-core wrote before 0.16."""
-
-
-class _OldPlan:
-    """Save plan class that megatron-core wrote before 0.16."""
-
-
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-
-
+_OLD = "megatron.core.dist_checkpointing.strategies.torch"
+"""Module of the classes that megatron-core wrote before 0.16; they have some fields more than torch's."""
+_CLASSES = (
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    planner.SavePlan,  # Megatron also stores how its ranks divided the writing
+    planner.WriteItem,
+    planner.WriteItemType,
+    planner.TensorWriteData,
+    planner.BytesIOWriteData,
+    filesystem._StorageInfo,
+    torch.Size,
+    torch.serialization._get_layout,
+)
 _ALLOWED = {
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    **{  # Megatron also stores how its ranks divided the writing
-        (planner.__name__, name): getattr(planner, name)
-        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-    },
-    (_MEGATRON, "MCoreMetadata"): _OldMetadata,
-    (_MEGATRON, "MCoreSavePlan"): _OldPlan,
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{(one.__module__, one.__name__): one for one in _CLASSES},
+    (_OLD, "MCoreMetadata"): metadata.Metadata,
+    (_OLD, "MCoreSavePlan"): planner.SavePlan,
     ("pathlib", "PosixPath"): PurePosixPath,
     ("builtins", "getattr"): _member,
 }
-_DAMAGED = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""Exceptions that unpickling damaged bytes may raise."""
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -114,7 +90,7 @@ def parse(data: bytes) -> Metadata:
     """Parse the bytes of a `.metadata`. Raises RecordError for anything that the format does not allow."""
     try:
         found = _Unpickler(io.BytesIO(data)).load()
-    except _DAMAGED as error:
+    except Exception as error:  # noqa: BLE001  damaged bytes may raise anything
         raise RecordError(f"{type(error).__name__}: {error}") from None
     if not isinstance(found, Metadata):
         raise RecordError(f"it holds a {type(found).__name__} instead of the metadata of a checkpoint")

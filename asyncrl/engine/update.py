@@ -18,10 +18,11 @@ On an error the engines stay paused, so that nothing is sampled from unverified 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from asyncrl.engine.adapters import InUse
 from asyncrl.engine.fleet import Answer, CallRefused, Fleet
 from asyncrl.errors import DeadlineExceeded
 
@@ -36,11 +37,25 @@ class Pause:
     seconds: float = 0.0
 
 
+class RolloutSide:
+    """What a publisher tells the process that plays. This one is nobody: nothing is generated, or it hears of it
+    otherwise."""
+
+    def hold(self) -> None:
+        """Hold back new requests, because the weights are about to change."""
+
+    def announce(self, version: int) -> InUse:
+        """Announce that every engine serves `version`. Returns which adapters are in use."""
+        return InUse([], {})
+
+
 class Update:
     """Update protocol of a run's fleet. It remembers which engines have no sessions."""
 
-    def __init__(self, fleet: Fleet, *, mode: str) -> None:
+    def __init__(self, fleet: Fleet, *, mode: str, before_label: Callable[[str], Answer] | None = None) -> None:
+        """`before_label` is called with each engine before it gets a version's label."""
         self.fleet = fleet
+        self._before_label = before_label
         # no request is left to abort; after a retraction a scheduler would not even clean up what has just ended
         self._mode = "abort" if mode == "drain" else mode
         self._sessionless: set[str] = set()
@@ -66,6 +81,8 @@ class Update:
 
     def label(self, version: int) -> None:
         """Set the version of the weights, once all of them have arrived. Engines that do not confirm it are lost."""
+        if self._before_label:
+            self.fleet.on_each(self._before_label)
         self.fleet.call("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         for url, served in self.fleet.versions().items():
             if served != str(version):

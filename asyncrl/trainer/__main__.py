@@ -47,7 +47,7 @@ from asyncrl.trainer.rank import Rank, join  # noqa: E402
 from asyncrl.trainer.recordings import ScoreWriter  # noqa: E402
 from asyncrl.trainer.recovery import Start, find_start  # noqa: E402
 from asyncrl.trainer.stop import StopRule  # noqa: E402
-from asyncrl.weights.publisher import VersionPublisher  # noqa: E402
+from asyncrl.weights.publish import VersionPublisher  # noqa: E402
 
 
 def main(run_dir: Path) -> None:

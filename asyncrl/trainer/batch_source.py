@@ -19,9 +19,9 @@ import httpx
 import msgspec
 
 from asyncrl.engine.adapters import InUse
+from asyncrl.engine.update import RolloutSide
 from asyncrl.errors import DeadlineExceeded, PeerFailed
 from asyncrl.network.addresses import READY, Access
-from asyncrl.weights.publisher import RolloutSide
 
 RETRY_SECONDS = 0.2
 

@@ -37,7 +37,7 @@ from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.sharded import StagedCopy
 from asyncrl.weights.export import save_trained
-from asyncrl.weights.publisher import VersionPublisher
+from asyncrl.weights.publish import VersionPublisher
 
 
 @dataclass

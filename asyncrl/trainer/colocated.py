@@ -24,7 +24,7 @@ from asyncrl.metrics.record import StepLog
 from asyncrl.parallel import Parallel
 from asyncrl.trainer.batch_source import wait_until_ready
 from asyncrl.trainer.offload import DeviceMemory
-from asyncrl.weights.publisher import StagedPublisher, VersionPublisher
+from asyncrl.weights.publish import StagedPublisher, VersionPublisher
 
 
 def free(memory: DeviceMemory) -> None:

@@ -14,7 +14,7 @@ from asyncrl.metrics.record import StepLog
 from asyncrl.schema import Batch
 from asyncrl.trainer.feed import BatchFeed
 from asyncrl.trainer.stop import StopRule
-from asyncrl.weights.publisher import VersionPublisher
+from asyncrl.weights.publish import VersionPublisher
 
 ASKED = "asked to stop; to be resumed"
 """Reason of a run that is paused, not finished."""

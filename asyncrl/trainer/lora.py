@@ -93,14 +93,14 @@ class LinearAdapters(nn.ModuleDict):
     ) -> None:
         super().__init__()
         self.adapter = adapter
-        linear, rule = shard.module, shard.found.rule
+        linear, rule = shard.module, shard.found
         # Of more ranks than key-value heads, each has a part of one head's rows, and all hold every B.
         self._shared = rule.layout is QKV and shard.degree > dims.kv_heads
         self._layout = rule.layout
         self._dims = dims if self._shared else of_rank(dims, shard.degree)
         self._part = (shard.degree, shard.rank) if self._shared else (1, 0)
         self._rows = rule.divides_inputs
-        self._expert = rule.expert
+        self._expert = rule.routed
         self._degree = shard.degree
         self._group = getattr(linear, "_tp_group", None) or linear.tp_group  # TransformerEngine's layers have both
         self._sequence = linear.config.sequence_parallel
@@ -231,7 +231,7 @@ def add(
             if hasattr(module, "fuse_wgrad_accumulation"):  # TransformerEngine would look for the weight's buffer
                 module.fuse_wgrad_accumulation = False
     for shard in list(weights.linears()):
-        projections = [*shard.found.rule.projections()]
+        projections = [*shard.found.projections()]
         known |= {*projections}
         names = [name for name in projections if settings.targets == "all" or name in settings.targets]
         if names:
@@ -267,7 +267,7 @@ def modules(chunks: Sequence[GPTModel]) -> Iterator[LinearAdapters]:
 
 def _widths(shard: LinearShard, parts: int, dims: Dims) -> dict[str, int]:
     """Return how many rows of the layer's weight, or of all `parts` of it, belong to each projection, in HF's order."""
-    weight, rule = shard.module.weight, shard.found.rule
+    weight, rule = shard.module.weight, shard.found
     names = [*rule.projections()]
     if len(names) == 1:
         return {names[0]: len(weight)}
@@ -278,9 +278,9 @@ def _widths(shard: LinearShard, parts: int, dims: Dims) -> dict[str, int]:
 def _start(shard: LinearShard, name: str, settings: LoraConfig, dims: Dims, adapter: str) -> Tensor:
     """Return this rank's part of a random A, which is the same in every layout, and another one for each adapter."""
     found, weight = shard.found, shard.module.weight
-    layout, rank = found.rule.adapter(name, "A").layout, settings.rank or 0
+    layout, rank = found.adapter(name, "A").layout, settings.rank or 0
     width = weight.shape[1] * (shard.degree if layout is ROW else 1)
-    key = f"{found.rule.megatron.format(layer=found.layer, expert=found.expert)} {name}"
+    key = f"{found.megatron.format(layer=found.layer, expert=found.expert)} {name}"
     key += "" if adapter == POLICY else f" {adapter}"
     draw = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     whole = torch.empty(rank, width)

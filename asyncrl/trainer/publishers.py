@@ -21,7 +21,7 @@ from asyncrl.config import on_gpu
 from asyncrl.engine.adapters import AdapterName, adapter_names
 from asyncrl.engine.fleet import Fleet
 from asyncrl.engine.hand_over import HandOver
-from asyncrl.engine.update import Update
+from asyncrl.engine.update import RolloutSide, Update
 from asyncrl.metrics.record import StepLog
 from asyncrl.observability.timeline import TimelineWriter
 from asyncrl.parallel import Parallel
@@ -31,18 +31,18 @@ from asyncrl.trainer.parallel import host_group
 from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.recovery import CatchingUp, Start
-from asyncrl.weights.adapters import AdapterPublisher, build_adapters
+from asyncrl.weights.adapters import AdapterPublisher, PastAdapters, build_adapters
 from asyncrl.weights.files import publish_folder
-from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft_config import user_config
-from asyncrl.weights.publish import Outgoing, Publisher, build_transport
-from asyncrl.weights.publisher import (
+from asyncrl.weights.publish import (
     UNSENT,
     Background,
-    RolloutSide,
+    Outgoing,
+    Publisher,
     Staged,
     StagedPublisher,
     VersionPublisher,
+    build_transport,
 )
 
 

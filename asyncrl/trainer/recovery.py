@@ -26,7 +26,7 @@ from asyncrl.network.addresses import times_out_of_memory, times_restarted
 from asyncrl.parallel import from_first
 from asyncrl.trainer.batch_source import BatchSource
 from asyncrl.weights.checksum import QUESTION, Checksums, differing, parse
-from asyncrl.weights.publisher import UNSENT, Staged, StagedPublisher
+from asyncrl.weights.publish import UNSENT, Staged, StagedPublisher
 
 if TYPE_CHECKING:
     from asyncrl.trainer.rank import Rank
@@ -121,11 +121,6 @@ class CatchingUp(StagedPublisher):
         self._tell = tell
         self._held: Checksums | None = None
 
-    @property
-    def verified(self) -> Checksums | None:
-        """Return those of the inner publisher."""
-        return self._inner.verified
-
     def stage(self, version: int) -> Staged:
         """Stage a version, unless it is an earlier one than the engines serve."""
         if version < self._recovery.served:
@@ -157,7 +152,7 @@ class CatchingUp(StagedPublisher):
             return None
 
     def _compared(self, held: Checksums | None) -> str:
-        sent = self.verified
+        sent = self._inner.verified
         if held is None or sent is None:
             return "the weights were not compared"
         wrong = differing(sent, held)

@@ -35,20 +35,21 @@ from asyncrl.config.lora import LoraConfig
 from asyncrl.engine.adapters import AdapterName, InUse
 from asyncrl.engine.fleet import Answer, Fleet
 from asyncrl.engine.update import Update
-from asyncrl.errors import WeightsError
+from asyncrl.errors import AsyncRLError, WeightsError
 from asyncrl.parallel import Parallel, from_first
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
 from asyncrl.weights.export import gathered
 from asyncrl.weights.files import claim
 from asyncrl.weights.layouts import Pieces
-from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.peft import read_peft, write_peft
 from asyncrl.weights.peft_config import parsed
-from asyncrl.weights.publisher import Staged, StagedPublisher, VersionPublisher, verifies
-from asyncrl.weights.tensor import handle, shared_memory
+from asyncrl.weights.publish import Staged, StagedPublisher, VersionPublisher, verifies
+from asyncrl.weights.transport import handle, shared_memory
 
 Tensors = dict[str, Tensor]
+PAST = "past"
+"""Folder of a run with past versions of adapters."""
 
 
 def engine_config(lora: LoraConfig, tensors: Iterable[str]) -> dict[str, Any]:
@@ -87,13 +88,12 @@ class SharedAdapter:
             "config_dict": self._config,
             "serialized_named_tensors": [handle(self._flat, self._bucket) for _ in range(self._ranks)],
             "load_format": "flattened_bucket",
-            "expected_checksums": checksums(views(self._flat, self._bucket)) if verify else None,
+            "expected_checksums": checksums(self.held()) if verify else None,
         }
 
-    def check(self, tensors: Tensors) -> None:
-        """Raise WeightsError unless exactly these tensors are in the memory. An engine that finds a wrong checksum ends
-        with an error, so that a mistake here would end all of them."""
-        _compare(self.name, tensors, views(self._flat, self._bucket))
+    def held(self) -> Tensors:
+        """Return the tensors that are in the memory."""
+        return views(self._flat, self._bucket)
 
     def drop(self) -> None:
         """Release the memory, which engines that still map it keep: no engine will load it again."""
@@ -124,9 +124,9 @@ class AdapterFolder:
         """Return a request with the folder, whose checksums only the sender can compare."""
         return "/load_lora_adapter", {"lora_name": self.name, "lora_path": str(self._folder)}
 
-    def check(self, tensors: Tensors) -> None:
-        """Read the file back and compare."""
-        _compare(self.name, tensors, read_peft(self._folder))
+    def held(self) -> Tensors:
+        """Return the tensors that are in the file."""
+        return read_peft(self._folder)
 
     def drop(self) -> None:
         """Delete the folder."""
@@ -137,17 +137,66 @@ PublishedAdapter = SharedAdapter | AdapterFolder
 """An adapter that engines can load until it is dropped."""
 
 
-class AdapterUpdate(Update):
-    """Update protocol that lets no engine have a version's label, or requests, without its adapters."""
+class PastAdapters:
+    """Past versions of adapters that play roles (agents.roles.NAME.past), as PEFT folders RUN/past/ADAPTER/v000012.
+    Rank 0 has them.
 
-    def __init__(self, fleet: Fleet, load: Callable[[str], Answer]) -> None:
-        super().__init__(fleet, mode="in_place")
-        self._load = load
+    A folder holds what the engines got when its version was published. It stays as long as the newest version or a
+    checkpoint needs it: a run that resumes there loads it into the engines again.
+    """
 
-    def label(self, version: int) -> None:
-        """Load the adapters, then set the version."""
-        self.fleet.on_each(self._load)
-        super().label(version)
+    def __init__(
+        self,
+        run_dir: Path,
+        origin: Path | None,
+        needed: Callable[[int], dict[str, list[int]]],
+        checkpoints: Callable[[], list[int]],
+        describe: Callable[[Tensors], dict[str, Any]],
+    ) -> None:
+        """`origin` is the folder of the run whose checkpoint is resumed. `needed` returns the past versions of each
+        adapter that may play while a version is the newest, `checkpoints` the versions of all checkpoints, and
+        `describe` the adapter_config.json of an adapter."""
+        self._run_dir = run_dir
+        self._origin = origin
+        self.needed = needed
+        self._checkpoints = checkpoints
+        self._describe = describe
+
+    def write(self, version: int, adapter: str, tensors: Tensors) -> None:
+        """Write a version that is published, if it will play a role. Raises WeightsError if the disk cannot take it."""
+        if version in self.needed(version).get(adapter, ()):
+            self._write(_past(self._run_dir, adapter, version), tensors)
+
+    def read(self, version: int, adapter: str) -> Tensors:
+        """Read a version that was published earlier, from the run that is resumed if this one has a new folder. Raises
+        WeightsError if it is missing."""
+        folder = _past(self._run_dir, adapter, version)
+        source = _past(self._origin, adapter, version) if self._origin and not folder.exists() else folder
+        try:
+            tensors = read_peft(source)
+        except AsyncRLError as error:
+            raise WeightsError(
+                f"A past version of {adapter} that plays a role (agents.roles) cannot be read: {error} Copy the folder "
+                f"{PAST} of the run that is resumed, or remove that role."
+            ) from None
+        if source != folder:
+            self._write(folder, tensors)
+        return tensors
+
+    def _write(self, folder: Path, tensors: Tensors) -> None:
+        write_peft(folder, self._describe(tensors), tensors.items())
+
+    def prune(self, newest: int) -> None:
+        """Delete the versions that neither the newest version nor a checkpoint needs."""
+        needed = [self.needed(version) for version in {newest, *self._checkpoints()}]
+        for folder in (self._run_dir / PAST).glob(f"*/v{'[0-9]' * 6}"):
+            adapter, version = folder.parent.name, int(folder.name[1:])
+            if not any(version in one.get(adapter, ()) for one in needed):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _past(run_dir: Path, adapter: str, version: int) -> Path:
+    return run_dir / PAST / adapter / f"v{version:06d}"
 
 
 @dataclass(frozen=True)
@@ -185,7 +234,8 @@ class AdapterPublisher(StagedPublisher):
         self._names = names
         self._announce = announce
         self._past = past
-        self._update = AdapterUpdate(fleet, self._load)
+        # no engine has a version's label, or requests, without its adapters
+        self._update = Update(fleet, mode="in_place", before_label=self._load)
         self._base = base(self._update) if base else None
         self._sent = False  # whether the base was
         self._live: dict[tuple[int, str], PublishedAdapter] = {}
@@ -255,7 +305,8 @@ class AdapterPublisher(StagedPublisher):
             self._past.write(version, adapter, tensors)
         started = time.monotonic()
         if self._verify:
-            live.check(tensors)
+            # an engine that finds a wrong checksum ends with an error, so that a mistake here would end all of them
+            _compare(name, tensors, live.held())
             self._verified_once = True
         return time.monotonic() - started
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.engine.fleet import Fleet
-from asyncrl.weights.bucket import Bucket
-from asyncrl.weights.files import claim, write_bucket
+from asyncrl.weights.bucket import Bucket, views
+from asyncrl.weights.files import claim, write_stream
 from asyncrl.weights.transport import Transport
 
 KEPT = 2
@@ -50,7 +50,7 @@ class DiskTransport(Transport):
 
     def send(self, flat: Tensor, bucket: Bucket) -> None:
         """Write one file. Raises WeightsError if the disk cannot take it."""
-        write_bucket(self._next_file(), flat, bucket)
+        write_stream(self._next_file(), bucket, iter(views(flat, bucket).items()), durable=False)
 
     def deliver(self, version: int) -> bool:
         """Publish the folder and let the engines load it."""

@@ -8,8 +8,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from io import FileIO
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -56,36 +55,16 @@ def claim(folder: Path) -> None:
         raise WeightsError(f"{folder} belongs to another user, or is a link: remove it, or set another weights.folder")
 
 
-def write_bucket(file: Path, flat: Tensor, bucket: Bucket, metadata: dict[str, str] | None = None) -> None:
-    """Write one bucket (`flat`: uint8, on CPU). Raises WeightsError with the file if the disk cannot take it."""
-    with _created(file, bucket, metadata) as (out, _):
-        _write(out, flat)
-
-
-def write_stream(file: Path, bucket: Bucket, stream: Iterator[tuple[str, Tensor]]) -> None:
-    """Write the stream's next tensors to their places in the bucket, with one in memory at a time. Raises WeightsError
-    with the file if the disk cannot take it."""
-    with _created(file, bucket, None) as (out, begin):
-        places = {entry.name: begin + entry.start for entry in bucket}
-        for _ in bucket:
-            name, tensor = next(stream)
-            out.seek(places[name])
-            _write(out, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))
-        os.fsync(out.fileno())  # the file is meant to outlive the run
-
-
-def write_index(folder: Path, files: dict[str, Bucket]) -> None:
-    """Write model.safetensors.index.json, which maps each tensor to its file."""
-    index = {
-        "metadata": {"total_size": sum(entry.end - entry.start for bucket in files.values() for entry in bucket)},
-        "weight_map": {entry.name: file for file, bucket in sorted(files.items()) for entry in bucket},
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-@contextmanager
-def _created(file: Path, bucket: Bucket, metadata: dict[str, str] | None) -> Iterator[tuple[FileIO, int]]:
-    """Create a file with its header, and yield it with the offset of the tensors. An incomplete file is removed.
+def write_stream(
+    file: Path,
+    bucket: Bucket,
+    stream: Iterator[tuple[str, Tensor]],
+    metadata: dict[str, str] | None = None,
+    *,
+    durable: bool = True,
+) -> None:
+    """Write the stream's next tensors to their places in the bucket, with one in memory at a time. A `durable` file is
+    meant to outlive the run. Raises WeightsError with the file if the disk cannot take it, and removes it then.
 
     Format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors.
     https://github.com/huggingface/safetensors#format
@@ -99,11 +78,19 @@ def _created(file: Path, bucket: Bucket, metadata: dict[str, str] | None) -> Ite
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % ALIGNMENT)
+    places = {entry.name: 8 + len(text) + entry.start for entry in bucket}
     whole = False
     try:
         with file.open("wb", buffering=0) as out:
             out.write(len(text).to_bytes(8, "little") + text)
-            yield out, 8 + len(text)
+            for _ in bucket:
+                name, tensor = next(stream)
+                out.seek(places[name])
+                rest = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                while rest:  # one call writes at most 2 GiB
+                    rest = rest[out.write(rest) or 0 :]
+            if durable:
+                os.fsync(out.fileno())
         whole = True
     except OSError as error:
         raise WeightsError(f"{file} cannot be written: {error}. Free some space, or choose another folder.") from None
@@ -112,7 +99,10 @@ def _created(file: Path, bucket: Bucket, metadata: dict[str, str] | None) -> Ite
             file.unlink(missing_ok=True)
 
 
-def _write(out: FileIO, flat: Tensor) -> None:
-    rest = flat.numpy().data
-    while rest:  # one call writes at most 2 GiB
-        rest = rest[out.write(rest) or 0 :]
+def write_index(folder: Path, files: dict[str, Bucket]) -> None:
+    """Write model.safetensors.index.json, which maps each tensor to its file."""
+    index = {
+        "metadata": {"total_size": sum(entry.end - entry.start for bucket in files.values() for entry in bucket)},
+        "weight_map": {entry.name: file for file, bucket in sorted(files.items()) for entry in bucket},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

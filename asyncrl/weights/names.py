@@ -35,16 +35,24 @@ def adapter_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class NameRule:
-    """One Megatron parameter and its HF tensors, as in a WeightRow."""
+    """One Megatron parameter and its HF tensors, as in a WeightRow: of a table, or found by its name."""
 
     megatron: str
     layout: TensorLayout
     hf: tuple[str, ...]
     matrix: str | None = None
     """A or B for a matrix of an adapter; None for a parameter of the base."""
+    layer: int | None = None
+    expert: int | None = None
+    """The numbers in the name that was found."""
+
+    def hf_names(self, *, expert_offset: int = 0) -> tuple[str, ...]:
+        """Return the HF names of this parameter, or of the same parameter of the expert `expert_offset` further on."""
+        expert = None if self.expert is None else self.expert + expert_offset
+        return tuple(name.format(layer=self.layer, expert=expert) for name in self.hf)
 
     @property
-    def expert(self) -> bool:
+    def routed(self) -> bool:
         """True for a routed expert's weight, which is sharded over the expert-parallel ranks, not over the dense
         layout."""
         return "{expert}" in self.megatron
@@ -52,7 +60,7 @@ class NameRule:
     @property
     def stacked(self) -> bool:
         """True for a routed expert's weight whose HF tensor holds those of all experts, one after the other."""
-        return self.expert and "{expert}" not in self.hf[0]
+        return self.routed and "{expert}" not in self.hf[0]
 
     @property
     def linear(self) -> bool:
@@ -68,7 +76,7 @@ class NameRule:
     def projections(self) -> dict[str, str]:
         """Return PEFT's modules of a linear layer's adapters by their last names. Routed experts have the form of
         PEFT's `target_parameters`: transformers stacks their weights, with gate and up in one."""
-        if self.expert:
+        if self.routed:
             name = "down_proj" if self.divides_inputs else "gate_up_proj"
             return {name: f"model.layers.{{layer}}.mlp.experts.{name}"}
         # transformers' name of shared experts, which files of Hunyuan 3 call otherwise
@@ -80,11 +88,12 @@ class NameRule:
         of `module_of`. `whole` says that every rank holds all of B."""
         layout = ROW if self.divides_inputs else WHOLE
         if matrix == "B":
-            outputs = FUSED_GATE_UP if self.expert and self.layout is GATE_UP else LINEAR.get(self.layout, WHOLE)
+            outputs = FUSED_GATE_UP if self.routed and self.layout is GATE_UP else LINEAR.get(self.layout, WHOLE)
             layout = WHOLE if whole else outputs
         linear = self.megatron.removesuffix(".weight")
         name = f"{self.projections()[projection]}.lora_{matrix}.weight"
-        return NameRule(f"{linear}.{module}.{projection}.{matrix}", layout, (name,), matrix)
+        megatron = f"{linear}.{module}.{projection}.{matrix}"
+        return replace(self, megatron=megatron, layout=layout, hf=(name,), matrix=matrix)
 
 
 Table = tuple[NameRule, ...]
@@ -131,20 +140,6 @@ def unit_of(hf_name: str) -> str:
     return hf_name
 
 
-@dataclass(frozen=True)
-class Found:
-    """One Megatron parameter's rule, and the numbers in its name."""
-
-    rule: NameRule
-    layer: int | None
-    expert: int | None
-
-    def hf_names(self, *, expert_offset: int = 0) -> tuple[str, ...]:
-        """Return the HF names of this parameter, or of the same parameter of the expert `expert_offset` further on."""
-        expert = None if self.expert is None else self.expert + expert_offset
-        return tuple(name.format(layer=self.layer, expert=expert) for name in self.rule.hf)
-
-
 class Mapping:
     """The table of one architecture, looked up by Megatron name or by HF name. With `transformer_engine`, parameters
     have the layouts of Megatron's TransformerEngine spec. With `shared_heads`, several ranks share a key-value head."""
@@ -158,24 +153,24 @@ class Mapping:
         self._hf = {name: rule for rule in FAMILIES[architecture] for name in rule.hf}
         self.tower = TOWERS[architecture].prefix if architecture in TOWERS else None
 
-    def find(self, megatron_name: str) -> Found:
+    def find(self, megatron_name: str) -> NameRule:
         """Return the rule of a parameter, named as in the local spec, whose layer and expert numbers are global."""
         if of_adapter := ADAPTER.fullmatch(megatron_name):
             found = self.find(f"{of_adapter['linear']}.weight")
-            whole = self._shared_heads and found.rule.layout is QKV
+            whole = self._shared_heads and found.layout is QKV
             part = {name: of_adapter[name] for name in ("projection", "matrix", "module")}
-            rule = found.rule.adapter(**part, whole=whole)
-            return replace(found, rule=replace(rule, hf=tuple(self._module(name) for name in rule.hf)))
+            rule = found.adapter(**part, whole=whole)
+            return replace(rule, hf=tuple(self._module(name) for name in rule.hf))
         if self.tower and megatron_name.startswith("visual."):  # transformers' own module, equal on all ranks
             name = self.tower + megatron_name.removeprefix("visual.")
-            return Found(NameRule(megatron_name, WHOLE, (name,)), None, None)
+            return NameRule(megatron_name, WHOLE, (name,))
         general, numbers = without_numbers(megatron_name)
         if general not in self._rules:
             raise WeightsError(f"{megatron_name}: {self.architecture}'s table has no rule for this Megatron parameter")
         rule = self._rules[general]
         if self._transformer_engine and WHOLE_WITH_TRANSFORMER_ENGINE.search(general):
             rule = replace(rule, layout=WHOLE)
-        return Found(rule, numbers.get("layer"), numbers.get("expert"))
+        return replace(rule, layer=numbers.get("layer"), expert=numbers.get("expert"))
 
     def knows(self, hf_name: str) -> bool:
         """Return whether some Megatron parameter or the vision tower holds this HF tensor."""

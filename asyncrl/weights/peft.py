@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
@@ -38,10 +37,6 @@ from asyncrl.weights.peft_config import (
     read_adapter_config,
 )
 from asyncrl.weights.reshard import Resharder
-
-KEPT = 4
-"""Tensors in memory at a time: those of a layer's experts, which are read expert by expert."""
-
 
 # --- writing ------------------------------------------------------------------------------------------------
 
@@ -75,68 +70,39 @@ def _in_file(name: str, nested: bool) -> str:
 
 
 def read_peft(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of dense layers that `write_peft` has written."""
-    return {name.removeprefix(PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}
-
-
-class PeftFolder:
-    """The adapters of a PEFT folder, open inside the `with` block."""
-
-    def __init__(self, folder: Path) -> None:
-        """Read the configuration. Raises WeightsError or ConfigError for a folder that is not plain LoRA."""
-        self.config = read_adapter_config(folder)
-        self.folder = folder
-        self._files: dict[str, dict[str, str]] = {}
-
-    def __enter__(self) -> Self:
-        self._file = open_adapters(self.folder, "pt")
-        self._tensor: Callable[[str], Tensor] = lru_cache(KEPT)(self._file.get_tensor)
-        self._files = adapted(self.config, self._file.keys())
-        for module in self._files:
-            self._check_rank(module)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.__exit__(None, None, None)
-
-    @property
-    def modules(self) -> list[str]:
-        """Return the modules that have an adapter."""
-        return list(self._files)
-
-    def read(self, name: str, shape: Sequence[int] | None = None) -> Tensor:
-        """Read one tensor. Raises WeightsError if it is missing or has another shape."""
-        module, letter = parsed(name)
-        if module not in self._files:
-            raise WeightsError(f"{name} is missing in {self.folder}")
-        tensor = self._tensor(self._files[module][letter])
-        if shape is not None and tensor.shape != torch.Size(shape):
+    """Return the tensors of a PEFT folder, which are read from its file when they are used. Raises WeightsError or
+    ConfigError for a folder that is not plain LoRA."""
+    file = open_adapters(folder, "pt")
+    found: dict[str, Tensor] = {}
+    for module, names in adapted(read_adapter_config(folder), file.keys()).items():
+        if missing := {"A", "B"} - names.keys():
+            raise WeightsError(f"{module}.lora_{missing.pop()}.weight is missing in {folder}")
+        a, b = (file.get_tensor(names[letter]) for letter in "AB")
+        if a.ndim != 2 or b.ndim != 2 or not len(a) == b.shape[1] > 0:
             raise WeightsError(
-                f"{name} in {self.folder} is {[*tensor.shape]}, but the model and trainer.lora ask for {[*shape]}"
+                f"the adapter of {module} in {folder} has A {[*a.shape]} and B {[*b.shape]}, which have no rank in "
+                "common. Copy or export the folder again."
             )
-        return tensor
-
-    def _shape(self, module: str, letter: str) -> list[int]:
-        return [*self._file.get_slice(self._files[module][letter]).get_shape()]
-
-    def _check_rank(self, module: str) -> None:
-        if missing := {"A", "B"} - self._files[module].keys():
-            raise WeightsError(f"{module}.lora_{missing.pop()}.weight is missing in {self.folder}")
-        a, b, rank = self._shape(module, "A"), self._shape(module, "B"), self.config.rank_of(module)
-        experts = a[0] // rank if module.endswith((GATE_UP, DOWN)) else 1
-        if len(a) != 2 or len(b) != 2 or not a[0] == b[1] == rank * experts > 0:
-            raise WeightsError(
-                f"the adapter of {module} in {self.folder} has A {a} and B {b}, but {CONFIG} says rank {rank}. Copy "
-                "or export the folder again."
-            )
+        found |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    return found
 
 
 def start_from(root: Path, weights: Resharder, names: Sequence[str]) -> None:
     """Fill a model's adapters of these names from their PEFT folders. Raises WeightsError or ConfigError if one has
     others, or not plain LoRA."""
     for name, folder in adapter_folders(root, names).items():
-        with PeftFolder(folder) as adapters:
-            weights.load_adapters(adapters.read, name)
-            for module in adapters.modules:
-                if not weights.adapts(module):
-                    raise WeightsError(f"{folder} adapts {module}, which is no linear layer that is trained here")
+        tensors = read_peft(folder)
+        weights.load_adapters(partial(_of_shape, tensors, folder), name)
+        for module, _ in map(parsed, tensors):
+            if not weights.adapts(module):
+                raise WeightsError(f"{folder} adapts {module}, which is no linear layer that is trained here")
+
+
+def _of_shape(tensors: dict[str, Tensor], folder: Path, name: str, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of a folder. Raises WeightsError if it is missing or has another shape."""
+    if name not in tensors:
+        raise WeightsError(f"{name} is missing in {folder}")
+    if tensors[name].shape != torch.Size(shape):
+        found = [*tensors[name].shape]
+        raise WeightsError(f"{name} in {folder} is {found}, but the model and trainer.lora ask for {[*shape]}")
+    return tensors[name]

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import regex
-
 from asyncrl.config.lora import LoraConfig
 from asyncrl.errors import ConfigError, WeightsError
 
@@ -26,7 +24,6 @@ CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """Transformers' parameters of a layer's routed experts."""
 PREFIX = "base_model.model."
-MATCH_SECONDS = 2.0
 INSIDE = ".language_model."
 """Part of the names of modules of a text model inside a model that sees."""
 _TENSOR = re.compile(r"(.+)\.lora_([AB])\.weight")
@@ -57,7 +54,8 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """Ranks and scales of the adapters in a PEFT folder. Modules are named as in transformers."""
+    """Rank and scale of the adapters in a PEFT folder, and the modules of which it names others, by the ends of their
+    names as in transformers."""
 
     rank: int
     alpha: float
@@ -66,14 +64,10 @@ class AdapterConfig:
     alpha_pattern: dict[str, float] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
 
-    def rank_of(self, module: str) -> int:
-        """Return the rank of a module's adapter."""
-        return _matching(self.rank_pattern, module, self.rank)
-
-    def scale_of(self, module: str) -> float:
-        """Return the factor of a module's adapter."""
-        rank = self.rank_of(module)
-        return _matching(self.alpha_pattern, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters of all other modules."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
@@ -88,11 +82,11 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         raise WeightsError(f"{file} cannot be read: {error}. Give a folder of PEFT's save_pretrained.") from None
     _check_kind(file, found)
     config = AdapterConfig(
-        rank=_positive(file, "r", found.pop("r", None), int),
-        alpha=_positive(file, "lora_alpha", found.pop("lora_alpha", None), int | float),
+        rank=positive(file, "r", found.pop("r", None), int),
+        alpha=positive(file, "lora_alpha", found.pop("lora_alpha", None), int | float),
         rslora=bool(found.pop("use_rslora", False)),
-        rank_pattern=_pattern(file, found, "rank_pattern", int),
-        alpha_pattern=_pattern(file, found, "alpha_pattern", int | float),
+        rank_pattern=found.pop("rank_pattern", None) or {},
+        alpha_pattern=found.pop("alpha_pattern", None) or {},
         parameters=tuple(found.pop("target_parameters", None) or ()),
     )
     for name, value in found.items():
@@ -114,37 +108,11 @@ def _check_kind(file: Path, found: dict[str, Any]) -> None:
         )
 
 
-def _positive(file: Path, name: str, value: Any, kind: Any) -> Any:
+def positive(file: Path, name: str, value: Any, kind: Any) -> Any:
     """Return a value that must be a positive number."""
     if not isinstance(value, kind) or isinstance(value, bool) or not value > 0:
         raise ConfigError(f"{file}: {name}", value, "It must be a positive number: copy the folder again.")
     return value
-
-
-def _pattern(file: Path, found: dict[str, Any], name: str, kind: Any) -> dict[str, Any]:
-    patterns: dict[str, Any] = found.pop(name, None) or {}
-    for pattern, value in patterns.items():
-        _positive(file, f"{name}: {pattern}", value, kind)
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"{file}: {name}", pattern, f"It is no regular expression: {error}.") from None
-    return patterns
-
-
-def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a module's name, as PEFT does. Raises WeightsError
-    for one that takes longer than MATCH_SECONDS: the patterns of a folder may be a stranger's."""
-    for key, value in patterns.items():
-        try:
-            if regex.match(rf"(.*\.)?({key})$", module, timeout=MATCH_SECONDS):
-                return value
-        except TimeoutError:
-            raise WeightsError(
-                f"{CONFIG}: the pattern {key!r:.200} was not matched with {module} within {MATCH_SECONDS:g} s: write "
-                "the names of modules instead"
-            ) from None
-    return default
 
 
 def adapter_folders(root: Path, names: Sequence[str]) -> dict[str, Path]:
@@ -217,20 +185,19 @@ def _check_folder(lora: LoraConfig, folder: Path) -> None:
         raise ConfigError("trainer.lora.path", lora.path, "Set trainer.lora.rank to the rank of these adapters.")
     config = read_adapter_config(folder)
     modules = adapted(config, open_adapters(folder, "numpy").keys())
-    kinds = {(config.rank_of(module), config.scale_of(module)) for module in modules}
-    if len(kinds) > 1:
+    if others := {**config.rank_pattern, **config.alpha_pattern}:
         raise ConfigError(
             "trainer.lora.path",
             lora.path,
-            f"Its adapters have several ranks and scales, {sorted(kinds)}, but a run trains one: merge it into the "
-            "model with asyncrl-convert merge.",
+            f"Its adapters have several ranks and scales, {others}, but a run trains one: merge it into the model with "
+            "asyncrl-convert merge.",
         )
-    for rank, scale in kinds:
-        if rank != lora.rank:
-            raise ConfigError("trainer.lora.rank", lora.rank, f"The adapters in {folder} have rank {rank}: set that.")
-        if not math.isclose(scale, lora.scale):
-            remedy = f"The adapters in {folder} have the scale {scale:g}: set {scale * lora.alpha / lora.scale:g}."
-            raise ConfigError("trainer.lora.alpha", lora.alpha, remedy)
+    if config.rank != lora.rank:
+        remedy = f"The adapters in {folder} have rank {config.rank}: set that."
+        raise ConfigError("trainer.lora.rank", lora.rank, remedy)
+    if not math.isclose(config.scale, lora.scale):
+        remedy = f"The adapters in {folder} have the scale {config.scale:g}: set "
+        raise ConfigError("trainer.lora.alpha", lora.alpha, f"{remedy}{config.scale * lora.alpha / lora.scale:g}.")
     names = {module.rpartition(".")[2] for module in modules}
     if lora.targets != "all" and names != {*lora.targets}:
         raise ConfigError("trainer.lora.targets", lora.targets, f"{folder} has adapters of {sorted(names)}: set these.")

@@ -1,4 +1,11 @@
-"""Publication of a version to every engine.
+"""Publication of a version to every engine. All publishers have one protocol. Those that send do so in two parts, and
+others may work around them:
+
+    Publisher (here), AdapterPublisher (adapters.py), NoEngines (trainer/publishers.py)            send
+    CatchingUp (trainer/recovery.py)                                                               leaves versions out
+    Background (here), Colocated (trainer/colocated.py)                                            say when, and where
+
+trainer/publishers.py builds the chain of a run. A publisher that sends all weights goes through these steps:
 
     meet       every rank learns which engines there are
     fill       the stage's first rank copies its HF tensors into buckets while the engines still generate
@@ -8,7 +15,7 @@
     announce   the rollout side opens admission for the next cohort
 
 The first two are `stage`, the others `complete`. With staging=full, and with disk, only `stage` needs the trainer's
-weights, so that the next batch can be trained beside `complete` (weights.overlap, publisher.py). Its collectives then
+weights, so that the next batch can be trained beside `complete` (weights.overlap, Background). Its collectives then
 have a process group of their own, because those of a training step must not come between them.
 
 With staging=full, the engines are paused only for sending. With staging=stream they are also paused for gathering, all
@@ -24,7 +31,9 @@ sent in another.
 
 from __future__ import annotations
 
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,7 +49,7 @@ from torch import Tensor
 from asyncrl.config import Config, WeightsConfig, streams
 from asyncrl.config.roles import POLICY
 from asyncrl.engine.fleet import Fleet
-from asyncrl.engine.update import Pause, Update
+from asyncrl.engine.update import Pause, RolloutSide, Update
 from asyncrl.errors import EngineError
 from asyncrl.parallel import Parallel, from_all, from_first
 from asyncrl.user_code import load
@@ -50,12 +59,76 @@ from asyncrl.weights.choice import choose
 from asyncrl.weights.disk import DiskTransport
 from asyncrl.weights.distributed import DistributedTransport
 from asyncrl.weights.names import unit_of
-from asyncrl.weights.publisher import RolloutSide, Staged, StagedPublisher, verifies
-from asyncrl.weights.tensor import TensorTransport
-from asyncrl.weights.transport import Transport
+from asyncrl.weights.transport import TensorTransport, Transport
 
+SPAN = "publish_background"
+UNSENT = dict.fromkeys(("fill", "pause", "verify", "bytes", "engines"), 0.0)
+"""Metrics of a version that is not sent to engines."""
 NAMED = 8
 """Number of differing tensors that a message names."""
+
+
+class VersionPublisher(ABC):
+    """Publisher of versions to every engine. What it does beside `publish` is nothing, unless it has to."""
+
+    @abstractmethod
+    def publish(self, version: int) -> dict[str, float]:
+        """Publish a version. Returns the seconds of each part, and the bytes sent."""
+
+    def finish(self) -> None:
+        """Wait for a publish that works in the background. Raises its error."""
+        return  # most work in the loop
+
+    def idle(self) -> bool:
+        """Return whether no publish works in the background. Raises the error of one that failed."""
+        return True
+
+    def take_back(self) -> None:
+        """Wait until no engine uses this rank's GPU. Called on every rank before a batch is trained."""
+        return  # most engines use others
+
+    def training(self) -> AbstractContextManager[None]:
+        """Have all that a batch's update needs on the device inside the block."""
+        return nullcontext()
+
+    def parameters(self, version: int) -> AbstractContextManager[None]:
+        """Have the parameters on the device inside the block, while `version` is served."""
+        return nullcontext()
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What the rest of a publish needs."""
+
+    version: int
+    metrics: dict[str, float]
+    expected: ExpectedChecksums | None = None
+
+
+class StagedPublisher(VersionPublisher):
+    """Publisher in two parts, of which only the first needs the trainer's weights."""
+
+    verified: Checksums | None = None
+    """Checksums of the last version that was verified; the same on every rank."""
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Publish a version; runs on every rank. Returns the seconds of filling, of verifying and of the pause, the
+        bytes sent by this rank, the number of engines that serve, and those of the weights."""
+        return self.complete(self.stage(version))
+
+    @abstractmethod
+    def stage(self, version: int) -> Staged:
+        """Do what needs the trainer's weights."""
+
+    @abstractmethod
+    def complete(self, staged: Staged) -> dict[str, float]:
+        """Do the rest, in any thread. Returns the metrics of the whole publish."""
+
+
+def verifies(settings: WeightsConfig, version: int, *, unproven: bool) -> bool:
+    """Return whether a version is verified: if some engine has never proved its weights, and every so often."""
+    every = settings.verify_every
+    return settings.verify and bool(unproven or (every and version % every == 0))
 
 
 @dataclass(frozen=True)
@@ -108,12 +181,6 @@ class Publisher(StagedPublisher):
         if not self._full:
             sizes = [max(sizes)] * min(transport.memories, len(sizes)) if sizes else []
         self._memory = [transport.allocate(size, parallel.device) for size in sizes]
-        self._verified: Checksums | None = None
-
-    @property
-    def verified(self) -> Checksums | None:
-        """Return the checksums of the last version that was verified; the same on every rank."""
-        return self._verified
 
     @torch.no_grad()
     def stage(self, version: int) -> Staged:
@@ -121,7 +188,7 @@ class Publisher(StagedPublisher):
         change when this returns."""
         started = time.monotonic()
         self._meet(version)
-        unproven = self._verified is None or bool(self._fleet.joining)
+        unproven = self.verified is None or bool(self._fleet.joining)
         expected = self._outgoing.expected() if verifies(self._settings, version, unproven=unproven) else None
         if self._transport.ahead:
             self._send(expected)
@@ -257,14 +324,11 @@ class Publisher(StagedPublisher):
 
     def _deliver(self, version: int) -> None:
         """Deliver the version until the engines have taken it. They may ask for the full weights."""
-        while not from_first(self._is_delivered(version), self._group):
+        while not from_first(not self._parallel.is_first or self._transport.deliver(version), self._group):
             if self._parallel.exports:
                 self._transport.start(version, full=True)
             self._send(None)
         self._transport.accepted(version)
-
-    def _is_delivered(self, version: int) -> bool:
-        return self._transport.deliver(version) if self._parallel.is_first else True
 
     # -- verification --------------------------------------------------------------------------------------
 
@@ -273,7 +337,7 @@ class Publisher(StagedPublisher):
         Returns the seconds that it took."""
         started = time.monotonic()
         whole = merge([stage for stage in from_all(expected.result(), self._group) if stage])
-        self._verified = whole
+        self.verified = whole
         if self._parallel.is_first:
             for url, answer in self._fleet.call(*QUESTION).items():
                 try:
@@ -285,6 +349,67 @@ class Publisher(StagedPublisher):
                     names = ", ".join(wrong[:NAMED]) + more
                     self._fleet.lose(url, f"{url} holds other weights than were sent (weights.verify): {names}")
         return time.monotonic() - started
+
+
+class Background(VersionPublisher):
+    """Publication of a version while the trainer trains the next batch (weights.overlap).
+
+        in the training loop       wait for the publish in flight; stage the version (publish.py)
+        in a thread of its own     complete it: hold, pause, send, verify, label, continue, announce
+
+    One publish is in flight at most. The optimizer changes only weights that are already copied. The publish in flight
+    is waited for without a deadline here: its calls and collectives have their own. Its error is raised by the next
+    publish, by `finish` and by `idle`; `failed` gets it at once, in the thread.
+    """
+
+    def __init__(
+        self,
+        inner: StagedPublisher,
+        *,
+        ended: Callable[[str, int, float, float], None] = lambda span, batch, start, end: None,
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """`ended` is called with a span's name, its batch, and the wall-clock times of a publish in the background;
+        `failed` in the thread, with its error."""
+        self._inner = inner
+        self._ended = ended
+        self._failed = failed
+        self._flight: Future[tuple[int, float, dict[str, float]]] | None = None
+        """The publish in the background: its version, when it began, and its metrics."""
+        self._metrics: dict[str, float] = {"pause": 0.0, "verify": 0.0, "background": 0.0}
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Stage a version, after the publish in flight, and complete it in the background. Returns the seconds of
+        staging, and the other metrics of the publish that ended last, with its seconds in the background."""
+        self.finish()
+        staged = self._inner.stage(version)
+        self._flight = Future()
+        threading.Thread(target=self._complete, args=(staged, self._flight), name="publish", daemon=True).start()
+        return {**staged.metrics, **self._metrics, "fill": staged.metrics["fill"]}
+
+    def finish(self) -> None:
+        """Wait for the publish in flight. Raises its error."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        version, began, self._metrics = flight.result()
+        self._ended(SPAN, version - 1, began, began + self._metrics["background"])
+
+    def idle(self) -> bool:
+        """Return whether no publish is in flight. Raises the error of one that failed."""
+        if self._flight and self._flight.done():
+            self.finish()
+        return self._flight is None
+
+    def _complete(self, staged: Staged, flight: Future[tuple[int, float, dict[str, float]]]) -> None:
+        began = time.time()
+        try:
+            metrics = self._inner.complete(staged)
+        except BaseException as error:  # noqa: BLE001  the training loop raises it
+            flight.set_exception(error)
+            self._failed(error)
+        else:
+            flight.set_result((staged.version, began, {**metrics, "background": time.time() - began}))
 
 
 def build_transport(

@@ -33,8 +33,8 @@ from asyncrl.weights.layouts import Dims, Pieces, of_expert, stack_experts
 from asyncrl.weights.names import (
     ADAPTER,
     WHOLE_WITH_TRANSFORMER_ENGINE,
-    Found,
     Mapping,
+    NameRule,
     adapter_of,
     local_name,
     module_of,
@@ -51,7 +51,7 @@ class LinearShard:
     """One rank's part of a linear layer: the rank's number of those that share the layer."""
 
     module: Any
-    found: Found
+    found: NameRule
     degree: int
     rank: int
 
@@ -76,20 +76,20 @@ class Resharder:
         self._layers_here = {number for chunk in chunks for number in _layers(chunk)}
 
     @cached_property
-    def _found(self) -> list[tuple[int, str, Found]]:
+    def _found(self) -> list[tuple[int, str, NameRule]]:
         """Every parameter and persistent buffer of the base: chunk, name, and its rule with the numbers of the whole
         model."""
         return self._named(lambda name: not ADAPTER.fullmatch(name))
 
     @cached_property
-    def _adapters(self) -> dict[str, list[tuple[int, str, Found]]]:
+    def _adapters(self) -> dict[str, list[tuple[int, str, NameRule]]]:
         """The matrices of each adapter, in the same form."""
-        found: dict[str, list[tuple[int, str, Found]]] = {}
+        found: dict[str, list[tuple[int, str, NameRule]]] = {}
         for matrix in self._named(lambda name: bool(ADAPTER.fullmatch(name))):
             found.setdefault(adapter_of(matrix[1]) or POLICY, []).append(matrix)
         return found
 
-    def _named(self, wanted: Callable[[str], bool]) -> list[tuple[int, str, Found]]:
+    def _named(self, wanted: Callable[[str], bool]) -> list[tuple[int, str, NameRule]]:
         return [
             (number, name, self._mapping.find(_global_name(name, _layers(chunk), self._first_expert)))
             for number, chunk in enumerate(self._chunks)
@@ -100,13 +100,13 @@ class Resharder:
     def linears(self) -> Iterator[LinearShard]:
         """Yield this rank's linear layers that can have adapters."""
         for chunk, name, found in self._found:
-            if found.rule.linear or WHOLE_WITH_TRANSFORMER_ENGINE.search(name):
+            if found.linear or WHOLE_WITH_TRANSFORMER_ENGINE.search(name):
                 module = self._chunks[chunk].get_submodule(name.removesuffix(".weight"))
                 yield LinearShard(module, found, self._degree(found), self._rank(found))
 
     def _tensors(
-        self, which: list[tuple[int, str, Found]], *, merged: str | None = None
-    ) -> Iterator[tuple[Found, Tensor]]:
+        self, which: list[tuple[int, str, NameRule]], *, merged: str | None = None
+    ) -> Iterator[tuple[NameRule, Tensor]]:
         """Look the tensors up again for each pass: mixed precision and data parallelism move a model's memory after
         construction. Quantized weights are yielded dequantized. The adapter `merged` is added to the weights of its
         layers."""
@@ -121,19 +121,19 @@ class Resharder:
                 tensor = (tensor.to(exact) + lora.delta()).to(tensor.dtype)
             yield found, tensor
 
-    def _degree(self, found: Found) -> int:
+    def _degree(self, found: NameRule) -> int:
         """Return the number of ranks that share this parameter."""
-        if found.rule.expert:
+        if found.routed:
             return self._parallel.etp
-        return self._parallel.tp if found.rule.layout.split else 1
+        return self._parallel.tp if found.layout.split else 1
 
-    def _rank(self, found: Found) -> int:
+    def _rank(self, found: NameRule) -> int:
         """Return this rank's number among them."""
-        return (self._parallel.etp_rank if found.rule.expert else self._parallel.tp_rank) % self._degree(found)
+        return (self._parallel.etp_rank if found.routed else self._parallel.tp_rank) % self._degree(found)
 
-    def _is_tied_copy(self, found: Found) -> bool:
+    def _is_tied_copy(self, found: NameRule) -> bool:
         """Return whether this is the last stage's copy of a tied embedding."""
-        return self._dims.tied and found.rule.megatron == "output_layer.weight"
+        return self._dims.tied and found.megatron == "output_layer.weight"
 
     # -- export --------------------------------------------------------------------------------------------
 
@@ -184,8 +184,8 @@ class Resharder:
     @torch.no_grad()
     def _full(
         self,
-        which: list[tuple[int, str, Found]],
-        shards: Callable[[Found, Tensor], list[Tensor]],
+        which: list[tuple[int, str, NameRule]],
+        shards: Callable[[NameRule, Tensor], list[Tensor]],
         *,
         merged: str | None = None,
     ) -> Iterator[tuple[str, Pieces]]:
@@ -194,7 +194,7 @@ class Resharder:
         stacks: dict[str, dict[int, Tensor]] = {}
         for found, tensor in self._tensors(which, merged=merged):
             joined = self._joined(found, shards(found, tensor))
-            if not found.rule.stacked:
+            if not found.stacked:
                 yield from joined
                 continue
             for owner, (name, pieces) in enumerate(joined):  # one expert on each expert-parallel rank
@@ -202,11 +202,11 @@ class Resharder:
                 stack[(found.expert or 0) + owner * self._experts_here] = pieces.tensor()
                 if len(stack) == self._num_experts:
                     experts = [stack[number] for number in range(self._num_experts)]
-                    yield name, Pieces([stack_experts(found.rule.matrix, experts)])
+                    yield name, Pieces([stack_experts(found.matrix, experts)])
                     del stacks[name]
 
     @cached_property
-    def _exported(self) -> list[tuple[int, str, Found]]:
+    def _exported(self) -> list[tuple[int, str, NameRule]]:
         """The parameters in whose gathers this rank takes part; those that must arrive together are adjacent."""
         exported = self._in_gathers(self._found)
         places: dict[str, int] = {}
@@ -215,35 +215,33 @@ class Resharder:
             places.setdefault(unit, place)
         return [exported[i] for i in sorted(range(len(exported)), key=lambda i: places[units[i]])]
 
-    def _in_gathers(self, which: list[tuple[int, str, Found]]) -> list[tuple[int, str, Found]]:
+    def _in_gathers(self, which: list[tuple[int, str, NameRule]]) -> list[tuple[int, str, NameRule]]:
         """Return those of the first replica, without the copy of a tied embedding."""
         p, dense = self._parallel, self._parallel.dp_rank == 0 and self._parallel.cp_rank == 0
         return [
-            one
-            for one in which
-            if (p.edp_rank == 0 if one[2].rule.expert else dense) and not self._is_tied_copy(one[2])
+            one for one in which if (p.edp_rank == 0 if one[2].routed else dense) and not self._is_tied_copy(one[2])
         ]
 
-    def _gathered(self, found: Found, shard: Tensor) -> list[Tensor]:
+    def _gathered(self, found: NameRule, shard: Tensor) -> list[Tensor]:
         """Return every rank's shard on the exporting rank, and nothing elsewhere."""
-        group = self._parallel.expert_group if found.rule.expert else self._parallel.tp_group
-        if group.size() == 1 or not (found.rule.expert or found.rule.layout.split):
+        group = self._parallel.expert_group if found.routed else self._parallel.tp_group
+        if group.size() == 1 or not (found.routed or found.layout.split):
             return [shard] if self._parallel.exports else []
         parts = [torch.empty_like(shard) for _ in range(group.size())] if self._parallel.exports else None
         dist.gather(shard.contiguous(), parts, group=group, group_dst=0)
         return parts or []
 
-    def _placeholders(self, found: Found, shard: Tensor) -> list[Tensor]:
+    def _placeholders(self, found: NameRule, shard: Tensor) -> list[Tensor]:
         """Return every rank's shard without its values."""
-        count = self._degree(found) * (self._parallel.ep if found.rule.expert else 1)
+        count = self._degree(found) * (self._parallel.ep if found.routed else 1)
         return [torch.empty_like(shard, device="meta")] * count
 
-    def _joined(self, found: Found, parts: list[Tensor]) -> Iterator[tuple[str, Pieces]]:
+    def _joined(self, found: NameRule, parts: list[Tensor]) -> Iterator[tuple[str, Pieces]]:
         """Join all shards into full tensors; for routed experts, one per expert-parallel rank in turn."""
         degree = self._degree(found)
         for owner, first in enumerate(range(0, len(parts), degree)):
             names = found.hf_names(expert_offset=owner * self._experts_here)
-            yield from zip(names, found.rule.layout.join(parts[first : first + degree], self._dims), strict=True)
+            yield from zip(names, found.layout.join(parts[first : first + degree], self._dims), strict=True)
 
     # -- import --------------------------------------------------------------------------------------------
 
@@ -256,7 +254,7 @@ class Resharder:
                 held = self._mapping.find("embedding.word_embeddings.weight") if self._is_tied_copy(found) else found
                 names = held.hf_names()
                 shapes = self._whole_shapes(found, tensor)
-                count, expert = (self._num_experts, found.expert) if found.rule.stacked else (0, None)
+                count, expert = (self._num_experts, found.expert) if found.stacked else (0, None)
                 whole = [(count, *shape) if count else shape for shape in shapes]
                 full = [source.read(name, shape, expert) for name, shape in zip(names, whole, strict=True)]
                 self._fill(found, tensor, full)
@@ -273,7 +271,7 @@ class Resharder:
         `adapters`."""
         for found, tensor in self._tensors(self._adapters.get(adapter, [])):
             (name,), (shape,) = found.hf_names(), self._whole_shapes(found, tensor)
-            count, matrix = 1 if found.expert is None else self._num_experts, found.rule.matrix
+            count, matrix = 1 if found.expert is None else self._num_experts, found.matrix
             whole = (count * shape[0], shape[1]) if matrix == "A" else (shape[0], shape[1] * count)
             self._fill(found, tensor, [of_expert(read(name, whole), matrix, found.expert or 0, count)])
 
@@ -282,13 +280,13 @@ class Resharder:
         general, numbers = without_numbers(module)
         return numbers.get("layer", self._num_layers) < self._num_layers and self._mapping.adapts(general)
 
-    def _whole_shapes(self, found: Found, shard: Tensor) -> list[torch.Size]:
+    def _whole_shapes(self, found: NameRule, shard: Tensor) -> list[torch.Size]:
         """Return the shapes of the full tensors of which a rank holds this shard."""
-        whole = found.rule.layout.join([torch.empty_like(shard, device="meta")] * self._degree(found), self._dims)
+        whole = found.layout.join([torch.empty_like(shard, device="meta")] * self._degree(found), self._dims)
         return [pieces.tensor().shape for pieces in whole]
 
-    def _fill(self, found: Found, shard: Tensor, full: list[Tensor]) -> None:
-        shard.copy_(found.rule.layout.shard(full, self._degree(found), self._rank(found), self._dims))
+    def _fill(self, found: NameRule, shard: Tensor, full: list[Tensor]) -> None:
+        shard.copy_(found.layout.shard(full, self._degree(found), self._rank(found), self._dims))
 
     def _is_for_this_rank(self, hf_name: str) -> bool:
         """Return whether an HF tensor belongs to a layer and an expert that this rank holds, or that no rank holds."""

@@ -173,8 +173,7 @@ def _publish_beside(policy: Any, parallel: Any, config: Config, following: Batch
     from asyncrl.network.addresses import Access
     from asyncrl.weights.bucket import Bucket
     from asyncrl.weights.checksum import ExpectedChecksums
-    from asyncrl.weights.publish import Outgoing, Publisher
-    from asyncrl.weights.publisher import Background
+    from asyncrl.weights.publish import Background, Outgoing, Publisher
     from asyncrl.weights.transport import Transport
     from tests.integration.publisher import FakeRollout
 

@@ -30,9 +30,9 @@ from asyncrl.engine.update import Update
 from asyncrl.models.vision import flat
 from asyncrl.network.addresses import Addresses
 from asyncrl.parallel import Parallel
+from asyncrl.weights.adapters import PastAdapters
 from asyncrl.weights.checksum import ExpectedChecksums
 from asyncrl.weights.layouts import Pieces
-from asyncrl.weights.past import PastAdapters
 from asyncrl.weights.publish import Outgoing, Publisher, build_transport
 
 DEGREES = ("tp", "pp", "cp", "dp", "etp", "ep")

@@ -33,8 +33,11 @@ from asyncrl.trainer.parallel import split  # noqa: E402
 from asyncrl.weights import publish  # noqa: E402
 from asyncrl.weights.bucket import Bucket, fill, views  # noqa: E402
 from asyncrl.weights.layouts import Pieces, dims_of  # noqa: E402
-from asyncrl.weights.publish import Outgoing, Publisher  # noqa: E402
-from asyncrl.weights.publisher import Background  # noqa: E402
+from asyncrl.weights.publish import (  # noqa: E402
+    Background,
+    Outgoing,
+    Publisher,
+)
 from asyncrl.weights.reshard import Resharder  # noqa: E402
 from asyncrl.weights.transport import Transport  # noqa: E402
 from tests.integration.publisher import FakeRollout  # noqa: E402
@@ -97,7 +100,7 @@ def train_beside(publisher: Background, transport: ComparedTransport, weights: R
         assert total == dist.get_world_size()
         for parameter in parameters:
             parameter.data.add_(total)
-    assert not publisher._flight.result.done()
+    assert not publisher._flight.done()
     transport.trained.set()
     publisher.finish()
     for parameter, value in zip(parameters, held, strict=True):

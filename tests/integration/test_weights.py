@@ -19,7 +19,7 @@ from asyncrl import lookup
 from asyncrl.config import load
 from asyncrl.schema import Completion
 from asyncrl.weights.bucket import Bucket
-from asyncrl.weights.tensor import TensorTransport
+from asyncrl.weights.transport import TensorTransport
 from tests.integration.fleet import (
     EVERY_WAY,
     LOADER,

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl.network.addresses import OUT_OF_MEMORY
 from asyncrl.trainer.recovery import CatchingUp, Recovery, Start, _recovery, adapted
-from asyncrl.weights.publisher import UNSENT, Staged, StagedPublisher
+from asyncrl.weights.publish import UNSENT, Staged, StagedPublisher
 from tests.fakes import tiny_config
 
 

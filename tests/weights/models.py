@@ -61,7 +61,7 @@ def model(architecture: str, seed: int = 0, kv_heads: int = 2) -> dict[str, Tens
             continue  # trainers do not load these layers, or engines have none
         if weight.needs.startswith("not "):
             continue  # queries come through a low rank
-        for expert in range(EXPERTS if rule.expert else 1):
+        for expert in range(EXPERTS if rule.routed else 1):
             for pattern in rule.hf:
                 name = pattern.format(layer=0, expert=expert)
                 found[name] = torch.randn(shape(name, kv_heads), generator=generator).bfloat16()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets
-from asyncrl.weights.files import DTYPES, claim, publish_folder, write_bucket
+from asyncrl.weights.files import DTYPES, claim, publish_folder, write_stream
 from asyncrl.weights.layouts import Pieces
 
 
@@ -23,8 +23,8 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
     tensors["empty"] = torch.zeros(0, 4)
     (bucket,) = plan_buckets([(n, t.dtype, t.shape) for n, t in tensors.items()], 10**6)
     flat = torch.empty(nbytes(bucket), dtype=torch.uint8)
-    fill(flat, bucket, ((name, Pieces([tensor])) for name, tensor in tensors.items()))
-    write_bucket(tmp_path / "a.safetensors", flat, bucket, {"kind": "full"})
+    filled = fill(flat, bucket, ((name, Pieces([tensor])) for name, tensor in tensors.items()))
+    write_stream(tmp_path / "a.safetensors", bucket, iter(filled.items()), {"kind": "full"})
     read = load_file(tmp_path / "a.safetensors")
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -36,7 +36,7 @@ def test_safetensors_reads_what_was_written(tmp_path: Path) -> None:
 def test_full_disk_is_told_and_leaves_no_half_file() -> None:
     (bucket,) = plan_buckets([("t", torch.float32, torch.Size([8]))], 100)
     with pytest.raises(WeightsError, match=r"/dev/full cannot be written: .*No space left"):
-        write_bucket(Full("/dev/full"), torch.zeros(32, dtype=torch.uint8), bucket)  # type: ignore[arg-type]
+        write_stream(Full("/dev/full"), bucket, iter({"t": torch.zeros(8)}.items()))  # type: ignore[arg-type]
 
 
 class Full(type(Path())):

@@ -98,7 +98,7 @@ def test_every_linear_layer_has_an_adapter_for_each_projection_of_hf(architectur
         ]
         modules = [name.format(layer=3, expert=5).removesuffix(".weight") for name in rule.hf]
         modules = [module.replace(".shared_mlp.", ".shared_experts.") for module in modules]
-        if rule.expert:
+        if rule.routed:
             stack = "gate_up_proj" if ".linear_fc1." in rule.megatron else "down_proj"
             modules = [f"model.layers.3.mlp.experts.{stack}"]
         if architecture in TOWERS:
@@ -206,12 +206,12 @@ def test_dims_come_from_the_hf_config_with_its_defaults() -> None:
 def test_numbers_of_layer_and_expert_stand_in_every_hf_name() -> None:
     attention = Mapping("Qwen3MoeForCausalLM").find("decoder.layers.17.self_attention.linear_qkv.weight")
     assert attention.hf_names() == tuple(f"model.layers.17.self_attn.{x}_proj.weight" for x in "qkv")
-    assert not attention.rule.expert
+    assert not attention.routed
     expert = Mapping("Qwen3MoeForCausalLM").find("decoder.layers.3.mlp.experts.local_experts.12.linear_fc1.weight")
     assert expert.hf_names(expert_offset=4) == tuple(
         f"model.layers.3.mlp.experts.16.{x}_proj.weight" for x in ("gate", "up")
     )
-    assert expert.rule.expert
+    assert expert.routed
     assert Mapping("LlamaForCausalLM").find("decoder.final_layernorm.weight").hf_names() == ("model.norm.weight",)
 
 
@@ -234,8 +234,8 @@ def test_names_of_transformer_engine_become_those_of_the_local_layers(name: str,
 
 def test_transformer_engine_holds_latent_down_projections_whole() -> None:
     name = "decoder.layers.0.self_attention.linear_kv_down_proj.weight"
-    assert Mapping("DeepseekV3ForCausalLM").find(name).rule.layout is COLUMN
-    assert Mapping("DeepseekV3ForCausalLM", transformer_engine=True).find(name).rule.layout is WHOLE
+    assert Mapping("DeepseekV3ForCausalLM").find(name).layout is COLUMN
+    assert Mapping("DeepseekV3ForCausalLM", transformer_engine=True).find(name).layout is WHOLE
 
 
 @pytest.mark.parametrize(

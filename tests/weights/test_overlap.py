@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from asyncrl.errors import PeerFailed
-from asyncrl.weights.publisher import SPAN, Background, Staged, StagedPublisher
+from asyncrl.weights.publish import SPAN, Background, Staged, StagedPublisher
 from tests.weights.publishing import TENSORS, published
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Sequence
@@ -68,6 +69,11 @@ HF_MOE_LAYER = {
     **{f"mlp.experts.{e}.{x}_proj.weight": (FF, H) for e in range(4) for x in ("gate", "up")},
     **{f"mlp.experts.{e}.down_proj.weight": (H, FF) for e in range(4)},
 }
+HF_STACKED_LAYER = {
+    **{name: shape for name, shape in HF_MOE_LAYER.items() if ".experts." not in name},
+    "mlp.experts.gate_up_proj": (4, H, 2 * FF),
+    "mlp.experts.down_proj": (4, FF, H),
+}
 
 
 class Chunk(nn.Module):
@@ -93,6 +99,10 @@ class Chunk(nn.Module):
                 module.add_module(part, nn.Module())
             module = module._modules[part]
         module.register_parameter(last, nn.Parameter(torch.full(shape, -1.0)))
+
+
+PAIR: Any = SimpleNamespace(size=lambda: 2)
+"""A group of two ranks."""
 
 
 def place(**changes: int) -> Parallel:
@@ -158,6 +168,43 @@ def test_each_expert_parallel_rank_loads_its_own_experts(tmp_path: Path, ep_rank
         prefix = f"model.layers.1.mlp.experts.{2 * ep_rank + local}"
         assert expert.linear_fc2.weight.equal(given[f"{prefix}.down_proj.weight"])
         assert expert.linear_fc1.weight[FF:].equal(given[f"{prefix}.up_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "inside"),
+    [
+        ("Qwen3MoeForCausalLM", HF_MOE_LAYER, "model."),
+        (
+            "Qwen3VLMoeForConditionalGeneration",
+            HF_STACKED_LAYER,
+            "model.language_model.",
+        ),  # its files stack the experts
+    ],
+)
+def test_experts_of_other_ranks_are_exported_under_their_own_numbers(
+    family: str, layer: dict[str, Any], inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = write(tmp_path, {name.replace("model.", inside): shape for name, shape in hf_shapes(layer).items()})
+    sent: list[Tensor] = []
+
+    def gather(shard: Tensor, parts: list[Tensor] | None, **_: Any) -> None:
+        """The second rank has sent its shards before the first one gathers."""
+        if parts is None:
+            sent.append(shard)
+        else:
+            parts[0].copy_(shard)
+            parts[1].copy_(sent.pop(0))
+
+    monkeypatch.setattr(torch.distributed, "gather", gather)
+    exported: dict[str, list[Any]] = {}
+    for ep_rank in (1, 0):
+        # with data parallelism, whose ranks hold the dense weights alike
+        rank = dataclasses.replace(place(rank=ep_rank, dp=2, dp_rank=ep_rank, ep=2, ep_rank=ep_rank), expert_group=PAIR)
+        weights = resharder([Chunk(range(LAYERS), MOE_LAYER)], rank, family=family)
+        weights.load(tmp_path)
+        exported = {name: tensor.tolist() for name, tensor in weights.hf_tensors()}
+    assert exported == {name: tensor.tolist() for name, tensor in given.items()}
+    assert sent == []
 
 
 def test_described_tells_full_shapes_of_what_ranks_share_and_names_every_expert() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,7 @@ from asyncrl.weights.adapters import AdapterFolder
 from asyncrl.weights.bucket import plan_buckets
 from asyncrl.weights.choice import choose, choose_lora
 from asyncrl.weights.disk import KEPT, DiskTransport
-from asyncrl.weights.tensor import SharedBuffers, handle
+from asyncrl.weights.transport import SharedBuffers
 from tests.fakes import tiny_config
 
 HERE, THERE = "http://127.0.0.1:20000", "http://10.0.0.7:20000"
@@ -159,15 +157,3 @@ def test_no_version_is_written_through_a_link_of_somebody_else(write: Callable[[
     with pytest.raises(WeightsError, match=r"set another weights\.folder"):
         write(tmp_path / "link")
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_handles_may_be_written_from_many_threads_at_once() -> None:
-    (bucket,) = plan_buckets([("w", torch.float32, torch.Size([16]))], 1 << 20)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            written = list(pool.map(lambda _: handle("memory", bucket), range(400)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(written) == 400

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -9,13 +10,15 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import regex
 import torch
 from torch import Tensor
 
 from asyncrl.checkpoints import manifest
 from asyncrl.config.lora import LoraConfig
-from asyncrl.errors import WeightsError
+from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.extensions.convert import bridge
 from asyncrl.extensions.convert.bridge import COMPANIONS, progress, write_hf
 from asyncrl.extensions.convert.checkpoint import CheckpointReader, CheckpointWriter
@@ -26,8 +29,20 @@ from asyncrl.models.families import CHOOSES
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.layouts import dims_of, of_expert, stack_experts
 from asyncrl.weights.names import ADAPTER, adapter_of
-from asyncrl.weights.peft import PeftFolder, write_peft
-from asyncrl.weights.peft_config import CONFIG, DOWN, GATE_UP, INSIDE, adapter_folders, parsed, user_config
+from asyncrl.weights.peft import read_peft, write_peft
+from asyncrl.weights.peft_config import (
+    CONFIG,
+    DOWN,
+    GATE_UP,
+    INSIDE,
+    adapter_folders,
+    parsed,
+    positive,
+    read_adapter_config,
+    user_config,
+)
+
+MATCH_SECONDS = 2.0
 
 EXPERT_WEIGHT = re.compile(
     r"(?P<layer>.*\.)(?:mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\."
@@ -45,7 +60,8 @@ def merge(base: Path, adapter: Path, out: Path, *, limit: int, dtype: torch.dtyp
     hf = read_config(base)
     if "quantization_config" in hf:
         raise WeightsError(f"the weights of {base} are quantized: give the model that they were made from")
-    with HFFolder(base) as weights, PeftFolder(adapter) as adapters:
+    adapters = PeftFolder(adapter)
+    with HFFolder(base) as weights:
         names = weights.names()
         unknown = set(adapters.modules) - {_module_of_weight(adapters, name) for name in names}
         if hf.get("tie_word_embeddings"):
@@ -67,6 +83,59 @@ def merge(base: Path, adapter: Path, out: Path, *, limit: int, dtype: torch.dtyp
         write_hf(out, base, dtype, stream(values=False), stream(values=True), limit)
 
 
+class PeftFolder:
+    """The adapters of a PEFT folder, which may have several ranks and scales."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the folder. Raises WeightsError or ConfigError if it is not plain LoRA."""
+        self.folder = folder
+        self._config = read_adapter_config(folder)
+        for field, kind in (("rank_pattern", int), ("alpha_pattern", int | float)):
+            _check_pattern(folder / CONFIG, field, getattr(self._config, field), kind)
+        self.tensors = read_peft(folder)
+        self.modules = list(dict.fromkeys(parsed(name)[0] for name in self.tensors))
+        for module in self.modules:
+            held, rank = len(self.tensors[f"{module}.lora_A.weight"]), self.rank_of(module)
+            if held % rank if module.endswith((GATE_UP, DOWN)) else held != rank:
+                raise WeightsError(
+                    f"the adapter of {module} in {folder} has rank {held}, but {CONFIG} says {rank}. Copy or export "
+                    "the folder again."
+                )
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a module's adapter."""
+        return int(_matching(self._config.rank_pattern, module, self._config.rank))
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a module's adapter."""
+        alpha = _matching(self._config.alpha_pattern, module, self._config.alpha)
+        return dataclasses.replace(self._config, rank=self.rank_of(module), alpha=alpha).scale
+
+
+def _check_pattern(file: Path, field: str, patterns: dict[str, Any], kind: Any) -> None:
+    for pattern, value in patterns.items():
+        positive(file, f"{field}: {pattern}", value, kind)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{file}: {field}", pattern, f"It is no regular expression: {error}.") from None
+
+
+def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of a module's name, as PEFT does. Raises WeightsError
+    for one that takes longer than MATCH_SECONDS: the patterns of a folder may be a stranger's."""
+    for key, value in patterns.items():
+        try:
+            if regex.match(rf"(.*\.)?({key})$", module, timeout=MATCH_SECONDS):
+                return value
+        except TimeoutError:
+            raise WeightsError(
+                f"{CONFIG}: the pattern {key!r:.200} was not matched with {module} within {MATCH_SECONDS:g} s: write "
+                "the names of modules instead"
+            ) from None
+    return default
+
+
 def _module_of_weight(adapters: PeftFolder, weight: str) -> str | None:
     """Return the module whose adapter changes a weight of the model, if there is one."""
     expert = EXPERT_WEIGHT.fullmatch(weight)
@@ -82,8 +151,8 @@ def _delta(adapters: PeftFolder, weight: str, shape: Sequence[int]) -> Tensor:
     shape."""
     module = _module_of_weight(adapters, weight)
     assert module is not None
-    a, b = (adapters.read(f"{module}.lora_{letter}.weight") for letter in "AB")
-    expert, count = EXPERT_WEIGHT.fullmatch(weight), len(a) // adapters.config.rank_of(module)
+    a, b = (adapters.tensors[f"{module}.lora_{letter}.weight"] for letter in "AB")
+    expert, count = EXPERT_WEIGHT.fullmatch(weight), len(a) // adapters.rank_of(module)
     if expert and module.endswith((GATE_UP, DOWN)):
         a, b = (of_expert(one, letter, int(expert["number"]), count) for one, letter in ((a, "A"), (b, "B")))
         b = b if expert["down"] else b.chunk(2)[0 if expert["gate"] else 1]
@@ -94,7 +163,7 @@ def _delta(adapters: PeftFolder, weight: str, shape: Sequence[int]) -> Tensor:
             f"the adapter of {module} in {adapters.folder} is for a weight of shape {fits}, but {weight} is "
             f"{tuple(shape)}. Give the model that the adapter was trained on."
         )
-    a, b, scale = a.float(), b.float(), adapters.config.scale_of(module)
+    a, b, scale = a.float(), b.float(), adapters.scale_of(module)
     if not stacked:
         return scale * (b @ a)
     return scale * torch.stack([(of_expert(b, "B", n, count) @ of_expert(a, "A", n, count)).t() for n in range(count)])
@@ -160,7 +229,8 @@ def from_peft(source: Path, out: Path, *, model: Path, limit: int) -> None:
     """
     hf = read_config(model)
     structure, dims = Structure(hf), dims_of(hf)
-    with PeftFolder(source) as adapters, building(out) as folder, CheckpointWriter(folder, limit, progress()) as writer:
+    adapters = PeftFolder(source)
+    with building(out) as folder, CheckpointWriter(folder, limit, progress()) as writer:
         projections = {module.rpartition(".")[2] for module in adapters.modules}
         left = set(adapters.modules)
         for parameter in structure.adapters():
@@ -168,10 +238,12 @@ def from_peft(source: Path, out: Path, *, model: Path, limit: int) -> None:
             module, letter = parsed(name)
             if module.rpartition(".")[2] not in projections:
                 continue
-            tensor, expert = adapters.read(name), parameter.found.expert
+            if name not in adapters.tensors:
+                raise WeightsError(f"{name} is missing in {source}")
+            tensor, expert = adapters.tensors[name], parameter.found.expert
             if expert is not None:
                 tensor = of_expert(tensor, letter, expert, parameter.addresses[0].counts[-1])
-            writer.add(parameter, parameter.found.rule.layout.shard([tensor], 1, 0, dims))
+            writer.add(parameter, parameter.found.layout.shard([tensor], 1, 0, dims))
             left.discard(module)
         if left:
             raise WeightsError(f"{source} adapts {min(left)}, which is no linear layer that is trained in {model}")
@@ -218,7 +290,7 @@ def _adapters(folder: Path, model: Path) -> dict[str, dict[str, Tensor]]:
         for parameter in structure.adapters(adapter):
             if any(address.key in checkpoint.model_keys for address in parameter.addresses):
                 address = checkpoint.locate(parameter)
-                (whole,) = parameter.found.rule.layout.join([checkpoint.read(address)], dims)
+                (whole,) = parameter.found.layout.join([checkpoint.read(address)], dims)
                 parts[parameter.found.hf_names()[0]].append(whole.tensor())
                 used.add(address.key)
         found[adapter] = {

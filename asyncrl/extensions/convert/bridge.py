@@ -66,7 +66,7 @@ def to_hf(source: Path, out: Path, *, model: Path | None, dtype: torch.dtype | N
         for names, found in groupby(located, key=lambda one: one[0].found.hf_names()):
             same = list(found)
             each = [_parts(parameter, _cast(read(address), parameter, dtype), dims) for parameter, address in same]
-            stacked = same[0][0].found.rule.stacked
+            stacked = same[0][0].found.stacked
             yield from zip(names, [torch.stack([one for (one,) in each])] if stacked else each[0], strict=True)
 
     changes = {} if structure.drafts or not hf.get("num_nextn_predict_layers") else {"num_nextn_predict_layers": 0}
@@ -145,7 +145,7 @@ def _listed(names: list[str]) -> str:
 def _by_expert(same: list[Parameter], full: list[Tensor]) -> list[list[Tensor]]:
     """Return the HF tensors of each of the parameters that have them in common: all, or of a stack one expert's. Raises
     WeightsError for a stack of other experts than config.json says."""
-    if not same[0].found.rule.stacked:
+    if not same[0].found.stacked:
         return [full]
     if len(full[0]) != len(same):
         (name,) = same[0].found.hf_names()
@@ -158,8 +158,8 @@ def _whole(parameter: Parameter, full: list[Tensor], dims: Dims) -> Tensor:
     because then they do not fit config.json."""
     shapes = [tuple(tensor.shape) for tensor in full]
     try:
-        whole = parameter.found.rule.layout.shard(full, 1, 0, dims)
-        pieces = parameter.found.rule.layout.join([whole.to("meta")], dims)
+        whole = parameter.found.layout.shard(full, 1, 0, dims)
+        pieces = parameter.found.layout.join([whole.to("meta")], dims)
         back = [tuple(each.tensor().shape) for each in pieces]
     except RuntimeError:  # torch's error for shapes that are not divisible as the config requires
         back = []
@@ -171,9 +171,9 @@ def _whole(parameter: Parameter, full: list[Tensor], dims: Dims) -> Tensor:
 def _parts(parameter: Parameter, whole: Tensor, dims: Dims) -> list[Tensor]:
     """Convert Megatron's tensor, whose vocabulary may be padded, to HF's tensors."""
     try:
-        if parameter.found.rule.layout is VOCAB and len(whole) < dims.vocab:
+        if parameter.found.layout is VOCAB and len(whole) < dims.vocab:
             raise RuntimeError
-        return [pieces.tensor() for pieces in parameter.found.rule.layout.join([whole], dims)]
+        return [pieces.tensor() for pieces in parameter.found.layout.join([whole], dims)]
     except RuntimeError:
         raise WeightsError(f"{parameter.name} of shape {tuple(whole.shape)} does not fit config.json") from None
 

@@ -177,7 +177,7 @@ class CheckpointWriter:
         if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)  # torch.save writes the entire storage
         self._places[MetadataIndex(address.key, offsets)] = self._write(tensor.view(ones + tuple(tensor.shape)))
-        if parameter.found.rule.megatron.startswith("decoder.") and parameter.found.rule.layout.split:
+        if parameter.found.megatron.startswith("decoder.") and parameter.found.layout.split:
             self._add_extra_state(address)
 
     def _add_extra_state(self, address: Address) -> None:

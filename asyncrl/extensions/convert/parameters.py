@@ -8,7 +8,7 @@ experts are stacked in both cases. A tensor in a checkpoint is complete, as with
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl.config.roles import POLICY
@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError, WeightsError
 from asyncrl.models import families, parts
 from asyncrl.models.architectures import megatron_arguments
 from asyncrl.models.vision import TOWERS
-from asyncrl.weights.names import FAMILIES, Found, NameRule, Table, module_of
+from asyncrl.weights.names import FAMILIES, NameRule, Table, module_of
 
 Arguments = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Parameter:
     """One Megatron parameter of the whole model, and its places in order of preference: a writer uses the first."""
 
     name: str
-    found: Found
+    found: NameRule
     addresses: tuple[Address, ...]
 
 
@@ -86,7 +86,7 @@ class Structure:
         for layer in range(self._layers + self.drafts):
             for rule in by_layer:
                 if self._has(rule, layer):
-                    for expert in range(experts) if rule.expert else (None,):
+                    for expert in range(experts) if rule.routed else (None,):
                         yield self._parameter(rule, layer, expert)
         for rule in others:
             if not rule.megatron.startswith("embedding.") and not (
@@ -97,7 +97,7 @@ class Structure:
     def adapters(self, adapter: str = POLICY) -> Iterator[Parameter]:
         """Yield the matrices of an adapter that each linear layer may have."""
         for parameter in self:
-            rule, layer, expert = parameter.found.rule, parameter.found.layer, parameter.found.expert
+            rule, layer, expert = parameter.found, parameter.found.layer, parameter.found.expert
             if layer is None or layer >= self._layers or not rule.linear:
                 continue
             for projection in rule.projections():
@@ -114,7 +114,9 @@ class Structure:
 
     def _parameter(self, rule: NameRule, layer: int | None, expert: int | None) -> Parameter:
         name = rule.megatron.format(layer=layer, expert=expert)
-        return Parameter(name, Found(rule, layer, expert), tuple(self._addresses(rule.megatron, layer, expert)))
+        return Parameter(
+            name, replace(rule, layer=layer, expert=expert), tuple(self._addresses(rule.megatron, layer, expert))
+        )
 
     def _addresses(self, name: str, layer: int | None, expert: int | None) -> Iterator[Address]:
         """Yield the trainer's own place first, then those in checkpoints of other layer specs."""

@@ -25,7 +25,7 @@ from asyncrl.engine.fleet import Fleet
 from asyncrl.extensions.delta.extension import Delta
 from asyncrl.weights.bucket import Bucket, plan_buckets, views
 from asyncrl.weights.disk import DiskTransport
-from asyncrl.weights.files import write_bucket
+from asyncrl.weights.files import write_stream
 from asyncrl.weights.names import unit_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,7 +70,8 @@ class DeltaTransport(DiskTransport):
 
     def _write(self, file: Path, flat: Tensor, bucket: Bucket, kind: str, of: dict | None = None) -> None:
         digest = hashlib.sha256(flat.numpy().data).hexdigest()
-        write_bucket(file, flat, bucket, {"kind": kind, "sha256": digest, "of": json.dumps(of or {})})
+        told = {"kind": kind, "sha256": digest, "of": json.dumps(of or {})}
+        write_stream(file, bucket, iter(views(flat, bucket).items()), told, durable=False)
 
     def deliver(self, version: int) -> bool:
         """Let the engines apply the folder, and read their receipts. Returns False if an engine refused a delta: then

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.manifest import Manifest
+from asyncrl.errors import AsyncRLError, WeightsError
+from asyncrl.extensions.convert.adapters import PeftFolder
 from asyncrl.extensions.convert.cli import main
 from asyncrl.models.families import OF_TYPE
 from asyncrl.weights.folder import HFFolder
 from asyncrl.weights.peft import write_peft
-from asyncrl.weights.peft_config import user_config
+from asyncrl.weights.peft_config import parsed, user_config
 from tests.extensions.convert.models import changed, described, refused, rewritten
 from tests.fakes import tiny_config
 from tests.weights.adapters import RANK, adapters, loaded, logits, lora, merged
@@ -49,6 +52,54 @@ def test_merged_weights_compute_what_peft_computes_and_all_others_keep_their_byt
     assert {"model.layers.1.self_attn.o_proj.weight"} <= before.keys() - same
     assert len(list(out.glob("*.safetensors"))) > 3
     assert (out / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"rank_pattern": {r"layers\.0\..*q_proj": 2}, "alpha_pattern": {"v_proj": 3}}),
+        ("llama", {"use_rslora": True, "target_modules": "all-linear"}),
+        ("qwen3-moe", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+        ("mixtral", {"target_parameters": ["experts.gate_up_proj"]}),
+        ("qwen3-moe", {"target_parameters": ["experts.down_proj"]}),
+        ("gpt_oss", {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}),
+    ],
+)
+def test_a_folder_of_peft_is_read_as_peft_computes_it(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = written(tmp_path / "hf", family)
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **settings})
+    adapted = get_peft_model(loaded(model), config).eval()
+    adapted.save_pretrained(tmp_path / "peft")
+    opened = PeftFolder(tmp_path / "peft")
+    scaled = {n: t * opened.scale_of(parsed(n)[0]) if "lora_B" in n else t for n, t in opened.tensors.items()}
+    expected = loaded(merged(model, tmp_path / "merged", scaled, 1.0))
+    torch.testing.assert_close(logits(adapted), logits(expected), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "shown"),
+    [
+        ("rank_pattern", {"q_proj": -1}, "rank_pattern.*: got -1"),
+        ("alpha_pattern", {"q_(proj": 2}, "alpha_pattern: got 'q_.proj'"),
+        ("r", 3, "has rank 4, but adapter_config.json says 3"),
+    ],
+)
+def test_ranks_and_scales_that_are_wrong_are_named(llama: Path, field: str, value: Any, shown: str) -> None:
+    file = adapter_of(llama) / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    with pytest.raises(AsyncRLError, match=shown):
+        PeftFolder(file.parent)
+
+
+def test_a_pattern_that_backtracks_forever_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.extensions.convert.adapters.MATCH_SECONDS", 0.1)
+    file = adapter_of(llama) / "adapter_config.json"
+    patterns = {"q_proj": 4, "(a|aa)+_": 2}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rank_pattern": patterns}))
+    opened = PeftFolder(file.parent)
+    assert opened.rank_of("model.layers.0.self_attn.q_proj") == 4
+    with pytest.raises(WeightsError, match=r"the pattern '\(a\|aa\)\+_' was not matched with a{60} within 0\.1 s"):
+        opened.rank_of("a" * 60)
 
 
 def test_merged_weights_keep_their_dtype(llama: Path) -> None:

@@ -78,7 +78,7 @@ def test_what_ranks_share_is_what_the_tables_of_weights_split(family: str) -> No
     for rule in FAMILIES[family]:
         for name in rule.hf:
             assert Weight(name, (1,)).whole != rule.layout.split, name
-            assert Weight(name, (1,)).routed == rule.expert, name
+            assert Weight(name, (1,)).routed == rule.routed, name
 
 
 def test_tensor_parallel_ranks_share_matrices_and_pad_the_vocabulary() -> None:
