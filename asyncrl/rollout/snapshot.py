@@ -17,7 +17,6 @@ from asyncrl import schema
 from asyncrl.errors import RecordError
 from asyncrl.rollout.audit import AuditState
 from asyncrl.rollout.buffer import BufferState, Ticket
-from asyncrl.rollout.curriculum import MixerState
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.schema import Exchange
 
@@ -79,7 +78,7 @@ class Snapshot:
 
     service: GroupsState
     cursor: Cursor
-    mixer: MixerState
+    extensions: dict[str, bytes]  # states of those that have one, by name
     evaluating: bool  # an evaluation was running; it starts over
     evaluated: int | None = None  # the version at which the last evaluation began
     number: int = 0  # of a snapshot in the journal
