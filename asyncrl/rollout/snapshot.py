@@ -15,7 +15,6 @@ import msgspec
 
 from asyncrl import schema
 from asyncrl.errors import RecordError
-from asyncrl.rollout.audit import AuditState
 from asyncrl.rollout.buffer import BufferState, Ticket
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.schema import Exchange
@@ -62,7 +61,6 @@ class GroupsState:
 
     buffer: BufferState
     outstanding: list[Outstanding]
-    audit: AuditState
     drawn: int  # prompts
     rewards: list[float]  # of groups that have ended since the last batch
     retried: dict[str, int]

@@ -30,12 +30,12 @@ class Site:
         self.client = FakeClient()
         self.evaluations = FakeEvaluations()
         self.prompts = prompts()
-        self.published: list[tuple[dict[str, Any], list[str]]] = []
+        self.published: list[dict[str, Any]] = []
         self.records: list[Record] = []
         self.groups = GroupLifecycle(
             CohortBuffer(2, bound, **options),
             self.client,  # type: ignore[arg-type]
-            publish=lambda ledger, warnings: self.published.append((ledger, warnings)),
+            publish=self.published.append,
             timelines=Timelines([self.records.append]),
         )
         self.server = RolloutServer(
