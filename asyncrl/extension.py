@@ -349,6 +349,15 @@ class RolloutHooks:
         an endpoint; `status` returns the content of status.json."""
         return ()
 
+    def restore(self, state: bytes) -> None:
+        """Go on from the state of a checkpoint, or of a rollout process that died. Called before the first prompt is
+        drawn. Raises RecordError if it cannot be read."""
+
+    def mixture(self, weights: Mapping[str, float], version: int) -> Mapping[str, float]:
+        """Return the weights with which the task of the next prompt is drawn, by name, in place of these: those of the
+        settings, or of another extension. Called for each prompt; the engines serve the version."""
+        return weights
+
     def group(self, group: Group) -> None:
         """Listen to a group. Called for every one that was played to its end, accepted or rejected, before it is
         recorded (rollout/recorder.py)."""
@@ -359,6 +368,11 @@ class RolloutHooks:
     def figures(self) -> dict[str, float]:
         """Return metrics since the previous batch. Called when the trainer takes a batch."""
         return {}
+
+    def state(self) -> bytes | None:
+        """Return what a checkpoint keeps; None if nothing has to be kept. Called for each snapshot of the rollout
+        process (rollout/snapshot.py)."""
+        return None
 
     async def close(self) -> None:
         """Release what is held. Called at the end of the run."""

@@ -58,6 +58,7 @@ MOVED_SETTINGS = {
     "algo.critic": "critic",
     "tracing": "observe",
     "rollout.processes": "processes.count",
+    "rollout.curriculum": "curriculum.function",
     "cluster.on_trainer_death": "cluster.on_death",
     "metrics.sinks": "sinks.names",
     **{f"metrics.{name}": f"sinks.{name}" for name in ("episodes", "wandb", "mlflow")},

@@ -42,10 +42,8 @@ from asyncrl.observability.intervals import DECODE, PREFILL
 from asyncrl.observability.timeline import ROLLOUT, TimelineWriter
 from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout.buffer import CohortBuffer
-from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import GroupLifecycle
-from asyncrl.rollout.hooks import by_weight
 from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.parts import PlayingParts
 from asyncrl.rollout.player import EpisodePlayer, GroupPlayer
@@ -88,7 +86,7 @@ def parts(engine: str, tokens: int, coalesce: bool, requests: str = "") -> Playi
     (name,) = _config(2).mixture
     scores: Any = {name: TaskScoreReward(template)}
     player = EpisodePlayer({name: SingleTurn()}, scores, template, EpisodeTimeouts(600.0, 600.0, None), failures)
-    return PlayingParts(client, {}, scores, None, None, player, GroupPlayer(player, failures), 60.0, print)
+    return PlayingParts(client, {}, scores, player, GroupPlayer(player, failures), 60.0, print)
 
 
 @cache
@@ -138,14 +136,20 @@ async def measure(
         hooks = [one.rollout() for one in lookup.active(config).values()]
         for one in hooks:
             one.start(run)
-        timelines = Timelines([timeline], [one.record for one in hooks])
+        timelines = Timelines([one.record for one in hooks], timeline)
         writer: Writer | None = Writer(folder / RECORDS) if record else None
         recorder = Recorder(writer)
         groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
         prompts = Prompts(config, built, template, MODEL_LENGTH, ahead=getattr(playing, "ahead", None))
-        mixer = Mixer(built, prompts.training, {name: 1.0}, by_weight, 0)
         limits: Any = ConcurrencyLimiter(), Patience(100)
-        worker = Worker(groups, playing.client, playing.groups, mixer, *limits, group_sizes={name: SIZE})
+        worker = Worker(
+            groups,
+            playing.client,
+            playing.groups,
+            lambda _: prompts.draw({name: 1.0}),
+            *limits,
+            group_sizes={name: SIZE},
+        )
         async with asyncio.TaskGroup() as tasks:
             serving = None
             if isinstance(playing, EpisodeWorkers):

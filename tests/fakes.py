@@ -39,8 +39,6 @@ from asyncrl.launch.machine import MachineFacts
 from asyncrl.launch.main import CONF
 from asyncrl.launch.placement import Node, imagined
 from asyncrl.network.addresses import Access, Addresses
-from asyncrl.rollout.curriculum import Curriculum, Mixer
-from asyncrl.rollout.hooks import by_weight
 from asyncrl.schema import Batch, Completion, Group, Prompt, Trajectory, Turn, VersionSpan, part_of
 
 Result = TypeVar("Result")
@@ -490,11 +488,11 @@ def prompts(task: str = "length", start: int = 0) -> Iterator[Prompt]:
     return (Prompt(f"p{i}", [12, i, 11], {}, task) for i in itertools.count(start))
 
 
-def mixer(*tasks: str, curriculum: Curriculum = by_weight, seed: int = 0, **weights: float) -> Mixer:
-    """Streams of prompts that tell their task by their second token: 0, 1, ... of the first, 1000, ... of the next."""
-    names = tasks or ("length",)
-    streams = {name: prompts(name, 1000 * i) for i, name in enumerate(names)}
-    return Mixer(dict.fromkeys(names, LengthTask()), streams, dict.fromkeys(names, 1.0) | weights, curriculum, seed)
+def in_turn(*tasks: str) -> Callable[[int], Prompt]:
+    """Draws from these tasks in turn. Prompts tell their task by their second token: 0, 1, ... of the first, 1000, ...
+    of the next."""
+    streams = itertools.cycle([prompts(name, 1000 * i) for i, name in enumerate(tasks)])
+    return lambda version: next(next(streams))
 
 
 async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:

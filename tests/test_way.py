@@ -18,7 +18,6 @@ WIRING = {"rollout/__main__.py", "trainer/__main__.py"}
 BESIDE = (
     "observability/",
     "records/",
-    "rollout/audit.py",
     "rollout/ledger.py",
     "rollout/recorder.py",
     "rollout/timelines.py",

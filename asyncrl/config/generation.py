@@ -254,10 +254,6 @@ class RolloutConfig(Section):
     """With weights.lora=versions, what keeps one adapter from its first to its last token. completion: later turns of
     an episode use the newest adapter, which prefills their history again; the staleness of the episode is that of its
     oldest turn. episode: all turns use the adapter of the first, also when the episode is tried again."""
-    curriculum: str
-    """Import path, module:function of (progress) -> task weights by name, for the next prompt; a task that is left out
-    has weight 0. progress: asyncrl.rollout.curriculum.CurriculumInput (asyncrl.rollout.hooks:towards_half_solved
-    prefers tasks that are solved about half of the time)."""
     accept: str
     """Import path, module:function of (group) -> True, False, or the reason of a rejection. A rejected group is counted
     and replaced by a group of another prompt (dynamic sampling: asyncrl.rollout.hooks:has_signal)."""

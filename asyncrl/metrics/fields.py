@@ -73,12 +73,6 @@ STEP = {
     "arrived",
     "episodes/retried": "number of episodes and reward computations that were retried since the previous step "
     "(rollout.retries)",
-    "bias/length": "mean length of the trained trajectories relative to all generated ones, minus 1 (closed cohorts "
-    "only)",
-    "bias/reward": "mean reward of the trained trajectories relative to all generated ones, minus 1 (closed cohorts "
-    "only)",
-    "bias/difficulty": "mean of the groups' mean rewards, trained relative to all generated ones, minus 1 (closed "
-    "cohorts only)",
     "prefix_cache/hit": "fraction of prompt tokens that the engines found in their prefix cache",
     "step/skipped": "1 if no update was applied, otherwise 0",
     "step/bad": "1 if an update was skipped because of its gradient norm, otherwise 0",

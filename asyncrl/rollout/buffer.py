@@ -119,7 +119,6 @@ class BufferState:
     lead: int
     wanted_lead: int
     training: dict[int, list[ReadyGroup]] = field(default_factory=dict)  # by step; none in a checkpoint
-    dropped: list[Group] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ class CohortBuffer:
         self._running, self._ready = dict[int, RunningGroup](), dict[int, ReadyGroup]()  # by slot
         self._ready_of = Counter[int]()  # their number by cohort, since `take` is called after every event
         self._training: dict[int, list[ReadyGroup]] = {}  # by step: with overlap, of two steps at most
-        self._unwanted, self._dropped = list[Ticket](), list[Group]()
+        self._unwanted = list[Ticket]()
         self._issued = Counter[str]()
         self._trained = Counter[str]()
         self._tokens = Counter[str]()
@@ -243,11 +242,6 @@ class CohortBuffer:
         """Return the running groups that became superfluous since the last call, and the reason of their rejection."""
         unwanted, self._unwanted = self._unwanted, []
         return [(ticket, self._too_late(ticket)) for ticket in unwanted if self._runs(ticket)]
-
-    def dropped(self) -> list[Group]:
-        """Return the ready groups that lost their place in a batch (over_age=drop) since the last call."""
-        dropped, self._dropped = self._dropped, []
-        return dropped
 
     def take(self, count: int | None = None) -> list[Group] | None:
         """Return `count` groups of step `self.step`, lowest slot first, or None until the cohort rule allows them. By
@@ -370,13 +364,12 @@ class CohortBuffer:
             self.lead,
             self._wanted_lead,
             dict(self._training),
-            self._dropped,
         )
 
     def restore(self, state: BufferState) -> None:
         """Restore the state of a buffer with the same settings. The clock of groups that were running starts anew."""
         self.version = state.version
-        self._training, self._dropped = dict(state.training), state.dropped
+        self._training = dict(state.training)
         complete = [step for step, taken in state.training.items() if len(taken) == self.batch_groups]
         self.step = max([state.version - 1, *complete]) + 1
         self._next_slot, self._filling = state.next_slot, state.filling
@@ -418,7 +411,6 @@ class CohortBuffer:
         for dropped in map(self._ready.pop, late):  # non-empty only after seats have moved
             self._ready_of[dropped.cohort] -= 1
             self._count_rejected(OVER_AGE, dropped, dropped.tokens)
-            self._dropped.append(dropped.group)
         self._move_seats(len(late))
         for number, cohort in [one for one in self._cohorts.items() if one[0] <= last and one[1].taken < one[1].seats]:
             self._move_seats(cohort.seats - cohort.taken)

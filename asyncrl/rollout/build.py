@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from asyncrl import import_hooks, lookup
@@ -16,21 +16,21 @@ from asyncrl.config import Config
 from asyncrl.engine.loads import Loads
 from asyncrl.engine.router import wait_until_ready
 from asyncrl.engine.session import GenerationSession
-from asyncrl.errors import ConfigError, DeadlineExceeded
+from asyncrl.errors import ConfigError, DeadlineExceeded, RecordError
 from asyncrl.extension import RolloutHooks
 from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import READY, Addresses, times_restarted
+from asyncrl.observability.timeline import ROLLOUT as PROCESS
+from asyncrl.observability.timeline import Started, TimelineWriter
 from asyncrl.records.events import Began, Event
 from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import close_all
 from asyncrl.rollout.buffer import Ticket
-from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.evaluation import Evaluations
 from asyncrl.rollout.groups import GroupLifecycle, build_buffer
 from asyncrl.rollout.journal import Journal, Left, NoJournal
 from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
-from asyncrl.rollout.observer import Observer
 from asyncrl.rollout.parts import ModelParts, PlayingParts, PlaysEpisodes
 from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.recorder import Recorder
@@ -38,10 +38,10 @@ from asyncrl.rollout.reporters import RolloutRun, RunReporter
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.snapshot import GroupsState, Snapshot
 from asyncrl.rollout.status import StatusFile
+from asyncrl.rollout.timelines import Timelines
 from asyncrl.rollout.worker import Patience, Worker
 from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
-from asyncrl.user_code import load
 
 RETRY_SECONDS = 0.5
 
@@ -65,11 +65,12 @@ class RolloutParts:
         self.reporter.version = lambda: playing.client.inflight.version
         length = model.hf["max_position_embeddings"]
         self._prompts = Prompts(config, tasks, model.template, length, run.warn, model.vision, playing.ahead)
-        weights = {name: task.weight for name, task in config.mixture.items()}
-        curriculum = load(config.rollout.curriculum, "rollout.curriculum")
-        self._mixer = Mixer(tasks, self._prompts.training, weights, curriculum, config.run.seed)
+        self._weights = {name: task.weight for name, task in config.mixture.items()}
         self.loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
-        self.observer = Observer(run, self.hooks)
+        self.timeline = TimelineWriter(run_dir, PROCESS, run.warn, enabled=config.metrics.timeline)
+        self.timeline(Started(addresses.run_id, time.time()))
+        listeners = [one.record for one in self.hooks.values()]
+        self.timelines = Timelines(listeners, self.timeline, config.metrics.timeline_share)
         self.evaluations = Evaluations(
             playing.groups.attempts,
             playing.client,
@@ -77,7 +78,7 @@ class RolloutParts:
             self._prompts.held_out,
             config.eval,
             self.reporter.evaluated,
-            self.observer.timelines,
+            self.timelines,
             Tail(run_dir / "eval.jsonl")() if restarts else (),
         )
         self.limiter = _limiter(run, self.hooks)
@@ -90,13 +91,13 @@ class RolloutParts:
             publish=self.reporter.publish,
             figures=self._take_figures,
             recorder=self.recorder,
-            timelines=self.observer.timelines,
+            timelines=self.timelines,
         )
         self.worker = Worker(
             self.groups,
             playing.client,
             playing.groups,
-            self._mixer,
+            self._draw,
             self.limiter,
             Patience(config.rollout.max_failures, config.rollout.max_rejections),
             group_sizes={name: config.group_size(name) for name in config.mixture},
@@ -112,27 +113,43 @@ class RolloutParts:
             number=self._resumed.number if self._resumed else 0,
         )
         server.starting = "the engines to start"
-        inflight, gpus = playing.client.inflight, self.observer.gpus
-        self.status = StatusFile(run_dir, server.state, self.groups, inflight, self.loads, addresses, gpus)
-        server.more = [route for one in self.hooks for route in one.routes(server, self.status.now)]
+        inflight = playing.client.inflight
+        self.status = StatusFile(run_dir, server.state, self.groups, inflight, self.loads, addresses)
+        server.more = [route for one in self.hooks.values() for route in one.routes(server, self.status.now)]
         self._outstanding = self._restore(self._resumed) if self._resumed else []
         self._since = self._announced_since()
 
     def _take_figures(self) -> dict[str, float]:
         """Return the figures of all parts for a batch."""
-        more = ChainMap(self.playing.take_played(), self._prompts.figures(), self.loads.figures())
-        return {**self.recorder.take_figures(), **self.observer.take_figures(), **more}
+        return {
+            **self.recorder.take_figures(),
+            **self.timelines.take_figures(),
+            **self.status.gpus.take_figures(),
+            **ChainMap(*(one.figures() for one in self.hooks.values())),
+            **ChainMap(self.playing.take_played(), self._prompts.figures(), self.loads.figures()),
+        }
+
+    def _draw(self, version: int) -> Prompt:
+        """Return the next prompt, while the engines serve a version."""
+        weights: Mapping[str, float] = self._weights
+        for one in self.hooks.values():
+            weights = one.mixture(weights, version)
+        return self._prompts.draw(weights)
 
     def _save(self, state: GroupsState, number: int) -> bytes:
         """Encode a snapshot with the state of the groups, and its number."""
+        states = {name: state for name, one in self.hooks.items() if (state := one.state()) is not None}
         evaluation = self.evaluations.under_way, self.evaluations.evaluated
-        return snapshot.encode(Snapshot(state, self._prompts.cursor(), self._mixer.state(), *evaluation, number))
+        return snapshot.encode(Snapshot(state, self._prompts.cursor(), states, *evaluation, number))
 
     def _restore(self, resumed: Snapshot) -> list[tuple[Ticket, Prompt, Sequence[GenerationSession]]]:
         """Put the parts into the state of the snapshot, and return the groups that were running."""
         self.evaluations.ready.clear()
         self._prompts.go_on(resumed.cursor)
-        self._mixer.restore(resumed.mixer)
+        for name, state in resumed.extensions.items():
+            if name not in self.hooks:
+                raise RecordError(f"the checkpoint was written with the extension {name}: set extensions.{name} again")
+            self.hooks[name].restore(state)
         return [
             (group.ticket, self._prompts.again(group.prompt.uid, group.prompt.task, group.prompt.index), group.siblings)
             for group in self.groups.restore(resumed.service)
@@ -157,7 +174,7 @@ class RolloutParts:
         if times_restarted():
             self._tell_of_restart(float(os.environ["ASYNCRL_DIED_AT"]))
         else:
-            self.observer.ready(self.run.addresses.started_at, "start_up")
+            self.timeline.phase("start_up", -1, self.run.addresses.started_at, time.time())
 
     async def roll_out(self) -> None:
         """Wait for the engines, and play until cancelled."""
@@ -198,14 +215,15 @@ class RolloutParts:
 
     def _tell_of_restart(self, died: float) -> None:
         """Say where a process goes on that died at this time and was started again."""
-        self.observer.ready(died, "recovery")
+        self.timeline.phase("recovery", -1, died, time.time())
         age = f"{died - self._left.written:.1f} s before its death, with {len(self._outstanding)} groups under way"
         at = f"its state {age}" if self._left.state else "its beginning"
         self.reporter.warn(f"the rollout process goes on after {time.time() - died:.0f} s, from {at}")
 
     async def close(self) -> None:
         """End everything, in an order in which what is left can still be recorded and sent."""
-        await close_all([self.playing, self.loads, self.observer, *self.hooks], self.reporter.warn)
+        await close_all([self.playing, self.loads, *self.hooks.values()], self.reporter.warn)
+        self.timeline.close()
         self.recorder.close()
 
 
@@ -215,29 +233,29 @@ def _trainer_sends_first(config: Config, addresses: Addresses) -> bool:
     return bool(addresses.resume or attached or config.changes_base or config.cluster.takes_turns)
 
 
-def _started_hooks(run: RolloutRun) -> list[RolloutHooks]:
-    hooks = [one.rollout() for one in lookup.active(run.config).values()]
-    for one in hooks:
+def _started_hooks(run: RolloutRun) -> dict[str, RolloutHooks]:
+    hooks = {name: one.rollout() for name, one in lookup.active(run.config).items()}
+    for one in hooks.values():
         one.start(run)
     return hooks
 
 
 def _playing(
-    run: RolloutRun, hooks: Sequence[RolloutHooks], model: ModelParts, tasks: dict[str, Task]
+    run: RolloutRun, hooks: Mapping[str, RolloutHooks], model: ModelParts, tasks: dict[str, Task]
 ) -> PlaysEpisodes:
     """Return what plays all episodes: what the first extension has for it, or parts of this process."""
     restarts = times_restarted()
     requests = f"r{restarts:03d}-" if restarts else ""  # engines may still have requests of the dead process
-    elsewhere = (found for one in hooks if (found := one.plays(run)))
+    elsewhere = (found for one in hooks.values() if (found := one.plays(run)))
     return next(elsewhere, None) or PlayingParts.build(run.config, run.addresses, model, tasks, run.warn, requests)
 
 
-def _limiter(run: RolloutRun, hooks: Sequence[RolloutHooks]) -> ConcurrencyLimiter:
+def _limiter(run: RolloutRun, hooks: Mapping[str, RolloutHooks]) -> ConcurrencyLimiter:
     """Return the limiter of the setting; for "auto" that of the first extension which has one. Raises
     ConfigError if none has."""
     most = run.config.rollout.max_running_groups
     if most == "auto":
-        if limiter := next((found for one in hooks if (found := one.limits(run))), None):
+        if limiter := next((found for one in hooks.values() if (found := one.limits(run))), None):
             return limiter
         raise ConfigError("rollout.max_running_groups", most, "Install an extension for it, or set a number or null.")
     return FixedConcurrency(most) if most else ConcurrencyLimiter()
@@ -249,9 +267,9 @@ def _snapshot_of(addresses: Addresses, left: Left) -> Snapshot | None:
     return snapshot.decode(state) if state else None
 
 
-def _recorder(run: RolloutRun, hooks: Sequence[RolloutHooks], resumed: Snapshot | None) -> Recorder:
+def _recorder(run: RolloutRun, hooks: Mapping[str, RolloutHooks], resumed: Snapshot | None) -> Recorder:
     config, writer = run.config, Writer[Event](run.run_dir / RECORDS) if run.config.record else None
     if writer:
         version, number = (resumed.service.buffer.version, resumed.number) if resumed else (0, 0)
         writer.write(Began(run.addresses.run_id, time.time(), version, json.loads(config.model_dump_json()), number))
-    return Recorder(writer, run.warn, [one.group for one in hooks])
+    return Recorder(writer, run.warn, [one.group for one in hooks.values()])

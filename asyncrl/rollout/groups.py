@@ -23,7 +23,6 @@ from asyncrl.config import RolloutConfig
 from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.records.events import Adjusted, Admitted, PartTaken, Published, Saved, Taken
-from asyncrl.rollout.audit import Audit
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.limiter import ConcurrencyLimiter
@@ -86,13 +85,12 @@ class GroupLifecycle:
         client: GenerationClient,
         *,
         limiter: ConcurrencyLimiter | None = None,
-        publish: Callable[[dict[str, Any], list[str]], None] = lambda ledger, warnings: None,
+        publish: Callable[[dict[str, Any]], None] = lambda ledger: None,
         figures: Callable[[], dict[str, float]] = dict,
         recorder: Recorder | None = None,
         timelines: Timelines | None = None,
     ) -> None:
-        """`publish` receives the ledger and the warnings at every version; `figures` returns further figures for a
-        batch."""
+        """`publish` receives the ledger at every version; `figures` returns further figures for a batch."""
         self._buffer = buffer
         self._client = client
         self._limiter = limiter or ConcurrencyLimiter()
@@ -100,7 +98,6 @@ class GroupLifecycle:
         self._more_figures = figures
         self._recorder = recorder or Recorder()
         self._timelines = timelines or Timelines()
-        self._audit = Audit()
         self._waited = False
         self._changed = asyncio.Condition()
         self._released = asyncio.Event()
@@ -136,27 +133,24 @@ class GroupLifecycle:
 
     async def commit(self, ticket: Ticket, group: Group) -> None:
         """Hand in a finished group; engines may have generated more tokens for it than its agent kept."""
-        discarded = sum(self._close(ticket, COMMITTED, group.rewards)) - group.num_tokens
-        seated = self._buffer.commit(ticket, group, discarded=discarded)
+        discarded = self._close(ticket, COMMITTED, group.rewards) - group.num_tokens
+        self._buffer.commit(ticket, group, discarded=discarded)
         self._recorder.committed(ticket, group, discarded)
         self._rewards += group.rewards
-        self._audit.note(ticket.cohort, ticket.uid, group.lengths, group.rewards, trained=seated)
         await self._ended()
 
     async def reject(self, ticket: Ticket, reason: str, group: Group | None = None) -> None:
         """Reject a group, with the tokens that engines generated for it; another will replace it. Pass `group` if it
         was played to its end."""
-        rewards = group.rewards if group else []
-        received = self._close(ticket, reason, rewards)
-        self._buffer.reject(ticket, reason, tokens=sum(received))
-        self._recorder.rejected(ticket, reason, sum(received), group)
-        self._audit.note(ticket.cohort, ticket.uid, received, rewards, trained=False)
+        received = self._close(ticket, reason, group.rewards if group else [])
+        self._buffer.reject(ticket, reason, tokens=received)
+        self._recorder.rejected(ticket, reason, received, group)
         await self._ended()
 
-    def _close(self, ticket: Ticket, outcome: str, rewards: Sequence[float]) -> list[int]:
-        """Close the sessions and return the tokens that engines generated for each sibling."""
+    def _close(self, ticket: Ticket, outcome: str, rewards: Sequence[float]) -> int:
+        """Close the sessions and return the tokens that engines generated for them."""
         group = self._playing.pop(ticket)
-        received = [session.close() for session in group.siblings]
+        received = sum(session.close() for session in group.siblings)
         self._timelines.group(ticket, group.prompt.task, group.admitted, group.siblings, outcome, rewards)
         return received
 
@@ -228,8 +222,6 @@ class GroupLifecycle:
         self._limiter.taken(self._buffer.ready, len(uids), waited=self._waited)
         self._timelines.taken(version, uids)
         self._waited = False
-        for dropped in self._buffer.dropped():
-            self._audit.drop(dropped.uid)
         figures = self._figures()
         self._recorder.write(Taken(version, uids, figures))
         return figures
@@ -266,8 +258,7 @@ class GroupLifecycle:
         ledger = asdict(self.ledger())
         if new:
             self._recorder.write(Published(version, time.time(), ledger))
-        self._audit.close(self._buffer.due())
-        self._publish({"version": version, **ledger}, self._audit.warnings())
+        self._publish({"version": version, **ledger})
         await self._wake()
         return new
 
@@ -293,7 +284,6 @@ class GroupLifecycle:
         return GroupsState(
             self._buffer.state(),
             outstanding,
-            self._audit.state(),
             self._drawn,
             self._rewards,
             dict(self._retried),
@@ -310,7 +300,6 @@ class GroupLifecycle:
         """Restore a saved state, before anything has begun. Returns the groups that must be continued."""
         self._buffer.restore(state.buffer)
         self._client.inflight.restore(state.buffer.version, state.tokens, state.late)
-        self._audit.restore(state.audit)
         self._drawn = state.drawn
         self._rewards = state.rewards
         self._retried, self._tokens_reported = Counter(state.retried), Counter(state.reported)
@@ -399,7 +388,6 @@ class GroupLifecycle:
             "groups/requeued": ledger.events.requeued,
             "admission/lead": self._buffer.lead,
             "time/engine_busy": seen.seconds_busy,
-            **self._audit.figures(),
             **self._limiter.figures(),
             "prefix_cache/hit": seen.cached_tokens / max(1, seen.prompt_tokens),
             "tokens/refilled": seen.refilled_tokens,

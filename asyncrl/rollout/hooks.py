@@ -1,34 +1,15 @@
-"""User hooks and their built-in choices: functions that mix tasks, and that accept and select groups."""
+"""User hooks and their built-in choices: functions that accept and select groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from asyncrl.rollout.curriculum import CurriculumInput
 from asyncrl.schema import Group
 
 Accept = Callable[[Group], bool | str]
 """Returns whether a group may be trained, or the reason why not."""
 Select = Callable[[Sequence[Group], int], Sequence[Group]]
 """Returns `count` of the ready groups that are not yet due, to fill up a batch."""
-
-
-def by_weight(progress: CurriculumInput) -> Mapping[str, float]:
-    """Return the configured weights."""
-    return {name: task.weight for name, task in progress.tasks.items()}
-
-
-def towards_half_solved(progress: CurriculumInput) -> Mapping[str, float]:
-    """Return the configured weights times 4 p (1 - p), where p is the fraction of correct answers.
-
-    Where all answers to a question agree there is little to learn (learnability: arXiv 2502.12272). The factor is at
-    least 0.1, because a task that seems too hard or too easy may change, and 1 for a task without results.
-    """
-
-    def learnable(solved: float | None) -> float:
-        return 1.0 if solved is None else max(0.1, 4 * solved * (1 - solved))
-
-    return {name: task.weight * learnable(task.solved) for name, task in progress.tasks.items()}
 
 
 def accept_all(group: Group) -> bool:

@@ -107,6 +107,15 @@ class Prompts:
         }
         taken = {_identity(one) for prompts in self.held_out.values() for one in prompts}
         self.training = {name: self._training(name, *ranges[name], taken) for name in config.mixture}
+        self._mixture = random.Random(f"{config.run.seed} mixture")
+
+    def draw(self, weights: Mapping[str, float]) -> Prompt:
+        """Return the next prompt, of a task that is drawn with these weights; one that is not named has weight 0. Each
+        prompt takes one number of the generator, so that prompt n is a function of the seed and of all weights so far.
+        While these do not depend on how groups went, the sequence of prompts does not depend on when groups end."""
+        names = list(self.training)
+        (name,) = self._mixture.choices(names, [weights.get(name, 0.0) for name in names])
+        return next(self.training[name])
 
     def cursor(self) -> Cursor:
         """Return the position from which the next prompts are drawn."""
@@ -121,6 +130,8 @@ class Prompts:
         """Continue from the cursor. Call this before the first prompt is drawn."""
         self._serial, self._skip = cursor.prompts, cursor.questions
         self._drawn = Counter(cursor.questions)
+        for _ in range(cursor.prompts):
+            self._mixture.random()
 
     def again(self, uid: str, task: str, index: int) -> Prompt:
         """Render a training prompt that was drawn before. Raises ConfigError if that question no longer exists or has

@@ -52,11 +52,9 @@ class RunReporter:
         line = {"version": self.version(), "warning": text, **({"traceback": traceback} if traceback else {})}
         jsonl.append(self._run_dir / "warnings.jsonl", line)
 
-    def publish(self, ledger: dict[str, Any], warnings: list[str]) -> None:
-        """Replace ledger.json, at every version, and append the warnings to warnings.jsonl."""
+    def publish(self, ledger: dict[str, Any]) -> None:
+        """Replace ledger.json, at every version."""
         jsonl.replace(self._run_dir / "ledger.json", ledger)
-        for text in warnings:
-            self.warn(text)
 
     def evaluated(self, lines: Sequence[dict[str, Any]]) -> None:
         """Append the lines of an evaluation to eval.jsonl, all or none."""

@@ -15,9 +15,7 @@ import msgspec
 
 from asyncrl import schema
 from asyncrl.errors import RecordError
-from asyncrl.rollout.audit import AuditState
 from asyncrl.rollout.buffer import BufferState, Ticket
-from asyncrl.rollout.curriculum import MixerState
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.schema import Exchange
 
@@ -63,7 +61,6 @@ class GroupsState:
 
     buffer: BufferState
     outstanding: list[Outstanding]
-    audit: AuditState
     drawn: int  # prompts
     rewards: list[float]  # of groups that have ended since the last batch
     retried: dict[str, int]
@@ -79,7 +76,7 @@ class Snapshot:
 
     service: GroupsState
     cursor: Cursor
-    mixer: MixerState
+    extensions: dict[str, bytes]  # states of those that have one, by name
     evaluating: bool  # an evaluation was running; it starts over
     evaluated: int | None = None  # the version at which the last evaluation began
     number: int = 0  # of a snapshot in the journal

@@ -16,12 +16,15 @@ waits for     the engines' loads (engine/loads.py), and the disk, in a thread
 from __future__ import annotations
 
 import asyncio
+import importlib
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from asyncrl import jsonl
@@ -30,7 +33,6 @@ from asyncrl.engine.loads import Load, Loads
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.groups import GroupInPlay, GroupLifecycle, most_silent
-from asyncrl.rollout.observer import Gpus
 
 FILE = "status.json"
 PERIOD = 1.0
@@ -40,6 +42,42 @@ MOST_ENGINES = 64
 """Number of engines that are asked in every period. More of them are asked less often."""
 SHARE = 0.02
 """Largest share of the event loop's time: with very many groups the file is replaced less often."""
+
+
+class Gpus:
+    """Utilization and memory of this machine's GPUs, as NVML reports them; none without NVIDIA's driver, or without the
+    package, which the CPU locks lack."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._seen: dict[str, list[float]] = defaultdict(list)
+        try:
+            self._nvml = importlib.import_module("pynvml")
+        except ModuleNotFoundError:
+            return
+        with suppress(self._nvml.NVMLError):
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+            self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(one) for one in range(count)]
+
+    def sample(self) -> list[dict[str, Any]]:
+        """Return what each GPU does now; one that does not answer is left out."""
+        samples = []
+        for index, handle in enumerate(self._handles):
+            try:
+                busy = self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+            except self._nvml.NVMLError:
+                continue
+            self._seen[f"gpu/{index}/utilization"].append(busy)
+            self._seen[f"gpu/{index}/memory"].append(memory.used)
+            samples.append({"gpu": index, "utilization": busy, "memory": memory.used, "capacity": memory.total})
+        return samples
+
+    def take_figures(self) -> dict[str, float]:
+        """Return the means of the samples since the last call, under their names in metrics.jsonl."""
+        seen, self._seen = self._seen, defaultdict(list)
+        return {name: fmean(values) for name, values in seen.items()}
 
 
 class StatusFile:
@@ -53,7 +91,6 @@ class StatusFile:
         inflight: InFlight,
         loads: Loads,
         addresses: Addresses,
-        gpus: Gpus,
     ) -> None:
         """`state` returns what GET /status does."""
         self._path = run_dir / FILE
@@ -61,7 +98,7 @@ class StatusFile:
         self._groups = groups
         self._inflight = inflight
         self._loads = loads
-        self._gpus = gpus
+        self.gpus = Gpus()
         self._of_gpus: list[dict[str, Any]] = []
         self._seconds = 0.0
         self._engines = (*addresses.engines, *addresses.attached)
@@ -75,7 +112,7 @@ class StatusFile:
             except EngineError:
                 loads = []  # engines without the endpoint, of which rollout.max_running_groups=auto says more
             began = time.thread_time()
-            self._of_gpus = self._gpus.sample()
+            self._of_gpus = self.gpus.sample()
             now = self.now(loads)
             spent = time.thread_time() - began
             self._seconds += spent

@@ -12,6 +12,8 @@ from asyncrl.observability.timeline import (
     GroupTimeline,
     PublishTimeline,
     Record,
+    TimelineWriter,
+    sampled,
 )
 from asyncrl.rollout.buffer import Ticket
 from asyncrl.schema import Prompt, Trajectory
@@ -20,16 +22,21 @@ COMMITTED = "committed"
 
 
 class Timelines:
-    """Composes the record of everything that ends, and passes it to the listeners. None of them may block or raise."""
+    """Composes the record of everything that ends, writes it, and passes it to the listeners. None of them may block or
+    raise."""
 
     def __init__(
-        self, listeners: Sequence[Callable[[Record], None]] = (), metrics: Sequence[Callable[[Record], None]] = ()
+        self,
+        listeners: Sequence[Callable[[Record], None]] = (),
+        writer: TimelineWriter | None = None,
+        share: float = 1.0,
     ) -> None:
-        """`metrics` are listeners whose CPU time is counted by itself."""
-        self._listeners, self._metrics = listeners, metrics
-        self.seconds = 0.0
-        """CPU seconds of composing records and of the listeners so far."""
-        self.metrics_seconds = 0.0
+        """`writer` gets all records but those of groups outside of the share."""
+        self._listeners = listeners
+        self._writer = writer
+        self._write = sampled(writer, share) if writer else None
+        self._composing = self._listening = 0.0  # CPU seconds so far
+        self._reported = (0.0, 0.0)
         self._asked: float | None = None
         self._last = ""
         self._version: int | None = None
@@ -90,13 +97,21 @@ class Timelines:
         self._tell(PublishTimeline(version, held or now, now), began)
 
     def _tell(self, record: Record, began: float) -> None:
+        if self._write:
+            self._write(record)
+        composed = time.thread_time()
+        self._composing += composed - began
         for listener in self._listeners:
             listener(record)
-        composed = time.thread_time()
-        self.seconds += composed - began
-        for listener in self._metrics:
-            listener(record)
-        self.metrics_seconds += time.thread_time() - composed
+        self._listening += time.thread_time() - composed
+
+    def take_figures(self) -> dict[str, float]:
+        """Return the CPU seconds of the timeline and of the listeners since the last call, under their names in
+        metrics.jsonl."""
+        now = (self._composing + (self._writer.seconds if self._writer else 0.0), self._listening)
+        timeline, listeners = (new - old for new, old in zip(now, self._reported, strict=True))
+        self._reported = now
+        return {"time/timeline": timeline, "time/metrics": listeners}
 
 
 def _episodes(

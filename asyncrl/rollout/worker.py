@@ -9,7 +9,7 @@ on death      an error that is neither an EpisodeFailed (all that user code rais
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,6 @@ from asyncrl.engine.client import GenerationClient
 from asyncrl.engine.session import GenerationSession
 from asyncrl.errors import AsyncRLError, EpisodeFailed
 from asyncrl.rollout.buffer import Ticket
-from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.player import LOST, PlaysGroups
@@ -40,17 +39,17 @@ class Worker:
         groups: GroupLifecycle,
         client: GenerationClient,
         player: PlaysGroups,
-        mixer: Mixer,
+        draw: Callable[[int], Prompt],
         limiter: ConcurrencyLimiter,
         patience: Patience,
         *,
         group_sizes: Mapping[str, int],
     ) -> None:
-        """`group_sizes` is keyed by task."""
+        """`draw` returns the next prompt, while the engines serve a version. `group_sizes` is keyed by task."""
         self._groups = groups
         self._client = client
         self._player = player
-        self._mixer = mixer
+        self._draw = draw
         self._limiter = limiter
         self._patience = patience
         self._group_sizes = group_sizes
@@ -71,7 +70,7 @@ class Worker:
             while True:
                 await self._limiter.acquire(largest)
                 ticket = await self._groups.ticket()
-                prompt = self._groups.draw(partial(self._mixer.draw, ticket.born))
+                prompt = self._groups.draw(partial(self._draw, ticket.born))
                 size, uid = self._group_sizes[prompt.task], ticket.uid
                 self._limiter.give_back(largest - size)
                 sessions = [
@@ -113,7 +112,6 @@ class Worker:
         else:
             self._failures_in_a_row = 0
             self._first_failure = None
-            self._mixer.record(group)
             await self._hand_in(ticket, group, verdict)
 
     async def _hand_in(self, ticket: Ticket, group: Group, verdict: bool | str) -> None:

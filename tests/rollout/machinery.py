@@ -20,10 +20,8 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.rollout import snapshot
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
-from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import GroupLifecycle
-from asyncrl.rollout.hooks import by_weight
 from asyncrl.rollout.journal import NoJournal
 from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.parts import PlayingParts
@@ -165,7 +163,7 @@ class Machinery:
 
         scored = task or LengthTask()
         evaluations: Any = NoEvaluations()
-        self.mixer = Mixer({name: scored}, {name: training or prompts()}, {name: 1.0}, by_weight, 0)
+        stream = training or prompts()
         self.groups = GroupLifecycle(self.buffer, self.client)
         self.server = RolloutServer(
             self.groups, self.client.inflight, evaluations, "key0", save=self._save, journal=journal
@@ -185,7 +183,7 @@ class Machinery:
             self.groups,
             self.client,
             self.plays(playing),
-            self.mixer,
+            lambda version: next(stream),
             FixedConcurrency(max_running) if max_running else ConcurrencyLimiter(),
             Patience(max_failures=10**6),
             group_sizes={name: group_size},
@@ -209,13 +207,12 @@ class Machinery:
         """End what was begun."""
 
     def _save(self, state: GroupsState, number: int) -> bytes:
-        told = Snapshot(state, Cursor(state.drawn, {}), self.mixer.state(), evaluating=False, number=number)
+        told = Snapshot(state, Cursor(state.drawn, {}), {}, evaluating=False, number=number)
         return snapshot.encode(told)
 
     def go_on(self, saved: bytes, prompt: Callable[[str], Prompt]) -> None:
         """Resume from a snapshot; `prompt` returns the prompts that were drawn before."""
         whole = snapshot.decode(saved)
-        self.mixer.restore(whole.mixer)
         playing = self.groups.restore(whole.service)
         self.outstanding = [(one.ticket, prompt(one.prompt.uid), one.siblings) for one in playing]
 

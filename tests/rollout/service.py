@@ -15,7 +15,6 @@ from asyncrl.engine.session import GenerationSession
 from asyncrl.observability.timeline import Record
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
 from asyncrl.rollout.groups import GroupLifecycle
-from asyncrl.rollout.observer import Gpus
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.timelines import Timelines
@@ -31,12 +30,12 @@ class Site:
         self.client = FakeClient()
         self.evaluations = FakeEvaluations()
         self.prompts = prompts()
-        self.published: list[tuple[dict[str, Any], list[str]]] = []
+        self.published: list[dict[str, Any]] = []
         self.records: list[Record] = []
         self.groups = GroupLifecycle(
             CohortBuffer(2, bound, **options),
             self.client,  # type: ignore[arg-type]
-            publish=lambda ledger, warnings: self.published.append((ledger, warnings)),
+            publish=self.published.append,
             timelines=Timelines([self.records.append]),
         )
         self.server = RolloutServer(
@@ -91,7 +90,7 @@ def at(play: Callable[[Site], Coroutine[Any, Any, None]], **settings: Any) -> No
 def file_of(site: Site, folder: Path) -> StatusFile:
     loads: Any = FakeLoads()
     inflight: Any = site.client.inflight
-    return StatusFile(folder, site.server.state, site.groups, inflight, loads, addresses(engines=2), Gpus())
+    return StatusFile(folder, site.server.state, site.groups, inflight, loads, addresses(engines=2))
 
 
 class FakeEvaluations:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl.metrics.fields import unknown
-from asyncrl.rollout.observer import Gpus
+from asyncrl.rollout.status import Gpus
 
 
 class Lost(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,43 @@ def test_uids_are_unique_and_of_one_width_across_tasks(tokenizer: Any, drawn: li
     assert uids == [f"p{number:08d}" for number in range(len(drawn))]
     held_out = [prompt.uid for prompts_ in prompts.held_out.values() for prompt in prompts_]
     assert held_out == [f"e{number:08d}" for number in range(6)]
+
+
+WEIGHTS = {"one": 1.0, "other": 3.0, "third": 4.0}
+
+
+def three(tokenizer: Any, **changes: Any) -> Prompts:
+    return build(tokenizer, tasks={name: copy(3) for name in WEIGHTS}, **changes)
+
+
+def test_prompts_come_in_proportion_to_the_weights_and_each_task_in_its_order(tokenizer: Any) -> None:
+    mixed, alone = three(tokenizer), three(tokenizer)
+    drawn = [mixed.draw(WEIGHTS) for _ in range(4000)]
+    shares = Counter(prompt.task for prompt in drawn)
+    assert [shares[name] / 500 for name in WEIGHTS] == pytest.approx([1, 3, 4], rel=0.15)
+    for name in WEIGHTS:
+        own = [p.token_ids for p in drawn if p.task == name]
+        assert own == [p.token_ids for p in first(alone, len(own), name)]
+    assert {mixed.draw({"other": 1, "third": 0.0}).task for _ in range(100)} == {"other"}
+
+
+@given(st.integers(0, 99), st.sampled_from([0.25, 2.0, 8.0]), st.integers(0, 20))
+def test_mixture_is_a_function_of_the_seed_and_the_weights_also_where_a_checkpoint_was(
+    tokenizer: Any, seed: int, unit: float, count: int
+) -> None:
+    """In whatever unit weights are given, and whatever those of earlier prompts were: each takes one number."""
+    whole, scaled, before, after = (three(tokenizer, **{"run.seed": seed}) for _ in range(4))
+    expected = [whole.draw(WEIGHTS).task for _ in range(count + 20)]
+    weights = {name: unit * weight for name, weight in WEIGHTS.items()}
+    assert [scaled.draw(weights).task for _ in range(count + 20)] == expected
+    assert {before.draw({"one": 1.0}).task for _ in range(count)} <= {"one"}
+    after.go_on(before.cursor())
+    assert [after.draw(WEIGHTS).task for _ in range(20)] == expected[count:]
+
+
+def test_other_seeds_give_other_mixtures(tokenizer: Any) -> None:
+    made = (three(tokenizer, **{"run.seed": seed}) for seed in range(8))
+    assert len({tuple(one.draw(WEIGHTS).task for _ in range(30)) for one in made}) == 8
 
 
 def test_sets_of_files_give_what_they_have_up_to_the_number_asked_for(

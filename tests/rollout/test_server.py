@@ -266,8 +266,6 @@ def test_ready_group_that_loses_its_place_is_not_counted_as_trained() -> None:
         ledger = site.groups.ledger()
         assert ledger.groups.rejected == {"over_age": 4}
         assert ledger.tokens.rejected == 2 * 4 + 2 * 4
-        seen = site.groups._audit._generated.values["reward"], site.groups._audit._trained.values["reward"]
-        assert [len(values) for values in seen] == [2 * 6, 2 * 4]  # cohorts 1 and 2: four of their six groups
 
     at(play, bound=2, over_age="drop", select=lambda ready, count: ready[-count:])
 
@@ -513,19 +511,13 @@ def test_hold_in_a_drain_answers_only_once_nothing_is_in_flight() -> None:
     at(play, drain=True)
 
 
-def test_every_version_leaves_its_ledger_and_a_drift_is_told_once() -> None:
+def test_every_version_leaves_its_ledger() -> None:
     async def play(site: Site) -> None:
-        for version in range(120):
-            while (ticket := site.groups._buffer.admit()) is not None:
-                if ticket.slot % 2:
-                    await site.play(ticket)
-                else:
-                    await site.play(ticket, 40, reject="timeout")  # whatever takes long is lost
+        for version in range(3):
+            await site.fill()
             assert (await site.http.get("/batch", params={"version": version})).status_code == 200
             assert (await site.http.post("/version", json={"version": version + 1})).status_code == 200
-        assert [ledger["version"] for ledger, _ in site.published] == list(range(1, 121))
-        (told,) = [text for _, warnings in site.published for text in warnings]
-        assert "mean length 2 against" in told
+        assert [(one["version"], one["groups"]["trained"]) for one in site.published] == [(1, 2), (2, 4), (3, 6)]
 
     at(play)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,11 +12,10 @@ from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.errors import AsyncRLError, ConfigError, EngineError, EpisodeFailed
 from asyncrl.extension import PlayerHooks
 from asyncrl.rollout.agent import load_agent
-from asyncrl.rollout.curriculum import CurriculumInput, TaskProgress
 from asyncrl.rollout.episode import Episode
 from asyncrl.rollout.limiter import FixedConcurrency
-from asyncrl.schema import Generate, Prompt, Trajectory, Turn
-from tests.fakes import FakeEngine, FakeTemplate, echo, mixer
+from asyncrl.schema import Generate, Group, Prompt, Trajectory, Turn
+from tests.fakes import FakeEngine, FakeTemplate, echo, in_turn
 from tests.rollout.working import LIMITS, Site
 
 
@@ -367,7 +366,7 @@ def test_group_that_nobody_waits_for_is_stopped_and_its_tokens_are_counted(
 
 def test_groups_have_the_size_of_their_task_and_are_scored_by_it() -> None:
     async def main() -> None:
-        site = Site(batch_groups=20, prompts=mixer("length", "long"))
+        site = Site(batch_groups=20, draw=in_turn("length", "long"))
         await site.run_until(lambda: site.ledger().groups.ready == 40)
         groups = site.buffer.take() or []
         assert {one.task for one in groups} == {"length", "long"}
@@ -380,24 +379,18 @@ def test_groups_have_the_size_of_their_task_and_are_scored_by_it() -> None:
     asyncio.run(main())
 
 
-def test_curriculum_hears_of_every_group_that_was_played_whole_also_of_those_not_accepted() -> None:
-    seen: list[CurriculumInput] = []
-
-    def curriculum(progress: CurriculumInput) -> Mapping[str, float]:
-        seen.append(progress)
-        return {"length": 1.0}
+def test_listeners_hear_of_every_group_that_was_played_whole_also_of_those_not_accepted() -> None:
+    heard: list[Group] = []
 
     async def main() -> None:
         verdicts = iter([False, True, False, *[True] * 100])
         agent = Failing(lambda n: EpisodeFailed("judge") if n == 1 else None)
-        site = Site(agent, accept=lambda group: next(verdicts), prompts=mixer(curriculum=curriculum))
+        site = Site(agent, accept=lambda group: next(verdicts), listeners=[heard.append])
         await site.run_until(lambda: site.ledger().groups.ready == 4)
-        site.mixer.draw(7)
         assert site.ledger().groups.rejected == {"not_accepted": 2, "judge": 1}
 
     asyncio.run(main())
-    assert seen[0] == CurriculumInput(0, {"length": TaskProgress(1.0, 0, None, None, None)})
-    assert (seen[-1].version, seen[-1].tasks["length"].groups) == (7, 6)
+    assert len(heard) == 6
 
 
 class Annotating(PlayerHooks):

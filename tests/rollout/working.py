@@ -9,18 +9,18 @@ from typing import Any
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.session import GenerationSession
 from asyncrl.rollout.buffer import CohortBuffer, Ticket
-from asyncrl.rollout.curriculum import Mixer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import accept_all
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.limiter import ConcurrencyLimiter
 from asyncrl.rollout.player import EpisodePlayer, GroupPlayer
+from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.worker import Patience, Worker
-from asyncrl.schema import Prompt
+from asyncrl.schema import Group, Prompt
 from asyncrl.tasks.scores import TaskScoreReward
-from tests.fakes import FakeClient, FakeTemplate, LengthTask, completion, mixer, until
+from tests.fakes import FakeClient, FakeTemplate, LengthTask, completion, in_turn, until
 
 LIMITS = EpisodeTimeouts(agent=60.0, reward=60.0, episode=None)
 
@@ -36,20 +36,21 @@ class Site:
         batch_groups: int = 2,
         waste: int = 0,
         buffer: dict[str, Any] | None = None,
-        prompts: Mixer | None = None,
+        draw: Callable[[int], Prompt] | None = None,
+        listeners: Sequence[Callable[[Group], None]] = (),
         **settings: Any,
     ) -> None:
         self.buffer = CohortBuffer(batch_groups, bound, **(buffer or {}))
         self.client: Any = FakeClient(lambda ids: completion(tokens=ids[1] % 3 + 1), waste)
 
-        groups = GroupLifecycle(self.buffer, self.client)
+        groups = GroupLifecycle(self.buffer, self.client, recorder=Recorder(listeners=listeners))
         self.told: list[tuple[str, str | None]] = []
         sizes = {"length": 3, "long": 5}
         failures = FailureReporter(lambda text, trace: self.told.append((text, trace)))
         of_player = {name: settings.pop(name) for name in ("retries", "hooks") if name in settings}
         patience = Patience(settings.pop("max_failures", 100), settings.pop("max_rejections", 1000))
         tasks = {"length": LengthTask(), "long": LengthTask(worth=10.0)}
-        self.mixer = prompts or mixer()
+        self.draw = draw or in_turn("length")
         self.player = EpisodePlayer(
             dict.fromkeys(tasks, agent or SingleTurn()),
             {name: TaskScoreReward(task) for name, task in tasks.items()},
@@ -62,7 +63,7 @@ class Site:
             groups,
             self.client,
             GroupPlayer(self.player, failures, settings.pop("accept", accept_all)),
-            self.mixer,
+            self.draw,
             settings.pop("limiter", ConcurrencyLimiter()),
             patience,
             group_sizes=settings.pop("group_sizes", sizes),
@@ -76,7 +77,7 @@ class Site:
         """Let all groups run that are admitted now, as after a resume."""
         groups, found = self.worker._groups, []
         while ticket := self.buffer.admit():
-            prompt = groups.draw(lambda: self.mixer.draw(ticket.born))
+            prompt = groups.draw(lambda: self.draw(ticket.born))
             sessions = [self.client.generate(born=ticket.born) for _ in range(3)]
             groups.begin(ticket, prompt, sessions)
             found.append((ticket, prompt, sessions))

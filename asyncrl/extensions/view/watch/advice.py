@@ -301,7 +301,7 @@ def zero_signal(evidence: Evidence) -> Advice | None:
         f"{1 - signal:.0%} of the groups teach nothing",
         f"All rewards of such a group are equal: most questions are too {'easy' if solved else 'hard'}. "
         "Reject these groups, mix in other tasks, or draw more answers to a question.",
-        ("rollout.accept", "rollout.curriculum", "rollout.group_size", "task.weight"),
+        ("rollout.accept", "curriculum.function", "rollout.group_size", "task.weight"),
         figures,
     )
 

@@ -1,0 +1,1 @@
+"""Whether what is trained is a fair sample of what was generated."""

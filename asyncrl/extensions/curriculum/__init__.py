@@ -1,0 +1,1 @@
+"""Weights of tasks that depend on how the tasks went."""
