@@ -224,38 +224,39 @@ WHOLE = ("episode", "group", "reward", "truncated")
 def build_table(groups: Sequence[Group], version: int) -> TokenTable:
     """Build the table of the groups that version `version` is trained on. The order is groups, then their trajectories,
     their roles, and the samples of each role (Trajectory.samples)."""
-    sample: list[int] = []
-    behaviour: list[float] = []
-    lag: list[int] = []
-    token_reward: list[float] = []
     episodes = _episodes(groups)
-    samples = [(one, turns) for one in episodes for turns in one.samples]
-    turns = _Columns()
-    for row, (episode, placed) in enumerate(samples):
-        for place, one in placed:
-            written = one.completion
-            sample += [row] * len(written.token_ids)
-            turns.add(place, episode, len(written.token_ids))
-            behaviour += written.logprobs
-            for span in written.versions:
-                lag += [version - span.version] * (span.end - span.start)
-            token_reward += _turn_rewards(one)
+    samples = [(one, placed) for one in episodes for placed in one.samples]
+    turns = [(row, one, place, turn) for row, (one, placed) in enumerate(samples) for place, turn in placed]
+    written = [turn.completion for *_, turn in turns]
+    places = [(one.group, one.places[place]) for _, one, place, _ in turns]
+    lengths = torch.tensor([len(one.token_ids) for one in written], dtype=torch.int64)
+
+    def of_tokens(of_turns: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(of_turns, dtype=dtype).repeat_interleave(lengths)
+
+    lag = [version - span.version for one in written for span in one.versions for _ in range(span.start, span.end)]
     return TokenTable(
-        torch.tensor(sample, dtype=torch.int64),
-        torch.tensor(turns.turn, dtype=torch.int64),
-        torch.tensor(behaviour, dtype=torch.float64),
-        torch.tensor(lag, dtype=torch.int64),
-        torch.tensor([number for number, one in enumerate(episodes) for _ in one.samples], dtype=torch.int64),
-        torch.tensor([one.group for one in episodes], dtype=torch.int64),
-        torch.tensor([one.reward for one in episodes], dtype=torch.float64),
-        torch.tensor([one.truncated for one in episodes], dtype=torch.bool),
-        torch.tensor(token_reward, dtype=torch.float64),
-        torch.tensor(turns.parent, dtype=torch.int64),
-        torch.tensor(turns.share, dtype=torch.float64),
-        torch.tensor(turns.context, dtype=torch.int64),
-        torch.tensor(turns.state, dtype=torch.int64),
-        teacher=_teacher([turns for _, turns in samples], len(sample)),
+        sample=of_tokens([row for row, *_ in turns]),
+        turn=of_tokens([place for _, _, place, _ in turns]),
+        behaviour=torch.tensor([logprob for one in written for logprob in one.logprobs], dtype=torch.float64),
+        lag=torch.tensor(lag, dtype=torch.int64),
+        episode=torch.tensor([number for number, one in enumerate(episodes) for _ in one.samples], dtype=torch.int64),
+        group=torch.tensor([one.group for one in episodes], dtype=torch.int64),
+        reward=torch.tensor([one.reward for one in episodes], dtype=torch.float64),
+        truncated=torch.tensor([one.truncated for one in episodes], dtype=torch.bool),
+        token_reward=torch.tensor([r for *_, turn in turns for r in _turn_rewards(turn)], dtype=torch.float64),
+        parent=of_tokens([place.parent for _, place in places]),
+        share=of_tokens([place.share for _, place in places], torch.float64),
+        context=of_tokens(_numbered([(group, place.context) for group, place in places])),
+        state=of_tokens(_numbered([(group, place.state) for group, place in places])),
+        teacher=_teacher([turn for *_, turn in turns], int(lengths.sum())),
     )
+
+
+def _numbered(keys: Sequence[object]) -> list[int]:
+    """Number the different keys in the order in which they first occur, and return the number of each."""
+    numbers: dict[object, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 @dataclass(frozen=True)
@@ -286,30 +287,10 @@ def _episodes(groups: Sequence[Group]) -> list[_Episode]:
     return found
 
 
-class _Columns:
-    """Columns built from turns, with one entry for each of their tokens."""
-
-    def __init__(self) -> None:
-        self.turn, self.parent, self.share = list[int](), list[int](), list[float]()
-        self.context, self.state = list[int](), list[int]()
-        self._contexts: dict[object, int] = {}
-        self._states: dict[object, int] = {}
-
-    def add(self, number: int, episode: _Episode, tokens: int) -> None:
-        place = episode.places[number]
-        context = self._contexts.setdefault((episode.group, place.context), len(self._contexts))
-        state = self._states.setdefault((episode.group, place.state), len(self._states))
-        self.turn += [number] * tokens
-        self.parent += [place.parent] * tokens
-        self.share += [place.share] * tokens
-        self.context += [context] * tokens
-        self.state += [state] * tokens
-
-
-def _teacher(samples: Sequence[Sequence[tuple[int, Turn]]], tokens: int) -> Tensor | None:
+def _teacher(turns: Sequence[Turn], tokens: int) -> Tensor | None:
     """Return the teacher's log-probabilities, [N], or None if no teacher was asked. Raises ValueError if only some
     tokens were scored."""
-    found = [logprob for turns in samples for _, turn in turns for logprob in turn.teacher]
+    found = [logprob for turn in turns for logprob in turn.teacher]
     if not found:
         return None
     if len(found) != tokens:

@@ -54,13 +54,6 @@ class TurnTable:
         """Return the reward of each turn plus those after it, discounted per turn, [M]."""
         return accumulated(rewards, self.parent, discount, self.part)
 
-    def depth(self) -> Tensor:
-        """Return the number of turns before it on its branch, [M]."""
-        found = list[int]()
-        for parent in self.parent.tolist():
-            found.append(found[parent] + 1 if parent >= 0 else 0)
-        return torch.tensor(found, dtype=torch.int64)
-
 
 @dataclass(frozen=True)
 class TokenPredecessors:
@@ -88,14 +81,6 @@ def accumulated(values: Tensor, parent: Tensor, decay: float, part: Tensor | Non
         if parents[i] >= 0:
             found[parents[i]] += decay * parts[i] * found[i]
     return torch.tensor(found, dtype=values.dtype, device=values.device)
-
-
-def chain(owner: Tensor) -> Tensor:
-    """Return the index of the previous entry with the same owner, -1: none, [n]. Entries of one owner must be
-    contiguous."""
-    before = torch.arange(len(owner), device=owner.device) - 1
-    before[1:] = torch.where(owner[1:] == owner[:-1], before[1:], -1)
-    return before
 
 
 def sum_into(values: Tensor, where: Tensor, count: int) -> Tensor:

@@ -90,10 +90,6 @@ class Checkpoints:
         """Record that the run resumed from a checkpoint of this version, which needs no other."""
         self._begun = self.last = version
 
-    def due(self, version: int) -> bool:
-        """Return whether a periodic checkpoint is due at this version."""
-        return bool(self._settings.every) and version % (self._settings.every or 1) == 0
-
     def save(self, version: int) -> None:
         """Start writing a checkpoint, unless checkpoint.every is unset or this version already has one."""
         if not self._settings.every or version == self._begun:
@@ -235,10 +231,11 @@ class Saving:
 
     def after_step(self, version: int) -> None:
         """Save what is due at this version."""
-        every = self._rank.config.trainer.save_hf_every
-        if every and version % every == 0:
+        config = self._rank.config
+        if config.trainer.save_hf_every and version % config.trainer.save_hf_every == 0:
             self._export(f"hf-{version:06d}", version)
-        if self._checkpoints.due(version) and not self._start.was_saved(version):
+        due = config.checkpoint.every and version % config.checkpoint.every == 0
+        if due and not self._start.was_saved(version):
             with self._log.span("save"):
                 self._publisher.finish()  # the rollout side is saved between a version and its batch
                 self._checkpoints.save(version)

@@ -66,19 +66,14 @@ class BatchFeed:
     def _fetch(self, version: int, part: int) -> bytes:
         """Return the part, or what comes instead of it."""
         assert self._source
-        instead: bytes | None = None
 
-        def interrupt() -> bool:
-            nonlocal instead
-            if part == 0 and self._asked():
-                instead = STOPPED
-            elif self._interrupt():
-                instead = b""
-            return instead is not None
+        def stops() -> bool:
+            return part == 0 and self._asked()
 
-        if part == 0 and self._asked():
-            return STOPPED
-        return self._source.batch(version, part, self._parts, interrupt=interrupt) or instead or b""
+        data = b""
+        if not stops():
+            data = self._source.batch(version, part, self._parts, interrupt=lambda: stops() or self._interrupt())
+        return data or (STOPPED if stops() else b"")
 
     def _broadcast(self, data: bytes) -> bytes:
         device = self._parallel.device

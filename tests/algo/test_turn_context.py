@@ -53,7 +53,6 @@ def test_what_comes_after_a_turn_is_the_mean_over_its_ways_and_the_reward_of_all
     assert turns.token_rewards().tolist() == [1.0, 2.0, 36.0, 8.0, 48.0]
     assert turns.to_go(turns.turn_rewards(), 1.0).tolist() == [1 + (38 + 56) / 2, 38.0, 36.0, 56.0, 48.0]
     assert turns.to_go(turns.turn_rewards(), 0.5).tolist() == [1 + (20 + 32) / 4, 20.0, 36.0, 32.0, 48.0]
-    assert turns.depth().tolist() == [0, 1, 2, 1, 2]
     assert TREE.total == 1 + (38 + 56) / 2
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from asyncrl.algo.table import build_table
-from asyncrl.algo.turns import accumulated, chain
 from asyncrl.schema import Group, Trajectory, Turn
 from tests.fakes import completion
 
@@ -21,12 +19,3 @@ def test_reward_of_an_episode_comes_at_the_end_of_its_ways_and_nowhere_before(wa
     assert turns.parent.tolist() == [-1, *[0] * ways]
     assert turns.turn_rewards().tolist() == [0.0, *[3.0] * ways]
     assert turns.to_go(turns.turn_rewards(), 1.0).tolist() == pytest.approx([3.0] * (1 + ways), rel=1e-12)
-
-
-def test_chain_links_what_has_one_owner() -> None:
-    before = chain(torch.tensor([0, 0, 0, 2, 2, 5]))
-    assert before.tolist() == [-1, 0, 1, -1, 3, -1]
-    assert accumulated(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0]), before, 0.5).tolist() == [
-        *(3.0, 4.0, 4.0),
-        *(16.0, 16.0, 32.0),
-    ]

@@ -32,11 +32,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from asyncrl.algo.kl import k3, ratio
 from asyncrl.algo.table import LossRows, TokenTable
-from asyncrl.algo.turns import accumulated, chain
+from asyncrl.algo.turns import accumulated
 from asyncrl.extension import TrainerHooks
 
 if TYPE_CHECKING:
@@ -48,6 +49,14 @@ def tempered(start: Tensor, plain: Tensor, teacher: Tensor, temperature: float) 
     """Return a substitute for the teacher's log-probabilities at `temperature`, up to a baseline, [N]. `start` holds
     the policy's l at that temperature, `plain` its l at temperature 1; `teacher` is at temperature 1."""
     return start - (plain - teacher) / temperature
+
+
+def chain(owner: Tensor) -> Tensor:
+    """Return the index of the previous entry with the same owner, -1: none, [n]. Entries of one owner must be
+    contiguous."""
+    before = torch.arange(len(owner), device=owner.device) - 1
+    before[1:] = torch.where(owner[1:] == owner[:-1], before[1:], -1)
+    return before
 
 
 def distilled_advantages(logprobs: Tensor, rows: LossRows, coefficient: float, discount: float) -> Tensor:

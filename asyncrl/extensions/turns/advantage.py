@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from asyncrl.algo.table import TokenTable
+    from asyncrl.algo.turns import TurnTable
 
 ROUNDING = 1e-12  # relative to a group's largest return: a smaller difference counts as none
 
@@ -91,6 +92,14 @@ def turn_loo(table: TokenTable, *, discount: Share = 1.0) -> Tensor:
     return credit.advantages(others.new_tensor(found))
 
 
+def depths(turns: TurnTable) -> Tensor:
+    """Return the number of turns before each turn on its branch, [M]."""
+    found = list[int]()
+    for parent in turns.parent.tolist():
+        found.append(found[parent] + 1 if parent >= 0 else 0)
+    return turns.parent.new_tensor(found)
+
+
 class _Credit:
     """Turns with their returns, and the returns of other episodes of the group."""
 
@@ -103,7 +112,7 @@ class _Credit:
     def of_others(self) -> Tensor:
         """Return the mean return of other episodes of the group from the turn of the same index on, [M]; of whole
         episodes if none has that many turns; NaN if there are no other episodes."""
-        turns, depth = self.turns, self.turns.depth()
+        turns, depth = self.turns, depths(self.turns)
         span = int(depth.max()) + 1 if len(depth) else 1
         same, own = self.group * span + depth, turns.owner * span + depth
         weighed, ones = turns.share * self.to_go, self.to_go.new_ones(len(self.to_go))

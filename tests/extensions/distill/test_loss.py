@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from asyncrl.algo.table import LossRows, build_table
-from asyncrl.extensions.distill.loss import distillation_loss, distilled_advantages, tempered
+from asyncrl.algo.turns import accumulated
+from asyncrl.extensions.distill.loss import chain, distillation_loss, distilled_advantages, tempered
 from asyncrl.schema import Completion, Group, Trajectory, Turn, VersionSpan
 from tests.algo.tables import advantage, loss
 
@@ -174,3 +175,12 @@ def test_value_of_the_loss_is_the_kl_and_its_least_at_the_teacher() -> None:
     same, rows = every_token(teacher, behaviour, teacher)
     assert float(distillation_loss(same, rows, 1.0).abs().max()) < 1e-15
     assert math.isclose(float(same.exp().sum()), 1.0)
+
+
+def test_chain_links_what_has_one_owner() -> None:
+    before = chain(torch.tensor([0, 0, 0, 2, 2, 5]))
+    assert before.tolist() == [-1, 0, 1, -1, 3, -1]
+    assert accumulated(torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0, 32.0]), before, 0.5).tolist() == [
+        *(3.0, 4.0, 4.0),
+        *(16.0, 16.0, 32.0),
+    ]

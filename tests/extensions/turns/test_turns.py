@@ -16,6 +16,7 @@ from asyncrl.algo.siblings import EPSILON
 from asyncrl.algo.table import LossRows
 from asyncrl.errors import ConfigError
 from asyncrl.extensions.critic.value import gae_raw
+from asyncrl.extensions.turns.advantage import depths
 from asyncrl.launch.help import algorithms
 from asyncrl.schema import Completion, Trajectory, Turn, VersionSpan
 from tests.algo.tables import (
@@ -111,6 +112,10 @@ def test_turns_are_normalised_among_all_turns_of_the_group_and_added_up() -> Non
 def test_turns_of_one_are_episodes(table: LossRows) -> None:
     full = make([1] * table.num_samples, table.reward.tolist(), table.group.tolist())
     assert advantage("grpo_turn")(full).tolist() == pytest.approx(advantage("grpo")(full).tolist(), abs=1e-12)
+
+
+def test_depth_of_a_turn_counts_those_before_it_on_its_way() -> None:
+    assert depths(table_of(TREE, PLAIN).turns).tolist() == [0, 1, 1, 2, 0]
 
 
 WHOLE = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "pass_at_k", "grpo_passk"]

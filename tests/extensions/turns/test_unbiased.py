@@ -18,6 +18,7 @@ from asyncrl.algo.siblings import group_sum
 from asyncrl.algo.table import TokenTable
 from asyncrl.algo.turns import TurnTable
 from asyncrl.extensions.critic.value import gae_raw
+from asyncrl.extensions.turns.advantage import depths
 from tests.algo.decisions import Groups, groups, world
 from tests.algo.tables import advantage
 
@@ -90,7 +91,7 @@ def test_estimators_that_are_known_to_be_biased_are(name: str) -> None:
 
 def others(values: Tensor, turns: TurnTable, table: TokenTable, *, itself: bool = False) -> tuple[Tensor, Tensor]:
     """Mean over turns of the same number in the group's other episodes, or in all, and of how many. No forks."""
-    same = table.group[turns.owner] * 10 + turns.depth()
+    same = table.group[turns.owner] * 10 + depths(turns)
     count = group_sum(torch.ones_like(values), same) - (0 if itself else 1)
     return (group_sum(values, same) - (0 if itself else values)) / count.clamp(min=1), count
 
