@@ -161,7 +161,7 @@ class LaunchHooks:
 
     def check_gpu(self, config: Config, gpu: str) -> Iterator[ConfigError]:
         """Yield every problem with an engine on a GPU of this name. Called once the machines of engines are known, for
-        each kind of GPU, and for engines that join (launch/checks/engines.py)."""
+        each kind of GPU, and for engines that join (launch/checks/machines.py)."""
         return iter(())
 
     def model(self, config: Config) -> str | None:

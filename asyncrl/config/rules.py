@@ -25,7 +25,6 @@ def check_settings(config: Config) -> None:
         _modes,
         _lengths,
         _evaluation,
-        _elastic,
         _server_args,
         _speculation,
         _host_caches,
@@ -97,21 +96,6 @@ def _evaluation(config: Config) -> Iterator[Rule]:
     twice = sorted(sets.keys() & config.mixture.keys())
     why = "A task has this name and its own held-out questions: choose another name."
     yield "eval.sets", twice[0] if twice else "", bool(twice), why
-
-
-def _elastic(config: Config) -> Iterator[Rule]:
-    """Yield the rules of a run whose number of engines changes."""
-    if config.cluster.elastic == "off":
-        return
-    off = ", or set cluster.elastic=off."
-    least, most = config.cluster.min_engines, config.cluster.max_engines
-    count = config.engine.started + len(config.engine.urls)
-    yield "mode", config.mode != "train", f"Only a run that trains can be elastic{off}"
-    yield "cluster.placement", config.cluster.shares_gpus, f"The engines' GPUs are those of the trainers{off}"
-    why = f"Decisions need the lengths of episodes: set true{off}"
-    yield "metrics.timeline", not config.metrics.timeline, why
-    yield "cluster.min_engines", least > count, f"The run starts with {count} engines: lower it{off}"
-    yield "cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it{off}"
 
 
 # -- engines ---------------------------------------------------------------------------------------------------

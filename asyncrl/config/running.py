@@ -194,10 +194,6 @@ class ClusterConfig(Section):
                 if value := getattr(self, field):
                     remedy = "It applies to jobs only: name a cluster (cluster.launcher), or remove it."
                     raise ConfigError(f"cluster.{field}", value, remedy)
-        elif self.plan and (self.nodes is None or self.gpus is None):
-            field = "nodes" if self.nodes is None else "gpus"
-            remedy = "cluster.plan divides given machines: set their number and that of their GPUs."
-            raise ConfigError(f"cluster.{field}", None, remedy)
         return self
 
 

@@ -7,8 +7,7 @@ detects itself.
 
 from __future__ import annotations
 
-import os
-import select
+import errno
 import socket
 import ssl
 import time
@@ -65,8 +64,15 @@ class HealthWatch:
         """Return whether an answer has begun, or there is nobody left to answer."""
         assert self._socket
         try:
-            if not self._connected and not self._connect(self._socket):
-                return False
+            if not self._connected:
+                code = self._socket.connect_ex((self._host, self._port))  # asks how the connection is getting on
+                if code not in (0, errno.EISCONN):
+                    return code not in (errno.EINPROGRESS, errno.EALREADY)
+                self._connected = True
+                if self._context:
+                    self._socket = self._context.wrap_socket(
+                        self._socket, server_hostname=self._host, do_handshake_on_connect=False
+                    )
             if not self._sent:
                 if isinstance(self._socket, ssl.SSLSocket):
                     self._socket.do_handshake()
@@ -78,15 +84,3 @@ class HealthWatch:
         except OSError:
             return True
         return True
-
-    def _connect(self, connection: socket.socket) -> bool:
-        """Return whether the connection is established. Raises OSError if it was refused."""
-        if failed := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(failed, os.strerror(failed))
-        _, writable, _ = select.select([], [connection], [], 0)
-        if writable and self._context:
-            self._socket = self._context.wrap_socket(
-                connection, server_hostname=self._host, do_handshake_on_connect=False
-            )
-        self._connected = bool(writable)
-        return self._connected

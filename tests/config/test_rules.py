@@ -34,7 +34,6 @@ BASES: dict[str, list[dict[str, Any]]] = {
     "_modes": [{}, ALONE],
     "_extended": [{}],
     "_evaluation": [EVALUATED],
-    "_elastic": [{"cluster.elastic": "act", "metrics.timeline": True, "cluster.max_engines": 4}],
     "_server_args": [{}],
     "_speculation": [{"engine.server_args": {"speculative_algorithm": "EAGLE"}}],
     "_host_caches": [{"engine.hicache": 64}],
@@ -68,7 +67,6 @@ CAUSES: dict[str, list[dict[str, Any]]] = {
     "_extended": [{"weights.transport": "x"}, {"trainer.lora.rank": 4, "trainer.lora.base": "x"}],
     "_modes": [{"deterministic": True, "rollout.max_staleness": 1}],
     "_evaluation": [{"eval.questions": 0}, {"task.name": "digits"}],
-    "_elastic": [{"cluster.min_engines": 3}, {"engine.count": 3, "cluster.max_engines": 2}],
     "_server_args": [
         *({"engine.server_args": {name: value}} for name, value in (("tp", 2), ("load_format", "dummy"))),
         *({"engine.server_args": {name: True}} for name in ("torchao_config", "enable_dp_lm_head")),

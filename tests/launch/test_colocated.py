@@ -71,7 +71,6 @@ SHARED = {"cluster.placement": "shared"}
         ("engine.device", "cpu", r"trainer.device \(auto\)"),
         ("engine.memory_fraction", 0.9, "what is left of 0.9: set less"),
         ("engine.server_args", {"mem_fraction_static": 0.3}, "Set engine.memory_fraction instead"),
-        ("cluster.elastic", "advise", "The engines' GPUs are those of the trainers"),
     ],
 )
 def test_what_cannot_share_gpus_is_refused_by_name(field: str, value: Any, remedy: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from asyncrl.launch.restarts import RestartPolicy
 from asyncrl.launch.watch import EVERY_SECONDS, HealthWatch
 from asyncrl.network.addresses import READY, Access
+from asyncrl.network.tls import Authority, signed
 from tests.fakes import Clock
 
 PATIENCE = 30.0
@@ -72,6 +75,31 @@ def test_answer_resets_the_patience_and_carries_the_key() -> None:
             assert "Authorization: Bearer key0\r\n" in request
             clock.now += 1.0
             until(lambda: not watch.hangs())
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_server_with_a_certificate_is_asked_over_tls(answers: bool, tmp_path: Path) -> None:
+    with server() as listening:
+        url = f"https://127.0.0.1:{listening.getsockname()[1]}"
+        authority = Authority.create(tmp_path)
+        authority.sign([url])
+        files = signed(tmp_path, url)
+        assert files
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(files.server)
+        watch = HealthWatch(f"{url}/health", Access("key0", authority.certificate), PATIENCE, clock := Clock(0.0))
+        with ThreadPoolExecutor(1) as pool:
+            accepted = pool.submit(lambda: context.wrap_socket(listening.accept()[0], server_side=True))
+            asked(watch, clock)
+            with accepted.result() as connection:
+                assert connection.recv(4096).startswith(b"GET /health HTTP/1.1\r\n")
+                clock.now += PATIENCE + 1.0
+                if answers:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                    until(lambda: not watch.hangs())
+                else:
+                    assert watch.hangs()
+        watch.forget()
 
 
 @pytest.mark.parametrize("ending", ["refuses", "closes"])

@@ -7,6 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncrl import extension
+from asyncrl.errors import ConfigError
+from asyncrl.settings import Rule, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -86,6 +88,24 @@ class PlanHooks(extension.LaunchHooks):
         self._expected = forecast(chosen.config, prepared.folders["model"], hf, chosen)
 
 
+def _rules(config: Config) -> Iterator[Rule]:
+    """Yield the rules of runs that are planned, and of those whose number of engines changes."""
+    cluster = config.cluster
+    for field in ("nodes", "gpus") if cluster.plan and not cluster.is_local else ():
+        why = "cluster.plan divides given machines: set their number and that of their GPUs."
+        yield f"cluster.{field}", getattr(cluster, field) is None, why
+    if cluster.elastic == "off":
+        return
+    off, count = ", or set cluster.elastic=off.", config.engine.started + len(config.engine.urls)
+    yield "mode", config.mode != "train", f"Only a run that trains can be elastic{off}"
+    yield "cluster.placement", cluster.shares_gpus, f"The engines' GPUs are those of the trainers{off}"
+    why = f"Decisions need the lengths of episodes: set true{off}"
+    yield "metrics.timeline", not config.metrics.timeline, why
+    yield "cluster.min_engines", cluster.min_engines > count, f"The run starts with {count} engines: lower it{off}"
+    most = cluster.max_engines
+    yield "cluster.max_engines", most is not None and most < count, f"It starts with {count}: raise it{off}"
+
+
 class Plans(extension.Extension):
     """The planner."""
 
@@ -102,6 +122,12 @@ class Plans(extension.Extension):
         "plan/error/trainer_busy": "predicted minus measured fraction",
         "plan/error/staleness": "predicted minus measured mean staleness",
     }
+
+    def check(self, config: Config) -> Iterator[ConfigError]:
+        """Check cluster.plan and cluster.elastic."""
+        for field, *_, broken, remedy in _rules(config):
+            if broken:
+                yield ConfigError(field, value_of(config, field), remedy)
 
     def launch(self) -> extension.LaunchHooks:
         """Return the hooks in the launcher."""

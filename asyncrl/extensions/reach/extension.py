@@ -33,6 +33,7 @@ class ReachLaunch(extension.LaunchHooks):
     def preflight(self, prepared: Preparation) -> Iterator[Finding]:
         """Check the machines, and the network between those of a job."""
         from asyncrl.extensions.reach.machines import check_gpus, check_idle, check_ports
+        from asyncrl.extensions.reach.software import check_software
         from asyncrl.launch.placement import ports_wanted
 
         config, cluster = prepared.chosen.config, prepared.cluster
@@ -43,6 +44,7 @@ class ReachLaunch(extension.LaunchHooks):
             yield from check_ports(cluster.nodes, ports_wanted(config))
         if not config.cluster.is_local:
             yield from check_idle(cluster.nodes, prepared.placement)
+        yield from check_software(prepared)
         if cluster.here and len(cluster.nodes) > 1:
             yield from _checked(prepared)
 

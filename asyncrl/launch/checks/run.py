@@ -7,27 +7,20 @@ are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
-from asyncrl.config import Config, on_gpu
+from asyncrl.config import on_gpu
 from asyncrl.errors import LaunchError
 from asyncrl.launch import precision
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.checks.model import check_model
 from asyncrl.launch.checks.model_files import check_model_files, read_model
-from asyncrl.launch.checks.versions import (
-    check_gpu_engines,
-    check_gpu_trainers,
-    check_versions,
-    installed,
-    pinned,
-)
+from asyncrl.launch.checks.versions import check_versions, installed, pinned
 from asyncrl.launch.leftovers import SHARED
-from asyncrl.launch.machine import MachineFacts, allow_files, this_machine
+from asyncrl.launch.machine import allow_files, this_machine
 from asyncrl.launch.prepare import Preparation
 from asyncrl.launch.run_folder import SHARED_REMEDY, full
-from asyncrl.models.architectures import megatron_arguments
 from asyncrl.weights.choice import choose_lora
 
 
@@ -64,35 +57,12 @@ def _all(prepared: Preparation) -> Iterator[Finding]:
     prepared.chosen = precision.Precision(assumed)
     if prepared.is_placed:
         yield from _precision(prepared)
-        yield from _on_machines(prepared)
+        if not prepared.cluster.here:
+            text = f"a job of {len(prepared.cluster.nodes)} machine(s): its machines are checked when it starts"
+            yield ok("cluster.launcher", text)
     for hooks in prepared.hooks:
         yield from refused(partial(hooks.refuse, prepared), "extensions")
         yield from hooks.preflight(prepared)
-
-
-# -- the machines ------------------------------------------------------------------------------------------
-
-
-def _on_machines(prepared: Preparation) -> Iterator[Finding]:
-    config, nodes, machines = prepared.chosen.config, prepared.cluster.nodes, prepared.cluster.machines
-    if not prepared.cluster.here:
-        text = f"a job of {len(nodes)} machine(s): its machines are checked when it starts"
-        yield ok("cluster.launcher", text)
-    known = {node.name: machine for node, machine in zip(nodes, machines, strict=False)}
-    yield from _gpu_software(config, prepared, known)
-
-
-def _gpu_software(config: Config, prepared: Preparation, known: Mapping[str, MachineFacts]) -> Iterator[Finding]:
-    """Check the packages and the compiler that only parts on GPUs need, on the machines of these parts."""
-    placed, pins = prepared.placement, pinned(gpu=True)
-    on_gpus = [name for name, section in config.fleets.items() if on_gpu(section, prepared.gpus)]
-    serving = dict.fromkeys(seat.node.name for name in on_gpus for seat in placed.fleets.get(name, ()))
-    yield from check_gpu_engines([known[name] for name in serving if name in known], pins)
-    if on_gpu(config.trainer, prepared.gpus) and "model" in prepared.weights:
-        training = dict.fromkeys(seat.node.name for seat in placed.trainers)
-        machines = [known[name] for name in training if name in known]
-        experts = any(megatron_arguments(prepared.hf["model"]).get("moe_layer_freq", []))
-        yield from check_gpu_trainers(machines, pins, experts=experts)
 
 
 def _precision(prepared: Preparation) -> Iterator[Finding]:

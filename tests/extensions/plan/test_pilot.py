@@ -216,6 +216,7 @@ def test_action_that_fails_is_reported_and_a_damaged_timeline_ends_the_controlle
         ({"metrics.timeline": False}, "metrics.timeline"),
         ({"cluster.min_engines": 3}, "cluster.min_engines"),
         ({"engine.count": 3, "cluster.max_engines": 2}, "cluster.max_engines"),
+        ({"cluster.placement": "shared"}, "cluster.placement"),
         (ALONE, "mode"),
     ],
 )

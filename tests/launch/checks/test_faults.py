@@ -11,7 +11,7 @@ import pytest
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.launch.checks.findings import Finding, error, failed, ok, refused, rendered, warning
 from asyncrl.launch.checks.model_files import check_model_files, read_model
-from asyncrl.launch.checks.versions import check_gpu_engines, check_gpu_trainers, check_versions, pinned
+from asyncrl.launch.checks.versions import check_versions, pinned
 from asyncrl.launch.placement import place
 from tests.launch.checks.worlds import job, machine, nodes, write_model
 
@@ -20,14 +20,6 @@ MODEL = "model.path"
 
 def versions(**changes: str) -> list[Finding]:
     return check_versions([machine(**changes)], pinned())
-
-
-def gpu_engine(**changes: str | None) -> list[Finding]:
-    return check_gpu_engines([machine(gpus=8), machine("node7", gpus=8, **changes)], pinned(gpu=True))  # type: ignore[arg-type]
-
-
-def gpu_trainer(experts: bool = True, **changes: str | None) -> list[Finding]:
-    return check_gpu_trainers([machine("node7", gpus=8, **changes)], pinned(gpu=True), experts=experts)  # type: ignore[arg-type]
 
 
 def files(folder: Path, break_it: Callable[[Path], None] = lambda folder: None, shards: int = 2) -> list[Finding]:
@@ -78,14 +70,6 @@ FAULTS: dict[str, tuple[Callable[[Path], list[Finding]], str, str, str]] = {
     "versions that differ between machines": (
         lambda _: check_versions([machine(), machine("node7", torch="2.12.0")], pinned()),
         *("versions", "node0 and node7 differ: torch", "the same environment"),
-    ),
-    "an engine on a GPU without its kernels": (
-        lambda _: gpu_engine(sglang_kernel=None),
-        *("versions", "sglang-kernel is not installed on node7", "requirements/gpu.txt"),
-    ),
-    "an engine on a GPU without a compiler": (
-        lambda _: gpu_engine(nvcc=""),
-        *("nvcc", "node7 has no nvcc", "CUDA_HOME"),
     ),
     "a shard that is missing": (
         lambda tmp: files(tmp, lambda model: (model / "model-2-of-2.safetensors").unlink()),
@@ -181,8 +165,6 @@ WELL: dict[str, Callable[[Path], list[Finding]]] = {
     "versions": lambda _: versions(),
     "a build of the right version": lambda _: versions(torch=f"{pinned()['torch']}+cpu"),
     "the same on two machines": lambda _: check_versions([machine(), machine("node1")], pinned()),
-    "what engines on GPUs need": lambda _: gpu_engine(),
-    "what trainers on GPUs need": lambda _: gpu_trainer(),
     "a model of one file": lambda tmp: files(tmp, shards=1),
     "a model of two files": files,
 }
@@ -195,15 +177,6 @@ def test_what_is_right_is_no_fault(case: str, tmp_path: Path) -> None:
 
 WARNED: dict[str, tuple[Callable[[Path], list[Finding]], str]] = {
     "another version of what others keep stable": (lambda _: versions(transformers="5.0.0"), "versions"),
-    "experts on GPUs without TransformerEngine": (
-        lambda _: gpu_trainer(
-            transformer_engine=None, transformer_engine_torch=None, transformer_engine_cu13=None, experts=True
-        ),
-        "transformer-engine",
-    ),
-    "half a TransformerEngine": (lambda _: gpu_trainer(transformer_engine_torch=None), "transformer-engine"),
-    "another TransformerEngine": (lambda _: gpu_trainer(transformer_engine="2.1"), "transformer-engine"),
-    "another flashinfer": (lambda _: gpu_engine(flashinfer_python="0.5"), "versions"),
 }
 
 

@@ -25,9 +25,9 @@ from asyncrl.launch.prepare import KEY, Preparation, run_key
 from asyncrl.models import catalog
 from asyncrl.rollout.questions import look
 from asyncrl.user_code import announce
-from tests.fakes import ALONE, JOB, Machines, compose_values, tiny_config, with_scorer
+from tests.fakes import ALONE, JOB, compose_values, tiny_config, with_scorer
 from tests.forks import forked
-from tests.launch.checks.worlds import TENSORS, found, job, machine, nodes, of_job, write_model, write_shard
+from tests.launch.checks.worlds import TENSORS, found, job, write_model, write_shard
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -278,18 +278,6 @@ def test_models_of_other_families_are_looked_at_by_their_files(tmp_path: Path) -
     assert findings["scorer.model"].level == "ok"
     (model / "model.safetensors").unlink()
     assert found(with_scorer(**{"scorer.model": str(model)}), tmp_path)["scorer.model"].level == "error"
-
-
-def test_parts_on_gpus_are_checked_on_the_machines_that_run_them(tmp_path: Path) -> None:
-    config = job(**{"trainer.device": "cpu"})
-    machines = [machine("node0", gpus=1, nvcc="", transformer_engine=None)]
-    allocation = Machines(config, nodes(config, 1, 1), machines)
-    told = preflight(Preparation(config, tmp_path / "run", allocation))
-    findings = {one.field: one for one in told}
-    assert findings["nvcc"].level == "error"
-    assert "node0 has no nvcc" in findings["nvcc"].value
-    assert "transformer-engine" not in findings  # no trainer runs on a GPU
-    assert "nvcc" not in of_job(tmp_path, 1)
 
 
 def test_an_index_picks_its_files_among_others(tmp_path: Path) -> None:
