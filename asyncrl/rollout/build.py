@@ -138,7 +138,7 @@ class RolloutParts:
 
     def _save(self, state: GroupsState, number: int) -> bytes:
         """Encode a snapshot with the state of the groups, and its number."""
-        states = {name: state for name, one in self.hooks.items() if (state := one.state()) is not None}
+        states = {name: kept for name, one in self.hooks.items() if (kept := one.state()) is not None}
         evaluation = self.evaluations.under_way, self.evaluations.evaluated
         return snapshot.encode(Snapshot(state, self._prompts.cursor(), states, *evaluation, number))
 

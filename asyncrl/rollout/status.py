@@ -83,13 +83,7 @@ class Gpus:
 class StatusFile:
     """Writer of the file."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        server: RolloutServer,
-        loads: Loads,
-        addresses: Addresses,
-    ) -> None:
+    def __init__(self, run_dir: Path, server: RolloutServer, loads: Loads, addresses: Addresses) -> None:
         self._path = run_dir / FILE
         self._server = server
         self._loads = loads
