@@ -45,7 +45,7 @@ from asyncrl.extensions.sandbox.local import LocalSandboxes  # noqa: E402
 from asyncrl.models import tiny  # noqa: E402
 from asyncrl.observability.intervals import Activity  # noqa: E402
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts  # noqa: E402
-from asyncrl.rollout.prompts import load_tokenizer  # noqa: E402
+from asyncrl.rollout.parts import load_tokenizer  # noqa: E402
 from asyncrl.schema import Prompt, Trajectory  # noqa: E402
 from scripts import bench_proxy, bench_rollout, machine  # noqa: E402
 

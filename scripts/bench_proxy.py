@@ -28,7 +28,7 @@ from asyncrl.agents.chat import Chat
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.extensions.proxy.server import Proxy
 from asyncrl.models import tiny
-from asyncrl.rollout.prompts import load_tokenizer
+from asyncrl.rollout.parts import load_tokenizer
 from asyncrl.schema import Completion, Template, VersionSpan
 from scripts import machine
 

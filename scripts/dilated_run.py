@@ -44,7 +44,8 @@ from asyncrl.launch.placement import place, ports_wanted  # noqa: E402
 from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
 from asyncrl.network.addresses import Addresses  # noqa: E402
-from asyncrl.rollout.prompts import Prompts, load_tokenizer  # noqa: E402
+from asyncrl.rollout.parts import load_tokenizer  # noqa: E402
+from asyncrl.rollout.prompts import Prompts  # noqa: E402
 from asyncrl.schema import Batch, decode_batch  # noqa: E402
 from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
 from asyncrl.trainer.loop import train  # noqa: E402

@@ -45,13 +45,13 @@ from asyncrl.rollout.buffer import CohortBuffer
 from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.limiter import ConcurrencyLimiter
-from asyncrl.rollout.parts import PlayingParts
-from asyncrl.rollout.player import EpisodePlayer, GroupPlayer
-from asyncrl.rollout.prompts import Prompts, load_tokenizer, question_of, render
+from asyncrl.rollout.parts import PlayingParts, load_tokenizer
+from asyncrl.rollout.player import GroupPlayer
+from asyncrl.rollout.prompts import Prompts, question_of, render
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import FailureReporter, RolloutRun
 from asyncrl.rollout.timelines import Timelines
-from asyncrl.rollout.worker import Patience, Worker
+from asyncrl.rollout.worker import Worker
 from asyncrl.schema import encode
 from asyncrl.tasks import Question, Task, build_all
 from asyncrl.tasks.scores import TaskScoreReward
@@ -85,8 +85,8 @@ def parts(engine: str, tokens: int, coalesce: bool, requests: str = "") -> Playi
     failures = FailureReporter(lambda text, _: print(text, file=sys.stderr))
     (name,) = _config(2).mixture
     scores: Any = {name: TaskScoreReward(template)}
-    player = EpisodePlayer({name: SingleTurn()}, scores, template, EpisodeTimeouts(600.0, 600.0, None), failures)
-    return PlayingParts(client, {}, scores, player, GroupPlayer(player, failures), 60.0, print)
+    player = GroupPlayer({name: SingleTurn()}, scores, template, EpisodeTimeouts(600.0, 600.0, None), failures)
+    return PlayingParts(client, {}, scores, player, 60.0, print)
 
 
 @cache
@@ -141,14 +141,15 @@ async def measure(
         recorder = Recorder(writer)
         groups = GroupLifecycle(CohortBuffer(batch, 2), playing.client, timelines=timelines, recorder=recorder)
         prompts = Prompts(config, built, template, MODEL_LENGTH, ahead=getattr(playing, "ahead", None))
-        limits: Any = ConcurrencyLimiter(), Patience(100)
         worker = Worker(
             groups,
             playing.client,
             playing.groups,
             lambda _: prompts.draw({name: 1.0}),
-            *limits,
+            ConcurrencyLimiter(),
             group_sizes={name: SIZE},
+            max_failures=100,
+            max_rejections=1000,
         )
         async with asyncio.TaskGroup() as tasks:
             serving = None

@@ -202,7 +202,9 @@ def test_hooks_of_a_playing_process_are_closed_with_its_parts(alone: dict[str, s
     addresses = Addresses("run", "key", resolve("builtin:tiny"), *urls, gpus=0, started_at=0.0)
 
     async def play() -> None:
-        parts = PlayingParts.build(config, addresses, ModelParts.load(config, addresses), build_all(config), print)
+        parts = PlayingParts.build(
+            config, addresses, ModelParts.load(config, addresses.model), build_all(config), print
+        )
         await parts.close()
 
     before = Wrapping.closed

@@ -98,7 +98,7 @@ import sys
 from pathlib import Path
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.models import catalog
-from asyncrl.rollout.prompts import load_tokenizer
+from asyncrl.rollout.parts import load_tokenizer
 
 folder = catalog.resolve("builtin:tiny")
 template = ChatTemplate(load_tokenizer(folder, None))

@@ -20,8 +20,7 @@ from asyncrl.errors import ConfigError, DeadlineExceeded, RecordError
 from asyncrl.extension import RolloutHooks
 from asyncrl.jsonl import Tail
 from asyncrl.network.addresses import READY, Addresses, times_restarted
-from asyncrl.observability.timeline import ROLLOUT as PROCESS
-from asyncrl.observability.timeline import Started, TimelineWriter
+from asyncrl.observability import timeline
 from asyncrl.records.events import Began, Event
 from asyncrl.records.writer import RECORDS, Writer
 from asyncrl.rollout import snapshot
@@ -39,7 +38,7 @@ from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.snapshot import GroupsState, Snapshot
 from asyncrl.rollout.status import StatusFile
 from asyncrl.rollout.timelines import Timelines
-from asyncrl.rollout.worker import Patience, Worker
+from asyncrl.rollout.worker import Worker
 from asyncrl.schema import Prompt
 from asyncrl.tasks import Task, build_all
 
@@ -52,7 +51,7 @@ class RolloutParts:
 
     def __init__(self, config: Config, addresses: Addresses, run_dir: Path) -> None:
         """Build all parts. None of them runs yet."""
-        self.model = model = ModelParts.load(config, addresses)
+        self.model = model = ModelParts.load(config, addresses.model, addresses.gpus)
         import_hooks.done()
         self.reporter = RunReporter(run_dir)
         tasks = build_all(config)
@@ -67,8 +66,8 @@ class RolloutParts:
         self._prompts = Prompts(config, tasks, model.template, length, run.warn, model.vision, playing.ahead)
         self._weights = {name: task.weight for name, task in config.mixture.items()}
         self.loads = Loads(addresses.router, addresses.access, metrics=config.engine.metrics)
-        self.timeline = TimelineWriter(run_dir, PROCESS, run.warn, enabled=config.metrics.timeline)
-        self.timeline(Started(addresses.run_id, time.time()))
+        self.timeline = timeline.TimelineWriter(run_dir, timeline.ROLLOUT, run.warn, enabled=config.metrics.timeline)
+        self.timeline(timeline.Started(addresses.run_id, time.time()))
         listeners = [one.record for one in self.hooks.values()]
         self.timelines = Timelines(listeners, self.timeline, config.metrics.timeline_share)
         self.evaluations = Evaluations(
@@ -99,8 +98,9 @@ class RolloutParts:
             playing.groups,
             self._draw,
             self.limiter,
-            Patience(config.rollout.max_failures, config.rollout.max_rejections),
             group_sizes={name: config.group_size(name) for name in config.mixture},
+            max_failures=config.rollout.max_failures,
+            max_rejections=config.rollout.max_rejections,
         )
         self.server = server = RolloutServer(
             self.groups,
@@ -113,8 +113,7 @@ class RolloutParts:
             number=self._resumed.number if self._resumed else 0,
         )
         server.starting = "the engines to start"
-        inflight = playing.client.inflight
-        self.status = StatusFile(run_dir, server.state, self.groups, inflight, self.loads, addresses)
+        self.status = StatusFile(run_dir, server, self.loads, addresses)
         server.more = [route for one in self.hooks.values() for route in one.routes(server, self.status.now)]
         self._outstanding = self._restore(self._resumed) if self._resumed else []
         self._since = self._announced_since()
@@ -138,8 +137,7 @@ class RolloutParts:
 
     def _save(self, state: GroupsState, number: int) -> bytes:
         """Encode a snapshot with the state of the groups, and its number."""
-        given = {name: one.state() for name, one in self.hooks.items()}
-        states = {name: kept for name, kept in given.items() if kept is not None}
+        states = {name: kept for name, one in self.hooks.items() if (kept := one.state()) is not None}
         evaluation = self.evaluations.under_way, self.evaluations.evaluated
         return snapshot.encode(Snapshot(state, self._prompts.cursor(), states, *evaluation, number))
 

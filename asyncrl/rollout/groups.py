@@ -101,7 +101,7 @@ class GroupLifecycle:
         self._waited = False
         self._changed = asyncio.Condition()
         self._released = asyncio.Event()
-        self._rewards: list[float] = []
+        self._samples = 0  # trajectories that were committed since the last batch
         self._drawn = 0
         self._playing: dict[Ticket, GroupInPlay] = {}
         self._parts: dict[int, list[Batch]] = {}  # of the batches that are in training, by version
@@ -136,7 +136,7 @@ class GroupLifecycle:
         discarded = self._close(ticket, COMMITTED, group.rewards) - group.num_tokens
         self._buffer.commit(ticket, group, discarded=discarded)
         self._recorder.committed(ticket, group, discarded)
-        self._rewards += group.rewards
+        self._samples += len(group.rewards)
         await self._ended()
 
     async def reject(self, ticket: Ticket, reason: str, group: Group | None = None) -> None:
@@ -285,7 +285,7 @@ class GroupLifecycle:
             self._buffer.state(),
             outstanding,
             self._drawn,
-            self._rewards,
+            self._samples,
             dict(self._retried),
             dict(self._tokens_reported),
             dict(flight.tokens),
@@ -301,7 +301,7 @@ class GroupLifecycle:
         self._buffer.restore(state.buffer)
         self._client.inflight.restore(state.buffer.version, state.tokens, state.late)
         self._drawn = state.drawn
-        self._rewards = state.rewards
+        self._samples = state.samples
         self._retried, self._tokens_reported = Counter(state.retried), Counter(state.reported)
         for one in state.outstanding:
             uid = one.ticket.uid
@@ -365,7 +365,7 @@ class GroupLifecycle:
         seen = self._client.inflight.take_figures()
         self._retried.update(seen.continued)
         ledger = self.ledger()
-        rewards, self._rewards = self._rewards, []
+        samples, self._samples = self._samples, 0
         tokens = Counter(
             generated=ledger.tokens.generated,
             evaluation=ledger.events.evaluation_tokens,
@@ -380,7 +380,7 @@ class GroupLifecycle:
             "tokens/held": ledger.tokens.held,
             "tokens/rejected": ledger.tokens.rejected,
             "tokens/discarded": ledger.tokens.discarded,
-            "samples/generated": len(rewards),
+            "samples/generated": samples,
             "groups/running": ledger.groups.running,
             "groups/ready": ledger.groups.ready,
             "groups/rejected": sum(ledger.groups.rejected.values()),

@@ -14,7 +14,7 @@ issued and has no state. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from asyncrl.errors import LedgerError
 
@@ -66,24 +66,12 @@ class Ledger:
     def check(self) -> None:
         """Raise LedgerError with the first equation that does not hold, both of its sides and the difference."""
         for name in ("prompts", "groups", "trajectories"):
-            places: StateCounts = getattr(self, name)
-            parts = {
-                "running": places.running,
-                "ready": places.ready,
-                "training": places.training,
-                "trained": places.trained,
-                **{f"rejected ({reason})": count for reason, count in places.rejected.items()},
-            }
-            _equal(name, "issued", places.issued, parts)
-        tokens = self.tokens
-        parts = {
-            "running": tokens.running,
-            "held": tokens.held,
-            "trained": tokens.trained,
-            "rejected": tokens.rejected,
-            "discarded": tokens.discarded,
-        }
-        _equal("tokens", "generated", tokens.generated, parts)
+            places = asdict(getattr(self, name))
+            issued, rejected = places.pop("issued"), places.pop("rejected")
+            reasons = {f"rejected ({reason})": count for reason, count in rejected.items()}
+            _equal(name, "issued", issued, {**places, **reasons})
+        tokens = asdict(self.tokens)
+        _equal("tokens", "generated", tokens.pop("generated"), tokens)
 
 
 def _equal(name: str, source: str, counted: int, parts: dict[str, int]) -> None:

@@ -4,34 +4,44 @@ in several processes of their own that an extension starts."""
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+from asyncrl import lookup
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config, cache_tokens, on_gpu
+from asyncrl.config.generation import ImagesConfig
 from asyncrl.engine.adapters import ServedAdapters, adapter_names
 from asyncrl.engine.client import ClientSettings, GenerationClient
 from asyncrl.engine.session import StopStrings
 from asyncrl.engine.stream import GenerateEndpoint, Headers, no_headers
 from asyncrl.errors import ConfigError
 from asyncrl.extension import PlayerHooks
-from asyncrl.images import Vision
+from asyncrl.images import ImageSizes, ImageTokens, Vision, fitted_size
+from asyncrl.import_hooks import imported_without
 from asyncrl.lookup import active
 from asyncrl.models.architectures import routing_shape
-from asyncrl.models.vision import flat
+from asyncrl.models.vision import flat, forbidden_ids, image_shape
 from asyncrl.network.addresses import Addresses
 from asyncrl.rollout.agent import Agent, agents, close_all, figures, start_all
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.player import EpisodePlayer, GroupPlayer, PlaysGroups, Sums, means
-from asyncrl.rollout.prompts import Ahead, load_tokenizer, stop_tokens, vision_of
+from asyncrl.rollout.player import GroupPlayer, PlaysGroups, Sums, means
+from asyncrl.rollout.prompts import Ahead
 from asyncrl.rollout.reporters import FailureReporter, Warn
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import rewards
 from asyncrl.user_code import load
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROCESSOR = "preprocessor_config.json"
+"""File of a model folder that says how its images are read."""
 OTHER_FILES = 256
 """Open files of a process besides the connections of its episodes."""
 
@@ -47,19 +57,76 @@ class ModelParts:
     cache: int | None  # size of an engine's KV cache in tokens, if it is known before the engines run
 
     @classmethod
-    def load(cls, config: Config, addresses: Addresses) -> ModelParts:
-        """Read the folder."""
-        tokenizer = load_tokenizer(addresses.model, config.model.chat_template)
-        hf = flat(json.loads((addresses.model / "config.json").read_text()))
-        vision = vision_of(addresses.model, hf, config.rollout.images)
-        cache = cache_tokens(config.engine, gpu=on_gpu(config.engine, addresses.gpus))
+    def load(cls, config: Config, model: Path, gpus: int = 0) -> ModelParts:
+        """Read the folder. `gpus` are those of the engines' machines."""
+        tokenizer = load_tokenizer(model, config.model.chat_template)
+        hf = flat(json.loads((model / "config.json").read_text()))
         return cls(
             hf,
             ChatTemplate(tokenizer, config.model.chat_template_kwargs),
-            stop_tokens(addresses.model, tokenizer),
-            vision,
-            cache,
+            stop_tokens(model, tokenizer),
+            vision_of(model, hf, config.rollout.images),
+            cache_tokens(config.engine, gpu=on_gpu(config.engine, gpus)),
         )
+
+
+def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder, with another chat template if one is given. Raises ConfigError if it has
+    none."""
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
+    with imported_without("torch", "transformers"):  # importing torch takes 1.7 CPU seconds and 250 MB
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).expanduser().read_text()
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            "model.chat_template", None, f"The tokenizer in {model} has no chat template: set the path of a jinja file."
+        )
+    return tokenizer
+
+
+def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids that end an answer: those of the generation config and the tokenizer's own."""
+    file = model / "generation_config.json"
+    ends = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ids = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
+    return sorted(token for token in ids if token is not None)
+
+
+def vision_of(model: Path, hf: dict[str, Any], settings: ImagesConfig) -> Vision | None:
+    """Return how a model folder reads images, or None if it is a text model. `hf` is its config.json.
+
+    Raises ConfigError if the settings leave no room for an image, or no extension decodes images.
+    """
+    if (shape := image_shape(hf)) is None:
+        return None
+    least, most = _limits(model)
+    most = min(most, settings.max_pixels or most)
+    try:
+        fitted_size(shape.side, shape.side, shape.side, least, most)
+    except ValueError as error:
+        remedy = f"{error}, the least in {model / PROCESSOR}: raise it."
+        raise ConfigError("rollout.images.max_pixels", settings.max_pixels, remedy) from None
+    start, placeholder, end = (hf[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
+    tokens = ImageTokens(start, placeholder, end, forbidden_ids(hf), shape, settings.max_images)
+    sizes = ImageSizes(shape.side, least, most)
+    if not (offers := lookup.loaded("decoder")):
+        raise ConfigError("model.path", str(model), "It sees, and no installed extension decodes images: add one.")
+    return Vision(tokens, offers[0](sizes, settings.max_bytes), most // shape.side**2)
+
+
+def _limits(model: Path) -> tuple[int, int]:
+    """Return the least and the most pixels of an image of the model's own processor, in either of the forms that
+    transformers reads. Raises ConfigError if there is none."""
+    try:
+        processor = json.loads((model / PROCESSOR).read_text())
+    except (OSError, ValueError) as error:
+        remedy = f"It has a vision tower, but {PROCESSOR} cannot be read ({error}): copy it from the model's source."
+        raise ConfigError("model.path", str(model), remedy) from None
+    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, **(processor.get("size") or {})}
+    return processor.get("min_pixels") or size["shortest_edge"], processor.get("max_pixels") or size["longest_edge"]
 
 
 class PlaysEpisodes(Protocol):
@@ -97,7 +164,6 @@ class PlayingParts:
     client: GenerationClient
     agents: dict[str, Agent]
     rewards: dict[str, Any]
-    player: EpisodePlayer
     groups: GroupPlayer
     start_timeout: float
     warn: Warn
@@ -122,14 +188,18 @@ class PlayingParts:
         hooks = [one.player(config, addresses) for one in active(config).values()]
         client = _client(config, addresses, model, requests, hooks)
         playing, scores = agents(config, tasks, warn), rewards(config, tasks)
-        failures = FailureReporter(warn)
         timeouts = EpisodeTimeouts(rollout.agent_timeout, rollout.reward_timeout, rollout.episode_timeout)
-        player = EpisodePlayer(
-            playing, scores, model.template, timeouts, failures, retries=rollout.retries, hooks=hooks
+        groups = GroupPlayer(
+            playing,
+            scores,
+            model.template,
+            timeouts,
+            FailureReporter(warn),
+            retries=rollout.retries,
+            hooks=hooks,
+            accept=load(rollout.accept, "rollout.accept"),
         )
-        groups = GroupPlayer(player, failures, load(rollout.accept, "rollout.accept"))
-        timeout = config.engine.start_timeout
-        return cls(client, playing, scores, player, groups, timeout, warn, hooks)
+        return cls(client, playing, scores, groups, config.engine.start_timeout, warn, hooks)
 
     async def serve(self) -> None:
         """Do nothing: episodes run in the worker's tasks."""
@@ -142,7 +212,7 @@ class PlayingParts:
 
     def take_sums(self) -> Sums:
         """Return what was counted since the last call."""
-        return {**dict(ChainMap(*(one.take_sums() for one in self.hooks))), **self.player.take_sums()}
+        return {**dict(ChainMap(*(one.take_sums() for one in self.hooks))), **self.groups.take_sums()}
 
     def proxies(self) -> dict[str, float]:
         """Return the counters of agents that work through a proxy."""

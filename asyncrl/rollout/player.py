@@ -43,8 +43,24 @@ ENGINE, LOST = "engine", "process"
 """Reasons of failures in the ledger: no engine answered; every process that played the group was lost."""
 
 
-class EpisodePlayer:
-    """Plays episodes of every task."""
+class PlaysGroups(Protocol):
+    """Plays groups for the worker, and questions for evaluations."""
+
+    async def play(
+        self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]
+    ) -> tuple[Group, bool | str]:
+        """Return the group, and whether it may be trained or the reason why not (rollout.accept). Raises
+        EpisodeFailed, which has been reported."""
+
+    def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
+        """Make `play` end soon, as cancelled or failed. `playing` is the task that waits for it."""
+
+    async def attempts(self, prompt: Prompt, sessions: Sequence[GenerationSession]) -> list[Attempt]:
+        """Play and score all attempts at a question of an evaluation."""
+
+
+class GroupPlayer:
+    """Plays groups of every task in this process, and the questions of evaluations."""
 
     def __init__(
         self,
@@ -56,6 +72,7 @@ class EpisodePlayer:
         *,
         retries: int = 0,
         hooks: Sequence[PlayerHooks] = (),
+        accept: Accept = accept_all,
     ) -> None:
         """`agents` and `rewards` are keyed by task. The hooks annotate training episodes only."""
         self._agents = agents
@@ -64,12 +81,57 @@ class EpisodePlayer:
         self._timeouts = timeouts
         self._failures = failures
         self._retries = retries
+        self._accept = accept
         self._scorer = Scorer(timeouts.reward)
         self._annotate = [one.annotate for one in hooks if type(one).annotate is not PlayerHooks.annotate]
         self._retried: Counter[str] = Counter()
         self._parts: dict[str, list[float]] = {}
 
-    async def play(self, prompt: Prompt, session: GenerationSession) -> Trajectory:
+    async def play(
+        self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]
+    ) -> tuple[Group, bool | str]:
+        """Play all siblings and return their group with its verdict. Raises EpisodeFailed."""
+        try:
+            async with asyncio.TaskGroup() as siblings:  # one failed sibling cancels the rest: no orphaned requests
+                tasks = [siblings.create_task(self.episode(prompt, session)) for session in sessions]
+        except BaseExceptionGroup as raised:  # not except*, which wraps what is raised inside it before Python 3.11.4
+            failed, others = raised.split((EpisodeFailed, EngineError))
+            if others is not None:
+                raise others from None
+            assert failed is not None
+            raise self._reported(ticket, failed) from None
+        played = [task.result() for task in tasks]
+        group = share_prompt(
+            Group(
+                ticket.uid,
+                ticket.slot,
+                prompt.token_ids,
+                played,
+                prompt.task,
+                prompt_images=[image_name(png) for png in prompt.images],
+                images=_images(prompt, played, sessions),
+            )
+        )
+        return group, self._accept(group)
+
+    def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
+        """Cancel the task."""
+        playing.cancel()
+
+    async def attempts(self, prompt: Prompt, sessions: Sequence[GenerationSession]) -> list[Attempt]:
+        """Play all attempts at a question. One failed question does not end the run: it is counted."""
+
+        async def attempt(session: GenerationSession) -> Attempt:
+            try:
+                return await self.episode(prompt, session)
+            except (EpisodeFailed, EngineError) as failure:
+                return failure
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(attempt(session)) for session in sessions]
+        return [task.result() for task in tasks]
+
+    async def episode(self, prompt: Prompt, session: GenerationSession) -> Trajectory:
         """Play and score one episode within its timeouts."""
 
         async def score(trajectory: Trajectory) -> Trajectory:
@@ -114,75 +176,6 @@ class EpisodePlayer:
         parts, self._parts = self._parts, {}
         means = {f"reward/part/{name}": (fsum(values), len(values)) for name, values in sorted(parts.items())}
         return {"episodes/retried": (retried.total(), 0), **means}
-
-
-class PlaysGroups(Protocol):
-    """Plays groups for the worker, and questions for evaluations."""
-
-    async def play(
-        self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]
-    ) -> tuple[Group, bool | str]:
-        """Return the group, and whether it may be trained or the reason why not (rollout.accept). Raises
-        EpisodeFailed, which has been reported."""
-
-    def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
-        """Make `play` end soon, as cancelled or failed. `playing` is the task that waits for it."""
-
-    async def attempts(self, prompt: Prompt, sessions: Sequence[GenerationSession]) -> list[Attempt]:
-        """Play and score all attempts at a question of an evaluation."""
-
-
-class GroupPlayer:
-    """Plays groups in this process."""
-
-    def __init__(self, player: EpisodePlayer, failures: FailureReporter, accept: Accept = accept_all) -> None:
-        self._player = player
-        self._failures = failures
-        self._accept = accept
-
-    async def play(
-        self, ticket: Ticket, prompt: Prompt, sessions: Sequence[GenerationSession]
-    ) -> tuple[Group, bool | str]:
-        """Play all siblings and return their group with its verdict. Raises EpisodeFailed."""
-        try:
-            async with asyncio.TaskGroup() as siblings:  # one failed sibling cancels the rest: no orphaned requests
-                tasks = [siblings.create_task(self._player.play(prompt, session)) for session in sessions]
-        except BaseExceptionGroup as raised:  # not except*, which wraps what is raised inside it before Python 3.11.4
-            failed, others = raised.split((EpisodeFailed, EngineError))
-            if others is not None:
-                raise others from None
-            assert failed is not None
-            raise self._reported(ticket, failed) from None
-        played = [task.result() for task in tasks]
-        group = share_prompt(
-            Group(
-                ticket.uid,
-                ticket.slot,
-                prompt.token_ids,
-                played,
-                prompt.task,
-                prompt_images=[image_name(png) for png in prompt.images],
-                images=_images(prompt, played, sessions),
-            )
-        )
-        return group, self._accept(group)
-
-    def stop(self, ticket: Ticket, playing: asyncio.Task[None]) -> None:
-        """Cancel the task."""
-        playing.cancel()
-
-    async def attempts(self, prompt: Prompt, sessions: Sequence[GenerationSession]) -> list[Attempt]:
-        """Play all attempts at a question. One failed question does not end the run: it is counted."""
-
-        async def attempt(session: GenerationSession) -> Attempt:
-            try:
-                return await self._player.play(prompt, session)
-            except (EpisodeFailed, EngineError) as failure:
-                return failure
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(attempt(session)) for session in sessions]
-        return [task.result() for task in tasks]
 
     def _reported(self, ticket: Ticket, failed: BaseExceptionGroup[AsyncRLError]) -> EpisodeFailed:
         """Report a failure, and return it with its reason."""

@@ -9,31 +9,22 @@ identity, because games may open with the same text.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from asyncrl import lookup
 from asyncrl.config import Config
-from asyncrl.config.generation import ImagesConfig
 from asyncrl.errors import ConfigError
-from asyncrl.images import ImageRefused, ImageSizes, ImageTokens, Vision, fitted_size
+from asyncrl.images import ImageRefused, Vision
 from asyncrl.images.parts import images_in, without_images
-from asyncrl.import_hooks import imported_without
-from asyncrl.models.vision import forbidden_ids, image_shape
 from asyncrl.schema import Prompt, Template
 from asyncrl.tasks import Question, Task, ask
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 EVAL_OFFSET = 1 << 30  # first index of the evaluation questions of an endless task
 LOOKAHEAD = 32  # questions of a task whose images are decoded before they are drawn
@@ -41,8 +32,6 @@ MAX_SKIPS = 10_000  # training questions in a row that turn out to be evaluation
 TEMPLATE_BYTES = 256
 """Upper bound of the bytes that a chat template adds around one message."""
 
-PROCESSOR = "preprocessor_config.json"
-"""File of a model folder that says how its images are read."""
 
 Identity = tuple[tuple[int, ...], tuple[bytes, ...], Any]
 """Identity of a question: the rendered text, its images, and the seed if there is one."""
@@ -97,7 +86,6 @@ class Prompts:
         self._serial = 0
         self._drawn: Counter[str] = Counter()
         self._begun: dict[tuple[str, int], tuple[Question, list[Future[bytes]]]] = {}  # by task and index
-        self._skip: Mapping[str, int] = {}
         self._overlong = {name: self._look_through(name) for name in config.mixture | config.eval_sets}
         ranges = {name: self._training_range(name) for name in config.mixture}
         serial = itertools.count()
@@ -128,7 +116,7 @@ class Prompts:
 
     def go_on(self, cursor: Cursor) -> None:
         """Continue from the cursor. Call this before the first prompt is drawn."""
-        self._serial, self._skip = cursor.prompts, cursor.questions
+        self._serial = cursor.prompts
         self._drawn = Counter(cursor.questions)
         for _ in range(cursor.prompts):
             self._mixture.random()
@@ -192,7 +180,7 @@ class Prompts:
         """Yield questions in an order that depends on the seed alone, not on the other tasks; a finite task is
         reshuffled every epoch. Uids count the prompts of all tasks."""
         skipped, texts = 0, {ids for ids, _, _ in held_out}
-        indices = itertools.islice(self._indices(name, first, last), self._skip.get(name, 0), None)
+        indices = itertools.islice(self._indices(name, first, last), self._drawn[name], None)
         for index in self._looking_ahead(name, indices):
             self._drawn[name] += 1
             uid = f"p{self._serial:08d}"
@@ -334,62 +322,3 @@ def render(template: Template, question: Question) -> list[int]:
 
 def _identity(prompt: Prompt) -> Identity:
     return tuple(prompt.token_ids), tuple(prompt.images), prompt.question.get("seed")
-
-
-def load_tokenizer(model: Path, chat_template: str | None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model folder, with another chat template if one is given. Raises ConfigError if it has
-    none."""
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that torch is missing
-    with imported_without("torch", "transformers"):  # importing torch takes 1.7 CPU seconds and 250 MB
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    if chat_template is not None:
-        tokenizer.chat_template = Path(chat_template).expanduser().read_text()
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            "model.chat_template", None, f"The tokenizer in {model} has no chat template: set the path of a jinja file."
-        )
-    return tokenizer
-
-
-def stop_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token ids that end an answer: those of the generation config and the tokenizer's own."""
-    file = model / "generation_config.json"
-    ends = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    ids = set(ends if isinstance(ends, list) else [ends]) | {tokenizer.eos_token_id}
-    return sorted(token for token in ids if token is not None)
-
-
-def vision_of(model: Path, hf: dict[str, Any], settings: ImagesConfig) -> Vision | None:
-    """Return how a model folder reads images, or None if it is a text model. `hf` is its config.json.
-
-    Raises ConfigError if the settings leave no room for an image, or no extension decodes images.
-    """
-    if (shape := image_shape(hf)) is None:
-        return None
-    least, most = _limits(model)
-    most = min(most, settings.max_pixels or most)
-    try:
-        fitted_size(shape.side, shape.side, shape.side, least, most)
-    except ValueError as error:
-        remedy = f"{error}, the least in {model / PROCESSOR}: raise it."
-        raise ConfigError("rollout.images.max_pixels", settings.max_pixels, remedy) from None
-    start, placeholder, end = (hf[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end"))
-    tokens = ImageTokens(start, placeholder, end, forbidden_ids(hf), shape, settings.max_images)
-    sizes = ImageSizes(shape.side, least, most)
-    if not (offers := lookup.loaded("decoder")):
-        raise ConfigError("model.path", str(model), "It sees, and no installed extension decodes images: add one.")
-    return Vision(tokens, offers[0](sizes, settings.max_bytes), most // shape.side**2)
-
-
-def _limits(model: Path) -> tuple[int, int]:
-    """Return the least and the most pixels of an image of the model's own processor, in either of the forms that
-    transformers reads. Raises ConfigError if there is none."""
-    try:
-        processor = json.loads((model / PROCESSOR).read_text())
-    except (OSError, ValueError) as error:
-        remedy = f"It has a vision tower, but {PROCESSOR} cannot be read ({error}): copy it from the model's source."
-        raise ConfigError("model.path", str(model), remedy) from None
-    size = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, **(processor.get("size") or {})}
-    return processor.get("min_pixels") or size["shortest_edge"], processor.get("max_pixels") or size["longest_edge"]

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from asyncrl import tasks
-from asyncrl.agents.template import ChatTemplate
 from asyncrl.config import Config
 from asyncrl.errors import AsyncRLError, ConfigError
-from asyncrl.models.vision import flat
-from asyncrl.rollout.prompts import Prompts, load_tokenizer, vision_of
+from asyncrl.rollout.parts import ModelParts
+from asyncrl.rollout.prompts import Prompts
 
 Told = tuple[str, str, str, str]
 """Level (ok, warning or error), setting, value and remedy."""
@@ -28,11 +27,9 @@ def look(config: Config, model: Path) -> Iterator[Told]:
     left_out: list[str] = []
     try:
         played = tasks.build_all(config)
-        tokenizer = load_tokenizer(model, config.model.chat_template)
-        template = ChatTemplate(tokenizer, config.model.chat_template_kwargs)
-        hf = flat(json.loads((model / "config.json").read_text()))
-        vision = vision_of(model, hf, config.rollout.images)
-        prompts = Prompts(config, played, template, hf["max_position_embeddings"], left_out.append, vision)
+        parts = ModelParts.load(config, model)
+        length = parts.hf["max_position_embeddings"]
+        prompts = Prompts(config, played, parts.template, length, left_out.append, parts.vision)
         first = {name: next(prompts.training[name]) for name in config.mixture}
     except ConfigError as error:
         yield "error", error.field, str(error.value), error.remedy

@@ -86,7 +86,7 @@ class RolloutServer:
         requests in flight; `save` encodes a snapshot that includes the state, and its number; `number` is that of the
         snapshot with which this process has begun."""
         self.groups = groups
-        self._inflight = inflight
+        self.inflight = inflight
         self._evaluations = evaluations
         self._journal = journal
         self._api_key = api_key
@@ -135,7 +135,7 @@ class RolloutServer:
         if self._save is None or not self._journal.enabled:
             return 0.0
         async with self._keeping:
-            await self._inflight.gathered()
+            await self.inflight.gathered()
             began = time.thread_time()
             self._number += 1
             data = self._save(self.groups.state(), self._number)
@@ -152,10 +152,10 @@ class RolloutServer:
 
     async def hold(self, _: Request) -> Response:
         """Hold new requests back; in a drain, wait up to POLL_SECONDS until those in flight are answered."""
-        self._inflight.hold()
+        self.inflight.hold()
         await asyncio.to_thread(self._journal.serves, self.groups.published_version, held=True)
-        confirmed = await self._inflight.confirmed(POLL_SECONDS)
-        if not confirmed or (self._drain and not await self._inflight.drained(POLL_SECONDS)):
+        confirmed = await self.inflight.confirmed(POLL_SECONDS)
+        if not confirmed or (self._drain and not await self.inflight.drained(POLL_SECONDS)):
             return PlainTextResponse(self.groups.waiting_for(), status_code=202)
         return Response()
 
@@ -169,7 +169,7 @@ class RolloutServer:
                 if self._evaluations:
                     self._evaluations.published(version)
         await asyncio.to_thread(self._journal.serves, version, held=False)
-        return JSONResponse(msgspec.to_builtins(self._inflight.adapters.in_use(version)))
+        return JSONResponse(msgspec.to_builtins(self.inflight.adapters.in_use(version)))
 
     async def evaluate(self, _: Request) -> Response:
         """Run an evaluation now, after one that may be running."""
@@ -178,7 +178,7 @@ class RolloutServer:
     async def snapshot(self, request: Request) -> Response:
         """Return the whole rollout state, after everything recorded so far is flushed."""
         version = int((await request.json())["version"])
-        await self._inflight.gathered()
+        await self.inflight.gathered()
         if self._save is None or not self.groups.between_batches(version):
             return PlainTextResponse(f"version {version} is not the newest, or its batch has begun", status_code=409)
         data = self._save(self.groups.state(), 0)
@@ -193,7 +193,7 @@ class RolloutServer:
         """Return the ledger, and why the next batch is not ready."""
         return {
             "version": self.groups.published_version,
-            "held": self._inflight.held,
+            "held": self.inflight.held,
             "restarts": times_restarted(),
             "waiting_for": self.starting or self.groups.waiting_for(),
             "batch": next((version for version, _ in self._encoded), None),

@@ -62,7 +62,7 @@ class GroupsState:
     buffer: BufferState
     outstanding: list[Outstanding]
     drawn: int  # prompts
-    rewards: list[float]  # of groups that have ended since the last batch
+    samples: int  # trajectories that were committed since the last batch
     retried: dict[str, int]
     reported: dict[str, int]  # tokens already reported in the figures of batches
     tokens: dict[str, int]  # received, by purpose

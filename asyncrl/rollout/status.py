@@ -20,7 +20,7 @@ import importlib
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,11 +28,11 @@ from statistics import fmean
 from typing import Any
 
 from asyncrl import jsonl
-from asyncrl.engine.inflight import InFlight
 from asyncrl.engine.loads import Load, Loads
 from asyncrl.errors import EngineError
 from asyncrl.network.addresses import Addresses
-from asyncrl.rollout.groups import GroupInPlay, GroupLifecycle, most_silent
+from asyncrl.rollout.groups import GroupInPlay, most_silent
+from asyncrl.rollout.server import RolloutServer
 
 FILE = "status.json"
 PERIOD = 1.0
@@ -83,20 +83,9 @@ class Gpus:
 class StatusFile:
     """Writer of the file."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        state: Callable[[], dict[str, Any]],
-        groups: GroupLifecycle,
-        inflight: InFlight,
-        loads: Loads,
-        addresses: Addresses,
-    ) -> None:
-        """`state` returns what GET /status does."""
+    def __init__(self, run_dir: Path, server: RolloutServer, loads: Loads, addresses: Addresses) -> None:
         self._path = run_dir / FILE
-        self._state = state
-        self._groups = groups
-        self._inflight = inflight
+        self._server = server
         self._loads = loads
         self.gpus = Gpus()
         self._of_gpus: list[dict[str, Any]] = []
@@ -127,11 +116,11 @@ class StatusFile:
     def now(self, loads: Sequence[Load] | None = None) -> dict[str, Any]:
         """Return the content of the file, by default with the newest loads."""
         loads = self._loads.latest if loads is None else loads
-        state, groups = self._state(), self._groups.running()
+        state, groups = self._server.state(), self._server.groups.running()
         return {
             "time": time.time(),
             **state,
-            "holding": self._inflight.holding,
+            "holding": self._server.inflight.holding,
             "episodes": Counter(one.activity.phase for group in groups for one in group.siblings),
             **_silent(groups),
             "seconds": self._seconds,

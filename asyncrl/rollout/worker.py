@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from asyncrl.engine.client import GenerationClient
@@ -23,14 +22,6 @@ from asyncrl.rollout.player import LOST, PlaysGroups
 from asyncrl.schema import Group, Prompt
 
 
-@dataclass(frozen=True)
-class Patience:
-    """Maximum numbers of failed and of rejected groups in a row, at which the run ends."""
-
-    max_failures: int
-    max_rejections: int = 1000  # by `accept`
-
-
 class Worker:
     """Plays every group that the buffer admits."""
 
@@ -41,17 +32,20 @@ class Worker:
         player: PlaysGroups,
         draw: Callable[[int], Prompt],
         limiter: ConcurrencyLimiter,
-        patience: Patience,
         *,
         group_sizes: Mapping[str, int],
+        max_failures: int,
+        max_rejections: int,
     ) -> None:
-        """`draw` returns the next prompt, while the engines serve a version. `group_sizes` is keyed by task."""
+        """`draw` returns the next prompt, while the engines serve a version. `group_sizes` is keyed by task. The run
+        ends after so many failed groups in a row, or groups that `accept` rejected."""
         self._groups = groups
         self._client = client
         self._player = player
         self._draw = draw
         self._limiter = limiter
-        self._patience = patience
+        self._max_failures = max_failures
+        self._max_rejections = max_rejections
         self._group_sizes = group_sizes
         self._failures_in_a_row = self._rejections_in_a_row = 0
         self._first_failure: EpisodeFailed | None = None  # of those in a row
@@ -123,7 +117,7 @@ class Worker:
         reason = verdict or "not_accepted"
         await self._groups.reject(ticket, reason, group)
         self._rejections_in_a_row += 1
-        if self._rejections_in_a_row >= self._patience.max_rejections:
+        if self._rejections_in_a_row >= self._max_rejections:
             raise AsyncRLError(
                 f"rollout.accept rejected {self._rejections_in_a_row} groups in a row, the last with {reason!r}: the "
                 "task is too hard or too easy for the model, or rollout.max_rejections is too low"
@@ -135,6 +129,6 @@ class Worker:
             return  # no fault of the group
         self._failures_in_a_row += 1
         first = self._first_failure = self._first_failure or failed
-        if self._failures_in_a_row >= self._patience.max_failures:
+        if self._failures_in_a_row >= self._max_failures:
             text = f"{self._failures_in_a_row} groups in a row failed, the first with: {first}"
             raise AsyncRLError(text if str(first) == str(failed) else f"{text}; the last with: {failed}") from first

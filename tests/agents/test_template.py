@@ -11,7 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from asyncrl.agents.template import ChatTemplate
 from asyncrl.errors import ConfigError
 from asyncrl.models import tiny
-from asyncrl.rollout.prompts import load_tokenizer
+from asyncrl.rollout.parts import load_tokenizer
 
 CHATML = (
     "{% for message in messages %}{{ '<bos>' + message['role'] + ' ' + message['content'] + '<eos>' + ' ' }}"

@@ -36,7 +36,8 @@ from asyncrl.metrics.record import StepLog  # noqa: E402
 from asyncrl.models import catalog  # noqa: E402
 from asyncrl.network.addresses import Addresses  # noqa: E402
 from asyncrl.parallel import Parallel  # noqa: E402
-from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens  # noqa: E402
+from asyncrl.rollout.parts import load_tokenizer, stop_tokens  # noqa: E402
+from asyncrl.rollout.prompts import Prompts  # noqa: E402
 from asyncrl.schema import Batch, Completion, Group, VersionSpan  # noqa: E402
 from asyncrl.trainer.batch_source import RolloutClient  # noqa: E402
 from asyncrl.trainer.feed import BatchFeed  # noqa: E402

@@ -21,7 +21,7 @@ from asyncrl.extensions.proxy.agents import Command, Proxied
 from asyncrl.extensions.proxy.server import Proxy
 from asyncrl.rollout.agent import Agent
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
-from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
+from asyncrl.rollout.parts import load_tokenizer, stop_tokens
 from asyncrl.schema import Generate, Prompt, Trajectory
 from tests.integration.fleet import START, Engines
 

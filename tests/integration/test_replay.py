@@ -20,7 +20,7 @@ from asyncrl.models import catalog
 from asyncrl.observability.timeline import ProcessSpan
 from asyncrl.records.events import PartTaken, Published, Taken, decode
 from asyncrl.records.frames import Frames, path_of
-from asyncrl.rollout.prompts import load_tokenizer
+from asyncrl.rollout.parts import load_tokenizer
 from asyncrl.schema import encode
 from tests.integration.books import trained, weights
 from tests.integration.running import finish, lines, nothing_is_left, run, start

@@ -31,7 +31,7 @@ def rollout_figures() -> dict[str, float]:
     """Return metrics as the rollout process makes them."""
     client: Any = FakeClient()
     groups = GroupLifecycle(CohortBuffer(1, 1), client)  # type: ignore[arg-type]
-    own = dict.fromkeys(("episodes/retried", "time/timeline", "time/metrics"), 0.0)  # of EpisodePlayer and Observer
+    own = dict.fromkeys(("episodes/retried", "time/timeline", "time/metrics"), 0.0)  # of GroupPlayer and Timelines
     return groups._figures() | own
 
 

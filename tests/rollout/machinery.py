@@ -25,12 +25,12 @@ from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.journal import NoJournal
 from asyncrl.rollout.limiter import ConcurrencyLimiter, FixedConcurrency
 from asyncrl.rollout.parts import PlayingParts
-from asyncrl.rollout.player import EpisodePlayer, GroupPlayer, PlaysGroups
+from asyncrl.rollout.player import GroupPlayer, PlaysGroups
 from asyncrl.rollout.prompts import Cursor
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.rollout.server import RolloutServer
 from asyncrl.rollout.snapshot import GroupsState, Snapshot
-from asyncrl.rollout.worker import Patience, Worker
+from asyncrl.rollout.worker import Worker
 from asyncrl.schema import Batch, Completion, Group, Prompt, Template, VersionSpan, decode_batch
 from asyncrl.tasks import Task
 from asyncrl.tasks.scores import TaskScoreReward
@@ -170,23 +170,23 @@ class Machinery:
         )
         self.outstanding: list[tuple[Ticket, Prompt, Sequence[GenerationSession]]] = []
         failures = FailureReporter(lambda text, trace: None)
-        player = EpisodePlayer(
+        playing = GroupPlayer(
             {name: agent or SingleTurn()},
             {name: TaskScoreReward(scored)},
             template or FakeTemplate(lambda ids: "x" * len(ids)),
             EpisodeTimeouts(agent=60.0, reward=60.0, episode=None),
             failures,
         )
-        playing = GroupPlayer(player, failures)
-        self.new_parts = lambda: PlayingParts(self.new_client(), {}, {}, player, playing, 5.0, print)
+        self.new_parts = lambda: PlayingParts(self.new_client(), {}, {}, playing, 5.0, print)
         self.worker = Worker(
             self.groups,
             self.client,
             self.plays(playing),
             lambda version: next(stream),
             FixedConcurrency(max_running) if max_running else ConcurrencyLimiter(),
-            Patience(max_failures=10**6),
             group_sizes={name: group_size},
+            max_failures=10**6,
+            max_rejections=1000,
         )
 
     def seen_client(self) -> Any:

@@ -89,8 +89,7 @@ def at(play: Callable[[Site], Coroutine[Any, Any, None]], **settings: Any) -> No
 
 def file_of(site: Site, folder: Path) -> StatusFile:
     loads: Any = FakeLoads()
-    inflight: Any = site.client.inflight
-    return StatusFile(folder, site.server.state, site.groups, inflight, loads, addresses(engines=2))
+    return StatusFile(folder, site.server, loads, addresses(engines=2))
 
 
 class FakeEvaluations:

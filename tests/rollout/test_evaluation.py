@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from asyncrl.agents.single_turn import SingleTurn
 from asyncrl.engine.client import GenerationClient
 from asyncrl.errors import AsyncRLError, EngineError, EpisodeFailed
+from asyncrl.rollout.episode import EpisodeTimeouts
 from asyncrl.rollout.evaluation import Attempt, Evaluations, pass_at, summarize
 from asyncrl.rollout.player import GroupPlayer
 from asyncrl.rollout.timelines import Timelines
 from asyncrl.schema import Generate, Prompt, Trajectory
-from tests.fakes import FakeEngine, LengthTask, echo, tiny_config, trajectory, until
+from tests.fakes import FakeEngine, FakeTemplate, LengthTask, echo, tiny_config, trajectory, until
 
 
 class Site:
@@ -37,8 +38,10 @@ class Site:
         names = ("near", "far")
         sets = {name: [Prompt("", [12, next(serial), 11], {}, name) for _ in range(questions)] for name in names}
         settings = tiny_config(**{f"eval.{name}": value for name, value in eval_.items()}).eval
+        player = GroupPlayer({}, {}, FakeTemplate(), EpisodeTimeouts(60.0, 60.0, None), Mock())
+        player.episode = self.play  # type: ignore[assignment,method-assign]
         self.evaluations = Evaluations(
-            GroupPlayer(self, Mock()).attempts,  # type: ignore[arg-type]
+            player.attempts,
             self.client,
             dict.fromkeys(names, LengthTask()),
             sets,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncrl.errors import ConfigError, PeerFailed
+from asyncrl.checkpoints.manifest import ROLLOUT
+from asyncrl.errors import ConfigError, PeerFailed, RecordError
+from asyncrl.extension import Extension, RolloutHooks
 from asyncrl.models import catalog
 from asyncrl.models.tiny import TOKENS
 from asyncrl.network.addresses import Addresses
@@ -22,7 +25,7 @@ from asyncrl.rollout.build import RolloutParts
 from asyncrl.rollout.parts import ModelParts, _client, allow_files
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.schema import Group
-from tests.fakes import group, tiny_config
+from tests.fakes import group, tiny_config, tiny_values
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,7 @@ def test_siblings_are_spread_where_there_are_several_engines_or_replicas(
         started_at=0.0,
         attached=urls[engines:],
     )
-    client = _client(config, addresses, ModelParts.load(config, addresses), "")
+    client = _client(config, addresses, ModelParts.load(config, addresses.model, addresses.gpus), "")
     assert client._spread(1) is several
     assert client._settings.vocabulary == len(TOKENS)
 
@@ -66,6 +69,49 @@ def test_what_is_warned_of_while_the_parts_are_built_is_reported(
     (line,) = map(json.loads, (tmp_path / "warnings.jsonl").read_text().splitlines())
     assert line["version"] == 0
     assert "open files" in line["warning"]
+
+
+class Keeping(Extension):
+    """Keeps a state, and draws the second of two tasks alone."""
+
+    def rollout(self) -> RolloutHooks:
+        return Kept()
+
+
+class Kept(RolloutHooks):
+    kept = b"nothing"
+
+    def mixture(self, weights: Mapping[str, float], version: int) -> Mapping[str, float]:
+        return {"two": weights["two"] * version}
+
+    def state(self) -> bytes:
+        return self.kept
+
+    def restore(self, state: bytes) -> None:
+        self.kept = state
+
+
+def test_extensions_weigh_the_tasks_and_go_on_from_what_a_snapshot_keeps_of_them(tmp_path: Path) -> None:
+    urls, task = ("http://engine-0", "http://router", "http://rollout"), tiny_values()["task"]
+    folder = catalog.resolve("builtin:tiny")
+    addresses = Addresses("run", "key", folder, urls[:1], *urls[1:], gpus=0, started_at=0.0)
+    changes: dict[str, Any] = {"tasks": {name: {**task, "name": name} for name in ("one", "two")}}
+
+    def parts(resume: Path | None, **more: Any) -> RolloutParts:
+        built = RolloutParts(tiny_config(**changes, **more), replace(addresses, resume=resume), tmp_path)
+        asyncio.run(built.close())
+        return built
+
+    keeping = {"extensions.keeping": f"{__name__}:Keeping"}
+    first = parts(None, **keeping)
+    assert {first._draw(7).task for _ in range(20)} == {"two"}
+    first.hooks["keeping"].restore(b"something")
+    (tmp_path / ROLLOUT).write_bytes(first._save(first.groups.state(), 0))
+    again = parts(tmp_path, **keeping)
+    assert again.hooks["keeping"].state() == b"something"
+    assert again._draw(7).uid == f"p{20:08d}"
+    with pytest.raises(RecordError, match=r"written with the extension keeping: set extensions\.keeping again"):
+        parts(tmp_path)
 
 
 def test_every_part_is_closed_once_and_an_error_of_one_is_a_warning() -> None:

@@ -17,7 +17,8 @@ from asyncrl.agents.template import ChatTemplate
 from asyncrl.errors import ConfigError
 from asyncrl.models.catalog import resolve
 from asyncrl.rollout import prompts as module
-from asyncrl.rollout.prompts import Prompts, load_tokenizer, stop_tokens
+from asyncrl.rollout.parts import load_tokenizer, stop_tokens
+from asyncrl.rollout.prompts import Prompts
 from asyncrl.schema import Prompt
 from tests.fakes import questions_with_long_ones, tiny_config, tiny_values
 

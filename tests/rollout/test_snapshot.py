@@ -158,7 +158,7 @@ def test_whoever_is_restored_is_what_was_saved() -> None:
     again = machinery(Chain(0), drawn=whole.service.drawn)
     again.go_on(_saved(), prompt_of)
     service = again.groups.state()
-    for field in ("drawn", "rewards", "retried", "reported", "tokens", "late"):
+    for field in ("drawn", "samples", "retried", "reported", "tokens", "late"):
         assert getattr(service, field) == getattr(whole.service, field), field
     told = [[(s.received, s.said) for s in one.siblings] for one in service.outstanding]
     assert told == [[(s.received, s.said) for s in one.siblings] for one in whole.service.outstanding]

@@ -404,7 +404,7 @@ def test_extension_changes_turns_of_training_episodes_only() -> None:
     async def states(purpose: str) -> set[str]:
         site = Site(hooks=[Annotating(), PlayerHooks()])
         session = site.client.generate(purpose=purpose)
-        found = await site.player.play(Prompt("p", [12, 1, 11], {}, "length"), session)
+        found = await site.player.episode(Prompt("p", [12, 1, 11], {}, "length"), session)
         return {turn.state for turn in found.turns} - {f"of {session.group}"}
 
     assert asyncio.run(states("training")) == set()

@@ -14,10 +14,10 @@ from asyncrl.rollout.groups import GroupLifecycle
 from asyncrl.rollout.hooks import accept_all
 from asyncrl.rollout.ledger import Ledger
 from asyncrl.rollout.limiter import ConcurrencyLimiter
-from asyncrl.rollout.player import EpisodePlayer, GroupPlayer
+from asyncrl.rollout.player import GroupPlayer
 from asyncrl.rollout.recorder import Recorder
 from asyncrl.rollout.reporters import FailureReporter
-from asyncrl.rollout.worker import Patience, Worker
+from asyncrl.rollout.worker import Worker
 from asyncrl.schema import Group, Prompt
 from asyncrl.tasks.scores import TaskScoreReward
 from tests.fakes import FakeClient, FakeTemplate, LengthTask, completion, in_turn, until
@@ -48,25 +48,26 @@ class Site:
         sizes = {"length": 3, "long": 5}
         failures = FailureReporter(lambda text, trace: self.told.append((text, trace)))
         of_player = {name: settings.pop(name) for name in ("retries", "hooks") if name in settings}
-        patience = Patience(settings.pop("max_failures", 100), settings.pop("max_rejections", 1000))
         tasks = {"length": LengthTask(), "long": LengthTask(worth=10.0)}
         self.draw = draw or in_turn("length")
-        self.player = EpisodePlayer(
+        self.player = GroupPlayer(
             dict.fromkeys(tasks, agent or SingleTurn()),
             {name: TaskScoreReward(task) for name, task in tasks.items()},
             FakeTemplate(lambda ids: "x" * len(ids)),
             settings.pop("limits", LIMITS),
             failures,
+            accept=settings.pop("accept", accept_all),
             **of_player,
         )
         self.worker = Worker(
             groups,
             self.client,
-            GroupPlayer(self.player, failures, settings.pop("accept", accept_all)),
+            self.player,
             self.draw,
             settings.pop("limiter", ConcurrencyLimiter()),
-            patience,
             group_sizes=settings.pop("group_sizes", sizes),
+            max_failures=settings.pop("max_failures", 100),
+            max_rejections=settings.pop("max_rejections", 1000),
             **settings,
         )
 

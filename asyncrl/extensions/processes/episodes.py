@@ -213,7 +213,7 @@ async def main(run_dir: Path, number: int) -> int:
     progress.watch()
     channel = await _connected(addresses)
     channel.send(wire.Hello(addresses.api_key, number))
-    model, tasks = ModelParts.load(config, addresses), build_all(config)
+    model, tasks = ModelParts.load(config, addresses.model, addresses.gpus), build_all(config)
     count = (config.model_extra or {})["processes"].count
     requests = f"{number:04d}{secrets.token_hex(4)}-"  # another one after each start: engines may still have old ones
     parts = PlayingParts.build(config, addresses, model, tasks, channel.warn, requests, count)

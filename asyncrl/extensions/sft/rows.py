@@ -38,7 +38,7 @@ from jinja2 import TemplateError
 from asyncrl.config import Config
 from asyncrl.config import TaskConfig as TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.rollout.prompts import load_tokenizer, stop_tokens
+from asyncrl.rollout.parts import load_tokenizer, stop_tokens
 from asyncrl.schema import Completion, Message, Trajectory, Turn, VersionSpan
 from asyncrl.tasks import Question
 from asyncrl.tasks.files import FileTask, rows_of_file

@@ -21,7 +21,8 @@ from asyncrl.extensions.curriculum.progress import (
 )
 from asyncrl.lookup import active
 from asyncrl.models.catalog import resolve
-from asyncrl.rollout.prompts import Prompts, load_tokenizer
+from asyncrl.rollout.parts import load_tokenizer
+from asyncrl.rollout.prompts import Prompts
 from asyncrl.rollout.reporters import RolloutRun
 from asyncrl.tasks import build_all
 from tests.fakes import LengthTask, addresses, group, tiny_config, tiny_values

@@ -154,7 +154,7 @@ def test_answers_of_an_evaluation_are_not_scored() -> None:
     async def main() -> None:
         site = Site(hooks=[TeacherScorer(engines)])
         session = site.client.generate(purpose="evaluation")
-        found = await site.player.play(PROMPT, session)
+        found = await site.player.episode(PROMPT, session)
         assert found.turns[0].teacher == []
 
     asyncio.run(main())

@@ -77,7 +77,9 @@ def test_requests_carry_what_cuts_the_distribution(mode: str) -> None:
         {"top_p": 0.9, "top_k": 20} if mode == "evaluate" else {}
     )
     where = addresses(model=resolve(config.model.path))
-    playing = PlayingParts.build(config, where, ModelParts.load(config, where), build_all(config), lambda *_: None)
+    playing = PlayingParts.build(
+        config, where, ModelParts.load(config, where.model), build_all(config), lambda *_: None
+    )
     sent = playing.client._settings.sampling
     assert (sent["top_p"], sent["top_k"]) == (0.9, 20)
 

@@ -24,8 +24,9 @@ from asyncrl.models.catalog import resolve
 from asyncrl.models.vision import flat
 from asyncrl.rollout import prompts as module
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
+from asyncrl.rollout.parts import load_tokenizer, vision_of
 from asyncrl.rollout.player import _images
-from asyncrl.rollout.prompts import LOOKAHEAD, Prompts, load_tokenizer, vision_of
+from asyncrl.rollout.prompts import LOOKAHEAD, Prompts
 from asyncrl.schema import Batch as TrainedBatch
 from asyncrl.schema import Generate, Group, Prompt, Trajectory, Turn, decode_batch, encode
 from tests.fakes import FakeEngine, changed, compose_values, echo

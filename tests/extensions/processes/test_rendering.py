@@ -16,7 +16,8 @@ from asyncrl.extensions.processes.rendering import CHUNK, RenderedAhead
 from asyncrl.extensions.processes.wire import RenderedQuestion
 from asyncrl.models.catalog import resolve
 from asyncrl.rollout import prompts as module
-from asyncrl.rollout.prompts import Prompts, load_tokenizer
+from asyncrl.rollout.parts import load_tokenizer
+from asyncrl.rollout.prompts import Prompts
 from asyncrl.schema import Prompt, encode
 from tests.fakes import questions_with_long_ones, tiny_config
 

@@ -23,7 +23,7 @@ from asyncrl.images import Vision, image_name
 from asyncrl.models.catalog import resolve
 from asyncrl.models.vision import flat
 from asyncrl.rollout.episode import Episode, EpisodeTimeouts
-from asyncrl.rollout.prompts import load_tokenizer, vision_of
+from asyncrl.rollout.parts import load_tokenizer, vision_of
 from asyncrl.schema import Completion, Prompt, VersionSpan
 from tests.fakes import FakeEngine, pieces, stream, tiny_config
 

@@ -18,7 +18,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.extensions.sft.rows import RENDERED, ChatRows, Trained, trajectory_of
 from asyncrl.extensions.sft.training import Conversations
 from asyncrl.models.tiny import write, write_tokenizer
-from asyncrl.rollout.prompts import load_tokenizer
+from asyncrl.rollout.parts import load_tokenizer
 from asyncrl.schema import Group
 from tests.fakes import compose_values, tiny_config
 

@@ -13,7 +13,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.extensions.tools.calls import parse
 from asyncrl.extensions.tools.system import ignores_tools, tools_in_system
 from asyncrl.models.catalog import resolve
-from asyncrl.rollout.prompts import Prompts, load_tokenizer
+from asyncrl.rollout.parts import load_tokenizer
+from asyncrl.rollout.prompts import Prompts
 from tests.fakes import FakeTemplate, tiny_config
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]

@@ -17,7 +17,7 @@ from asyncrl.extensions.verifiers.process import Launch
 from asyncrl.extensions.verifiers.task import EpisodesElsewhere, Verifiers
 from asyncrl.rewards.reward import RewardInput
 from asyncrl.rollout.episode import EpisodeTimeouts
-from asyncrl.rollout.player import EpisodePlayer
+from asyncrl.rollout.player import GroupPlayer
 from asyncrl.rollout.reporters import FailureReporter
 from asyncrl.schema import Prompt, Trajectory
 from tests.agents.talking import Talking, alive, dead
@@ -152,10 +152,10 @@ def test_episode_is_played_again_after_a_death_and_counted(tmp_path: Path) -> No
         said: list[str] = []
         limits = EpisodeTimeouts(agent=DEADLINE, reward=DEADLINE, episode=DEADLINE)
         failures = FailureReporter(lambda text, _: said.append(text))
-        player = EpisodePlayer({"t": task.agent}, {"t": never}, template(), limits, failures, retries=1)
+        player = GroupPlayer({"t": task.agent}, {"t": never}, template(), limits, failures, retries=1)
         question = task.question(0)
         prompt = Prompt("p", template().begin(question["messages"]), question, "t", 0)
-        ended = await player.play(prompt, client.generate(1.0))
+        ended = await player.episode(prompt, client.generate(1.0))
         await client.close()
         assert "environment_died" in said[0]
         assert "the last words" in said[0]
