@@ -752,7 +752,7 @@ def test_engines_whose_groups_share_the_experts_pass() -> None:
 @pytest.mark.parametrize("field", ["engine.data_parallel", "engine.pipeline_parallel"])
 def test_replicas_and_stages_are_refused_without_an_extension(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl.launch.checks.model.enabled", set)
-    with pytest.raises(ConfigError, match="No extension that is installed does this") as caught:
+    with pytest.raises(ConfigError, match="No extension that is installed lets engines") as caught:
         check_model(tiny_config(**{"engine.tensor_parallel": 2, field: 2, "weights.pause_mode": "drain"}), REPLICATED)
     assert caught.value.field == field
 

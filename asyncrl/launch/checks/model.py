@@ -8,7 +8,7 @@ from typing import Any
 
 from asyncrl.config import Config, TrainerConfig, on_gpu
 from asyncrl.errors import ConfigError
-from asyncrl.lookup import NOBODY, active, enabled
+from asyncrl.lookup import active, enabled
 from asyncrl.models.architectures import check_architecture, megatron_arguments, routing_shape
 from asyncrl.models.families import family_of
 from asyncrl.models.vision import deepstack, image_shape
@@ -100,9 +100,10 @@ def _shape(config: Config, hf: dict[str, Any], experts: int) -> Iterator[Rule]:
         family, fuses = hf["architectures"][0], family_of(hf).serving.fuses
         why = f"SGLang, which runs transformers' {family}, cannot divide {kv_heads} key-value heads: lower it."
         yield "engine.tensor_parallel", not fuses and kv_heads % engine.tensor_parallel > 0, why
+    why = "No extension that is installed lets engines of this shape take new weights: set 1."
     for field in ("data_parallel", "pipeline_parallel"):
         several = getattr(engine, field) > 1
-        yield f"engine.{field}", several and f"engine.{field}" not in enabled(), NOBODY
+        yield f"engine.{field}", several and f"engine.{field}" not in enabled(), why
 
 
 def _check_layers(trainer: TrainerConfig, layers: int) -> None:
