@@ -30,7 +30,6 @@ NAME = "manifest.json"
 COUNTERS, EXTENSIONS, ROLLOUT = "trainer.json", "extensions.msgpack", "rollout.msgpack"
 """Files of a checkpoint besides those of its networks."""
 FORMAT = 1
-_BLOCK = 4 << 20
 _READERS = 16
 
 
@@ -111,12 +110,9 @@ def _check(folder: Path, name: str, entry: FileEntry) -> None:
 
 
 def _entry(path: Path) -> FileEntry:
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return FileEntry(size, digest.hexdigest())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileEntry(file.tell(), digest.hexdigest())
 
 
 def _sync(folder: Path) -> None:

@@ -32,7 +32,7 @@ from asyncrl.trainer.policy import Policy
 from asyncrl.trainer.rank import Rank
 from asyncrl.trainer.recovery import CatchingUp, Start
 from asyncrl.weights.adapters import AdapterPublisher, PastAdapters, build_adapters
-from asyncrl.weights.files import publish_folder
+from asyncrl.weights.disk import publish_folder
 from asyncrl.weights.peft_config import user_config
 from asyncrl.weights.publish import (
     UNSENT,

@@ -23,7 +23,6 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ from asyncrl.errors import AsyncRLError, WeightsError
 from asyncrl.parallel import Parallel, from_first
 from asyncrl.weights.bucket import fill, nbytes, plan_buckets, views
 from asyncrl.weights.choice import choose
+from asyncrl.weights.disk import claim
 from asyncrl.weights.export import gathered
-from asyncrl.weights.files import claim
 from asyncrl.weights.layouts import Pieces
 from asyncrl.weights.peft import read_peft, write_peft
 from asyncrl.weights.peft_config import parsed
@@ -110,7 +109,6 @@ class AdapterFolder:
         the engines alone."""
         self.name = name
         self._folder = root / name
-        self._written = tensors is not None
         if config is not None and tensors is not None:
             claim(root)
             write_peft(self._folder, config, tensors.items())
@@ -118,7 +116,7 @@ class AdapterFolder:
     @property
     def loadable(self) -> bool:
         """Return whether engines that do not hold it can have it."""
-        return self._written or self._folder.exists()
+        return self._folder.exists()
 
     def load(self, *, verify: bool) -> tuple[str, Answer]:
         """Return a request with the folder, whose checksums only the sender can compare."""
@@ -199,13 +197,6 @@ def _past(run_dir: Path, adapter: str, version: int) -> Path:
     return run_dir / PAST / adapter / f"v{version:06d}"
 
 
-@dataclass(frozen=True)
-class StagedAdapters(Staged):
-    """The adapters of a version, by name."""
-
-    tensors: dict[str, Tensors] = field(default_factory=dict)
-
-
 class AdapterPublisher(StagedPublisher):
     """The publisher of one trainer rank. Only rank 0 holds adapters and controls the engines."""
 
@@ -244,7 +235,7 @@ class AdapterPublisher(StagedPublisher):
         self._verify = False
 
     @torch.no_grad()
-    def stage(self, version: int) -> StagedAdapters:
+    def stage(self, version: int) -> Staged:
         """Gather a version of every adapter on rank 0; runs on every rank. One that was published before is loaded only
         by engines that joined."""
         started = time.monotonic()
@@ -258,13 +249,12 @@ class AdapterPublisher(StagedPublisher):
             "pause": 0.0,
             "bytes": float(sum(tensor.nbytes for given in tensors.values() for tensor in given.values())),
         }
-        return StagedAdapters(version, metrics, tensors=tensors)
+        return Staged(version, metrics, adapters=tensors)
 
     @torch.no_grad()
     def complete(self, staged: Staged) -> dict[str, float]:
         """Let every engine load and serve a version; runs on every rank. Returns also the seconds of verifying, and the
         numbers of engines that serve and of adapters that they hold meanwhile."""
-        assert isinstance(staged, StagedAdapters)
         version, first = staged.version, self._newest is None
         self._newest = version
         verified, held = 0.0, 0
@@ -275,7 +265,7 @@ class AdapterPublisher(StagedPublisher):
             if first:
                 self._reload(version)
                 self._inherit(version)
-            verified = sum(self._keep(version, name, given) for name, given in staged.tensors.items())
+            verified = sum(self._keep(version, name, given) for name, given in staged.adapters.items())
         if self._base and from_first(bool(self._fleet.joining) or not self._sent):
             self._base.publish(version)
             self._sent = True

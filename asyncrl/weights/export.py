@@ -20,8 +20,7 @@ from asyncrl.config.roles import POLICY
 from asyncrl.models.vision import TOWERS
 from asyncrl.parallel import Parallel, from_all
 from asyncrl.weights.bucket import plan_buckets
-from asyncrl.weights.files import write_index, write_stream
-from asyncrl.weights.folder import HFFolder
+from asyncrl.weights.folder import HFFolder, write_index, write_stream
 from asyncrl.weights.peft import write_peft
 from asyncrl.weights.peft_config import adapter_folders, user_config
 from asyncrl.weights.reshard import Resharder
@@ -76,7 +75,8 @@ def save_hf(
     shapes = [(name, one.dtype, one.shape) for name, one in copied(described=True)]
     # collective, so that rank 0 has created the folder
     plans = from_all(plan_buckets(chain(own, shapes), shard_bytes))
-    names = iter(_file_names(sum(len(plan) for plan in plans)))
+    count = sum(len(plan) for plan in plans)
+    names = (f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
     files = [[(next(names), bucket) for bucket in plan] for plan in plans]
     stream = chain(weights.hf_tensors(merged=adapter), copied())
     for name, bucket in files[dist.get_rank()]:
@@ -126,10 +126,6 @@ def gathered(tensors: Iterator[tuple[str, Tensor]], parallel: Parallel) -> dict[
     stages: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, stages if parallel.is_first else None)
     return {name: tensor for stage in stages if stage for name, tensor in stage.items()}
-
-
-def _file_names(count: int) -> list[str]:
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def _describe(folder: Path, dtype: str, *, drafts: bool) -> None:

@@ -1,12 +1,13 @@
-"""Reader of the tensors of an HF folder by name, one at a time. Weights in FP8 (e4m3 with a scale for each block of 128
-x 128, as in DeepSeek-V3's files) and in MXFP4 (gpt-oss's) are read in bfloat16."""
+"""Reader and writer of the safetensors files of a folder, one tensor at a time. Weights in FP8 (e4m3 with a scale for
+each block of 128 x 128, as in DeepSeek-V3's files) and in MXFP4 (gpt-oss's) are read in bfloat16."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,9 +18,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from asyncrl.errors import WeightsError
-from asyncrl.weights.files import DTYPES
+from asyncrl.weights.bucket import Bucket
 from asyncrl.weights.names import Mapping
 
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+}
+ALIGNMENT = 8  # readers map the bytes, which should start at a multiple of the widest item
 IGNORED = re.compile(r"rotary_emb\.inv_freq$")  # buffers in old checkpoints; the model computes them from the config
 HASHERS = 8
 """Threads that compute hashes, each with one tensor in memory."""
@@ -160,3 +174,56 @@ class HFFolder:
                 f"{self._folder} holds tensors that this {mapping.architecture} has no place for: {', '.join(left[:5])}"
                 + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             )
+
+
+def write_stream(
+    file: Path,
+    bucket: Bucket,
+    stream: Iterator[tuple[str, Tensor]],
+    metadata: dict[str, str] | None = None,
+    *,
+    durable: bool = True,
+) -> None:
+    """Write the stream's next tensors to their places in the bucket, with one in memory at a time. A `durable` file is
+    meant to outlive the run. Raises WeightsError with the file if the disk cannot take it, and removes it then.
+
+    Format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors.
+    https://github.com/huggingface/safetensors#format
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    for entry in bucket:
+        header[entry.name] = {
+            "dtype": DTYPES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start, entry.end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    places = {entry.name: 8 + len(text) + entry.start for entry in bucket}
+    whole = False
+    try:
+        with file.open("wb", buffering=0) as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for _ in bucket:
+                name, tensor = next(stream)
+                out.seek(places[name])
+                rest = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                while rest:  # one call writes at most 2 GiB
+                    rest = rest[out.write(rest) or 0 :]
+            if durable:
+                os.fsync(out.fileno())
+        whole = True
+    except OSError as error:
+        raise WeightsError(f"{file} cannot be written: {error}. Free some space, or choose another folder.") from None
+    finally:
+        if not whole:
+            file.unlink(missing_ok=True)
+
+
+def write_index(folder: Path, files: dict[str, Bucket]) -> None:
+    """Write model.safetensors.index.json, which maps each tensor to its file."""
+    index = {
+        "metadata": {"total_size": sum(entry.end - entry.start for bucket in files.values() for entry in bucket)},
+        "weight_map": {entry.name: file for file, bucket in sorted(files.items()) for entry in bucket},
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asyncrl.errors import WeightsError
 from asyncrl.weights.bucket import plan_buckets
-from asyncrl.weights.files import write_stream
+from asyncrl.weights.folder import write_stream
 from asyncrl.weights.peft_config import (
     CONFIG,
     DOWN,

@@ -37,7 +37,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,8 @@ class Staged:
     version: int
     metrics: dict[str, float]
     expected: ExpectedChecksums | None = None
+    adapters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """The adapters of the version by name, where versions are adapters of their own."""
 
 
 class StagedPublisher(VersionPublisher):
@@ -213,7 +215,7 @@ class Publisher(StagedPublisher):
             self._rollout.hold()
         verified = 0.0
         with self._update.paused() if first else nullcontext(Pause(time.monotonic())) as pause:
-            with self._session():
+            with self._update.session() if first and self._transport.session else nullcontext():
                 if not self._transport.ahead:
                     self._send(staged.expected)
                 self._deliver(staged.version)
@@ -253,9 +255,6 @@ class Publisher(StagedPublisher):
     def _lose(self, lost: dict[str, str]) -> None:
         for url, reason in lost.items():
             self._fleet.lose(url, reason)
-
-    def _session(self) -> AbstractContextManager[None]:
-        return self._update.session() if self._parallel.is_first and self._transport.session else nullcontext()
 
     # -- sending -------------------------------------------------------------------------------------------
 

@@ -90,7 +90,10 @@ class TensorTransport(Transport):
             torch.cuda.current_stream(flat.device).synchronize()
         bodies = {
             url: {
-                "serialized_named_tensors": [self._handle(flat, bucket) for _ in range(self._ranks)],
+                "serialized_named_tensors": [
+                    handle(_Reduced(self._shared.reduce(flat)) if flat.is_cuda else flat, bucket)
+                    for _ in range(self._ranks)
+                ],
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
                 "selector": self._fleet.selector,
@@ -98,9 +101,6 @@ class TensorTransport(Transport):
             for url in self._fleet.urls
         }
         self._fleet.finish(self._fleet.start("/update_weights_from_tensor", bodies))
-
-    def _handle(self, flat: Tensor, bucket: Bucket) -> str:
-        return handle(_Reduced(self._shared.reduce(flat)) if flat.is_cuda else flat, bucket)
 
 
 def shared_memory(nbytes: int) -> Tensor:

@@ -19,8 +19,7 @@ from asyncrl.extensions.convert.checkpoint import CheckpointReader, CheckpointWr
 from asyncrl.extensions.convert.folders import building, check_space, copy_companions, read_config
 from asyncrl.extensions.convert.parameters import Address, Parameter, Structure
 from asyncrl.weights.bucket import Bucket, plan_buckets
-from asyncrl.weights.files import write_index, write_stream
-from asyncrl.weights.folder import IGNORED, HFFolder
+from asyncrl.weights.folder import IGNORED, HFFolder, write_index, write_stream
 from asyncrl.weights.layouts import VOCAB, Dims, dims_of
 
 Progress = Callable[[Path, int], None]

@@ -25,7 +25,7 @@ from asyncrl.engine.fleet import Fleet
 from asyncrl.extensions.delta.extension import Delta
 from asyncrl.weights.bucket import Bucket, plan_buckets, views
 from asyncrl.weights.disk import DiskTransport
-from asyncrl.weights.files import write_stream
+from asyncrl.weights.folder import write_stream
 from asyncrl.weights.names import unit_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

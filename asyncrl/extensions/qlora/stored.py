@@ -26,7 +26,7 @@ from asyncrl.extensions.qlora.extension import BLOCK
 from asyncrl.extensions.qlora.packed import Kind, pack_base, quantize
 from asyncrl.parallel import Parallel, from_all
 from asyncrl.weights.bucket import plan_buckets
-from asyncrl.weights.files import write_stream
+from asyncrl.weights.folder import write_stream
 from asyncrl.weights.reshard import Resharder
 
 FOLDER, INDEX = "base", "base.json"
